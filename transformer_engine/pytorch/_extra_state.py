@@ -1,8 +1,8 @@
 """The policy for extra state in checkpoints: which recipes have state, and which bytes a module reads.
 
-The original unpickles extra state only with NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1. Here it is read through an
-allow-list and no code of a checkpoint runs, so that no permission is needed. Missing or older entries:
-`module/loading.py`.
+The original unpickles extra state only with NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1. Here it is read
+through an allow-list and no checkpoint code runs, so that no permission is needed. Missing or older
+entries: `module/loading.py`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def should_load_extra_state_pickle(state_bytes: bytes, context: str = "module") 
 
     Args:
         state_bytes: Contents of an `_extra_state` entry.
-        context: Name of the module, for the message.
+        context: Module name, for the message.
 
     Returns:
-        True for the state of delayed scaling; False for an empty one, and for that of a recipe without state, which is
-        ignored.
+        True for delayed-scaling state; False for an empty one, and for the state of a stateless
+        recipe, which is ignored.
 
     Raises:
         RuntimeError: The bytes are damaged, or name something that a checkpoint may not load. There is no permission

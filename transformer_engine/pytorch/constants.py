@@ -29,7 +29,7 @@ class DType(enum.IntEnum):
         """Convert a `torch.dtype`, a number, or a member of another such enumeration to a DType.
 
         Raises:
-            TypeError: dtype is of another type.
+            TypeError: dtype has another type.
             ValueError: No element type corresponds to dtype.
         """
         if isinstance(dtype, torch.dtype):
@@ -47,11 +47,11 @@ class DType(enum.IntEnum):
 
 
 class CPLoadBalancingStrategy(enum.Enum):
-    """Tokens of the ranks that share packed sequences.
+    """Token assignment among the ranks that share packed sequences.
 
-    DUAL_CHUNK_SWAP: rank r of n holds the chunks r and 2 n - 1 - r of the 2 n chunks of every sequence, which gives
-    every rank the same share of a causal mask. NO_LOAD_BALANCE: each rank holds one contiguous piece of the packed
-    buffer.
+    DUAL_CHUNK_SWAP: rank r of n holds the chunks r and 2 n - 1 - r among the 2 n chunks of every
+    sequence, which gives every rank the same share of a causal mask. NO_LOAD_BALANCE: each rank
+    holds one contiguous packed buffer piece.
     """
 
     DUAL_CHUNK_SWAP = "dual_chunk_swap"
@@ -80,7 +80,7 @@ TE_DType = {
 }
 TE_DType_To_Torch = {number: dtype for dtype, number in TE_DType.items()}
 
-# Slots of a module's scaling states: three a product in the forward pass, two in the backward pass.
+# Slots in a module's scaling states: three per product in the forward pass, two in the backward pass.
 FP8FwdTensorIdx = types.SimpleNamespace(
     **{
         f"GEMM{product}_{tensor}": 3 * (product - 1) + slot
@@ -96,7 +96,7 @@ FP8BwdTensorIdx = types.SimpleNamespace(
     }
 )
 
-# Values along K that share a scale, of the formats whose scales are narrow numbers too.
+# Values along K that share a scale, for the formats whose scales are narrow numbers too.
 MXFP8_BLOCK_SCALING_SIZE = 32
 NVFP4_BLOCK_SCALING_SIZE = 16
 

@@ -1,6 +1,6 @@
-"""Offload of the activations that a model's first layers save to host memory: contexts, marks, schedules.
+"""Offloading activations that a model's first layers save to host memory: contexts, marks, schedules.
 
-The way of a layer's tensors is in `offload/layer_state.py`, the times in `offload/synchronizer.py`.
+A layer's tensor states are in `offload/layer_state.py`, the schedule in `offload/synchronizer.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .offload.synchronizer import (
     OffloadSynchronizer,
 )
 
-# Set by callers of the original's first interface; only the contexts determine the offloaded tensors.
+# Set by callers that use the original's first interface; only the contexts determine the offloaded tensors.
 CPUOffloadEnabled = False
 
 __all__ = [

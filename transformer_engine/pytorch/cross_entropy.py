@@ -43,24 +43,24 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """Compute loss float32 [B, S] = -ln(softmax(inp [B, S, V])[target [B, S]]), differentiable in inp.
 
-    With overwrite_input=True the backward pass writes the gradient into the memory of the logits, which saves a tensor
-    of their size. It can run once. If another operation saved the logits for its own backward pass, autograd raises
-    RuntimeError ("modified by an inplace operation"). The gradient is allocated all the same if the logits are a chunk
-    of a larger tensor, and under torch.compile.
+    With overwrite_input=True the backward pass writes the gradient into the memory of the logits, which saves
+    a tensor of their size. It can run once. If another operation saved the logits for its own backward pass,
+    autograd raises RuntimeError ("modified by an inplace operation"). The gradient is allocated all the same
+    if the logits are a chunk of a larger tensor, and under torch.compile.
 
     Args:
         inp: Logits [B, S, V], or [B, S, V / ranks] with a process group.
         target: Ids [B, S] in the whole vocabulary.
         label_smoothing: Smoothing s. The target gets probability 1 - s, and s / V is added everywhere.
         reduce_loss: Return the mean over the rows that are not ignored (0 if all are).
-        dist_process_group: Its ranks hold equal shares of the vocabulary, in order. All ranks return the same loss.
+        dist_process_group: Its ranks hold equal vocabulary shares, in order. All ranks return the same loss.
         ignore_idx: Rows with this target have loss 0 and gradient 0.
         is_cg_capturable: Deprecated, without effect: the host never waits for the device.
         overwrite_input: Write the gradient into the memory of the logits, which must be contiguous.
         keep_logits: Deprecated: keep_logits=False is overwrite_input=True.
 
     Raises:
-        ValueError: A target is outside of the vocabulary. On a GPU this check follows `TE_CHECK`; without it the
+        ValueError: A target is outside the vocabulary. On a GPU this check follows `TE_CHECK`; without it the
             loss is infinite. Also for logits that overwrite_input=True finds not contiguous.
     """
     if _input is not None:
@@ -119,23 +119,23 @@ def fused_linear_cross_entropy(
     ignore_idx: int = -100,
     precise: bool = False,
 ) -> Tensor:
-    """Compute the mean of -ln(softmax(hidden @ weight.T + bias)[target]) in float32 without storing the logits.
+    """Compute the mean -ln(softmax(hidden @ weight.T + bias)[target]) in float32 without storing the logits.
 
-    Peak memory is a 21st of the logits in addition to the gradients. With reduce_loss the forward pass also computes
-    the gradients, and the backward pass multiplies them in place by the gradient of the loss. Otherwise the backward
-    pass computes the logits again. Differentiable in hidden, weight and bias.
+    Peak memory is a 21st of the logits in addition to the gradients. With reduce_loss the forward pass also
+    computes the gradients, and the backward pass multiplies them in place by the loss gradient. Otherwise the
+    backward pass computes the logits again. Differentiable in hidden, weight and bias.
 
     Args:
         hidden: Features [.., K].
-        weight: Weight [V, K] of the head.
+        weight: Head weight [V, K].
         target: Ids [..].
-        bias: Bias [V] of the head.
+        bias: Head bias [V].
         reduce_loss: Return the mean instead of losses float32 [..].
-        precise: Sum the gradient of the weight in few products. By default each 21st of the rows beyond the first K
-            is a product that is rounded to the dtype of the weight. In bfloat16 ([2048, 1024], 8192 ids, logits with
+        precise: Sum the weight gradient in few products. By default each 21st of the rows beyond the first K is a
+            product that is rounded to the dtype of the weight. In bfloat16 ([2048, 1024], 8192 ids, logits with
             deviation 1), the default has 2.5 times the error of separate steps, and `precise` 1.8 times.
 
-    The other arguments are those of `parallel_cross_entropy`.
+    The other arguments are as in `parallel_cross_entropy`.
     """
     given = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, value in given.items():
@@ -159,7 +159,7 @@ def fused_linear_cross_entropy(
     same_device("target", target, "hidden", hidden.device)
     if math.prod(shape) == 0:
         return _of_nothing(hidden, reduce_loss, weight, bias)
-    if hidden.shape[-1] == 0:  # the logits are the bias alone, as those of features that are 0
+    if hidden.shape[-1] == 0:  # the logits are the bias alone, as for features that are 0
         hidden, weight = (torch.nn.functional.pad(part, (0, _NO_FEATURES)) for part in (hidden, weight))
     rows = hidden.contiguous().view(-1, hidden.shape[-1])
     loss = linear_cross_entropy(rows, weight.contiguous(), bias, _ids(target), labels, reduce_loss, precise)
@@ -175,7 +175,7 @@ def _check_logits(value: Any, name: str = "inp") -> None:
 def _labels(
     target: Any, shape: tuple[int, ...], smoothing: float, ignored: int, first: int, total: int
 ) -> Labels:
-    """Return the labels of logits of a shape; raise an error unless the targets fit them."""
+    """Return the labels for logits with a shape; raise an error unless the targets fit them."""
     smoothing, ignored = to_float("label_smoothing", smoothing), to_int("ignore_idx", ignored)
     if not 0.0 <= smoothing <= 1.0:
         raise ValueError(f"label_smoothing={smoothing} is not a share of the probability; give 0 .. 1")
@@ -192,7 +192,7 @@ def _labels(
 
 
 def _by_row(target: Any, rows: torch.Size) -> Any:
-    """Return targets with one id per row, in any shape, as those of the rows in row-major order."""
+    """Return targets with one id per row, in any shape, as targets of the rows in row-major order."""
     if not isinstance(target, Tensor) or target.numel() != math.prod(rows):
         return target  # _labels raises
     if [size for size in target.shape if size != 1] not in ([n for n in rows if n != 1], [math.prod(rows)]):
@@ -205,7 +205,7 @@ def _by_row(target: Any, rows: torch.Size) -> Any:
 
 
 def _inside(ids: Any, total: int, ignored: int) -> None:
-    """Raise ValueError for an id outside of the vocabulary."""
+    """Raise ValueError for an id outside the vocabulary."""
     waiting = [ids]
     while waiting:
         part = waiting.pop()
@@ -223,7 +223,7 @@ def _ids(target: Tensor) -> Tensor:
 
 
 def _of_nothing(inp: Tensor, mean: bool, *others: Tensor | None) -> Tensor:
-    """Return the loss of no rows, in the graph of inp and of others, whose gradients are 0."""
+    """Return the loss for no rows, in the graph of inp and others, whose gradients are 0."""
     nothing = inp.to(torch.float32).sum(-1) * 0.0
     for other in others:
         if other is not None:

@@ -1,7 +1,7 @@
-"""The protocol of weights that a caller shards and gathers, and the functions with which layers use them.
+"""Protocol for weights that a caller shards and gathers, and the functions with which layers use them.
 
-A layer reads the whole weights inside `whole_weights`. The gradients of the whole weights go to
-`finalize_group_grads`, and autograd receives its results as the gradients of the shards.
+A layer reads the whole weights inside `whole_weights`. Whole-weight gradients go to
+`finalize_group_grads`, and autograd receives its results as the shard gradients.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = [
 
 @runtime_checkable
 class DistributedWeight(Protocol):
-    """A tensor that represents a shard of a weight and can produce the weights of its group.
+    """A tensor that represents a weight shard and can produce the weights of its group.
 
-    `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`, `te.ops.BasicLinear` and `te.ops.GroupedLinear` accept
-    one as a weight. All weights of a `GroupedLinear` are one group, and so are the pieces of `parameters_split`; each
-    weight of a `LayerNormMLP` is a group. The first weight of a group acts for all of them.
+    `Linear`, `LayerNormLinear`, `LayerNormMLP`, `GroupedLinear`, `te.ops.BasicLinear` and `te.ops.GroupedLinear`
+    accept one as a weight. All weights in a `GroupedLinear` are one group, and so are the `parameters_split`
+    pieces; each weight in a `LayerNormMLP` is a group. The first weight in a group acts for all.
 
     Attributes:
         is_distributed_weight: True.
@@ -45,18 +45,18 @@ class DistributedWeight(Protocol):
         ...
 
     def materialize_group_for_backward(self) -> Tensor | Sequence[Tensor]:
-        """Return the whole weights of the group for a backward pass, with the values of the forward pass."""
+        """Return the whole weights of the group for a backward pass, with the forward-pass values."""
         ...
 
     def finalize_group_grads(self, wgrads: Any) -> Any:
-        """Return the gradients of the shards for autograd, given those of the whole weights.
+        """Return the shard gradients for autograd, from the whole-weight gradients.
 
         Args:
-            wgrads: The gradient of the only weight, or a list of those of a group. None for a weight without one,
-                such as a frozen weight.
+            wgrads: Gradient of the only weight, or a list with the gradients of a group. None for a
+                weight without one, such as a frozen weight.
 
         Returns:
-            A gradient of a shard's shape or None, for each weight; one may be returned without a list.
+            A gradient with a shard's shape or None, for each weight; one may be returned without a list.
         """
         ...
 
@@ -69,7 +69,7 @@ def is_distributed_weight(weight: Any) -> bool:
     """Return whether a value has the flag of a distributed weight.
 
     Args:
-        weight: A parameter of a layer.
+        weight: A layer parameter.
 
     Raises:
         TypeError: The value has the flag and is not a tensor.
@@ -87,10 +87,10 @@ def materialize_weight_for_forward(weights: Tensor | Sequence[Tensor]) -> list[T
     """Return the whole weights of a group for a forward pass; plain weights are returned unchanged.
 
     Args:
-        weights: One weight, or the weights of one group, such as those of a `GroupedLinear`.
+        weights: One weight, or the weights of one group, such as a `GroupedLinear`.
 
     Raises:
-        ValueError: The group returns another number of weights.
+        ValueError: The group returns another weight count.
     """
     return _materialized(weights, "materialize_group_for_forward")
 
@@ -117,14 +117,14 @@ def _materialized(weights: Tensor | Sequence[Tensor], method: str) -> list[Tenso
 def finalize_weight_grads(
     weights: Tensor | Sequence[Tensor], wgrads: Tensor | Sequence[Tensor | None] | None
 ) -> list[Tensor | None]:
-    """Return what autograd receives for the gradients of whole weights; those of plain weights are unchanged.
+    """Return what autograd receives for whole-weight gradients; gradients of plain weights are unchanged.
 
     Args:
         weights: One weight, or the weights of one group.
-        wgrads: Gradient of each whole weight. A single gradient is passed to the group without a list.
+        wgrads: Gradient per whole weight. A single gradient is passed to the group without a list.
 
     Raises:
-        ValueError: The numbers of weights and gradients differ, or the group returns another number of gradients.
+        ValueError: Weight and gradient counts differ, or the group returns another gradient count.
     """
     weights = [weights] if isinstance(weights, Tensor) else weights
     wgrads = [wgrads] if wgrads is None or isinstance(wgrads, Tensor) else wgrads
@@ -144,7 +144,7 @@ def finalize_weight_grads(
 
 
 class ShardGroup(NamedTuple):
-    """The weights of a group, and the number of rows of each whole weight."""
+    """Weights of a group, and the row count of each whole weight."""
 
     weights: Sequence[Tensor]
     rows: Sequence[int]
@@ -153,7 +153,7 @@ class ShardGroup(NamedTuple):
 def finalize_delayed_grads(
     groups: Sequence[ShardGroup], delayed: Sequence[tuple[Sequence[Tensor], Tensor]]
 ) -> None:
-    """Finalize the gradients of whole weights that `backward_dw` computed, and add the results to .grad of the shards.
+    """Finalize whole-weight gradients that `backward_dw` computed, and add the results to the shards' .grad.
 
     Args:
         groups: The groups of a layer. A group without gradients is not finalized.
@@ -189,7 +189,7 @@ class _Gather(Function):
         ctx.set_materialize_grads(False)
         wholes = tuple(materialize_weight_for_forward(shards))
         frozen = [whole for whole, needed in zip(wholes, ctx.needs_input_grad[2:], strict=True) if not needed]
-        # Without this mark, layers would compute gradients for frozen weights of the group.
+        # Without this mark, layers would compute gradients for frozen weights in the group.
         ctx.mark_non_differentiable(*frozen)
         return wholes
 
@@ -214,8 +214,8 @@ class _Rematerialization:
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
         self._groups = groups
-        # {(address, number of elements): place}; a place is (index of the group, index in the group). The caller keeps
-        # the weights alive, so that no other tensor gets their addresses.
+        # {(address, element count): place}; a place is (group index, index in the group). The
+        # caller keeps the weights alive, so that no other tensor gets their addresses.
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
         self._dropped: set[tuple[int, int]] = set()  # places of the weights that were saved
         self._materialized: dict[tuple[int, int], Tensor] = {}
@@ -240,7 +240,7 @@ class _Rematerialization:
         if isinstance(packed, Tensor):
             return packed
         place, shape, stride = packed
-        if place not in self._materialized:  # one call materializes all weights of the group
+        if place not in self._materialized:  # one call materializes all weights in the group
             found = materialize_weight_for_backward(self._groups[place[0]])
             for group, i in self._dropped:
                 if group == place[0]:
@@ -258,9 +258,9 @@ def whole_weights(groups: Sequence[Sequence[Tensor]], fused: bool, store: Any) -
     these hooks instead.
 
     Args:
-        groups: The weights of each group; a group of plain weights is yielded unchanged.
+        groups: Weights per group; a plain weight group is yielded unchanged.
         fused: Weight gradients are accumulated into `grad_buffer()`.
-        store: Queue of delayed weight gradients, which receives the groups, or None.
+        store: Delayed weight gradient queue, which receives the groups, or None.
 
     Raises:
         NotImplementedError: A compiler is tracing.

@@ -60,7 +60,7 @@ def assert_warmed_up(module: torch.nn.Module) -> None:
 
 
 def _opset(version: int) -> Any:
-    """Return the operators of an opset: QuantizeLinear has float8 codes since 19, and blocks of values since 21.
+    """Return the operators of an opset: QuantizeLinear has float8 codes since 19, and value blocks since 21.
 
     The exporter converts a model to the requested opset, if it is not older.
 
@@ -89,7 +89,7 @@ def _floor_to_power_of_two(op: Any, x: Any) -> Any:
 
 
 def _codes(op: Any, x: Any, scale_inv: Any, dtype: int) -> Any:
-    """Return the codes of float32 x with one scale; the type of the zero point is that of the codes."""
+    """Quantize float32 x to codes with one scale; the type of the zero point is the code type."""
     return op.QuantizeLinear(x, scale_inv, op.Cast(op.Constant(value_float=0.0), to=int(dtype)))
 
 
@@ -137,7 +137,7 @@ def _mxfp8_dequantize(codes: Any, scale_inv: Any) -> Any:
     return _opset(21).DequantizeLinear(codes, scale_inv, axis=-1, block_size=tex.BLOCK)
 
 
-# The numbers of float8 dtypes in ONNX, and the largest values of the formats.
+# float8 dtype numbers in ONNX, and the largest values of the formats.
 _MAXIMA = {17: 448.0, 19: 57344.0}
 
 

@@ -1,4 +1,4 @@
-"""Alias of transformer_engine.pytorch.quantization, and of the recipes in transformer_engine.common.recipe."""
+"""Alias of transformer_engine.pytorch.quantization, and the recipes in transformer_engine.common.recipe."""
 
 from ..common.recipe import (
     CustomRecipe,

@@ -1,4 +1,4 @@
-"""CUDA graphs of modules: forward and backward are captured once, and each later call is one launch.
+"""CUDA graphs for modules: forward and backward are captured once, and each later call is one launch.
 
     layers = te.make_graphed_callables(tuple(layers), sample_args, enabled=True, recipe=recipe)
 
@@ -88,40 +88,40 @@ def make_graphed_callables(
     _reuse_graph_input_output_buffers: bool = False, clone_param_grads_on_return: bool = True,
     pre_warmup_hook: Any = None, post_warmup_hook: Any = None, capture_time_hooks: Any = None,
 ) -> Any:  # fmt: skip
-    """Return the module or tuple of modules, whose calls now replay CUDA graphs with the bits of eager calls.
+    """Return the module or module tuple, whose calls now replay CUDA graphs, bit-equal to eager calls.
 
-    Modules keep their parameters and names; each gets `reset()` and `backward_dw()`. The next replay overwrites the
-    results of a replay. Without a GPU the callables are wrapped and run eagerly.
+    Modules keep their parameters and names; each gets `reset()` and `backward_dw()`. The next replay
+    overwrites the results of a replay. Without a GPU the callables are wrapped and run eagerly.
 
     Args:
-        modules: A module, or a tuple of modules.
-        sample_args: Tensors with the shapes of later calls, a tuple for each module of a tuple. The graphs read these
-            tensors.
+        modules: A module, or a module tuple.
+        sample_args: Tensors with the shapes of later calls, one tuple per module in a tuple. The
+            graphs read these tensors.
         num_warmup_iters: Runs before the capture, at least one. They change no state.
         allow_unused_input: Allow inputs that require a gradient and get none.
-        sample_kwargs: Keyword arguments of the calls. None, numbers, strings, dtypes and devices are kept by the graph;
-            a call with another value raises ValueError. A call passes every captured keyword.
-        fp8_enabled: Earlier name of enabled.
-        fp8_calibrating: Earlier name of calibrating.
-        fp8_recipe: Earlier name of recipe.
-        fp8_group: Earlier name of amax_reduction_group.
-        fp8_weight_caching: Earlier name of cache_quantized_params.
+        sample_kwargs: Keyword arguments of the calls. None, numbers, strings, dtypes and devices are kept by
+            the graph; a call with another value raises ValueError. A call passes every captured keyword.
+        fp8_enabled: Earlier name for enabled.
+        fp8_calibrating: Earlier name for calibrating.
+        fp8_recipe: Earlier name for recipe.
+        fp8_group: Earlier name for amax_reduction_group.
+        fp8_weight_caching: Earlier name for cache_quantized_params.
         enabled: Quantize, as in `autocast`; a tuple has one value per module.
         calibrating: As in `autocast`.
         recipe: As in `autocast`. Calls are made in a separate autocast block.
         amax_reduction_group: As in `autocast`.
-        cache_quantized_params: Quantize weights in the first microbatch of a step only. Every call passes
-            is_first_microbatch.
+        cache_quantized_params: Quantize weights in the first microbatch of a step only. Every call
+            passes is_first_microbatch.
         pool: Memory to share with other graphs.
         retain_graph_in_backward: Capture the backward pass with retain_graph=True.
-        clone_param_grads_on_return: Copy the gradients of parameters; otherwise the next replay overwrites them.
+        clone_param_grads_on_return: Copy parameter gradients; otherwise the next replay overwrites them.
         pre_warmup_hook: Called once before the warm-up.
         post_warmup_hook: Called once after the warm-up.
         capture_time_hooks: For each callable {"forward_pre_hooks", ..: {id: hook(module)}}, called while warming up
             and capturing, never in a replay.
 
-    `_order` and `_num_layers_per_chunk` are the schedule of a pipeline; a function for each chunk, microbatch and
-    layer is returned. With `_reuse_graph_input_output_buffers` they share buffers where the schedule allows it.
+    `_order` and `_num_layers_per_chunk` are a pipeline schedule; a function for each chunk, microbatch and layer is
+    returned. With `_reuse_graph_input_output_buffers` they share buffers where the schedule allows it.
     """
     options = {
         "enabled": RenamedOption("enabled", enabled, "fp8_enabled", fp8_enabled),
@@ -205,10 +205,10 @@ def _checked_request(
 
 
 def save_fp8_tensors(modules: Any, recipe: Recipe | None) -> list[Any] | None:
-    """Copy all scales and amax histories of delayed scaling, in module order; returns None for other recipes.
+    """Copy all delayed-scaling scales and amax histories, in module order; returns None for other recipes.
 
     Args:
-        modules: A module, or a list of modules.
+        modules: A module, or a module list.
         recipe: The recipe of the modules; only delayed scaling has states.
     """
     if not isinstance(recipe, DelayedScaling):

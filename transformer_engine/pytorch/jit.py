@@ -59,7 +59,7 @@ def lazy_compile(func: F) -> F:
     While a compiler traces the caller, `func` itself is traced.
 
     Args:
-        func: Function of tensors.
+        func: Function on tensors.
     """
     compiled: list[Callable[..., Any]] = []
 
@@ -78,7 +78,7 @@ def jit_fuser(function: F) -> F:
     """Compile a function in its first call; with NVTE_TORCH_COMPILE=0 at decoration, return it unchanged.
 
     Args:
-        function: Function of tensors.
+        function: Function on tensors.
     """
     return lazy_compile(function) if env.flag("NVTE_TORCH_COMPILE") else function
 
@@ -93,8 +93,8 @@ def no_torch_dynamo(
 
     Args:
         recursive: Also exclude the functions that the function calls.
-        when: Function of the call's arguments `{"args": .., "kwargs": ..}` that returns the reason to exclude this
-            call, or None. An excluded call warns with the reason. By default every call is excluded.
+        when: Function on the call's arguments `{"args": .., "kwargs": ..}` that returns the reason to exclude
+            this call, or None. An excluded call warns with the reason. By default every call is excluded.
     """
 
     def decorate(function: F) -> F:
@@ -132,11 +132,11 @@ def bias_gelu_fused(inp: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def dgelu_fused_(grad_output: Tensor, inp: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute the gradient of `inp` of `bias_gelu_fused`.
+    """Compute the gradient of `inp` in `bias_gelu_fused`.
 
     Args:
-        grad_output: Gradient of the result [.., N].
-        inp: Values [.., N] of the forward pass.
+        grad_output: Result gradient [.., N].
+        inp: Forward-pass values [.., N].
         bias: Bias [N]; None or an empty tensor for no bias.
 
     Returns:
@@ -152,16 +152,16 @@ def dgelu_fused_(grad_output: Tensor, inp: Tensor, bias: Tensor | None = None) -
 def bgrad_dgelu_fused(grad_output: Tensor, inp: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor]:
     """Compute the gradients of `bias_gelu_fused`.
 
-    The arguments are those of `dgelu_fused_`.
+    The arguments are as in `dgelu_fused_`.
 
     Args:
-        grad_output: Gradient of the result [.., N].
-        inp: Input of the forward pass [.., N].
+        grad_output: Result gradient [.., N].
+        inp: Forward-pass input [.., N].
         bias: Bias [N], or None.
 
     Returns:
-        `(gradient of bias [N], gradient of inp [.., N])`; the first is None without a bias. It is summed in float32
-        over the rounded gradient of `inp`.
+        `(bias gradient [N], inp gradient [.., N])`; the first is None without a bias. It is summed
+        in float32 over the rounded gradient of `inp`.
     """
     grad_input = dgelu_fused_(grad_output, inp, bias)
     if bias is None or bias.numel() == 0:
@@ -196,12 +196,12 @@ def l2normalization_fused(x: Tensor, eps: float) -> Tensor:
 
 
 def l2normalization_backward_fused(grad_output: Tensor, x: Tensor, rsqrt_norm: Tensor, eps: float) -> Tensor:
-    """Compute the gradient r * (dy - x * r^2 * sum(x * dy)) of `x` of `l2normalization_fwd_fused`.
+    """Compute the gradient r * (dy - x * r^2 * sum(x * dy)) for `x` in `l2normalization_fwd_fused`.
 
     Args:
-        grad_output: Gradient dy [.., N] of the result.
-        x: Values [.., N] of the forward pass.
-        rsqrt_norm: r, float32 [.., 1], of the forward pass.
+        grad_output: Result gradient dy [.., N].
+        x: Forward-pass values [.., N].
+        rsqrt_norm: r, float32 [.., 1], from the forward pass.
         eps: Has no effect, because r includes it.
 
     Returns:
@@ -240,10 +240,10 @@ def get_bias_dropout_add(training: bool) -> Callable[[Tensor, Tensor | None, Ten
 
 
 bias_dropout_add_fused_train = functools.partial(bias_dropout_add, training=True)
-"""`bias_dropout_add` of training, called with (x, bias, residual, prob)."""
+"""`bias_dropout_add` in training, called with (x, bias, residual, prob)."""
 
 bias_dropout_add_fused_inference = functools.partial(bias_dropout_add, training=False)
-"""`bias_dropout_add` of inference, called with (x, bias, residual, prob)."""
+"""`bias_dropout_add` in inference, called with (x, bias, residual, prob)."""
 
 
 def set_jit_fusion_options() -> None:

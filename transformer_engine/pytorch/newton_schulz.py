@@ -1,4 +1,4 @@
-"""Names of `transformer_engine.pytorch.optimizers.newton_schulz` under their earlier path."""
+"""Names from `transformer_engine.pytorch.optimizers.newton_schulz` under their earlier path."""
 
 from .optimizers.newton_schulz import (
     CoeffIterMode,

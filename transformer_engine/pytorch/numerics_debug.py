@@ -1,4 +1,4 @@
-"""Differences of tensors and counts of FP8 codes, for a first look; `te.observe` reports the tensors of layers."""
+"""Tensor differences and FP8 code counts, for a first look; `te.observe` reports tensors in layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _enabled = False
 
 
 def debug(enabled: bool = True) -> None:
-    """Print the statistics of `fp8_tensor_statistics` with every call of it.
+    """Print the statistics from `fp8_tensor_statistics` with every call.
 
     Args:
         enabled: False stops the output.
@@ -38,8 +38,8 @@ def fp8_tensor_statistics(tensor: Any, fp8_format: str = "E4M3") -> tuple[int, i
     Many zeros show underflow, and many values at the maximum show saturation.
 
     Args:
-        tensor: `Float8Tensor`, or its codes as uint8 or float8 of any shape.
-        fp8_format: "E4M3" or "E5M2", the format of uint8 codes.
+        tensor: `Float8Tensor`, or its codes as uint8 or float8 in any shape.
+        fp8_format: "E4M3" or "E5M2", the uint8 code format.
 
     Returns:
         `(number of zeros, number of codes with the largest finite magnitude)`.
@@ -76,7 +76,7 @@ def print_rank_0(*values: object) -> None:
 
 
 def compare_tensors(a: Tensor, b: Tensor) -> None:
-    """Print the largest absolute difference of two tensors of one shape, and the values at its position."""
+    """Print the largest absolute difference between two equally shaped tensors, and the values at its position."""
     if a.shape != b.shape:
         raise ValueError(f"the tensors are {list(a.shape)} and {list(b.shape)}; give two of one shape")
     difference = (a.float() - b.float()).abs().flatten()

@@ -1,4 +1,4 @@
-"""Permutation of tokens in a mixture of experts: to the rows of their experts, back, and chunk by chunk."""
+"""Token permutation in a mixture of experts: to the rows of their experts, back, and chunk by chunk."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def moe_permute(
     """Permute tokens [T, H] into the order of the experts that they are routed to.
 
     Args:
-        inp: Tokens of any dtype. Of quantized tokens (FP8, MXFP8, NVFP4, blocks of one row) the row-wise codes and
-            scales are moved.
-        routing_map: With "mask": [T, E], nonzero where a token is routed to an expert; rows are ordered by expert,
-            then by token. With "index": [T, k], the experts of each token, -1 for a dropped route; rows are ordered by
-            expert, then by token and column.
-        num_out_tokens: Rows of the result. With "mask" at least the number of routes, further rows are zero; -1
-            counts the routes, which synchronizes with the device. With "index" at most T k, later rows are dropped;
+        inp: Tokens with any dtype. For quantized tokens (FP8, MXFP8, NVFP4, one-row blocks) the
+            row-wise codes and scales are moved.
+        routing_map: With "mask": [T, E], nonzero where a token is routed to an expert; rows are
+            ordered by expert, then by token. With "index": [T, k], the experts of each token, -1
+            for a dropped route; rows are ordered by expert, then by token and column.
+        num_out_tokens: Result rows. With "mask" at least the route count, further rows are zero; -1 counts
+            the routes, which synchronizes with the device. With "index" at most T k, later rows are dropped;
             -1 or 0 drops none. Rows without a route are zero. Without tokens the result has no rows.
         max_token_num: Accepted and ignored: no memory is kept between calls.
         map_type: "mask" or "index".
@@ -91,10 +91,10 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Permute tokens and their probabilities [T, E] by a mask; the other arguments are those of `moe_permute`.
+    """Permute tokens and their probabilities [T, E] by a mask; the other arguments are as in `moe_permute`.
 
-    A row whose probability is exactly 0 is a row of zeros, so that routes can fill up an expert's rows. Its gradient
-    reaches its token like that of any other row.
+    A row whose probability is exactly 0 is a zero row, so that routes can fill up an expert's rows.
+    Its gradient reaches its token like the gradient of any other row.
 
     Args:
         probs: Probabilities [T, E].
@@ -119,17 +119,17 @@ def moe_permute_and_pad_with_probs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Permute tokens and probabilities by a mask, and pad the rows of each expert with zeros.
 
-    The other arguments are those of `moe_permute_with_probs`.
+    The other arguments are as in `moe_permute_with_probs`.
 
     Args:
-        tokens_per_expert: [E], the sum of `routing_map` over the tokens, whole numbers of any dtype. On a GPU it is
-            read by the host.
+        tokens_per_expert: [E], `routing_map` summed over the tokens, whole numbers in any dtype. On
+            a GPU it is read by the host.
         align_size: The rows of each expert are padded to a multiple of this.
 
     Returns:
-        `(y, permuted_probs, row_id_map, pad_offsets, target_tokens_per_expert)`: `pad_offsets`, int64 [E], is added
-        to the rows of an expert by `moe_unpermute`, and None without padding; `target_tokens_per_expert`, int64 [E],
-        are the rows of each expert with their padding.
+        `(y, permuted_probs, row_id_map, pad_offsets, target_tokens_per_expert)`: `pad_offsets`,
+        int64 [E], is added to an expert's rows by `moe_unpermute`, and None without padding;
+        `target_tokens_per_expert`, int64 [E], are the rows of each expert with their padding.
     """
     if tokens_per_expert is None:
         raise ValueError("tokens_per_expert is None; give the number of tokens of each expert, [E]")
@@ -173,7 +173,7 @@ def moe_unpermute(
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Compute x [T, H], the sum over a token's rows of merging_probs * inp[row], in float32, in the dtype of `inp`.
+    """Compute x [T, H], merging_probs * inp[row] summed over a token's rows, in float32, in the dtype of `inp`.
 
     Args:
         inp: Permuted tokens [rows, H].
@@ -181,7 +181,7 @@ def moe_unpermute(
         merging_probs: With "mask" [T, E], with "index" float32 [T, k]; by default the rows are added up.
         restore_shape: (T, H). Only needed with "index" without `merging_probs`, where it determines k (1 by default).
         map_type: "mask" or "index".
-        probs: Former name of `merging_probs`.
+        probs: Former name for `merging_probs`.
         pad_offsets: Returned by `moe_permute_and_pad_with_probs`; has no effect with "index".
     """
     if probs is not None:
@@ -194,12 +194,12 @@ def moe_unpermute(
     tensor_or_none("merging_probs", merging_probs)
     shape = None if restore_shape is None else _matrix_shape(restore_shape)
     if row_id_map.numel() == 0:
-        # No rows, in the autograd graph of the input and of the probabilities.
+        # No rows, in the autograd graph of the input and the probabilities.
         if merging_probs is None or not merging_probs.requires_grad:
             return inp.clone()
         return inp + merging_probs.reshape(-1)[:0].sum().to(inp.dtype)
     if merging_probs is not None and merging_probs.dtype != torch.float32:
-        # Rows by mask are multiplied by probabilities of any floating-point dtype.
+        # Rows by mask are multiplied by probabilities in any floating-point dtype.
         if map_type == INDEX:
             message = f"merging_probs is {merging_probs.dtype}; by index it is float32, converted"
             warnings.warn(message, stacklevel=2)
@@ -217,13 +217,13 @@ def moe_unpermute(
 
 @suggests_keywords
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
-    """Reorder the chunks of tokens [T, H]: chunk i of the result is chunk sorted_index[i] of `inp`.
+    """Reorder token chunks [T, H]: chunk i of the result is chunk sorted_index[i] of `inp`.
 
     Args:
         inp: Tokens [T, H].
-        split_sizes: Rows of each chunk, integers [chunks]. Rows beyond their sum stay in place.
-        sorted_index: Order of the chunks, integers [chunks]; like `split_sizes` on the device of `inp` and not read
-            by the host.
+        split_sizes: Rows per chunk, integers [chunks]. Rows beyond their sum stay in place.
+        sorted_index: Order of the chunks, integers [chunks]; like `split_sizes` on the device of
+            `inp` and not read by the host.
     """
     check_transforms("moe_sort_chunks_by_index", inp, split_sizes, sorted_index)
     split_sizes, sorted_index = checked_chunks(inp, split_sizes, sorted_index)
@@ -236,10 +236,10 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reorder the chunks of tokens and probabilities. The other arguments are those of `moe_sort_chunks_by_index`.
+    """Reorder token and probability chunks. The other arguments are as in `moe_sort_chunks_by_index`.
 
     Args:
-        probs: Probabilities [T] or [T, 1] of the tokens.
+        probs: Token probabilities [T] or [T, 1].
 
     Returns:
         `(y [T, H], permuted_probs [T])`.
@@ -259,7 +259,7 @@ def moe_sort_chunks_by_index_with_probs(
 
 
 def _by_mask(routing_map: Tensor, num_out_tokens: int) -> tuple[Routes, int]:
-    """Return the routes of a mask and the number of rows, counted for -1."""
+    """Return the routes of a mask and the row count, counted for -1."""
     tokens, experts = routing_map.shape
     routes = Routes(rows_of_mask(_counted(routing_map)), MASK, tokens, experts)
     numbers = routes.map[:, 2 * experts]
@@ -295,7 +295,7 @@ def _matrix_shape(given: Any) -> tuple[int, int]:
 
 
 def _reject_restored(given: tuple[int, int], wanted: tuple[int, int], map_type: str) -> None:
-    """Raise ValueError for another shape than that of the tokens; by index, where it has no effect, warn."""
+    """Raise ValueError for another shape than the tokens'; by index, where it has no effect, warn."""
     if map_type == INDEX:
         warn_once(
             "moe_unpermute(restore_shape=) by index",
@@ -309,7 +309,7 @@ def _reject_restored(given: tuple[int, int], wanted: tuple[int, int], map_type: 
 
 
 def _places(row_id_map: Tensor, probs: Tensor | None, shape: tuple[int, int] | None) -> int:
-    """Return k of a map by index [T k], from the probabilities or the shape, else 1."""
+    """Return k for a map by index [T k], from the probabilities or the shape, else 1."""
     if probs is not None:
         if probs.dim() != 2 or probs.shape[1] == 0:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Router of a mixture of experts: the choice of experts, their weights, and the auxiliary loss that balances them.
+"""Router in a mixture of experts: expert choice, their weights, and the auxiliary loss that balances them.
 
 Everything is computed in float32. The leading axes of the logits [..., E] are flattened to one, the tokens.
 """
@@ -36,25 +36,25 @@ _MOST = 2**31 - 1  # logits, as the original counts them
 
 
 class RoutingMapFormat(enum.IntEnum):
-    """Encoding of a routing map."""
+    """Routing map encoding."""
 
     BYTEMAP = 0  # bool [.., E]
     BITMAP_U8 = 1  # uint8 [.., ceil(E / 8)], expert e in bit e % 8 of byte e // 8; bits beyond E are 0
 
 
 class QBHistogramMode(enum.Enum):
-    """Algorithm that counts the histogram of quantile balancing."""
+    """Algorithm that counts the quantile balancing histogram."""
 
     TWO_KERNEL = "two_kernel"
     FUSED_ATOMIC = "fused_atomic"
 
 
 class ChoiceNumbers(NamedTuple):
-    """Checked numbers of a choice of experts.
+    """Checked numbers for an expert choice.
 
     Attributes:
         groups: `(num_groups, group_topk)` if groups limit the choice.
-        scale: Multiplier of the weights.
+        scale: Weight multiplier.
     """
 
     topk: int
@@ -84,21 +84,21 @@ def fused_topk_with_score_function(
 
     Args:
         logits: [..., E], float32, bfloat16 or float16.
-        topk: Number of experts per token.
-        use_pre_softmax: With "softmax", take the weights of a softmax over all experts instead of the chosen ones.
+        topk: Experts per token.
+        use_pre_softmax: With "softmax", take weights from a softmax over all experts instead of the chosen ones.
         num_groups: Number of consecutive groups that the experts form. None or a number below 1 disables the limit.
-        group_topk: Number of groups that a token's experts come from: those with the largest sums of their
-            topk / group_topk largest scores. None or a number below 1 disables the limit.
-        scaling_factor: Multiplier of the weights.
-        score_function: "softmax", "sigmoid" or "sqrtsoftplus". The weights of the last two are normalized to a sum of
-            1 if topk > 1.
+        group_topk: Group count that a token's experts come from: the groups whose topk / group_topk
+            largest scores have the largest sums. None or a number below 1 disables the limit.
+        scaling_factor: Weight multiplier.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus". For the last two the weights are
+            normalized to sum 1 if topk > 1.
         expert_bias: [E], added in float32 to the scores that are compared, not to the weights; not with "softmax".
-        routing_map_format: Encoding of the routing map; "bytemap" and "bitmap_u8" name the formats.
+        routing_map_format: Routing map encoding; "bytemap" and "bitmap_u8" name the formats.
         topk_indices: int16, int32 or int64 [..., topk], contiguous. Receives the experts, the best first, and is
             returned instead of a map.
-        qb_histogram: int32 [E, bins], contiguous, of quantile balancing. For every token and expert 1 is added to the
-            bin of c - sigmoid(logit), with the cut-off c, the (topk + 1)st largest biased score.
-        qb_bin_bounds: float32 [2], the limits of the bins; values outside count in the first and the last bin.
+        qb_histogram: int32 [E, bins], contiguous, for quantile balancing. For every token and expert 1 is added to
+            the bin for c - sigmoid(logit), with the cut-off c, the (topk + 1)st largest biased score.
+        qb_bin_bounds: float32 [2], bin limits; values outside count in the first and the last bin.
         qb_histogram_mode: "two_kernel" or "fused_atomic"; both count the same here. The three arguments go together,
             with "sigmoid", a bias, no groups and topk < E.
 
@@ -135,12 +135,12 @@ def fused_compute_score_for_moe_aux_loss(
     score_function: str,
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
 ) -> tuple[Tensor, Tensor]:
-    """Compute normalized scores of all experts and the top-k experts of each token, without groups and bias.
+    """Compute normalized scores for all experts and the top-k experts of each token, without groups and bias.
 
-    The other arguments are those of `fused_topk_with_score_function`.
+    The other arguments are as in `fused_topk_with_score_function`.
 
     Returns:
-        `(routing_map, scores float32 [..., E])`; the scores of a token have the sum 1.
+        `(routing_map, scores float32 [..., E])`; the scores of a token sum to 1.
     """
     topk = check_choice(logits, topk, None, None, None, score_function).topk
     map = map_format(routing_map_format)
@@ -164,11 +164,11 @@ def fused_moe_aux_loss(
 
     Args:
         probs: [rows, columns], columns a multiple of `num_experts` (one loss per sequence: [s, b E]).
-        tokens_per_expert: `columns` numbers of any dtype, in any shape.
-        total_num_tokens: A number, or a tensor of one element on the device of `probs`, which the host does not read.
-        num_experts: Number of experts.
-        topk: Number of experts per token.
-        coeff: Factor of the loss.
+        tokens_per_expert: `columns` numbers in any dtype and shape.
+        total_num_tokens: A number, or a one-element tensor on the device of `probs`, which the host does not read.
+        num_experts: Expert count.
+        topk: Experts per token.
+        coeff: Loss factor.
 
     Returns:
         A scalar in the dtype of `probs`.
@@ -194,7 +194,7 @@ def fused_moe_aux_loss(
 
 
 def total_of(given: int | Tensor, device: torch.device) -> int | Tensor:
-    """Return `total_num_tokens` as an int, or as a tensor of one element on the device."""
+    """Return `total_num_tokens` as an int, or as a one-element tensor on the device."""
     if isinstance(given, Tensor):
         if given.numel() != 1:
             raise ValueError(f"total_num_tokens is {given.dtype} {list(given.shape)}; give one whole number")
@@ -278,7 +278,7 @@ def check_choice(
 
 
 def check_bias(bias: Tensor | None, logits: Tensor, score_function: str) -> Tensor | None:
-    """Return the bias of the experts in float32; raise an error unless it fits the logits."""
+    """Return the expert bias in float32; raise an error unless it fits the logits."""
     if bias is None:
         return None
     tensor("expert_bias", bias)
@@ -293,7 +293,7 @@ def check_bias(bias: Tensor | None, logits: Tensor, score_function: str) -> Tens
 def check_histogram(
     histogram: Tensor | None, bounds: Tensor | None, mode: QBHistogramMode | str | None, logits: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Return `(histogram, bounds)` of quantile balancing, None without it."""
+    """Return `(histogram, bounds)` for quantile balancing, None without it."""
     if histogram is None and bounds is None and mode is None:
         return None
     if histogram is None or bounds is None or mode is None:
@@ -321,7 +321,7 @@ def check_histogram(
     return histogram, bounds
 
 
-# Versions of bounds that a caller has validated on the device.
+# Bounds versions that a caller has validated on the device.
 _validated: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 

@@ -101,15 +101,15 @@ class TransformerLayer(CheckedLoading):
         bias: Add learned biases to the projections and the MLP.
         hidden_dropout: Probability of dropping a feature before each residual sum.
         drop_path_rate: Probability of dropping a whole sample before each residual sum.
-        self_attn_mask_type: `attn_mask_type` of the self attention.
-        enc_dec_attn_mask_type: `attn_mask_type` of inter_attention.
-        enc_dec_window_size: `window_size` of inter_attention.
-        enc_dec_bottom_right_diagonal: `bottom_right_diagonal` of inter_attention.
+        self_attn_mask_type: `attn_mask_type` for the self attention.
+        enc_dec_attn_mask_type: `attn_mask_type` for inter_attention.
+        enc_dec_window_size: `window_size` for inter_attention.
+        enc_dec_bottom_right_diagonal: `bottom_right_diagonal` for inter_attention.
         attn_input_format: "sbhd", "bshd" or "thd".
         ub_tp_comm_overlap: Apply the other arguments that begin with ub_, see `Linear`.
 
-    Children: self_attention, inter_attention, layernorm_mlp, layernorm. The other arguments are those of
-    `MultiheadAttention` and `LayerNormMLP`.
+    Children: self_attention, inter_attention, layernorm_mlp, layernorm. The other arguments are as
+    in `MultiheadAttention` and `LayerNormMLP`.
     """
 
     _config: TransformerLayerConfig
@@ -288,15 +288,15 @@ class TransformerLayer(CheckedLoading):
 
         Args:
             hidden_states: Input x.
-            self_attn_mask_type: Mask type of the self-attention, by default the constructor's.
-            encoder_output: Input of the keys and values of the cross attention, in a decoder.
-            enc_dec_attn_mask: Mask of the cross attention, in the form of attention_mask.
-            enc_dec_attn_mask_type: Mask type of the cross attention, by default the constructor's.
-            enc_dec_window_size: Window of the cross attention, by default the constructor's.
+            self_attn_mask_type: Self-attention mask type, by default the constructor's.
+            encoder_output: Input for keys and values in the cross attention, in a decoder.
+            enc_dec_attn_mask: Cross attention mask, in the form of attention_mask.
+            enc_dec_attn_mask_type: Cross attention mask type, by default the constructor's.
+            enc_dec_window_size: Cross attention window, by default the constructor's.
             enc_dec_bottom_right_diagonal: Alignment of the cross attention's causal mask and window.
-            rotary_pos_emb: Angles [s, 1, 1, d] of queries and keys, or a pair of them.
+            rotary_pos_emb: Angles [s, 1, 1, d] for queries and keys, or one tensor each.
 
-        The other arguments are those of `MultiheadAttention.forward`.
+        The other arguments are as in `MultiheadAttention.forward`.
         """
         # fmt: off
         of_self = pack_arguments(
@@ -355,14 +355,14 @@ class TransformerLayer(CheckedLoading):
         if self.inter_attention is not None:
             self.inter_attention.check_call(hidden_states, arguments, encoder_output)
         elif not (arguments.attn_mask_type is arguments.window_size is arguments.max_seqlen_kv is None):
-            # These are arguments of the cross attention, which the layer does not have.
+            # These are cross attention arguments, which the layer does not have.
             if arguments.attn_mask_type is not None:
                 RULES["enc_dec_attn_mask_type"]("enc_dec_attn_mask_type", arguments.attn_mask_type)
             window("enc_dec_window_size", arguments.window_size)
             size_or_none("max_seqlen_kv", arguments.max_seqlen_kv, 0)
 
     def _add(self, branch: Tensor | tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
-        """Return residual + drop_path(dropout(x + bias)) of branch (x, bias[, another residual]), or x alone."""
+        """Return residual + drop_path(dropout(x + bias)) for branch (x, bias[, another residual]), or x alone."""
         x, bias, *normed = branch if isinstance(branch, tuple) else (branch, None)
         assert x is not None
         if normed:

@@ -1,4 +1,4 @@
-"""Settings of TransformerLayer: rules and checks of its arguments, and the effect of a change on its children."""
+"""TransformerLayer settings: rules and checks for its arguments, and how changes affect its children."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIXED = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class TransformerLayerConfig(Config):
-    """The settings of a layer under the names of its constructor."""
+    """Layer settings under the names of its constructor."""
 
     layer_type: str = "encoder"
     layer_number: int | None = None
@@ -63,7 +63,7 @@ def check_variant(
     attn_input_format: str,
     drop_path_rate: float,
 ) -> None:
-    """Check options of the constructor that exclude each other.
+    """Check constructor options that exclude each other.
 
     Raises:
         ValueError: parallel_attention_mlp is combined with an option that it cannot be combined with.

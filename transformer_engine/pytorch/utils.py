@@ -120,7 +120,7 @@ def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
 
     Args:
         tensor: Weight or bias [2f, ..].
-        interleave_size: Rows of a block.
+        interleave_size: Rows per block.
 
     Returns:
         A new tensor.
@@ -133,11 +133,11 @@ def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
 
 @suggests_keywords
 def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
-    """Invert `interleave_glu_tensor`: all rows of the gate before all rows that it multiplies.
+    """Invert `interleave_glu_tensor`: all gate rows before all rows that it multiplies.
 
     Args:
         tensor: Weight or bias [2f, ..] in blocks.
-        interleave_size: Rows of a block.
+        interleave_size: Rows per block.
     """
     return _glu_blocks(tensor, interleave_size, (-1, 2, interleave_size))
 
@@ -170,7 +170,7 @@ def split_tensor_along_dim(
 
 
 def get_default_init_method() -> Callable[[Tensor], Tensor]:
-    """Return the default initialization of weights: N(0, 0.023)."""
+    """Return the default weight initialization: N(0, 0.023)."""
     return default_init_method
 
 
@@ -193,7 +193,7 @@ def gpu_autocast_ctx(**settings: Any) -> torch.amp.autocast:
     """Return `torch.amp.autocast` for the default device: CUDA, or the CPU on a machine without a GPU.
 
     Args:
-        settings: Keywords of `torch.amp.autocast`, such as `dtype` and `enabled`.
+        settings: `torch.amp.autocast` keywords, such as `dtype` and `enabled`.
     """
     settings.setdefault("device_type", canonical_device("cuda").type)
     return torch.amp.autocast(**settings)
@@ -205,7 +205,7 @@ def torch_get_autocast_gpu_dtype() -> torch.dtype:
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
-    """Return whether any of the tensors requires a gradient; None does not."""
+    """Return whether any tensor requires a gradient; None does not."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
@@ -227,7 +227,7 @@ def clear_tensor_data(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
 
 
 def get_sm_count() -> int:
-    """Return the number of multiprocessors of the current GPU; 0 without a GPU."""
+    """Return the multiprocessor count of the current GPU; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -257,8 +257,8 @@ def combine_tensors(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """Return views that are equally spaced in one memory as one view, stacked along a new dimension, without a copy.
 
     Args:
-        tensors: Views of one shape and layout, such as query, key and value of a packed projection.
-        dim: Position of the new dimension in the result.
+        tensors: Views with one shape and layout, such as query, key and value in a packed projection.
+        dim: The new dimension's position in the result.
 
     Raises:
         ValueError: The tensors do not have one shape, layout and memory, or their distances differ.
@@ -292,7 +292,7 @@ def validate_ctx_manager(ctx: Any) -> None:
 
 
 def validate_rng_states_func(get_rng_tracker: Callable[[], Any]) -> None:
-    """Check a function that returns a tracker of random states.
+    """Check a function that returns a random state tracker.
 
     Raises:
         TypeError: The value is not callable.
@@ -314,7 +314,7 @@ def assert_viewless_tensor(tensor: Any, extra_msg: str | None = None) -> Any:
     """Return tensors unchanged; raise RuntimeError for a view, whose memory deallocation would not free.
 
     Args:
-        tensor: A tensor or a list of tensors; other values are not checked.
+        tensor: A tensor or a tensor list; other values are not checked.
         extra_msg: Text for the message.
     """
     for value in tensor if isinstance(tensor, list) else [tensor]:

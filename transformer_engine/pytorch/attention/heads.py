@@ -1,4 +1,4 @@
-"""The order of heads in a projection that computes queries, keys and values together."""
+"""Head order in a projection that computes queries, keys and values together."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..runtime.warn_once import warn_once
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one tensor-parallel rank, and their order in a fused weight.
+    """Heads on one tensor-parallel rank, and their order in a fused weight.
 
     Attributes:
-        queries: Number of query heads.
-        groups: Number of key and value heads.
+        queries: Query head count.
+        groups: Key and value head count.
         size: Features per head.
         interleaved: Whether the features are ordered by group (the group's queries, its key, its value). Otherwise all
             queries come first, then all keys, then all values.
@@ -28,17 +28,17 @@ class Heads:
     interleaved: bool
 
     def split_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [.., h, d], k [.., g, d], v [.., g, d] of x [.., (h + 2 g) d]."""
+        """Return q [.., h, d], k [.., g, d], v [.., g, d] from x [.., (h + 2 g) d]."""
         return split_heads(x, self.queries, self.groups, self.size, self.interleaved)
 
     def grouped(self, x: Tensor) -> Tensor | None:
-        """Return x [.., (h + 2 g) d] as [.., g, (h / g + 2) d], group by group; None for another order of heads."""
+        """Return x [.., (h + 2 g) d] as [.., g, (h / g + 2) d], group by group; None for another head order."""
         if not self.interleaved and self.groups > 1:
             return None
         return x.unflatten(-1, (self.groups, -1))
 
     def split_kv(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return k [.., g, d], v [.., g, d] of x [.., 2 g d]."""
+        """Return k [.., g, d], v [.., g, d] from x [.., 2 g d]."""
         if self.interleaved:
             k, v = x.unflatten(-1, (self.groups, 2 * self.size)).chunk(2, dim=-1)
         else:

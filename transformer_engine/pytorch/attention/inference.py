@@ -1,10 +1,10 @@
-"""InferenceParams: the keys and values of earlier tokens, and the length of every sequence of the batch.
+"""InferenceParams: keys and values of earlier tokens, and the length of every sequence in the batch.
 
-For each step, `pre_step({sequence id: new tokens})` announces the sequences in batch order. Then every attention layer
-calls `step` with its new keys and values, and attends to the returned ones. The dictionary gives the lengths on the
-host, so that nothing is read from the device. `step` reads lengths and page tables from device tensors with fixed
-addresses, which `pre_step` fills. A CUDA graph of a decoding step is therefore captured once, and replayed after every
-`pre_step` with the same numbers of sequences and new tokens.
+For each step, `pre_step({sequence id: new tokens})` announces the sequences in batch order. Then every
+attention layer calls `step` with its new keys and values, and attends to the returned ones. The dictionary
+gives the lengths on the host, so that nothing is read from the device. `step` reads lengths and page tables
+from device tensors with fixed addresses, which `pre_step` fills. A CUDA graph of a decoding step is therefore
+captured once, and replayed after every `pre_step` with the same sequence and new token counts.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _OURS = (NonPagedKVCacheManager, PagedKVCacheManager)
 
 
 class CachedKeysValues(NamedTuple):
-    """Keys and values of all tokens of a step's sequences, as inputs of attention.
+    """A step's key and value tokens, as attention inputs.
 
     Attributes:
         key: bshd [b, s, h, d]; with a page_table, pages [pages, page_size, h, d].
         value: As key.
-        cu_seqlens_q: int32 [b + 1], cumulative lengths of the new tokens.
-        cu_seqlens_kv: int32 [b + 1], cumulative lengths of all tokens.
-        max_seqlen_kv: Upper bound of the lengths in the cache.
-        qkv_format: Layout of the keys and values.
+        cu_seqlens_q: int32 [b + 1], cumulative new token counts.
+        cu_seqlens_kv: int32 [b + 1], cumulative total token counts.
+        max_seqlen_kv: Upper bound on the lengths in the cache.
+        qkv_format: Key and value layout.
         page_table: int32 [b, pages], or None.
         page_size: Tokens per page.
-        lengths_q: int32 [b], lengths of the new tokens.
-        lengths_kv: int32 [b], lengths of all tokens.
-        max_seqlen_q: Upper bound of the new tokens of a sequence.
+        lengths_q: int32 [b], new token counts.
+        lengths_kv: int32 [b], total token counts.
+        max_seqlen_q: Upper bound on new tokens per sequence.
     """
 
     key: Tensor
@@ -63,7 +63,7 @@ class CachedKeysValues(NamedTuple):
 
 
 class StepLimits(NamedTuple):
-    """Limits of a step's new keys and values: those of the cache, and of the sequences that pre_step announced."""
+    """Limits for a step's new keys and values: from the cache, and from the sequences that pre_step announced."""
 
     dtype: torch.dtype
     heads: int
@@ -75,7 +75,7 @@ class StepLimits(NamedTuple):
     max_sequence_length: int
 
     def check(self, new_k: Any, new_v: Any, qkv_format: str) -> None:
-        """Raise ValueError unless the shapes, of tensors or of descriptions, are within the limits."""
+        """Raise ValueError unless the shapes, from tensors or descriptions, are within the limits."""
         if qkv_format not in FORMATS:
             raise ValueError(f"qkv_format={qkv_format!r}; choose one of {', '.join(FORMATS)}")
         if new_k.shape[:-2] != new_v.shape[:-2]:
@@ -123,23 +123,23 @@ class Foreseen(NamedTuple):
 
 
 class InferenceParams:
-    """Key-value caches of the attention layers of a model, and the lengths of its sequences.
+    """Key-value caches for the attention layers of a model, and the sequence lengths.
 
     Args:
-        max_batch_size: Largest number of sequences in a step.
-        max_sequence_length: Largest length of a sequence, with its new tokens.
-        num_heads_kv: Cached key and value heads of a tensor-parallel rank, 16 by default.
-        head_dim_k: Head size of keys, 64 by default.
-        dtype: Dtype of the caches, bfloat16 by default.
-        head_dim_v: Head size of values, by default head_dim_k.
+        max_batch_size: Most sequences in a step.
+        max_sequence_length: Maximum sequence length, with its new tokens.
+        num_heads_kv: Cached key and value heads per tensor-parallel rank, 16 by default.
+        head_dim_k: Key head size, 64 by default.
+        dtype: Cache dtype, bfloat16 by default.
+        head_dim_v: Value head size, by default head_dim_k.
         is_paged: Store tokens in pages, which sequences take as they grow.
-        total_num_pages: Number of pages, by default enough for max_batch_size sequences of full length. With fewer,
-            `pre_step` raises when they run out. Ignored unless is_paged.
-        page_size: Tokens of a page, 64 by default. Ignored unless is_paged.
-        max_ctx_len: Most new tokens of a sequence in one step, by default max_sequence_length.
+        total_num_pages: Page count, by default enough for max_batch_size full-length sequences.
+            With fewer, `pre_step` raises when they run out. Ignored unless is_paged.
+        page_size: Tokens per page, 64 by default. Ignored unless is_paged.
+        max_ctx_len: Most new tokens per sequence in one step, by default max_sequence_length.
         qkv_format: Layout of the new tokens: sbhd, bshd (padding at the end) or thd.
         custom_cache_manager: A KVCacheManager to use instead of the built-in ones.
-        device: Device of the caches.
+        device: Cache device.
     """
 
     @suggests_keywords
@@ -190,8 +190,8 @@ class InferenceParams:
         self.cache_manager = custom_cache_manager or self._manager()
         self.sequences: OrderedDict[Any, int] = OrderedDict()
         self.batch_size = -1
-        self.longest_step = 0  # largest number of new tokens of a sequence
-        self.step_tokens = 0  # new tokens of all sequences
+        self.longest_step = 0  # most new tokens in a sequence
+        self.step_tokens = 0  # new tokens in all sequences
         # One copy from the host fills all lengths; sections begin at multiples of 16 bytes.
         self._section = round_up(max_batch_size + 1, 4)
         self._lengths = lasting_zeros(5 * self._section, dtype=torch.int32, device=self.device)
@@ -199,7 +199,7 @@ class InferenceParams:
         self._set_batch_size(0)
 
     def _pages(self, page_size: int | None, total_num_pages: int | None) -> tuple[int | None, int | None]:
-        """Return tokens per page and number of pages, checked; None without pages."""
+        """Return tokens per page and page count, checked; None without pages."""
         if not self.is_paged:
             return None, None
         size = 64 if page_size is None else page_size
@@ -215,13 +215,13 @@ class InferenceParams:
         return PagedKVCacheManager(*pages, *heads, *limits, self.head_dim_v, self.device)
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Allocate the cache of a layer; by default, the layer's first `step` does it."""
+        """Allocate the cache of a layer; by default, its first `step` does it."""
         if type(layer_number) is not int or layer_number < 1:
             layer_number = to_int("layer_number", layer_number)
         self.cache_manager.allocate_memory(layer_number)
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
-        """Begin a step of the sequences {id: new tokens}, in batch order.
+        """Begin a step for the sequences {id: new tokens}, in batch order.
 
         Known ids continue, unknown ids start a sequence, and all other sequences are removed: {} removes all.
 
@@ -248,7 +248,7 @@ class InferenceParams:
         self._lengths.copy_(torch.tensor(filled, dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def _set_batch_size(self, size: int) -> None:
-        """Slice the lengths to the batch, once per batch size instead of in every layer of every step."""
+        """Slice the lengths to the batch, once per batch size instead of in every layer and step."""
         if size == self.batch_size:
             return
         self.batch_size = size
@@ -257,7 +257,7 @@ class InferenceParams:
         self._cu_new, self._cu_total = cu_new[: size + 1], cu_total[: size + 1]
 
     def get_seqlens_pre_step(self) -> Tensor:
-        """Return int32 [b]: the number of tokens of each sequence before this step."""
+        """Return int32 [b]: token counts per sequence before this step."""
         return self._start
 
     @property
@@ -267,16 +267,16 @@ class InferenceParams:
 
     @property
     def cu_seqlens_kv(self) -> Tensor:
-        """Cumulative tokens of the sequences including this step, int32 [b + 1]."""
+        """Cumulative sequence tokens including this step, int32 [b + 1]."""
         return self._cu_total
 
     def step(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> CachedKeysValues:
-        """Append a layer's new keys and values, and return all of them with the lengths that mask them.
+        """Append a layer's new keys and values, and return all keys and values with the lengths that mask them.
 
         The cache has no gradient.
 
         Args:
-            layer_number: Number of the layer.
+            layer_number: Layer number.
             new_k: Keys of the new tokens.
             new_v: Values of the new tokens.
             qkv_format: Layout of the new tokens.
@@ -292,11 +292,11 @@ class InferenceParams:
 
     @property
     def foresees(self) -> bool:
-        """Whether `upcoming` can describe the results of a step; those of a custom manager are unknown."""
+        """Whether `upcoming` can describe the results of a step; results from a custom manager are unknown."""
         return type(self.cache_manager) in _OURS
 
     def limits(self, qkv_format: str) -> StepLimits:
-        """Return the limits of the step's new keys and values, which include the number of packed tokens."""
+        """Return the limits for the step's new keys and values, which include the packed token count."""
         return StepLimits(*self._limits(qkv_format))
 
     def _limits(self, qkv_format: str) -> tuple[Any, ...]:

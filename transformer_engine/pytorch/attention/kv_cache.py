@@ -1,8 +1,8 @@
-"""Caches of keys and values of earlier tokens: one contiguous range per sequence, or pages.
+"""Key-value caches for earlier tokens: one contiguous range per sequence, or pages.
 
-A manager stores the sequences and their lengths on the host. `pre_step` writes the changes of a step to the device
-(rows that move, page tables). `step` only launches kernels on tensors with fixed addresses, so that a CUDA graph can
-contain it.
+A manager stores the sequences and their lengths on the host. `pre_step` writes the changes of a
+step to the device (rows that move, page tables). `step` only launches kernels on tensors with fixed
+addresses, so that a CUDA graph can contain it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..runtime.device import canonical_device
 
 
 def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros that later steps can write in any mode: tensors of inference mode are read-only elsewhere."""
+    """Return zeros that later steps can write in any mode: inference mode tensors are read-only elsewhere."""
     with torch.inference_mode(False):
         return torch.zeros(*shape, dtype=dtype, device=device)
 
 
 class KVCacheManager(ABC):
-    """The caches of all layers: cache[layer] = (keys, values), and sequences {id: tokens} in batch order."""
+    """Caches of all layers: cache[layer] = (keys, values), and sequences {id: tokens} in batch order."""
 
     page_size = 0  # tokens per page; 0: no pages
     page_table: Any = None
@@ -42,7 +42,7 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
-        """Return the sequences {id: tokens including new ones} of a step {id: new tokens}; others are removed.
+        """Return the sequences {id: tokens including new ones} for a step {id: new tokens}; others are removed.
 
         Raises:
             ValueError: There is not enough memory for the sequences. Nothing has changed.
@@ -58,10 +58,10 @@ class KVCacheManager(ABC):
         cu_cached_seqlens: Tensor,
         qkv_format: str,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append the new tokens, and return (keys, values, page table) of the step's sequences.
+        """Append the new tokens, and return (keys, values, page table) for the step's sequences.
 
         Args:
-            layer_number: Number of the layer.
+            layer_number: Layer number.
             new_k: Keys of the new tokens.
             new_v: Values of the new tokens.
             cu_new_seqlens: int32 [b + 1], cumulative new tokens.
@@ -74,11 +74,11 @@ class KVCacheManager(ABC):
         self.sequences.clear()
 
     def print_cache(self) -> None:
-        """Print the contents: layers, and each sequence of the batch with its number of tokens."""
+        """Print the contents: layers, and each sequence in the batch with its token count."""
         print("\n".join(self.described()))
 
     def described(self) -> list[str]:
-        """Return the lines of print_cache."""
+        """Lines for print_cache."""
         lines = [f"{type(self).__name__}: layers {sorted(self.cache)}, {len(self.sequences)} sequences"]
         for row, (sequence, tokens) in enumerate(self.sequences.items()):
             lines.append(f"  row {row}: sequence {sequence!r}, {tokens} tokens{self._place_of(sequence)}")
@@ -102,9 +102,9 @@ def whole_step(
     Args:
         step_dict: {sequence id: new tokens}.
         known: {sequence id: cached tokens}.
-        max_batch: Maximum number of sequences.
-        most: Maximum number of new tokens per sequence (max_ctx_len).
-        longest: Maximum number of tokens per sequence, including the new ones.
+        max_batch: Maximum sequence count.
+        most: Maximum new tokens per sequence (max_ctx_len).
+        longest: Maximum tokens per sequence, including the new ones.
     """
     if not isinstance(step_dict, Mapping):
         raise ValueError(
@@ -147,7 +147,7 @@ def check_layer(cache: Mapping[int, object], layer_number: int) -> None:
 
 
 def check_batch(known: Mapping[Any, int], cu_new_seqlens: Tensor) -> None:
-    """Raise ValueError unless the number of lengths is the number of sequences that pre_step announced."""
+    """Raise ValueError unless there is one length per sequence that pre_step announced."""
     batch = cu_new_seqlens.shape[0] - 1
     if batch != len(known):
         raise ValueError(
@@ -156,7 +156,7 @@ def check_batch(known: Mapping[Any, int], cu_new_seqlens: Tensor) -> None:
 
 
 class NonPagedKVCacheManager(KVCacheManager):
-    """Keys and values [max_batch_size, max_seqlen, heads, size]; row i belongs to the i-th sequence of the batch.
+    """Keys and values [max_batch_size, max_seqlen, heads, size]; row i belongs to the i-th sequence in the batch.
 
     A sequence whose position in the batch changes is moved, so keep the order if possible. The memory is initialized
     with

@@ -1,8 +1,8 @@
 """Keys and values in pages [pages, page size, heads, size] that sequences allocate and release as they grow and end.
 
-The memory depends on the number of tokens instead of the longest sequence times the batch. A sequence that changes its
-position in the batch moves one row of the page table instead of its keys and values (Kwon et al., Efficient Memory
-Management for Large Language Model Serving with PagedAttention, 2023).
+The memory depends on the token count instead of the longest sequence times the batch. A sequence
+that changes its position in the batch moves one page table row instead of its keys and values (Kwon
+et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .kv_cache import KVCacheManager, check_batch, check_layer, lasting_zeros, w
 
 
 class PagedKVCacheManager(KVCacheManager):
-    """page_table [max_batch, pages per sequence] int32: row i lists the pages of the i-th sequence of the batch.
+    """page_table [max_batch, pages per sequence] int32: row i lists the pages of the i-th sequence in the batch.
 
     Entries after a sequence's pages are 0, a valid page, so that reading them is harmless.
     """
@@ -96,7 +96,7 @@ class PagedKVCacheManager(KVCacheManager):
         return self.sequences
 
     def free_pages(self) -> int:
-        """Return the number of pages that belong to no sequence."""
+        """Count the pages that belong to no sequence."""
         return len(self._free)
 
     get_free_page_count = free_pages
@@ -114,7 +114,7 @@ class PagedKVCacheManager(KVCacheManager):
         return list(self._pages[seq])
 
     def get_page_table(self, sequences: Sequence[Any]) -> Tensor:
-        """Return int32 [sequences, pages per sequence] on the cache's device: the pages of each sequence, then 0."""
+        """Return int32 [sequences, pages per sequence] on the cache's device: the pages per sequence, then 0."""
         rows = [self.get_page_list(sequence) for sequence in sequences]
         filled = [row + [0] * (self.max_pages_per_seq - len(row)) for row in rows]
         table = torch.tensor(filled, dtype=torch.int32, device=self.device)

@@ -1,9 +1,9 @@
 """The plan of an attention layer's call, made before its first projection: a call that raises has no effects.
 
-Projections record amaxes, caches store keys, dropout draws from generators. The core attention, which has most of the
-checks, runs after the first of them. Therefore its call is planned first, for the shapes that the projections will
-produce, and the plan is passed on to it. Everything that a plan depends on is in its key, so that an equal call checks
-only values of tensors again.
+Projections record amaxes, caches store keys, dropout draws from generators. The core attention,
+which has most of the checks, runs after the first projection. Therefore its call is planned first,
+for the shapes that the projections will produce, and the plan is passed on to it. Everything that a
+plan depends on is in its key, so that an equal call checks only tensor values again.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ from .dot_product_attention.settings import (
 from .layer_settings import MultiheadAttentionConfig, warn_without_norm
 from .rotation import Rotation, rotation_of
 
-# Plans of a layer before its cache is emptied.
+# Plans per layer before its cache is emptied.
 MAX_LAYER_PLANS = 256
 
 
 class LayerKey(NamedTuple):
-    """Everything that the plan of a layer's call depends on.
+    """Everything that a layer call's plan depends on.
 
     Attributes:
-        config: Settings of the layer.
+        config: Layer settings.
         core: Settings of its core attention; None if the core is a module of another class.
         gradient: torch's gradient mode, or True if the call may have a second run with gradients.
-        x_shape, x_dtype, x_device: Metadata of hidden_states.
-        lowered: dtype of torch.autocast.
-        encoder: Metadata of encoder_output.
-        turned: Shapes of the tables of queries and keys, and the spec, of a rotation that reads no values of tensors.
+        x_shape, x_dtype, x_device: hidden_states metadata.
+        lowered: torch.autocast dtype.
+        encoder: encoder_output metadata.
+        turned: Query and key table shapes, and the spec, for a rotation that reads no tensor values.
 
-    The other fields are those of `PlanKey`.
+    The other fields are as in `PlanKey`.
     """
 
     config: MultiheadAttentionConfig
@@ -88,7 +88,7 @@ class LayerKey(NamedTuple):
     turned: tuple[torch.Size, torch.Size, RopeSpec] | None
 
     def of_core(self) -> PlanKey | None:
-        """Return the key of the core attention's plan, after the checks of the layer's inputs."""
+        """Return the core attention's plan key, after checking the layer's inputs."""
         q, k, v = _projections(
             self.config, self.x_shape, self.x_dtype, self.x_device, self.lowered, self.encoder
         )
@@ -117,10 +117,10 @@ def layer_plan_of(key: Key) -> AttentionPlan | None:
 def check_variant(
     fuse_wgrad_accumulation: bool, fuse_qkv_params: bool, return_layernorm_output: bool, input_layernorm: bool
 ) -> None:
-    """Check options of the constructor that depend on each other, and warn once about one without effect.
+    """Check constructor options that depend on each other, and warn once about one without effect.
 
     Raises:
-        ValueError: The weight gradient is to be accumulated into a weight that is made of several parameters.
+        ValueError: The weight gradient is to be accumulated into a weight that consists of several parameters.
     """
     if fuse_wgrad_accumulation and not fuse_qkv_params:
         raise ValueError(
@@ -147,18 +147,18 @@ def check_layer_call(
 
     Args:
         memory: Plans of the layer.
-        config: Settings of the layer.
+        config: Layer settings.
         core: Core attention.
         x: hidden_states.
-        arguments: Arguments of the core attention.
-        encoder_output: Input of the keys and values of cross attention.
-        rotary_pos_emb: Angles of queries and keys, or None.
-        state: State of autocast.
+        arguments: Core attention arguments.
+        encoder_output: Input for keys and values in cross attention.
+        rotary_pos_emb: Query and key angles, or None.
+        state: autocast state.
         tracing: A compiler traces the call.
 
     Returns:
-        The rotation of q and k, and the checked arguments with their plan. The second is None if the core is a module
-        of another class, and while a compiler traces the core's own checks.
+        The q and k rotation, and the checked arguments with their plan. The second is None if the
+        core is a module of another class, and while a compiler traces the core's own checks.
 
     Raises:
         TypeError, ValueError: The call cannot be computed.
@@ -260,7 +260,7 @@ def _rotation_of_call(
     rotary_pos_emb: Tensor | tuple[Tensor, Tensor],
     arguments: AttentionArguments,
 ) -> Rotation:
-    """Return the rotation of queries and keys; context-parallel ranks rotate by the positions of their chunks.
+    """Return the query and key rotation; context-parallel ranks rotate by the positions of their chunks.
 
     Raises:
         TypeError: The angles are not floating-point tensors.
@@ -270,7 +270,7 @@ def _rotation_of_call(
     if arguments.inference_params is not None:
         check_cache_kind(arguments.inference_params)
     if context is not None and not context.balanced and arguments.cu_seqlens_q is not None:
-        # Positions of the tokens of a contiguous piece.
+        # Token positions in a contiguous piece.
         cu_seqlens, padded = arguments.cu_seqlens_q, arguments.cu_seqlens_q_padded
         starts, tokens = cu_seqlens if padded is None else padded, x.shape[0] * config.ranks
         piece = piece_of_rank(lengths_of(cu_seqlens), starts, tokens, context.rank)
@@ -297,10 +297,10 @@ def _projections(
     lowered: torch.dtype | None,
     encoder: TensorFacts | None,
 ) -> tuple[TensorFacts, TensorFacts, TensorFacts]:
-    """Return q, k, v as the projections will produce them; the arguments are those of `LayerKey`.
+    """Return q, k, v as the projections will produce them; the arguments are as in `LayerKey`.
 
     Raises:
-        ValueError: The inputs are not [.., hidden] as qkv_format requires, or of several dtypes or devices.
+        ValueError: The inputs are not [.., hidden] as qkv_format requires, or have several dtypes or devices.
     """
     x = TensorFacts(x_shape, x_dtype, x_device, False)
     axes = len(config.qkv_format) - 1

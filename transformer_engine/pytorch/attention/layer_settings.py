@@ -1,4 +1,4 @@
-"""MultiheadAttentionConfig: the settings of a MultiheadAttention."""
+"""MultiheadAttentionConfig: MultiheadAttention settings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FIXED = frozenset(
         *("num_gqa_groups", "qk_norm_type", "qkv_weight_interleaved"),
     }
 )
-# The arguments of a layer that are those of its projections.
+# The layer arguments that its projections share.
 OF_PROJECTIONS = (
     "bias",
     "device",
@@ -61,7 +61,7 @@ OF_PROJECTIONS = (
     "tp_group",
     *OverlapFlags._fields,
 )
-# The arguments of a layer that are those of its first norm and of its core attention.
+# The layer arguments that its first norm and core attention share.
 OF_NORM = ("normalization", "return_layernorm_output", "zero_centered_gamma")
 OF_CORE = (
     "attention_dropout",
@@ -78,7 +78,7 @@ OF_CORE = (
 
 
 def child_name(parent: str | None, child: str) -> str | None:
-    """Return the name of a child of a named layer."""
+    """Return the name for the child of a named layer."""
     return None if parent is None else f"{parent}.{child}"
 
 
@@ -94,10 +94,10 @@ def warn_without_norm(return_layernorm_output: bool, input_layernorm: bool) -> N
 
 @dataclass(frozen=True, eq=False)
 class MultiheadAttentionConfig(Config):
-    """The settings of a layer under the names of its constructor.
+    """Layer settings under the names of the constructor.
 
     Attributes:
-        heads: Heads of one tensor-parallel rank.
+        heads: Heads on one tensor-parallel rank.
         returns_norm: The layer has a norm and returns its output.
     """
 

@@ -1,6 +1,6 @@
-"""The up projection of latent attention's queries: norm, product, rotation and MXFP8 cast, one step after the other.
+"""Up projection for latent attention's queries: norm, product, rotation and MXFP8 cast, one step after the other.
 
-The original's kernel needs a GPU of compute capability 10. Clients test `FusedMLAQUpProjRopeQuant.is_supported()` and
+The original's kernel needs a compute capability 10 GPU. Clients test `FusedMLAQUpProjRopeQuant.is_supported()` and
 take their separate steps if it is False, as it is here; `FusedMLAQUpProjFunction.apply` computes on any device.
 """
 
@@ -26,11 +26,11 @@ from ..tensor import MXFP8Quantizer, MXFP8Tensor
 from ..tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 
-_BLOCK = 32  # values of a scale
+_BLOCK = 32  # values per scale
 
 
 class FusedMLAQUpProjRopeQuant(nn.Module):
-    """A module whose is_supported() callers of the original test before they use it; it is supported nowhere."""
+    """A module whose is_supported() the original's callers test before they use it; it is supported nowhere."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise _without_kernel("FusedMLAQUpProjRopeQuant")
@@ -80,23 +80,23 @@ class FusedMLAQUpProjFunction:
     ) -> MXFP8Tensor:  # fmt: skip
         """Compute rotate(RMSNorm(x) gamma w_q^T) for each head, in MXFP8; differentiable in x, gamma and w_q.
 
-        The first `qk_head_dim` channels of a head are not rotated. The other `qk_pos_emb_head_dim` channels are pairs
-        (even, odd), which become halves: left = even cos_l - odd sin_l, right = odd cos_r + even sin_r.
+        The first `qk_head_dim` channels of a head are not rotated. The other `qk_pos_emb_head_dim` channels are
+        pairs (even, odd), which become halves: left = even cos_l - odd sin_l, right = odd cos_r + even sin_r.
 
         Args:
             x: Latent values [s, b, r], bfloat16.
-            gamma: Weight of the norm [r].
+            gamma: Norm weight [r].
             w_q: Weight [nh * q_head_dim, r], bfloat16 or MXFP8Tensor. With the latter, x and the output gradient are
                 quantized to MXFP8 E4M3 for the products.
             cos: [s, 1, 1, qk_pos_emb_head_dim], rounded to bfloat16.
             sin: As `cos`.
             wgrad_store: Store that delays the weight gradient, if it is enabled.
             fuse_wgrad_accumulation: Add the weight gradient to `w_q.main_grad`.
-            nh: Number of heads.
-            q_head_dim: Channels of a head, a multiple of 32.
+            nh: Head count.
+            q_head_dim: Channels per head, a multiple of 32.
             qk_head_dim: Channels that are not rotated.
             qk_pos_emb_head_dim: Channels that are rotated.
-            s: Tokens of a sequence, a multiple of 32.
+            s: Tokens per sequence, a multiple of 32.
             b: Sequences.
             tp_group: Must have one rank.
             sequence_parallel: Has no effect with one rank.
@@ -105,8 +105,8 @@ class FusedMLAQUpProjFunction:
             zero_centered_gamma: Multiply by 1 + gamma.
 
         Returns:
-            MXFP8Tensor [s, b, nh, q_head_dim] of nominal dtype bfloat16, E4M3. `_rowwise_scale_inv` is
-            [s, b, nh, q_head_dim / 32]; `_columnwise_scale_inv` is [s / 32, b, nh, q_head_dim], a scale per 32 tokens.
+            MXFP8Tensor [s, b, nh, q_head_dim] with nominal dtype bfloat16, E4M3. `_rowwise_scale_inv` is [s, b, nh,
+            q_head_dim / 32]; `_columnwise_scale_inv` is [s / 32, b, nh, q_head_dim], a scale per 32 tokens.
 
         Raises:
             RuntimeError: `tp_group` has several ranks, or the norm is not an RMSNorm.
@@ -200,7 +200,7 @@ def _rotate(pairs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _QuantizeQuery(Function):
-    """MXFP8 codes of queries [s, b, nh, d] with blocks along d, and with blocks along s."""
+    """MXFP8 codes for queries [s, b, nh, d] with blocks along d, and with blocks along s."""
 
     OPERATION = "the cast of queries to MXFP8"
 
@@ -208,7 +208,7 @@ class _QuantizeQuery(Function):
     def forward(ctx: Any, q: Tensor) -> MXFP8Tensor:
         s, d = q.shape[0], q.shape[-1]
         quantizer = MXFP8Quantizer(DType.kFloat8E4M3)
-        # Blocks along s are the column-wise blocks of the matrix [s, b nh d].
+        # Blocks along s are column-wise blocks in the matrix [s, b nh d].
         codes: Any = quantizer.encode(q.detach().reshape(s, -1), True, True)
         rows, blocks, width = math.prod(q.shape[:-1]), d // _BLOCK, codes.shape[1]
         storage = MXFP8TensorStorage(

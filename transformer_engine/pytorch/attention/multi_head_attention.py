@@ -1,4 +1,4 @@
-"""MultiheadAttention: out = proj(attention(q, k, v)), where q, k, v are the heads of qkv(norm(x))."""
+"""MultiheadAttention: out = proj(attention(q, k, v)), where q, k, v are heads in qkv(norm(x))."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _attention = DotProductAttention.forward
 class MultiheadAttention(CheckedLoading):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
-    The other arguments are those of `DotProductAttention`, `LayerNormLinear` and `LayerNormMLP`.
+    The other arguments are as in `DotProductAttention`, `LayerNormLinear` and `LayerNormMLP`.
 
     Args:
         num_attention_heads: Query heads.
@@ -66,7 +66,7 @@ class MultiheadAttention(CheckedLoading):
         output_layer_init_method: Fills proj.weight; by default with N(0, 0.023).
         bias: Add learned biases to the projections.
         rotary_pos_interleaved: Rotate neighboring features instead of the two halves of a head.
-        qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of heads, after the rotary embedding by default.
+        qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" over heads, after the rotary embedding by default.
         qk_norm_eps: Added to the variance (or mean square) in that norm.
         qk_norm_before_rope: Normalize heads before the rotary embedding.
         set_parallel_mode: Shard heads over the tensor-parallel group: qkv by columns, proj by rows.
@@ -204,7 +204,7 @@ class MultiheadAttention(CheckedLoading):
             )
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel process group of every projection and of the attention."""
+        """Set the tensor-parallel process group for every projection and the attention."""
         self.tp_group = tp_group
         inputs = (self.layernorm_qkv, self.qkv, self.layernorm_query, self.query_layer, self.key_value)
         for child in (*inputs, self.core_attention, self.proj):
@@ -238,14 +238,14 @@ class MultiheadAttention(CheckedLoading):
         """Return out [.., hidden], or `(out[, bias][, norm(hidden_states)])` by the constructor's arguments.
 
         Args:
-            hidden_states: Input of the queries, and of the keys and values of self-attention.
+            hidden_states: Input for queries, and in self-attention for keys and values.
             is_first_microbatch: See `Linear.forward`.
-            rotary_pos_emb: Angles [s, 1, 1, d] of queries and keys, or a pair of them, for all positions that occur. On
-                a GPU, unless TE_CHECK=1, packed sequences longer than that become NaN; with offsets
-                (cu_seqlens_*_padded) the last angles are used.
-            encoder_output: Input of the keys and values of cross attention.
+            rotary_pos_emb: Angles [s, 1, 1, d] for queries and keys, or one tensor each, for all
+                positions that occur. On a GPU, unless TE_CHECK=1, packed sequences longer than that
+                become NaN; with offsets (cu_seqlens_*_padded) the last angles are used.
+            encoder_output: Input for keys and values in cross attention.
 
-        The other arguments are those of `DotProductAttention.forward`.
+        The other arguments are as in `DotProductAttention.forward`.
         """
         # fmt: off
         arguments = pack_arguments(
@@ -304,7 +304,7 @@ class MultiheadAttention(CheckedLoading):
         cached = arguments.inference_params is not None
         codes = state.enabled and not (cached or export_mode.onnx) and outputs_codes(state)
         if checked is not None and (not is_bare(core, DotProductAttention, _attention) or core.score_mod):
-            checked = None  # hooks and other classes see a call of the module
+            checked = None  # hooks and other classes see a module call
         q, k, v, norm_output, projection = self._project(
             config,
             hidden_states,
@@ -352,10 +352,10 @@ class MultiheadAttention(CheckedLoading):
         """Return q, k, v by heads, normalized and rotated, the normalized input if it is returned, and a projection.
 
         Args:
-            joint: The attention can be differentiated together with the split of a projection. The three may then be
-                views, unknown to autograd, of the returned projection.
-            codes: Autocast state of a following FP8 attention that takes codes. The projection of a self attention
-                produces them, unless norms or a rotation, which need values, come between.
+            joint: The attention can be differentiated together with the split of a projection. The
+                three may then be views, unknown to autograd, of the returned projection.
+            codes: Autocast state for a following FP8 attention that takes codes. The projection in a self
+                attention produces them, unless norms or a rotation, which need values, come between.
         """
         first: dict[str, bool | None] = {"is_first_microbatch": is_first_microbatch}
         get: Any = self._modules.get

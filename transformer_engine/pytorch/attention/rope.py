@@ -32,12 +32,12 @@ class RotaryPositionEmbedding(nn.Module):
 
     Args:
         dim: Size d of the rotated part of a head.
-        rotary_percent: Share of `dim` that is rotated.
+        rotary_percent: Rotated share of `dim`.
         seq_len_interpolation_factor: Divide positions by this factor.
-        pretrained_max_position_embeddings: Length of the pretrained model. With an interpolation factor, longer
-            sequences stretch over this length times the factor.
-        rotary_base: Base of the frequencies.
-        interleaved: Order angles for rotation of neighboring features instead of the two halves of a head.
+        pretrained_max_position_embeddings: The pretrained model's length. With an interpolation
+            factor, longer sequences stretch over this length times the factor.
+        rotary_base: Frequency base.
+        interleaved: Order angles for rotating neighboring features instead of the two halves of a head.
     """
 
     inv_freq: Tensor
@@ -87,10 +87,10 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", 1.0 / (rotary_base**exponent))
 
     def forward(self, max_seq_len: int, offset: float = 0) -> Tensor:
-        """Return the angles [max_seq_len, 1, 1, d] of the positions offset, offset + 1, ...
+        """Return the angles [max_seq_len, 1, 1, d] for the positions offset, offset + 1, ...
 
         Args:
-            max_seq_len: Number of positions.
+            max_seq_len: Position count.
             offset: First position; it may be fractional or negative.
         """
         if not torch.compiler.is_compiling():
@@ -113,7 +113,7 @@ class RotaryPositionEmbedding(nn.Module):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _interpolation(self, max_seq_len: int) -> float:
-        """Return the divisor of positions: the given factor, or that of a sequence longer than in training."""
+        """Return the position divisor: the given factor, or one for a sequence longer than in training."""
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is None:
             return 1.0
@@ -123,7 +123,7 @@ class RotaryPositionEmbedding(nn.Module):
 
 
 class ApplyRope(Function):
-    """Autograd shell of rope_forward and rope_backward; the angles get no gradient."""
+    """Autograd shell around rope_forward and rope_backward; the angles get no gradient."""
 
     OPERATION = "apply_rotary_pos_emb"
 
@@ -151,7 +151,7 @@ class ApplyRope(Function):
 
 
 class ApplyPackedRope(Function):
-    """Autograd shell of rope_qkv_forward and rope_qkv_backward; the angles get no gradient."""
+    """Autograd shell around rope_qkv_forward and rope_qkv_backward; the angles get no gradient."""
 
     OPERATION = "apply_fused_qkv_rotary_pos_emb"
 
@@ -260,13 +260,13 @@ def apply_rotary_pos_emb(
 
     Args:
         t: Queries or keys in `tensor_format`.
-        freqs: Rotation angles of all positions.
+        freqs: Rotation angles for all positions.
         tensor_format: "sbhd", "bshd" or "thd".
-        start_positions: Offset of each sequence [b].
+        start_positions: Offset per sequence [b].
         interleaved: Pairs are adjacent features; otherwise half the rotated width apart.
         fused: Has no effect.
-        cu_seqlens: Bounds of the "thd" sequences [b + 1]; of whole sequences, not of a context-parallel rank's part.
-        cp_size: Number of context-parallel ranks.
+        cu_seqlens: "thd" sequence bounds [b + 1] for whole sequences, not for a context-parallel rank's part.
+        cp_size: Context-parallel rank count.
         cp_rank: This context-parallel rank.
 
     Raises:
@@ -301,12 +301,12 @@ def apply_fused_qkv_rotary_pos_emb(
 
     Args:
         qkv: Packed projections [..., groups, q_size + k_size + v_size]; one head has k_size features.
-        q_freqs: Rotation angles of the queries [s, 1, 1, d].
-        k_freqs: Rotation angles of the keys [s, 1, 1, d].
+        q_freqs: Query rotation angles [s, 1, 1, d].
+        k_freqs: Key rotation angles [s, 1, 1, d].
         qkv_split_arg_list: (q_size, k_size, v_size).
         fused: Has no effect; the rotation is always one fused operation.
 
-    The remaining arguments are those of `apply_rotary_pos_emb`.
+    The remaining arguments are as in `apply_rotary_pos_emb`.
 
     Returns:
         Contiguous q [..., groups * q_size / k_size, k_size], k and v.
@@ -320,7 +320,7 @@ def apply_fused_qkv_rotary_pos_emb(
 
 
 def _split_sizes(qkv: Tensor, sizes: Sequence[int]) -> tuple[int, int, int]:
-    """Return (q_size, k_size, v_size) of one group; ValueError unless they fit the packed projections."""
+    """Return (q_size, k_size, v_size) for one group; ValueError unless they fit the packed projections."""
     q_size, k_size, v_size = three_sizes(sizes)
     if q_size + k_size + v_size != qkv.shape[-1]:
         raise ValueError(
@@ -341,14 +341,14 @@ def rotated_qkv(
     spec: RopeSpec,
     positions: Positions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute apply_fused_qkv_rotary_pos_emb for checked arguments; freqs are those of queries and of keys."""
+    """Compute apply_fused_qkv_rotary_pos_emb for checked arguments; freqs are for queries and keys."""
     q_angles, k_angles = _angles(freqs[0]), _angles(freqs[1])
     start, bounds = positions
     return ApplyPackedRope.apply(qkv, q_angles, k_angles, start, bounds, sizes, spec)
 
 
 def _spec(tensor_format: str, interleaved: Any, cp_size: Any, cp_rank: Any) -> RopeSpec:
-    """Return the layout of a rotation, with flags and numbers converted from any form."""
+    """Return the layout for a rotation, with flags and numbers converted from any form."""
     return RopeSpec(
         tensor_format,
         to_bool("interleaved", interleaved),
@@ -358,5 +358,5 @@ def _spec(tensor_format: str, interleaved: Any, cp_size: Any, cp_rank: Any) -> R
 
 
 def _angles(freqs: Tensor) -> Tensor:
-    """Return [positions, d] of [positions, 1, 1, d]."""
+    """Reshape [positions, 1, 1, d] to [positions, d]."""
     return freqs.reshape(freqs.shape[0], freqs.shape[-1])

@@ -1,4 +1,4 @@
-"""The rotation of the queries and keys of one call by the positions of their tokens."""
+"""Rotation of the queries and keys in one call by their token positions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class Rotation(NamedTuple):
-    """The rotary embedding of one call: angles of queries and keys, start positions, and bounds of thd sequences.
+    """Rotary embedding of one call: query and key angles, start positions, and thd sequence bounds.
 
     Attributes:
-        angles: Angles of queries, of keys.
+        angles: Query and key angles.
         spec: Settings, with `clamps` if the caller has checked that the tables cover all tokens except padding.
-        before: Position of each sequence's first token; None: 0.
-        bounds: cu_seqlens of queries, of keys.
+        before: First token position in each sequence; None: 0.
+        bounds: cu_seqlens for queries and keys.
     """
 
     angles: tuple[Tensor, Tensor]
@@ -32,7 +32,7 @@ class Rotation(NamedTuple):
     bounds: tuple[Tensor | None, Tensor | None]
 
     def facts(self) -> tuple[torch.Size, torch.Size, RopeSpec] | None:
-        """Return all inputs of `check` except q and k; None if the check reads numbers in tensors."""
+        """Return all `check` inputs except q and k; None if the check reads numbers in tensors."""
         if self.before is not None or self.spec.tensor_format == "thd":
             return None
         return self.angles[0].shape, self.angles[1].shape, self.spec
@@ -50,7 +50,7 @@ class Rotation(NamedTuple):
         return q, rotated(k, self.angles[1], self.spec, Positions(self.before, self.bounds[1]))
 
     def of_projection(self, grouped: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v of a projection [.., g, (h / g + 2) d], with q and k rotated, in one pass."""
+        """Return q, k, v from a projection [.., g, (h / g + 2) d], with q and k rotated, in one pass."""
         each = heads.queries // heads.groups
         sizes = (each * heads.size, heads.size, heads.size)
         return rotated_qkv(grouped, self.angles, sizes, self.spec, Positions(self.before, self.bounds[0]))
@@ -64,15 +64,15 @@ def rotation_of(
     bounds: Pair,
     padded: Pair,
 ) -> Rotation:
-    """Return the rotation of a call, whose positions continue those of the cached tokens.
+    """Return the rotation for a call, whose positions continue after the cached tokens.
 
     Args:
-        rotary_pos_emb: Angles, or (angles of queries, angles of keys).
-        spec: Settings of the rotation.
+        rotary_pos_emb: Angles, or (query angles, key angles).
+        spec: Rotation settings.
         shares_lengths: By default, keys have the queries' lengths.
-        cache: The cache of earlier tokens, or None.
-        bounds: cu_seqlens of queries, of keys.
-        padded: Starts of the sequences of queries, of keys, if there are tokens between them.
+        cache: Cache with earlier tokens, or None.
+        bounds: cu_seqlens for queries and keys.
+        padded: Query and key sequence starts, if there are tokens between them.
     """
     angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
     before = None

@@ -1,4 +1,4 @@
-"""{our tensor: their tensors} of one model, built from the table of its family and checked in both directions."""
+"""{our tensor: their tensors} for one model, built from the table of its family and checked in both directions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TensorMatch:
-    """One of our tensors and the tensors of theirs that it consists of."""
+    """One tensor of ours and their tensors that it consists of."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -33,14 +33,14 @@ class TensorMatch:
 
 @dataclass(frozen=True)
 class Correspondence:
-    """Every tensor of a model, with its names on both sides."""
+    """Every tensor in a model, with its names on both sides."""
 
     family: CheckpointFamily
     matches: tuple[TensorMatch, ...]
 
     @staticmethod
     def of(family: CheckpointFamily, config: DecoderConfig) -> Correspondence:
-        """Match each tensor of the model with the row of the family's table."""
+        """Match each model tensor with its row in the family's table."""
         content = Decoder(config, device="meta").state_dict()
         shapes = {name: tuple(v.shape) for name, v in content.items() if not name.endswith(EXTRA_STATE)}
         matches = []

@@ -1,4 +1,4 @@
-"""logits [b, s, vocabulary] = head(norm(layers(embedding(tokens [b, s])))): a causal stack of TransformerLayer."""
+"""logits [b, s, vocabulary] = head(norm(layers(embedding(tokens [b, s])))): a causal TransformerLayer stack."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Decoder(CheckedLoading):
 
     Args:
         config: Sizes and options.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device: Parameter device.
+        dtype: Parameter dtype.
         init_method: `init_method(weight)` fills each weight.
         source: The checkpoint that the model was converted from, `{"family": .., "config": ..}`, which `convert` reads.
     """
@@ -73,7 +73,7 @@ class Decoder(CheckedLoading):
         """Return the logits [b, s, vocabulary].
 
         Args:
-            tokens: Numbers of tokens [b, s].
+            tokens: Token ids [b, s].
             cache: Cache whose tokens precede the given ones, after `pre_step`; None for whole sequences.
         """
         hidden = self.embedding(tokens)
@@ -98,7 +98,7 @@ class Decoder(CheckedLoading):
         return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of targets [b, s], in nats per token, in float32."""
+        """Return the mean cross-entropy for targets [b, s], in nats per token, in float32."""
         return F.cross_entropy(self(tokens).float().flatten(0, 1), targets.flatten())
 
     @torch.no_grad()

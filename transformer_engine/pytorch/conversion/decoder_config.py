@@ -18,11 +18,11 @@ class RotaryConfig:
     """Angles = position * frequency, with frequencies base^(-2i/d), stretched as the model family defines.
 
     Args:
-        base: Base of the frequencies.
+        base: Frequency base.
         factor: Divides positions; 1 changes nothing.
         low: "llama3": frequencies with fewer turns in `trained` positions are divided by factor. None divides all.
         high: "llama3": frequencies with more turns are kept; those between low and high are blended.
-        trained: Number of positions that the model was trained on.
+        trained: Position count that the model was trained on.
     """
 
     base: float = 10000.0
@@ -34,29 +34,29 @@ class RotaryConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and options of a `Decoder`: TransformerLayers between an embedding and a head.
+    """`Decoder` sizes and options: TransformerLayers between an embedding and a head.
 
     Args:
-        vocabulary: Number of tokens.
-        hidden: Size of the features.
-        feed_forward: Size of the output of the activation.
-        layers: Number of layers.
+        vocabulary: Vocabulary size.
+        hidden: Feature size.
+        feed_forward: Activation output size.
+        layers: Layer count.
         heads: Query heads.
         groups: Key and value heads.
-        head_size: Size of a head.
+        head_size: Head size.
         positions: Most positions that the model was made for.
         norm: "RMSNorm" or "LayerNorm".
         epsilon: Added to the mean square or the variance.
         zero_centered: Norms multiply by 1 + weight.
-        activation: Activation of the feed-forward layers.
+        activation: Feed-forward activation.
         qkv_bias: Add biases to queries, keys and values.
-        output_bias: Add a bias to the output of attention.
+        output_bias: Add a bias to the attention output.
         mlp_bias: Add biases in the feed-forward layers.
-        rotary: Rotary embedding; None learns an embedding of positions.
+        rotary: Rotary embedding; None learns a position embedding.
         windows: Tokens that each layer attends to, with its own; None for all earlier tokens.
-        qk_norm: Normalize heads of queries and keys before the rotary embedding.
-        tied: The head is the weight of the embedding.
-        embedding_scale: Factor of embedded tokens, rounded to the dtype of the parameters.
+        qk_norm: Normalize query and key heads before the rotary embedding.
+        tied: The head is the embedding weight.
+        embedding_scale: Embedded token factor, rounded to the parameter dtype.
     """
 
     vocabulary: int

@@ -1,4 +1,4 @@
-"""Families of checkpoints as data: {our tensor: their tensors and the layout}, and the reader of their config.json."""
+"""Checkpoint families as data: {our tensor: their tensors and the layout}, and their config.json reader."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def grouped_in_one(config: DecoderConfig) -> WeightLayout:
 
 
 class TensorNames(NamedTuple):
-    """The name of one of our tensors and their names; "{i}" is the layer. Models without the tensor skip the row."""
+    """The name of one tensor of ours and their names; "{i}" is the layer. Models without the tensor skip the row."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -45,17 +45,17 @@ class TensorNames(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointFamily:
-    """One family of checkpoints.
+    """One checkpoint family.
 
     Attributes:
-        model_type: `model_type` of its config.json.
+        model_type: `model_type` in its config.json.
         settings: Converts its config.json to a DecoderConfig; raises ValueError for settings that TransformerLayer
             lacks.
         rows: All tensors, keyed by name.
-        head: Their name of an output head that may be tied to the embedding.
+        head: Their name for an output head that may be tied to the embedding.
         prefix: Common prefix of their names, which some files omit.
         derived: Names of tensors that follow from the settings and are not read.
-        layers: Setting with the number of layers.
+        layers: Setting with the layer count.
     """
 
     model_type: str
@@ -67,10 +67,10 @@ class CheckpointFamily:
     layers: str = "num_hidden_layers"
 
     def stored_layers(self, names: Iterable[str], ours: bool) -> int:
-        """Number of layers of which a checkpoint has tensors.
+        """Layer count for which a checkpoint has tensors.
 
         Args:
-            names: Names of the checkpoint's tensors.
+            names: The checkpoint's tensor names.
             ours: Whether they are our names. Their names may lack the common prefix.
         """
         (begin,) = {
@@ -89,7 +89,7 @@ _LLAMA_LAYER = "model.layers.{i}."
 QKV = f"{_OURS}self_attention.layernorm_qkv."
 PROJECTION = f"{_OURS}self_attention.proj."
 MLP = f"{_OURS}layernorm_mlp."
-# Endings of our names of weights that `save_quantized` quantizes.
+# Endings of our weight names that `save_quantized` quantizes.
 QUANTIZED = ("layernorm_qkv.weight", "proj.weight", "fc1_weight", "fc2_weight")
 
 
@@ -97,7 +97,7 @@ def _qkv_names(part: str) -> tuple[str, ...]:
     return tuple(f"{_LLAMA_LAYER}self_attn.{letter}_proj.{part}" for letter in "qkv")
 
 
-# Names of Llama's tensors, which most families share.
+# Llama's tensor names, which most families share.
 LLAMA_ROWS = (
     TensorNames("embedding.weight", ("model.embed_tokens.weight",)),
     TensorNames(f"{QKV}layer_norm_weight", (f"{_LLAMA_LAYER}input_layernorm.weight",)),
@@ -124,13 +124,13 @@ LLAMA_ROWS = (
 
 
 def _llama_settings(settings: Settings) -> DecoderConfig:
-    """Read the config of Llama 1 to 3.3: RMSNorm, SwiGLU, rotary halves, grouped keys and values."""
+    """Read the Llama 1 to 3.3 config: RMSNorm, SwiGLU, rotary halves, grouped keys and values."""
     bias = settings.switch("attention_bias", False)
     return llama_like(settings, qkv_bias=bias, output_bias=bias, mlp_bias=settings.switch("mlp_bias", False))
 
 
 def _mistral_settings(settings: Settings) -> DecoderConfig:
-    """Read the config of Mistral: Llama with sliding-window attention."""
+    """Read the Mistral config: Llama with sliding-window attention."""
     window = settings.content.get("sliding_window")
     if window is not None:
         window = settings.integer("sliding_window")
@@ -150,12 +150,12 @@ def _upper_windows(settings: Settings) -> tuple[int | None, ...]:
 
 
 def _qwen2_settings(settings: Settings) -> DecoderConfig:
-    """Read the config of Qwen2 and 2.5: Llama with biases of queries, keys and values."""
+    """Read the Qwen2 and 2.5 config: Llama with query, key and value biases."""
     return llama_like(settings, qkv_bias=True, windows=_upper_windows(settings))
 
 
 def _qwen3_settings(settings: Settings) -> DecoderConfig:
-    """Read the config of Qwen3: Llama that normalizes queries and keys per head before the rotation."""
+    """Read the Qwen3 config: Llama that normalizes queries and keys per head before the rotation."""
     bias = settings.switch("attention_bias", False)
     return llama_like(
         settings,
@@ -172,7 +172,7 @@ _GEMMA_ACTIVATIONS: dict[str, ActivationName] = {"gelu_pytorch_tanh": "geglu", "
 
 
 def _gemma_settings(settings: Settings) -> DecoderConfig:
-    """Read the config of Gemma 1: norms with 1 + weight, GeGLU, embeddings times sqrt(hidden), tied head."""
+    """Read the Gemma 1 config: norms with 1 + weight, GeGLU, embeddings times sqrt(hidden), tied head."""
     bias = settings.switch("attention_bias", False)
     named = "hidden_activation" if settings.content.get("hidden_activation") else "hidden_act"
     return llama_like(
@@ -195,7 +195,7 @@ _GPT2_ACTIVATIONS: dict[str, ActivationName] = {
 
 
 def _gpt2_settings(settings: Settings) -> DecoderConfig:
-    """Read the config of GPT-2: LayerNorm, biases everywhere, learned positions, weights [in, out]."""
+    """Read the GPT-2 config: LayerNorm, biases everywhere, learned positions, weights [in, out]."""
     hidden, heads, layers = (settings.integer(name) for name in ("n_embd", "n_head", "n_layer"))
     settings.demand("scale_attn_by_inverse_layer_idx", (False,), "all layers scale alike here")
     settings.demand("scale_attn_weights", (True,), "scores are scaled by sqrt(head size) here")
@@ -223,7 +223,7 @@ def _gpt2_settings(settings: Settings) -> DecoderConfig:
 def _weight_and_bias(
     ours: str, theirs: str, between: str = "", layout=transposed
 ) -> tuple[TensorNames, TensorNames]:
-    """Return the rows of a weight and its bias of one layer of GPT-2."""
+    """Return rows for a weight and its bias in one GPT-2 layer."""
     return (
         TensorNames(f"{ours}{between}weight", (f"transformer.h.{{i}}.{theirs}.weight",), layout),
         TensorNames(f"{ours}{between}bias", (f"transformer.h.{{i}}.{theirs}.bias",), layout),
@@ -275,7 +275,7 @@ FAMILIES = {
 
 
 def family_named(model_type: object) -> CheckpointFamily:
-    """Return the family of a checkpoint's model_type.
+    """Return the family for a checkpoint's model_type.
 
     Raises:
         ValueError: The family is unknown; the message lists all families.

@@ -1,8 +1,8 @@
 """model = load_model(folder), save_model(model, folder), convert(source, folder): checkpoints in both formats.
 
-A folder in their format has a config.json with a model_type of `families`; a folder in our format has a
-transformer_engine.json. Both hold weights in safetensors files, which are processed one tensor at a time. Names and
-shapes are checked before anything is written.
+A folder in their format has a config.json with a model_type in `families`; a folder in our format
+has a transformer_engine.json. Both hold weights in safetensors files, which are processed one
+tensor at a time. Names and shapes are checked before anything is written.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Checkpoint:
         folder: The folder.
         ours: Whether the folder is in our format.
         settings: Their config.json, from which all other settings follow.
-        config: Settings of the model.
+        config: Model settings.
         correspondence: Our tensors and their tensors.
         shards: The files.
-        names: {name in the tables: name in the files} of the tensors to read.
+        names: {name in the tables: name in the files} for the tensors to read.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class Checkpoint:
 
     @staticmethod
     def open(folder: Path) -> Checkpoint:
-        """Open the checkpoint in a folder of either format; raise ValueError if it is incomplete or absent."""
+        """Open the checkpoint in a folder in either format; raise ValueError if it is incomplete or absent."""
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}; give one that holds a checkpoint")
         ours = (folder / OURS).is_file()
@@ -132,7 +132,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the embedding, and the default of `load_model`."""
+        """Dtype of the embedding, and the default in `load_model`."""
         match = next(match for match in self.correspondence.matches if match.ours == "embedding.weight")
         return self.shards.described(self.names[match.ours if self.ours else match.theirs[0]]).dtype
 
@@ -143,7 +143,7 @@ class Checkpoint:
 def _checked_config(settings: Settings, shards: Shards | QuantizedShards, ours: bool) -> DecoderConfig:
     """Convert settings to a config; raise ValueError for sizes that the stored tensors cannot have.
 
-    The config's sizes determine the time and memory of all further steps.
+    The config's sizes determine time and memory for all further steps.
     """
     family = family_named(settings.content.get("model_type"))
     layers, stored = settings.integer(family.layers), family.stored_layers(shards.files, ours)
@@ -170,8 +170,8 @@ def load_model(
 
     Args:
         folder: Folder to read.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters, by default that of the embedding.
+        device: Parameter device.
+        dtype: Parameter dtype, by default the embedding's.
     """
     checkpoint = Checkpoint.open(Path(folder))
     _check_dtype(dtype)
@@ -206,7 +206,7 @@ def save_model(model: Decoder, folder: str | Path, shard_bytes: int = SHARD_BYTE
     Args:
         model: Model to write.
         folder: Folder to create.
-        shard_bytes: Largest size of a file.
+        shard_bytes: Maximum file size.
     """
     whole("shard_bytes", shard_bytes)
     if not isinstance(model, Decoder) or model.source is None:
@@ -236,15 +236,15 @@ def convert(
 ) -> Checkpoint:
     """Convert the checkpoint in one folder to a new folder in the other format, with its tokenizer files.
 
-    A quantized checkpoint of another library is read in high precision. With `quantization`, the result is a quantized
-    Hugging Face checkpoint, whichever format `source` has.
+    A quantized checkpoint from another library is read in high precision. With `quantization`, the
+    result is a quantized Hugging Face checkpoint, whichever format `source` has.
 
     Args:
         source: Folder to read.
         folder: Folder to create.
-        dtype: Dtype of all tensors; None keeps the dtype of each. Quantization states are not converted.
-        shard_bytes: Largest size of a file.
-        quantization: Format of `save_quantized` that needs no sample; None writes unquantized weights.
+        dtype: Dtype for all tensors; None keeps the dtype of each. Quantization states are not converted.
+        shard_bytes: Maximum file size.
+        quantization: `save_quantized` format that needs no sample; None writes unquantized weights.
     """
     form = None if quantization is None else serving_format(quantization, sampled=False)
     checkpoint = Checkpoint.open(Path(source))

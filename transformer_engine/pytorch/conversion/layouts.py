@@ -1,4 +1,4 @@
-"""ours = join(theirs), theirs = split(ours): conversion between one of our tensors and those of another library."""
+"""ours = join(theirs), theirs = split(ours): conversion between one tensor of ours and another library's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightLayout(ABC):
 
     @abstractmethod
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Build our tensor from theirs, given in the order of the table."""
+        """Build our tensor from theirs, given in table order."""
 
     @abstractmethod
     def split(self, tensor: Tensor) -> list[Tensor]:
@@ -34,7 +34,7 @@ class Unchanged(WeightLayout):
 
 @dataclass(frozen=True)
 class Transposed(WeightLayout):
-    """A weight [in, out] of a library that multiplies x @ w; a bias is the same."""
+    """A weight [in, out] from a library that multiplies x @ w; a bias is the same."""
 
     def join(self, parts: list[Tensor]) -> Tensor:
         return parts[0].t()
@@ -75,7 +75,7 @@ class Grouped(WeightLayout):
 
 @dataclass(frozen=True)
 class GroupedInOne(WeightLayout):
-    """`Grouped` from one tensor [in, 3 h d] (or bias [3 h d]) of all queries, all keys, all values."""
+    """`Grouped` from one tensor [in, 3 h d] (or bias [3 h d]) with all queries, all keys, all values."""
 
     grouped: Grouped
 

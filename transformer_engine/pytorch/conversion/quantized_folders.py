@@ -1,7 +1,7 @@
 """save_quantized(model, folder, quantization): quantized checkpoints for vLLM, SGLang and transformers.
 
-The linear layers of the transformer layers are quantized. Embeddings, norms, biases and the output head are not, as in
-the exports of llm-compressor and ModelOpt.
+Linear layers in transformer layers are quantized. Embeddings, norms, biases and the output head are
+not, as in exports from llm-compressor and ModelOpt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .settings import CONFIG_FILE
 # Layers that servers concatenate to one matrix.
 CONCATENATED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-Step = tuple[str, ...]  # names of weights that are quantized together, or one unquantized tensor
+Step = tuple[str, ...]  # weight names that are quantized together, or one unquantized tensor
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class SampledMaxima:
     """Largest magnitudes in a sample batch.
 
     Attributes:
-        inputs: {name of a weight in the checkpoint: maximum of the layer's inputs}.
-        cache: {name of an attention in the checkpoint: maxima of keys and values}.
+        inputs: {weight name in the checkpoint: maximum of the layer's inputs}.
+        cache: {attention name in the checkpoint: key and value maxima}.
     """
 
     inputs: Mapping[str, float] = field(default_factory=dict)
@@ -62,18 +62,18 @@ def save_quantized(
     """Write a model as a quantized Hugging Face checkpoint, which vLLM, SGLang and transformers load.
 
     Args:
-        model: A `Decoder` of `load_model`, or a model of transformers whose linear layers are `torch.nn.Linear` or
-            `Linear`.
+        model: A `Decoder` from `load_model`, or a transformers model whose linear layers are
+            `torch.nn.Linear` or `Linear`.
         folder: Folder to create.
         quantization: "fp8" (a scale per tensor), "fp8_channel" (per output feature), "fp8_block" (per 128 x 128
             block, DeepSeek's layout), "mxfp8", "nvfp4" (compressed-tensors) or "nvfp4_modelopt".
-        sample: Tokens [b, s] of a typical batch for a `Decoder`. Static scales of the layers' inputs ("fp8", "nvfp4"
-            and "nvfp4_modelopt", which requires them) and of keys and values for an FP8 cache are written.
-        shard_bytes: Largest size of a file.
+        sample: Tokens [b, s] of a typical batch for a `Decoder`. Static scales for the layers' inputs ("fp8",
+            "nvfp4" and "nvfp4_modelopt", which requires them) and for keys and values in an FP8 cache are written.
+        shard_bytes: Maximum file size.
 
     Raises:
-        ValueError: `quantization` is unknown, `folder` exists, the model has no checkpoint of transformers,
-            or `sample` is missing or has no finite maxima.
+        ValueError: `quantization` is unknown, `folder` exists, the model has no transformers
+            checkpoint, or `sample` is missing or has no finite maxima.
     """
     form = serving_format(quantization, sample is not None)
     whole("shard_bytes", shard_bytes)
@@ -125,18 +125,18 @@ def write_quantized(
     maxima: SampledMaxima,
     shard_bytes: int,
 ) -> None:
-    """Write config.json and the tensors of a checkpoint in `form`, one group of concatenated layers at a time.
+    """Write config.json and the tensors of a checkpoint in `form`, one concatenated layer group at a time.
 
     Args:
         folder: Existing folder.
         settings: config.json of the unquantized checkpoint.
         form: The format.
-        shapes: {name: dtype and shape} of the unquantized tensors.
-        tensors: The unquantized tensors, in the order of `shapes`.
-        linear: Names of the weights of linear layers in the transformer layers. One whose number of columns is not a
-            multiple of `form.block` stays unquantized.
+        shapes: {name: dtype and shape} for the unquantized tensors.
+        tensors: The unquantized tensors, ordered like `shapes`.
+        linear: Names of linear layer weights in the transformer layers. A weight whose column count
+            is not a multiple of `form.block` stays unquantized.
         maxima: Maxima of a sample.
-        shard_bytes: Largest size of a file.
+        shard_bytes: Maximum file size.
     """
     quantized = {name for name in linear if shapes[name].shape[1] % form.block == 0}
     if not quantized:
@@ -160,7 +160,7 @@ def write_quantized(
 
 
 def linear_weights(correspondence: Correspondence) -> set[str]:
-    """Names of the checkpoint's weights that the products of the transformer layers multiply by.
+    """The checkpoint's weight names that transformer layer products multiply by.
 
     Raises:
         ValueError: The family stores them transposed, which no server reads in quantized form.
@@ -175,7 +175,7 @@ def linear_weights(correspondence: Correspondence) -> set[str]:
 
 
 def _steps(names: list[str], quantized: set[str], joint: bool) -> list[Step]:
-    """Order of writing: each tensor by itself, and layers that share a scale together, after the last of them."""
+    """Write order: each tensor by itself, and layers that share a scale together, after the last one."""
     unit: dict[str, Step] = {}
     for name in names if joint else ():
         parent, _, layer = name.removesuffix(".weight").rpartition(".")
@@ -206,7 +206,7 @@ def _encoded(
     quantized: set[str],
     maxima: SampledMaxima,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the tensors of the quantized checkpoint, in the order of the plan."""
+    """Iterate over the tensors of the quantized checkpoint, in plan order."""
     unread, read = iter(tensors), {}
     for step in steps:
         while not all(name in read for name in step):
@@ -224,7 +224,7 @@ def _encoded(
 def _quantized(
     form: ServingFormat, weights: Mapping[str, Tensor], maxima: SampledMaxima
 ) -> Iterator[tuple[str, Tensor]]:
-    """Quantize weights as one matrix, and iterate over the tensors of each."""
+    """Quantize weights as one matrix, and iterate over the tensors of each weight."""
     rows = [weight.shape[0] for weight in weights.values()]
     shape = (sum(rows), next(iter(weights.values())).shape[1])
     encoded = form.encode(
@@ -242,7 +242,7 @@ def _quantized(
 
 
 def _cache_scales(maxima: SampledMaxima) -> dict[str, float]:
-    """{name: scale} of keys and values for a cache in E4M3, maximum / 448."""
+    """{name: scale} for keys and values in an E4M3 cache, maximum / 448."""
     return {
         f"{attention}.{letter}_scale": maximum / E4M3_MAXIMUM or 1.0
         for attention, pair in maxima.cache.items()
@@ -261,7 +261,7 @@ def _decoder_source(model: Decoder) -> tuple[Correspondence, dict[str, Any]]:
 def _their_tensors(
     correspondence: Correspondence, parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over their tensors of our parameters; each parameter is decoded when the iterator reaches it."""
+    """Iterate over their tensors for our parameters; each parameter is decoded when the iterator reaches it."""
     for match in correspondence.matches:
         parts = match.layout.split(high_precision(parameters[match.ours]))
         yield from zip(match.theirs, parts, strict=True)
@@ -274,7 +274,7 @@ def high_precision(tensor: Tensor) -> Tensor:
 
 
 def _transformers_source(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor], set[str]]:
-    """Settings, tensors and names of linear weights of a model of transformers."""
+    """Settings, tensors and linear weight names for a transformers model."""
     config = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise ValueError(
@@ -302,7 +302,7 @@ def _transformers_source(model: nn.Module) -> tuple[dict[str, Any], dict[str, Te
 
 
 def _sampled_maxima(model: Decoder, correspondence: Correspondence, sample: Tensor) -> SampledMaxima:
-    """Run a batch under Float8CurrentScaling, and record the maxima of inputs, keys and values."""
+    """Run a batch under Float8CurrentScaling, and record input, key and value maxima."""
     cache: dict[str, list[Tensor]] = {}
 
     def record(name: str):

@@ -1,8 +1,8 @@
-"""Quantized checkpoints of other libraries, read as checkpoints in high precision.
+"""Other libraries' quantized checkpoints, read as checkpoints in high precision.
 
-`dequantized(shards, settings)` replaces the codes and scales of each weight by the weight. A weight's layout follows
-from the names and dtypes of its tensors, block sizes from the settings: E4M3 or E5M2 codes with scales per tensor, row,
-block or group, MXFP8, MXFP4 and NVFP4, of compressed-tensors, DeepSeek's layout and ModelOpt.
+`dequantized(shards, settings)` replaces the codes and scales of each weight by the weight. A weight's layout
+follows from the names and dtypes of its tensors, block sizes from the settings: E4M3 or E5M2 codes with scales per
+tensor, row, block or group, MXFP8, MXFP4 and NVFP4, by compressed-tensors, DeepSeek's layout and ModelOpt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETTINGS, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
 CODES, PACKED = "weight", "weight_packed"
 SCALES = ("weight_scale", "weight_scale_inv")
 FACTORS = ("weight_global_scale", "weight_scale_2")
-# Scales of inputs and of the cache, which only a server uses.
+# Input and cache scales, which only a server uses.
 SERVING_SCALES = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -39,8 +39,8 @@ class StoredWeight:
     Attributes:
         codes: Float8 codes [out, in], or two E2M1 codes per byte [out, in / 2].
         scales: One value, one per row, or one per block.
-        factor: Second scale of the matrix: block scales are divided by `weight_global_scale` and multiplied by
-            `weight_scale_2`.
+        factor: Second scale of the matrix: block scales are divided by `weight_global_scale` and
+            multiplied by `weight_scale_2`.
         shape: [out, in].
         block: Elements per scale along each dimension.
     """
@@ -71,7 +71,7 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class QuantizedShards:
-    """Tensors of a quantized folder as `Shards`: `files` lists them by the names of the unquantized checkpoint."""
+    """Tensors in a quantized folder as `Shards`: `files` lists them by the names in the unquantized checkpoint."""
 
     shards: Shards
     weights: Mapping[str, StoredWeight]
@@ -101,7 +101,7 @@ def dequantized(shards: Shards, settings: Mapping[str, Any]) -> Shards | Quantiz
         settings: Their config.json.
 
     Raises:
-        ValueError: The quantization is not of a supported library or layout.
+        ValueError: The quantization library or layout is unsupported.
     """
     quantization = settings.get(SETTINGS)
     modelopt = shards.folder / MODELOPT_FILE
@@ -138,7 +138,7 @@ def dequantized(shards: Shards, settings: Mapping[str, Any]) -> Shards | Quantiz
 def _stored_weight(
     shards: Shards, base: str, codes: str, quantization: Mapping[str, Any], source: str
 ) -> StoredWeight:
-    """Find the tensors of the weight whose codes are the tensor `codes`, and the shape of its blocks."""
+    """Find the tensors of the weight whose codes are the tensor `codes`, and its block shape."""
     found = [f"{base}.{suffix}" for suffix in SCALES if f"{base}.{suffix}" in shards.files]
     factors = [f"{base}.{suffix}" for suffix in FACTORS if f"{base}.{suffix}" in shards.files]
     stored = shards.described(codes)
@@ -170,7 +170,7 @@ def _stored_weight(
 
 
 def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of two-dimensional blocks, from the settings of either library; None without such blocks."""
+    """Rows and columns in two-dimensional blocks, from the settings of either library; None without such blocks."""
     block = quantization.get("weight_block_size")
     for group in quantization.get("config_groups", {}).values():
         block = block or group.get("weights", {}).get("block_structure")
@@ -178,7 +178,7 @@ def _block_size(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _float_scales(scales: Tensor) -> Tensor:
-    """Scales in float32, with at least one dimension per dimension of the matrix where there are several."""
+    """Scales in float32, with at least one dimension per matrix dimension where there are several."""
     if scales.dtype in _EXPONENTS:
         scales = e8m0_to_float(scales.view(torch.uint8))
     scales = scales.float()

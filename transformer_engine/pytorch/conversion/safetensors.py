@@ -1,7 +1,7 @@
-"""Folders of .safetensors files: read by the library `safetensors`, written one tensor at a time.
+"""Folders with .safetensors files: read by the library `safetensors`, written one tensor at a time.
 
-The library's writer needs all tensors of a file in memory, 5 GB by default. `write` needs one tensor. A file is eight
-bytes of length, a JSON table {name: dtype, shape, offsets}, and the data.
+The library's writer needs all tensors of a file in memory, 5 GB by default. `write` needs one
+tensor. A file has an eight-byte length, a JSON table {name: dtype, shape, offsets}, and the data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
-SHARD_BYTES = 5_000_000_000  # of a file, by default
+SHARD_BYTES = 5_000_000_000  # per file, by default
 
 
 class Described(NamedTuple):
@@ -93,7 +93,7 @@ class SafetensorsFile(NamedTuple):
 
 
 def write(path: Path, plan: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write the tensors of a plan to a file, in the order of the plan, one at a time."""
+    """Write the tensors of a plan to a file, in plan order, one at a time."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, described in plan.items():
@@ -192,7 +192,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_shards(
     folder: Path, plan: Mapping[str, Described], read: Iterator[tuple[str, Tensor]], most: int
 ) -> None:
-    """Write model.safetensors, or several files of at most `most` bytes (and at least one tensor) with an index."""
+    """Write model.safetensors, or several files with at most `most` bytes (and at least one tensor) with an index."""
     shards: list[dict[str, Described]] = [{}]
     for name, described in plan.items():
         taken = sum(other.bytes for other in shards[-1].values())

@@ -1,9 +1,9 @@
 """Quantized weights in the layouts that vLLM, SGLang and transformers load, one `ServingFormat` for each.
 
-A format writes a weight [out, in] as several tensors: codes and scales with value = code x scale. The codes are those
-of this engine's quantizers, so a server multiplies with the weights of training under the same recipe.
+A format writes a weight [out, in] as several tensors: codes and scales with value = code x scale. The codes equal the
+codes from the quantizers of this engine, so a server multiplies with the training weights under the same recipe.
 
-Sources: the package compressed-tensors 0.20, the config.json of DeepSeek-V3, and exports of ModelOpt.
+Sources: the package compressed-tensors 0.20, config.json of DeepSeek-V3, and ModelOpt exports.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAXIMUM, E2M1_MAXIMUM = 448.0, 6.0
 
 Shape = tuple[int, ...]
-Layout = dict[str, Described]  # {suffix of the tensor's name: dtype and shape}
+Layout = dict[str, Described]  # {tensor name suffix: dtype and shape}
 
 
 class ServingFormat(ABC):
-    """A quantized layout of weight matrices.
+    """A quantized weight layout.
 
     Attributes:
         name: Name in `save_quantized` and `te convert --quantize`.
         joint: Whether matrices that a server concatenates (q, k, v; gate, up) share a scale.
         block: `in` must be a multiple of it.
-        calibrated: Whether the format needs the maximum of each layer's inputs, from a sample batch.
-        library: Class of readers that `config.json` names, `quant_method`.
+        calibrated: Whether the format needs each layer's input maximum, from a sample batch.
+        library: Reader class that `config.json` names, `quant_method`.
     """
 
     name: ClassVar[str]
@@ -47,45 +47,45 @@ class ServingFormat(ABC):
 
     @abstractmethod
     def layout(self, shape: Shape) -> Layout:
-        """Dtypes and shapes of the tensors that hold a weight of `shape`, by the suffix of their names."""
+        """Dtypes and shapes of the tensors that hold a weight with `shape`, by name suffix."""
 
     @abstractmethod
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
         """Quantize a weight [out, in].
 
         Returns:
-            Tensors of `layout(weight.shape)`. A scale of the whole matrix has one element.
+            Tensors as in `layout(weight.shape)`. A whole-matrix scale has one element.
         """
 
     def input_scale(self, maximum: float) -> dict[str, Tensor]:
-        """Static scale of a layer's inputs whose absolute values reach `maximum`, by suffix; empty if dynamic."""
+        """Static scale for a layer's inputs whose absolute values reach `maximum`, by suffix; empty if dynamic."""
         return {}
 
     @abstractmethod
     def settings(self, unquantized: list[str], sampled: bool) -> dict[str, Any]:
-        """`quantization_config` of config.json.
+        """`quantization_config` in config.json.
 
         Args:
-            unquantized: Names of the linear layers whose weights are not quantized.
-            sampled: Whether the folder has static scales of inputs, and of keys and values for an FP8 cache.
+            unquantized: Names of linear layers whose weights are not quantized.
+            sampled: Whether the folder has static input scales, and key and value scales for an FP8 cache.
         """
 
     def files(self, unquantized: list[str], sampled: bool) -> dict[str, dict[str, Any]]:
-        """Further JSON files of the folder, {file name: content}."""
+        """Further JSON files in the folder, {file name: content}."""
         return {}
 
 
 class _CompressedTensors(ServingFormat):
-    """A format of the package compressed-tensors, which its `config_groups` describe."""
+    """A format in the package compressed-tensors, which its `config_groups` describe."""
 
     layout_name: ClassVar[str]
 
     @abstractmethod
     def weights(self) -> dict[str, Any]:
-        """Arguments of the weights' quantization."""
+        """Weight quantization arguments."""
 
     def inputs(self, sampled: bool) -> dict[str, Any] | None:
-        """Arguments of the inputs' quantization while serving; None multiplies inputs in high precision."""
+        """Input quantization arguments while serving; None multiplies inputs in high precision."""
         return None
 
     def settings(self, unquantized: list[str], sampled: bool) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Float8PerChannel(_CompressedTensors):
 
 
 class Float8Blocks(ServingFormat):
-    """E4M3 codes and one float32 scale, a power of two, per 128 x 128 block: the layout of DeepSeek-V3."""
+    """E4M3 codes and one float32 scale, a power of two, per 128 x 128 block: the DeepSeek-V3 layout."""
 
     name = "fp8_block"
     library = "fp8"
@@ -188,7 +188,7 @@ class Float8Blocks(ServingFormat):
 
 
 class MXFP8(_CompressedTensors):
-    """E4M3 codes and one E8M0 scale per 32 elements of a row."""
+    """E4M3 codes and one E8M0 scale per 32 elements in a row."""
 
     name = "mxfp8"
     block = 32
@@ -213,7 +213,7 @@ class MXFP8(_CompressedTensors):
 
 
 class NVFP4(_CompressedTensors):
-    """E2M1 codes, two per byte, one E4M3 scale per 16 elements of a row, and one float32 factor per matrix.
+    """E2M1 codes, two per byte, one E4M3 scale per 16 elements in a row, and one float32 factor per matrix.
 
     The factor is 448 x 6 / maximum, by which the block scales are divided. With a sample, inputs are quantized to NVFP4
     with a static factor; otherwise they are multiplied in high precision.
@@ -248,7 +248,7 @@ class NVFP4(_CompressedTensors):
 
 
 class NVFP4ModelOpt(ServingFormat):
-    """`NVFP4` with the names of ModelOpt's exports; factors are the reciprocals, maximum / (448 x 6)."""
+    """`NVFP4` with ModelOpt's export names; factors are the reciprocals, maximum / (448 x 6)."""
 
     name = "nvfp4_modelopt"
     joint = True
@@ -295,7 +295,7 @@ class NVFP4ModelOpt(ServingFormat):
 
 
 def _whole_rows(weight: Tensor, count: int) -> Tensor:
-    """Pad a weight with rows of zeros to a multiple of `count` rows, which the quantizer requires."""
+    """Pad a weight with zero rows to a multiple of `count` rows, which the quantizer requires."""
     rows = -weight.shape[0] % count
     return torch.nn.functional.pad(weight, (0, 0, 0, rows)) if rows else weight
 

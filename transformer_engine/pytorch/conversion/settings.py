@@ -1,4 +1,4 @@
-"""Settings: the config.json of another library, read value by value; errors name a missing or invalid value."""
+"""Settings: config.json from another library, read value by value; errors name a missing or invalid value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Settings:
         return to_bool(f"{self.source}: {name}", self.content.get(name, default))
 
     def choice(self, name: str, default: str, choices: Mapping[str, Choice]) -> Choice:
-        """Return the entry of `choices` for the setting `name`."""
+        """Return the entry in `choices` for the setting `name`."""
         value = self.content.get(name) or default
         if value not in choices:
             raise ValueError(
@@ -62,7 +62,7 @@ class Settings:
 
 
 def llama_like(settings: Settings, **different: Any) -> DecoderConfig:
-    """Return the config of a family with the setting names of Llama; `different` overrides fields."""
+    """Return the config for a family with the setting names of Llama; `different` overrides fields."""
     layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
     hidden = settings.integer("hidden_size")
     common: dict[str, Any] = {
@@ -85,7 +85,7 @@ def llama_like(settings: Settings, **different: Any) -> DecoderConfig:
 
 
 def rotary(settings: Settings) -> RotaryConfig:
-    """Read rope_theta and rope_scaling, or rope_parameters, which replaces both in later releases of transformers."""
+    """Read rope_theta and rope_scaling, or rope_parameters, which replaces both in later transformers releases."""
     given = settings.content.get("rope_parameters") or settings.content.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"{settings.source}: rope_scaling={described(given)} is not an object; repair it")

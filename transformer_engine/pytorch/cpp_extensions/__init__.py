@@ -1,4 +1,4 @@
-"""Every name of transformer_engine_torch, with the wrappers that take names instead of numbers."""
+"""Every transformer_engine_torch name, with wrappers that take names instead of numbers."""
 
 import transformer_engine_torch as _extension
 from transformer_engine_torch import *  # noqa: F403

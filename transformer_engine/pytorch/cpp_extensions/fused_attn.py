@@ -29,7 +29,7 @@ from ..runtime.checks import floating
 
 
 def _by_name(kind: Any) -> dict[str, Any]:
-    """{"bshd": NVTE_BSHD, ..}: the members of an enumeration by what their names end in."""
+    """{"bshd": NVTE_BSHD, ..}: enumeration members by their name suffix."""
     return {member.name.removeprefix("NVTE_").lower(): member for member in kind}
 
 
@@ -61,7 +61,7 @@ FusedAttnBackend = {
     "No_Backend": NVTE_Fused_Attn_Backend.NVTE_No_Backend,
 }
 
-# Slots of an attention's tensors in its module's scaling state.
+# Slots for an attention's tensors in its module's scaling state.
 META_QKV = FP8FwdTensors.GEMM1_OUTPUT
 META_O = FP8FwdTensors.GEMM2_INPUT
 META_S = FP8FwdTensors.GEMM3_OUTPUT
@@ -71,7 +71,7 @@ META_DP = FP8BwdTensors.GRAD_INPUT3
 
 
 class _Own(str):
-    """Default of an order of axes or a layout: that of q, k and v, which is the text for the default layout."""
+    """Default for an axis order or a layout: as in q, k and v, which is the text for the default layout."""
 
     __slots__ = ()
 
@@ -99,9 +99,9 @@ def fused_attn_fwd(
     """Compute attention without autograd; see `transformer_engine_torch.fused_attn_fwd`.
 
     Args:
-        attn_scale: Factor of the scores; 1 / sqrt(head size) by default.
+        attn_scale: Score factor; 1 / sqrt(head size) by default.
         dropout: Dropout probability; 0 unless is_training.
-        o_format: Order of the output's axes, "sbhd", "bshd", "bhsd" or "thd"; by default that of the queries.
+        o_format: Output axis order, "sbhd", "bshd", "bhsd" or "thd"; by default the queries'.
         qkv_scale_inv_format: Has no effect; scales are read with their tensors.
 
     Returns:
@@ -168,11 +168,11 @@ def fused_attn_bwd(
     """Compute the gradients of `fused_attn_fwd`; see `transformer_engine_torch.fused_attn_bwd`.
 
     Args:
-        o_format: Order of the axes of `o`; by default that of the queries.
-        do_format: Order of the axes of `d_o`; by default that of the queries.
-        dqkv_layout: Layout of the gradients; by default qkv_layout.
+        o_format: Axis order of `o`; by default as for the queries.
+        do_format: Axis order of `d_o`; by default as for the queries.
+        dqkv_layout: Gradient layout; by default qkv_layout.
         qkv_scale_inv_format, do_scale_inv_format: Have no effect; scales are read with their tensors.
-        dqkv_dtype: dtype of the gradients, a torch dtype or a DType; by default fake_dtype.
+        dqkv_dtype: Gradient dtype, a torch dtype or a DType; by default fake_dtype.
 
     Returns:
         [dq, dk, dv, dbias or None, dsoftmax_offset or None].
@@ -236,7 +236,7 @@ def _check_heads(q: Any, k: Any, v: Any) -> None:
 def _enums(
     qkv_layout: str, attn_bias_type: str, attn_mask_type: str, softmax_type: str
 ) -> tuple[Any, Any, Any, Any]:
-    """Return the names of a call as the extension's enumerations, in the order of its arguments."""
+    """Return the names in a call as the extension's enumerations, in argument order."""
     return (
         _one(QKVLayout, "qkv_layout", qkv_layout.lower() if isinstance(qkv_layout, str) else qkv_layout),
         _one(AttnBiasType, "attn_bias_type", attn_bias_type),

@@ -1,4 +1,4 @@
-"""`general_gemm` and `general_grouped_gemm`: the products of linear layers, by the name of their layout."""
+"""`general_gemm` and `general_grouped_gemm`: products in linear layers, by layout name."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..runtime.checks import tensor_or_none
 from ..runtime.warn_once import warn_once
 from ..tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
-# (transpose of A, transpose of B); see transformer_engine_torch.generic_gemm.
+# (transpose A, transpose B); see transformer_engine_torch.generic_gemm.
 LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}
 
 
 def get_cublas_workspace_size_bytes() -> int:
-    """Return the size of the scratch memory that a product of cuBLASLt may use."""
+    """Return the scratch memory size that a cuBLASLt product may use."""
     return WORKSPACE_BYTES
 
 
@@ -35,17 +35,17 @@ def general_gemm(
     use_split_accumulator: bool = False, grad: bool = False, ub: Any = None, ub_type: Any = None,
     extra_output: Tensor | None = None, bulk_overlap: bool = False, workspace: Tensor | None = None,
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute a product of plain or quantized matrices.
+    """Multiply plain or quantized matrices.
 
     Args:
         layout: "TN": out [M, N] = B [M, K] A[N, K].T; "NN": out [M, K] = B [M, N] A [N, K];
             "NT": out [N, K] = B[M, N].T A [M, K].
-        quantization_params: Quantizer of the result.
-        use_split_accumulator: Has no effect on operands in blocks of 128, whose partial sums are always promoted.
+        quantization_params: Result quantizer.
+        use_split_accumulator: Has no effect on operands in 128-element blocks, whose partial sums are always promoted.
         ub: `comm_overlap` of `generic_gemm`.
         ub_type: `comm_type` of `generic_gemm`; requires `ub`.
 
-    The other arguments are those of `transformer_engine_torch.generic_gemm`.
+    The other arguments are as in `transformer_engine_torch.generic_gemm`.
 
     Returns:
         `(out, bias gradient, GELU's input, extra_output)`.
@@ -94,9 +94,9 @@ def general_grouped_gemm(
         out: Written: a tensor for each product, or with `single_output` one [sum of m_splits, ...].
         quantization_params: Has no effect, as in the original: the results are written unquantized.
         out_dtype, D_dtype: Ignored: the results have the dtype of `out`.
-        m_splits: Rows of each group, in any form of a sequence of whole numbers.
-        bias, use_bias: Forward: [N] of each product. With `grad=True` the gradients of the biases are computed, in
-            their dtype or that of `out`.
+        m_splits: Rows per group, in any whole-number sequence.
+        bias, use_bias: Forward: [N] per product. With `grad=True` the bias gradients are computed,
+            in their dtype or `out`'s.
 
     Returns:
         `(out, bias gradients or the biases, GELU's inputs)`.
@@ -154,17 +154,17 @@ def general_grouped_gemm_for_grouped_tensor(
     use_split_accumulator: bool = False, bias: Any = None, bias_scale: Tensor | None = None,
     grad: bool = False, alpha: Tensor | None = None, beta: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Compute out_i = alpha_i * product of A_i and B_i + beta_i * out_i + bias_i * bias_scale, for GroupedTensors.
+    """Compute out_i = alpha_i * (A_i B_i product) + beta_i * out_i + bias_i * bias_scale, for GroupedTensors.
 
     Args:
-        A: GroupedTensor, or a list of matrices.
+        A: GroupedTensor, or a matrix list.
         B: GroupedTensor.
         out: GroupedTensor of plain matrices, or a list of them, unless A is a list.
         layout: "TN", "NN" or "NT", as in `general_gemm`.
-        accumulate: Default of beta: ones instead of zeros.
+        accumulate: Default for beta: ones instead of zeros.
         use_split_accumulator: See `general_gemm`; on for operands in FP8 blocks.
-        bias: GroupedTensor of one vector [N] per matrix.
-        bias_scale: Factor of the bias for each row.
+        bias: GroupedTensor with one vector [N] per matrix.
+        bias_scale: Bias factor per row.
         grad: Must be False.
         alpha: float32 [n], by default ones.
         beta: float32 [n].

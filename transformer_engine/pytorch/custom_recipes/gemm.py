@@ -1,4 +1,4 @@
-"""Products of the tensors that custom quantizers make, computed by the quantizers' `qgemm`."""
+"""Products of custom quantizers' tensors, computed by the quantizers' `qgemm`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["GEMMType", "MMParams", "custom_gemm"]
 
 absent.install_getter(__name__)
 
-# Layout of the product and whether a gradient is computed: the product of a linear layer.
+# Product layout and whether a gradient is computed: the linear layer product.
 _KINDS = {"NN": GEMMType.DGRAD, "NT": GEMMType.WGRAD}
 
 
@@ -34,18 +34,18 @@ def custom_gemm(
     use_split_accumulator: bool = False,
     grad: bool = False,
 ) -> tuple[Tensor, None, None, None]:
-    """Compute a product of a linear layer whose operands are tensors of custom quantizers.
+    """Compute a linear layer product whose operands come from custom quantizers.
 
     Args:
         A: "TN" and "NN": the weight [N, K]. "NT": the input [M, K].
-        B: "TN": the input [.., K]. "NN" and "NT": the gradient of the output [M, N].
+        B: "TN": the input [.., K]. "NN" and "NT": the output gradient [M, N].
         workspace: Has no effect.
-        out_dtype: Dtype of the result; by default the first operand's.
+        out_dtype: Result dtype; by default the first operand's.
         quantization_params: Must be None.
         gelu: Must be False.
         gelu_in: Must be None.
         accumulate: Add to `out`.
-        layout: "TN" multiplies B by the transpose of A, "NN" B by A, "NT" the transpose of B by A.
+        layout: "TN" multiplies B by A transposed, "NN" B by A, "NT" B transposed by A.
         out: Tensor that receives the result.
         bias: Bias [N], only with "TN".
         use_split_accumulator: Passed to `qgemm` in MMParams.

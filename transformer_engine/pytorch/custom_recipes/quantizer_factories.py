@@ -1,4 +1,4 @@
-"""factory(role) -> the quantizer of a recipe for the role, also as a fallback of custom factories.
+"""factory(role) -> the quantizer of a recipe for the role, also as a fallback in custom factories.
 
 `CustomRecipe(qfactory=mxfp8_factory)` computes bit for bit what `MXFP8BlockScaling()` does, and so for the others. A
 role without a tensor type, or None, means an input. Every call returns a new quantizer.
@@ -67,7 +67,7 @@ def current_scaling_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def float8_block_scaling_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return a quantizer to FP8 with one scale per 128 x 128 values of a weight, per 1 x 128 of other tensors.
+    """Return a quantizer to FP8 with one scale per 128 x 128 values in a weight, per 1 x 128 in other tensors.
 
     Args:
         role: Layer and tensor that the quantizer serves; None is an input.
@@ -85,9 +85,9 @@ def mxfp8_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return a quantizer to NVFP4, with one scale per 16 x 16 values of a weight, per 16 of other tensors.
+    """Return a quantizer to NVFP4, with one scale per 16 x 16 values in a weight, per 16 in other tensors.
 
-    Column-wise codes of inputs and gradients are Hadamard transformed, and gradients are rounded stochastically.
+    Column-wise input and gradient codes are Hadamard transformed, and gradients are rounded stochastically.
 
     Args:
         role: Layer and tensor that the quantizer serves; None is an input.
@@ -111,5 +111,5 @@ def _of_recipe(kind: type[Recipe], role: QuantizerRole | None) -> Quantizer:
     return make(recipe, "backward" if tensor in _GRADIENTS else "forward", tensor, canonical_device())
 
 
-# Of an attention, too: the gradients of its output, of its probabilities, and of query, key and value.
+# In attention, too: the gradients of output, probabilities, and query, key and value.
 _GRADIENTS = (*BACKWARD_TENSORS, "do", "dp", "dqkv")

@@ -1,7 +1,7 @@
 """factory(role) -> the quantizer of a role, for recipes that combine formats.
 
-Each is an argument of `recipe.CustomRecipe(qfactory=..)`, and an example of such a factory. A role without a tensor
-type means an input, as in `quantizer_factories`.
+Each is an argument for `recipe.CustomRecipe(qfactory=..)`, and an example factory. A role without a
+tensor type means an input, as in `quantizer_factories`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantize
 def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """Compute the forward pass in MXFP8 and the backward pass in NVFP4.
 
-    The backward pass reads inputs from their high-precision values, with a Hadamard transform, and weights from the
-    values of their MXFP8 codes, so that it differentiates the weights of the forward pass.
+    The backward pass reads inputs from their high-precision values, with a Hadamard transform, and weights
+    from the values of their MXFP8 codes, so that it differentiates the weights of the forward pass.
     """
     tensor = _tensor_type(role)
     if tensor in BACKWARD_TENSORS:
@@ -65,14 +65,14 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Quantizer:
-    """Compute in NVFP4 with a scale per 16 elements of weights too, instead of per 16 x 16."""
+    """Compute in NVFP4 with a scale per 16 weight elements too, instead of per 16 x 16."""
     return NVFP4Quantizer() if _tensor_type(role) == "weight" else nvfp4_factory(role)
 
 
 def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """Compute the forward pass in MXFP8 and the backward pass with dequantized operands in high precision.
 
-    The result is that of `MXFP8BlockScaling(backward_override="dequantized")`.
+    The result equals `MXFP8BlockScaling(backward_override="dequantized")`.
     """
     if _tensor_type(role) in BACKWARD_TENSORS:
         return IdentityQuantizer()
@@ -80,7 +80,7 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantize
 
 
 def _row_scaled(role: QuantizerRole | None) -> Quantizer:
-    """Return NVFP4 with a second-level scale for each row of an input; weights have one for the tensor."""
+    """Return NVFP4 with a second-level scale for each input row; weights have one for the tensor."""
     return NVFP4Quantizer(row_scaled_nvfp4=_tensor_type(role) != "weight")
 
 

@@ -1,7 +1,7 @@
-"""Current scaling in literal PyTorch operations: a reference for quantizers and an example of a custom one.
+"""Current scaling in literal PyTorch operations: a reference for quantizers and a custom quantizer example.
 
 codes = cast(x * scale), scale = (largest code) / max|x|, and a product is (codes_x @ codes_w.T) * (1 / scale_x) *
-(1 / scale_w) in float32. The codes and scales are bit for bit those of `te.Float8CurrentScalingQuantizer`.
+(1 / scale_w) in float32. The codes and scales equal `te.Float8CurrentScalingQuantizer` bit for bit.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _ELEMENTS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
 class CurrentScalingTensorRef(QuantizedTensorStorage):
-    """FP8 codes and the inverse of their scale, in one or both directions.
+    """FP8 codes and their inverse scale, in one or both directions.
 
     Args:
         data: Codes float8 [M, K]; None without the row direction.
-        scale: Factor of the codes, float32 [1].
+        scale: Code factor, float32 [1].
         data_t: Codes float8 [K, M]; None without the column direction.
-        scale_t: Factor of the codes of the column direction, float32 [1].
-        dtype: Dtype of the values.
+        scale_t: Code factor in the column direction, float32 [1].
+        dtype: Value dtype.
         device: Has no effect: the device is that of the codes.
-        quant_dtype: Dtype of the codes.
-        original_shape: Shape of the values, [.., K].
+        quant_dtype: Code dtype.
+        original_shape: Value shape, [.., K].
         quantizer: Quantizer that multiplies these tensors.
     """
 
@@ -119,7 +119,7 @@ class CurrentScalingQuantizerRef(Quantizer):
         self.dtype, self.pow_2_scales, self.eps = dtype, pow_2_scales, eps
 
     def quantize_impl(self, tensor: Tensor) -> CurrentScalingTensorRef:
-        """Return the codes of a tensor [.., K] in the directions of the usages."""
+        """Quantize a tensor [.., K] in the directions of the usages."""
         element = _ELEMENTS[self.dtype]
         matrix = tensor.detach().reshape(-1, tensor.shape[-1]).float()
         amax = matrix.abs().amax().reshape(1) if matrix.numel() else matrix.new_zeros(1)
@@ -147,8 +147,8 @@ class CurrentScalingQuantizerRef(Quantizer):
         Args:
             qx: Codes [M, K].
             qw: Codes [N, K].
-            m_params: Options of the product, which have no effect.
-            out_dtype: Dtype of the result.
+            m_params: Product options, which have no effect.
+            out_dtype: Result dtype.
             sx: Factor of qx.
             sw: Factor of qw.
             bias: Bias [N].

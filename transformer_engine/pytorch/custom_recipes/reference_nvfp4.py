@@ -1,7 +1,7 @@
 """NVFP4 by the reference backend: a quantizer whose tensors and products are literal PyTorch operations.
 
-`NVFP4QuantizerRef` has the arithmetic of `te.NVFP4Quantizer` with the same settings, always in the reference backend,
-and multiplies decoded codes in float32. Rounding is to nearest.
+`NVFP4QuantizerRef` has the arithmetic of `te.NVFP4Quantizer` with the same settings, always in the
+reference backend, and multiplies decoded codes in float32. Rounding is to nearest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BLOCK = 16
 
 
 def cast_to_fp4x2(x: Tensor) -> Tensor:
-    """Return the nearest FP4 codes of values [.., K], two in a byte: uint8 [.., K / 2]; ties go to the even code.
+    """Cast values [.., K] to the nearest FP4 codes, two per byte: uint8 [.., K / 2]; ties go to the even code.
 
     Args:
         x: Values [.., K]; K is even.
@@ -57,17 +57,17 @@ def cast_to_fp4x2(x: Tensor) -> Tensor:
 
 
 def cast_from_fp4x2(x: Tensor, dq_dtype: torch.dtype) -> Tensor:
-    """Return the values [.., K] of FP4 codes uint8 [.., K / 2].
+    """Decode FP4 codes uint8 [.., K / 2] to values [.., K].
 
     Args:
         x: Codes, two in a byte, uint8 [.., K / 2].
-        dq_dtype: Dtype of the values.
+        dq_dtype: Value dtype.
     """
     return decode_e2m1(unpack_fp4(x)).to(dq_dtype)
 
 
 def cast_to_e8(decode_scale: Tensor) -> Tensor:
-    """Return the exponent bytes of the smallest powers of two that are not below float32 scales.
+    """Return exponent bytes for the smallest powers of two that are not below float32 scales.
 
     Args:
         decode_scale: Scales, float32.
@@ -79,8 +79,8 @@ def cast_to_e4m3(decode_scale: Tensor, global_amax: Tensor) -> Tensor:
     """Return block scales decode_scale * 448 * 6 / global_amax in E4M3, nearest, at most 448.
 
     Args:
-        decode_scale: max|x| / 6 of each block, float32.
-        global_amax: max|x| of the tensor, float32 [1].
+        decode_scale: max|x| / 6 per block, float32.
+        global_amax: max|x| over the tensor, float32 [1].
     """
     return cast(decode_scale.float() * (E4M3.maximum * 6.0 / global_amax.float()), E4M3)
 
@@ -106,7 +106,7 @@ def high_precision_gemm_ref(
     Args:
         a: [M, K], or [K, M] with `is_a_transposed`.
         b: [K, N], or [N, K] with `is_b_transposed`.
-        out_dtype: Dtype of the result.
+        out_dtype: Result dtype.
         accumulate: Add the product to `out`.
         is_a_transposed: `a` is transposed first.
         is_b_transposed: `b` is transposed first.
@@ -122,10 +122,10 @@ def high_precision_gemm_ref(
 
 
 class NVFP4TensorRef(CurrentScalingTensorRef):
-    """FP4 codes uint8 [M, K / 2], block scales E4M3 [M, K / 16] and maxima of one or both directions.
+    """FP4 codes uint8 [M, K / 2], block scales E4M3 [M, K / 16] and maxima in one or both directions.
 
-    The column direction has the codes of the transposed matrix. `global_amax_row` is float32 [1], or [M] with a scale
-    per row, and `global_amax_col` float32 [1].
+    The column direction has the codes of the transposed matrix. `global_amax_row` is float32 [1],
+    or [M] with a scale per row, and `global_amax_col` float32 [1].
     """
 
     TENSORS = CurrentScalingTensorRef.TENSORS | {
@@ -138,7 +138,7 @@ class NVFP4TensorRef(CurrentScalingTensorRef):
     global_amax_col: Tensor | None = None
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return the values [.., K] of the row direction, or of an untransformed column direction.
+        """Decode the row direction, or an untransformed column direction, to values [.., K].
 
         Raises:
             ValueError: The tensor has only a column direction after a Hadamard transform.
@@ -163,10 +163,10 @@ class NVFP4QuantizerRef(Quantizer):
         pow_2_scales: Must be False.
         eps: Must be 0.
         quant_tile_shape: Elements that share a scale, (1, 16) or (16, 16).
-        row_scaled_nvfp4: As of `te.NVFP4Quantizer`.
-        nvfp4_use_4over6: As of `te.NVFP4Quantizer`.
-        nvfp4_e4m3_max: As of `te.NVFP4Quantizer`.
-        nvfp4_4over6_err_mode: As of `te.NVFP4Quantizer`.
+        row_scaled_nvfp4: As in `te.NVFP4Quantizer`.
+        nvfp4_use_4over6: As in `te.NVFP4Quantizer`.
+        nvfp4_e4m3_max: As in `te.NVFP4Quantizer`.
+        nvfp4_4over6_err_mode: As in `te.NVFP4Quantizer`.
         nvfp4_4over6_err_use_fast_math: Must be False; NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1 selects it.
         with_rht: Hadamard transform the column direction.
         with_random_sign_mask: Apply the fixed signs of the transform.
@@ -211,7 +211,7 @@ class NVFP4QuantizerRef(Quantizer):
         )
 
     def quantize_impl(self, tensor: Tensor) -> NVFP4TensorRef:
-        """Return the codes of a tensor [.., K] in the directions of the usages."""
+        """Quantize a tensor [.., K] in the directions of the usages."""
         matrix = tensor.detach().reshape(-1, tensor.shape[-1])
         spec = self.inner.spec(self.rowwise_usage, self.columnwise_usage)
         made = FORMATS[spec.format.name].quantize(matrix, spec, QuantizeInputs())
@@ -242,7 +242,7 @@ class NVFP4QuantizerRef(Quantizer):
         bias: Tensor | None = None, out: Tensor | None = None, accumulate: bool = False, gemm_type: Any = None,
         qresult_x: Any = None, qresult_w: Any = None,
     ) -> Tensor:  # fmt: skip
-        """Multiply decoded operands in float32; the arguments are those of `CurrentScalingQuantizerRef.qgemm`.
+        """Multiply decoded operands in float32; the arguments are as in `CurrentScalingQuantizerRef.qgemm`.
 
         Raises:
             ValueError: A bias is given.

@@ -87,7 +87,7 @@ __all__ = [
     "world_size",
 ]
 
-# Callers test with this name of the original whether a handle is a gather of packed codes.
+# Callers test with this original name whether a handle gathers packed codes.
 _NVFP4AllGatherAsyncHandle = DeferredGather
 
 
@@ -135,8 +135,8 @@ def _fully_sharded_class() -> type[torch.nn.Module]:
 
         Args:
             module: The module to shard. Its layers must not hold quantized parameters.
-            *args: Further arguments of torch's class.
-            **kwargs: Further arguments of torch's class.
+            *args: Further arguments for torch's class.
+            **kwargs: Further arguments for torch's class.
 
         Raises:
             RuntimeError: A wrapped layer holds quantized parameters.

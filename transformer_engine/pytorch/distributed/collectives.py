@@ -1,7 +1,7 @@
 """Collectives along the first dimension: all-gather, reduce-scatter, all-reduce; all return (result, handle).
 
-The handle is None unless the operation is asynchronous; then the result is valid after `handle.wait()`.
-Codes of fp8 dtypes travel as uint8 views, which every process-group backend can carry.
+The handle is None unless the operation is asynchronous; then the result is valid after
+`handle.wait()`. fp8 codes travel as uint8 views, which every process-group backend can carry.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def world_size(group: dist_group_type | None = None) -> int:
-    """Return the number of ranks of a group, 1 if torch.distributed is not initialized.
+    """Return the rank count of a group, 1 if torch.distributed is not initialized.
 
     Args:
         group: Process group; None for the default group.
@@ -47,12 +47,12 @@ def rank(group: dist_group_type | None = None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
-get_distributed_world_size, get_distributed_rank = world_size, rank  # names of the original
+get_distributed_world_size, get_distributed_rank = world_size, rank  # original names
 
 
 @dataclass(eq=False)
 class AllOf:
-    """The handle of several collectives, which `wait` all; only NCCL completes those of a group in order."""
+    """Handle for several collectives, which `wait` all; only NCCL completes the collectives of a group in order."""
 
     works: Sequence[NamedWork]
 
@@ -62,12 +62,12 @@ class AllOf:
 
 
 class DeferredGather:
-    """The handle of a gather of quantized tensors, whose `wait` builds the result from the received parts.
+    """Handle for a quantized gather, whose `wait` builds the result from the received parts.
 
     Args:
         finish: Function that completes the result.
         output: The result, complete after `wait`.
-        async_handle: Handle of the collective; None if the caller coalesces it with others and waits for all of them.
+        async_handle: Collective handle; None if the caller coalesces it with others and waits for all.
     """
 
     # Callers of several gathers set these to None, which frees buffers of the original's handle.
@@ -95,29 +95,29 @@ def gather_along_first_dim(
     output_tensor: Tensor | QuantizedTensorStorage | None = None,
     external_coalescing: bool = False,
 ) -> tuple[Any, NamedWork | DeferredGather | None]:
-    """Gather [n * M, ...] from [M, ...] of each of n ranks, in rank order, and quantize it if a quantizer is given.
+    """Gather [n * M, ...] from [M, ...] on each of n ranks, in rank order, and quantize it if a quantizer is given.
 
-    Quantization after the gather needs no common scales. A quantized input is sent as codes and scales. If the ranks
-    have different scales of whole tensors, codes are rounded to the largest of them; they are unchanged if the scales
-    are equal, for example with a quantizer's `amax_reduction_group`. If the rows of a rank end inside a block of one
-    scale, the input is dequantized, gathered and quantized again.
+    Quantization after the gather needs no common scales. A quantized input is sent as codes and scales. If
+    the ranks have different whole-tensor scales, codes are rounded to the largest scale; they are unchanged
+    if the scales are equal, for example with a quantizer's `amax_reduction_group`. If the rows of a rank end
+    inside a scale block, the input is dequantized, gathered and quantized again.
 
     Args:
         inp: This rank's rows [M, ...], plain or quantized.
         process_group: Process group.
         async_op: Return a handle to wait for instead of None.
-        quantizer: Quantizer of the result.
+        quantizer: Quantizer for the result.
         output_tensor: Receives the result [n * M, ...], plain or quantized like the result.
-        external_coalescing: The caller coalesces collectives. The result is valid at the end of that block, a
-            quantized result when the handle has waited after it. The scales of whole tensors must then be equal,
-            because their comparison is another kind of collective.
+        external_coalescing: The caller coalesces collectives. The result is valid when that block
+            ends, a quantized result when the handle has waited after it. Whole-tensor scales must
+            then be equal, because their comparison is another kind of collective.
 
     Returns:
         The gathered rows and the handle, which is None unless the result is completed later.
 
     Raises:
-        RuntimeError: On every rank, in the first step of the group: the inputs have different dtypes, shapes or classes
-            of quantized tensors. Coalesced collectives are not compared.
+        RuntimeError: On every rank, in the first step of the group: the inputs have different
+            dtypes, shapes or quantized tensor classes. Coalesced collectives are not compared.
     """
     if isinstance(inp, (Tensor, QuantizedTensorStorage)) and not external_coalescing:
         group_or_none("process_group", process_group)
@@ -135,7 +135,7 @@ def gather_rows(
     output_tensor: Tensor | QuantizedTensorStorage | None = None,
     external_coalescing: bool = False,
 ) -> tuple[Any, NamedWork | DeferredGather | None]:
-    """Return the result of `gather_along_first_dim`, without a comparison of the ranks' inputs."""
+    """Compute `gather_along_first_dim`, without comparing the ranks' inputs."""
     if isinstance(inp, QuantizedTensorStorage) and world_size(process_group) > 1:
         rows_end_inside_block = matrix_shape(inp.shape)[0] % inp.row_granularity() != 0
         if rows_end_inside_block:
@@ -229,7 +229,7 @@ def _filled(output: Any, whole: Any) -> Any:
 
 
 def _dequantized(inp: QuantizedTensorStorage, quantizer: Any) -> tuple[Tensor, Any]:
-    """Return the values of a tensor whose blocks cannot be joined, and the quantizer of the gathered values."""
+    """Return the values of a tensor whose blocks cannot be joined, and the quantizer for the gathered values."""
     quantizer = quantizer or getattr(inp, "_quantizer", None)
     rows, granularity = matrix_shape(inp.shape)[0], inp.row_granularity()
     if quantizer is None:
@@ -273,7 +273,7 @@ def _gather(
 def reduce_scatter_along_first_dim(
     inp: Tensor, tp_group: dist_group_type | None, async_op: bool = False, output: Tensor | None = None
 ) -> tuple[Tensor, NamedWork | None]:
-    """Return this rank's rows [M / n, ...] of the sum of inp [M, ...] over n ranks.
+    """Sum inp [M, ...] over n ranks and return this rank's rows [M / n, ...].
 
     Args:
         inp: Tensor [M, ...].
@@ -282,7 +282,7 @@ def reduce_scatter_along_first_dim(
         output: Receives the result.
 
     Returns:
-        This rank's rows of the sum, and the handle or None.
+        This rank's summed rows, and the handle or None.
     """
     _check(inp, tp_group, async_op)
     size = world_size(tp_group)
@@ -322,7 +322,7 @@ def allreduce(
     """Return the sum over the ranks, written to inp (under torch.compile: to a new tensor).
 
     Args:
-        inp: Tensor of any shape.
+        inp: Tensor with any shape.
         tp_group: Process group; None for the default group.
         async_op: Return a handle to wait for instead of None.
 
@@ -344,15 +344,15 @@ def allreduce(
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, tp_group: dist_group_type | None, new_buffer: bool = False
 ) -> Tensor:
-    """Return this rank's share of the elements of a tensor, a vector [numel / n].
+    """Return this rank's share of the elements in a tensor, a vector [numel / n].
 
     Args:
         tensor: Contiguous tensor.
-        tp_group: Group of n ranks that share the elements.
+        tp_group: Group whose n ranks share the elements.
         new_buffer: Copy the elements; otherwise the vector is a view.
 
     Raises:
-        ValueError: The ranks do not divide the number of elements.
+        ValueError: The ranks do not divide the element count.
     """
     size = world_size(tp_group)
     if tensor.numel() % size:
@@ -366,17 +366,17 @@ def split_tensor_into_1d_equal_chunks(
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: dist_group_type | None) -> Tensor:
-    """Return the vector of all shares that `split_tensor_into_1d_equal_chunks` returned on the ranks of a group.
+    """Gather the shares that `split_tensor_into_1d_equal_chunks` returned on the ranks of a group into one vector.
 
     Args:
         tensor: This rank's share.
-        tp_group: Group of the ranks that share the elements.
+        tp_group: Group whose ranks share the elements.
     """
     return _gather(tensor.reshape(-1), tp_group, False)[0]
 
 
 def _check(inp: Tensor, group: dist_group_type | None, async_op: bool, group_name: str = "tp_group") -> None:
-    """Raise TypeError for invalid arguments of a collective."""
+    """Raise TypeError for invalid collective arguments."""
     tensor("inp", inp)
     group_or_none(group_name, group)
     switch("async_op", async_op)

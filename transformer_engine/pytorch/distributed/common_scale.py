@@ -1,8 +1,8 @@
 """One scale for shards that ranks quantized separately, so that their codes can be joined.
 
-A quantizer of a layer takes its maximum over the ranks of a sharded tensor (`Quantizer.reducing_over`). A tensor that a
-caller or a neighboring layer quantized has the scale of one shard. Before its codes are sent, they are rescaled to the
-largest scale of the group. Codes are unchanged if the scales are equal.
+A layer quantizer takes its maximum over the ranks of a sharded tensor (`Quantizer.reducing_over`). A tensor
+that a caller or a neighboring layer quantized has the scale of one shard. Before its codes are sent, they are
+rescaled to the largest scale in the group. Codes are unchanged if the scales are equal.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .faults import started
 
 
 def with_common_scale(operands: Operands, group: dist_group_type | None) -> Operands:
-    """Return both directions of a shard, rescaled to scales that are equal on all ranks of a group.
+    """Return both directions of a shard, rescaled to scales that are equal on all ranks in a group.
 
     Args:
-        operands: Codes and scales of this rank's rows. Formats without a scale of the whole tensor are unchanged.
-        group: The process group. Every rank must call the function with operands of the same format.
+        operands: Codes and scales of this rank's rows. Formats without a whole-tensor scale are unchanged.
+        group: The process group. Every rank must call the function with operands in the same format.
     """
     return Operands(*[_common(part, group) if isinstance(part, Operand) else part for part in operands])  # pyright: ignore[reportArgumentType]
 
@@ -46,12 +46,12 @@ def _common(operand: Operand, group: dist_group_type | None) -> Operand:
 def payload_with_common_scale(
     tensors: Sequence[Tensor], payload: GatheredPayload, group: dist_group_type | None
 ) -> tuple[tuple[Tensor, ...], GatheredPayload]:
-    """Return the result of `gather_payload`, rescaled to scales that are equal on all ranks of a group.
+    """Return the result of `gather_payload`, rescaled to scales that are equal on all ranks in a group.
 
     Args:
         tensors: Codes and scales of this rank's rows.
-        payload: Their metadata, with the scales of the whole tensor.
-        group: The process group. Every rank must call the function with a tensor of the same format.
+        payload: Their metadata, with whole-tensor scales.
+        group: The process group. Every rank must call the function with a tensor in the same format.
     """
     parts = dict(zip(payload.fields, tensors, strict=True))
     dtypes = dict(zip(payload.fields, payload.dtypes, strict=True))
@@ -73,12 +73,12 @@ def payload_with_common_scale(
 def rescaled_codes(
     shards: Sequence[tuple[Tensor, Tensor]], group: dist_group_type | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the FP8 codes of several tensors for the largest scale that a rank has for each, and these scales.
+    """Rescale several tensors' FP8 codes to the largest scale that a rank has for each, and return these scales too.
 
-    The scale of codes that are all zero is arbitrary (1 for a maximum of zero), so such a rank takes the others' scale.
+    All-zero codes have an arbitrary scale (1 for a maximum of zero), so such a rank takes the others' scale.
 
     Args:
-        shards: Codes in an FP8 dtype, and the scale with one element, of each tensor on this rank.
+        shards: Codes in an FP8 dtype, and the one-element scale, for each tensor on this rank.
         group: The process group. Every rank must call the function with as many tensors.
     """
     scales = torch.cat([scale.reshape(1) for _, scale in shards])
@@ -95,7 +95,7 @@ def rescaled_codes(
 def _rescaled_blocks(blocks: Tensor, amax: Tensor, group: dist_group_type | None) -> tuple[Tensor, Tensor]:
     """Return NVFP4 block scales for the largest maximum of the ranks, and this maximum.
 
-    Rounding of the E4M3 scales changes values less than another rounding of the FP4 codes would.
+    Rounding the E4M3 scales changes values less than rounding the FP4 codes again would.
     """
     largest = _maximum(amax.clone(), group)
     ratio = torch.where(largest > 0, amax / largest, torch.ones_like(amax))

@@ -1,7 +1,7 @@
-"""Routing of tokens to experts on other ranks, and the all-to-all exchange of rows.
+"""Token routing to experts on other ranks, and the all-to-all row exchange.
 
-Every rank gathers the choices of all tokens once and computes the same routing from them. A token travels once to each
-rank that holds one of its experts; that rank copies the token to one row per expert.
+Every rank gathers the choices of all tokens once and computes the same routing from them. A token travels
+once to each rank that holds any of its experts; that rank copies the token to one row per expert.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..primitives.permutation import INDEX, Routes
 from . import collectives
 
 _NONE = -1  # no expert in a choice; no row or slot in a map
-_REJECTED = -1  # number of tokens of a rank whose arguments are invalid
+_REJECTED = -1  # token count for a rank whose arguments are invalid
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """Placement of experts on the ranks of a group: expert e is on rank e // local_experts.
+    """Expert placement on the ranks of a group: expert e is on rank e // local_experts.
 
     Attributes:
         group: Process group; None for the default group.
-        size: Number of ranks.
+        size: Rank count.
         rank: This process's rank.
         num_experts: Number of experts on all ranks, a multiple of size.
     """
@@ -44,11 +44,11 @@ class ExpertPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Sizes of one exchange.
+    """Exchange sizes.
 
     Attributes:
         group: Process group; None for the default group.
-        size: Number of ranks.
+        size: Rank count.
         sends: Rows for each rank. None: equal parts for all ranks.
         receives: Rows from each rank. None: equal parts from all ranks.
     """
@@ -68,13 +68,13 @@ class ExpertRouting:
     """Routing of one dispatch.
 
     Attributes:
-        wire: Sizes of the exchange from the tokens' ranks to the experts' ranks.
-        sent: From tokens [T] to the slots of the send buffer; column r is rank r.
-        slots_sent: Number of slots of the send buffer.
-        received: From the slots of the receive buffer to the rows of the local experts; column j is choice j.
-        slots_received: Number of slots of the receive buffer.
-        rows: Number of rows of the local experts, including alignment and unused rows.
-        tokens_per_expert: Rows of each local expert, including alignment, int64 [local experts].
+        wire: Sizes for the exchange from the tokens' ranks to the experts' ranks.
+        sent: From tokens [T] to send buffer slots; column r is rank r.
+        slots_sent: Slots in the send buffer.
+        received: From receive buffer slots to local expert rows; column j is choice j.
+        slots_received: Slots in the receive buffer.
+        rows: Rows in the local experts, including alignment and unused rows.
+        tokens_per_expert: Rows per local expert, including alignment, int64 [local experts].
         total: Rows that the local experts need, including rows beyond the capacity, int64 [1]; on the CPU if the
             host knows it.
     """
@@ -95,16 +95,16 @@ def gather_choices(
     """Gather the choices of all ranks.
 
     Args:
-        choices: Experts of this rank's tokens, int32 or int64 [T, k]. None if this rank's arguments are invalid: the
-            other ranks then report this rank instead of waiting for it.
-        tokens: Largest number of tokens of a rank.
+        choices: Experts for this rank's tokens, int32 or int64 [T, k]. None if this rank's
+            arguments are invalid: the other ranks then report this rank instead of waiting for it.
+        tokens: Most tokens on a rank.
         top_k: k.
-        placement: Placement of the experts.
-        device: Device of the result.
+        placement: Expert placement.
+        device: Result device.
 
     Returns:
-        int32 [size, tokens * k + 1]: the choices, -1 where a rank has fewer tokens, and the number of tokens of each
-        rank, -1 if its arguments are invalid.
+        int32 [size, tokens * k + 1]: the choices, -1 where a rank has fewer tokens, and the token
+        count per rank, -1 if its arguments are invalid.
     """
     message = torch.full((1, tokens * top_k + 1), _NONE, dtype=torch.int32, device=device)
     if choices is not None:
@@ -117,17 +117,17 @@ def route(
     gathered: Tensor, local_tokens: int, top_k: int, placement: ExpertPlacement, alignment: int,
     capacity: int | None, drop: bool,
 ) -> ExpertRouting:  # fmt: skip
-    """Compute the routing of this rank from the choices of all ranks.
+    """Compute the routing on this rank from the choices of all ranks.
 
     Rows are ordered by expert, then by rank, token and choice. Without a capacity the host waits once for the sizes.
 
     Args:
-        gathered: Result of `gather_choices`, int32 [size, tokens * k + 1].
-        local_tokens: Number of tokens of this rank.
+        gathered: Result from `gather_choices`, int32 [size, tokens * k + 1].
+        local_tokens: Token count on this rank.
         top_k: k.
-        placement: Placement of the experts.
+        placement: Expert placement.
         alignment: The rows of each expert are padded to a multiple of this number.
-        capacity: Number of rows of a rank. None: as many as needed.
+        capacity: Rows per rank. None: as many as needed.
         drop: Rows beyond the capacity are dropped; otherwise they are an error.
 
     Raises:
@@ -172,7 +172,7 @@ def route(
         first_sent = first_received = ranks * slots
     slot_sent = torch.where(sends, first_sent + sends.cumsum(0) - 1, _NONE)
     slot_received = torch.where(receives, first_received[:, None] + receives.cumsum(1) - 1, slots_received)
-    # The last row collects the choices of tokens that are not received.
+    # The last row collects choices for tokens that are not received.
     row_of_slot = torch.full((slots_received + 1, top_k), _NONE, device=gathered.device)
     own = torch.where(owner == rank, rows, _NONE).view(-1, top_k)
     row_of_slot.scatter_(0, slot_received.view(-1, 1).expand(-1, top_k), own)
@@ -190,13 +190,13 @@ def route(
 
 
 def _starts(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the first slot of each rank, int64 [size]."""
+    """Return the first slot per rank, int64 [size]."""
     ends = torch.tensor(counts, device=device).cumsum(0)
     return ends - ends.new_tensor(counts)
 
 
 def _check_ranks(tokens: Sequence[int]) -> None:
-    """Raise ValueError if a rank reported invalid arguments instead of its number of tokens."""
+    """Raise ValueError if a rank reported invalid arguments instead of its token count."""
     rejected = [rank for rank, count in enumerate(tokens) if count == _REJECTED]
     if rejected:
         raise ValueError(

@@ -1,11 +1,11 @@
-"""Faults of ranks: settings that differ are reported before a collective, and failures of collectives name the ranks.
+"""Rank faults: differing settings are reported before a collective, and collective failures name the ranks.
 
-A collective whose ranks pass different tensors waits forever, or mixes them. In the first step of a group the ranks
-therefore exchange a hash of their settings and shapes before each collective of a tensor- or context-parallel layer,
-and before each reduction of the maxima of delayed scaling.
-If the hashes differ, they exchange the descriptions, and every rank raises an error with ranks and values. The exchange
-ends with the first collective after an optimizer step, at the latest after MAXIMUM_CHECKS collectives. TE_CHECK=1
-continues it in every step.
+A collective whose ranks pass different tensors waits forever, or mixes them. In the first step of a
+group the ranks therefore exchange a hash of their settings and shapes before each collective in a
+tensor- or context-parallel layer, and before each delayed-scaling maxima reduction. If the hashes
+differ, they exchange the descriptions, and every rank raises an error with ranks and values. The
+exchange ends with the first collective after an optimizer step, at the latest after MAXIMUM_CHECKS
+collectives. TE_CHECK=1 continues it in every step.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ..runtime.warn_once import warn_once
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 
 MAXIMUM_CHECKS = 256
-CHECKED_REDUCTIONS = 16  # of the maxima of delayed scaling
+CHECKED_REDUCTIONS = 16  # for delayed-scaling maxima
 OPTIMIZER_STEPS = "optimizer steps"
 RESPONSE_SECONDS = 5.0  # how long a rank that has failed waits for the others to report that they have
 _requested = env.watch("TE_CHECK")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NAMED = "failed on rank"  # in every message that names the missing ranks
-_OUTSIDE = -1  # id of the graph task outside of a backward pass
+_OUTSIDE = -1  # graph task id outside a backward pass
 
 
 @dataclass(eq=False)
@@ -64,15 +64,15 @@ _updates = _Updates()
 _checks: WeakKeyDictionary[Any, _GroupChecks] = WeakKeyDictionary()
 _reductions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _lock = threading.Lock()
-# Settings of the process that all ranks must have in common, besides those of the collective.
+# Process settings that all ranks must have in common, besides the settings of the collective.
 common_settings: dict[str, object] = {}
 
 
 def checks_step(group: dist_group_type, x: Any) -> bool:
-    """Return whether a collective of x over a group is checked: in its first step, or if TE_CHECK is set.
+    """Return whether a collective on x over a group is checked: in its first step, or if TE_CHECK is set.
 
-    The result is the same on all ranks of the group. Nothing is checked for the fake tensors of a dry run, while a
-    compiler traces, or in a CUDA graph.
+    The result is the same on all ranks in the group. Nothing is checked for the fake tensors of a
+    dry run, while a compiler traces, or in a CUDA graph.
     """
     if group is None or torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
         return False
@@ -94,7 +94,7 @@ def _continues(finished: bool) -> bool:
 def transport_device(group: dist_group_type | None, device: torch.device) -> torch.device:
     """Return a device whose tensors the group transfers: `device` if possible, otherwise the current GPU.
 
-    A group of NCCL alone transfers no tensors of the CPU.
+    An NCCL-only group transfers no CPU tensors.
     """
     backends = dist.get_backend_config(group).split(",")  # such as "cpu:gloo", "cuda:nccl"
     if device.type == "cpu" and all(backend.startswith("cuda:") for backend in backends):
@@ -108,10 +108,10 @@ def check_step(group: dist_group_type, settings: Mapping[str, object], device: t
     Args:
         group: Process group.
         settings: Names and values that all ranks must have in common.
-        device: Device of the tensors. The hashes travel on a device that the group supports.
+        device: Tensor device. The hashes travel on a device that the group supports.
 
     Raises:
-        RuntimeError: On every rank: the values differ. The message has the ranks of each value.
+        RuntimeError: On every rank: the values differ. The message has the ranks for each value.
     """
     record = _record(group)
     updates = _updates.count - record.first_update
@@ -144,12 +144,12 @@ def _compare(
 
 
 def check_collective(parallel: Any, collective: str, x: Any) -> None:
-    """Compare a collective of a tensor-parallel layer over its ranks; see `check_step`.
+    """Compare a collective in a tensor-parallel layer over its ranks; see `check_step`.
 
     Args:
         parallel: The layer's TensorParallel.
-        collective: Name of the collective.
-        x: Tensor or operand of this rank.
+        collective: Collective name.
+        x: This rank's tensor or operand.
     """
     group = parallel.checked_group()
     if not checks_step(group, x):
@@ -177,7 +177,7 @@ def check_backward(group: dist_group_type, grad: Tensor) -> None:
 
     Args:
         group: Process group.
-        grad: Gradient of the output on this rank.
+        grad: Output gradient on this rank.
     """
     if checks_step(group, grad):
         settings = {"collective": "gradients of an attention", "pass": "backward", "gradient": form(grad)}
@@ -185,7 +185,7 @@ def check_backward(group: dist_group_type, grad: Tensor) -> None:
 
 
 def _check_reduction(group: dist_group_type, forward: bool, columns: int, device: torch.device) -> None:
-    """Compare the first reductions of the maxima of delayed scaling of a group over its ranks, all with TE_CHECK.
+    """Compare the first delayed-scaling maxima reductions of a group over its ranks, all reductions with TE_CHECK.
 
     Unlike the collectives of a layer, they may involve ranks that run no optimizer: these are warned about.
     """
@@ -210,7 +210,7 @@ before_reductions(_check_reduction)
 
 
 def form(x: Any) -> str:
-    """Return the dtype, the class of a quantized tensor, or the format of an operand, and the shape."""
+    """Return the dtype, quantized tensor class or operand format, and the shape."""
     if isinstance(x, Operand):
         name = "values" if x.format is None else x.format.name
         return f"{name} codes {str(x.codes.dtype).removeprefix('torch.')} {list(x.codes.shape)}"
@@ -238,7 +238,7 @@ def _count_update(*_: object) -> None:
 
 
 def _difference(descriptions: list[dict[str, str]], ranks: list[int]) -> str:
-    """Return a message with the values that differ and the ranks of each."""
+    """Return a message with the values that differ and their ranks."""
     names = dict.fromkeys([name for description in descriptions for name in description])
     lines: list[str] = []
     for name in names:
@@ -261,10 +261,10 @@ def _listed(ranks: list[int]) -> str:
 
 
 class NamedFailures:
-    """Context manager of a collective: its errors name the operation, the tensor, the group and the missing ranks."""
+    """Context manager for a collective: its errors name the operation, the tensor, the group and the missing ranks."""
 
     def __init__(self, operation: str, x: Tensor, group: dist_group_type | None) -> None:
-        # Without the tensor, whose memory may be freed before the end of the collective.
+        # Without the tensor, whose memory may be freed before the collective ends.
         self._operation, self._dtype, self._shape, self._group = operation, x.dtype, x.shape, group
 
     def __enter__(self) -> None:
@@ -285,17 +285,17 @@ _BACKENDS_IN_MESSAGES = ("gloo", "NCCL", "Connection closed by peer", "Connectio
 
 @contextmanager
 def named_failures(group: dist_group_type | None = None) -> Iterator[None]:
-    """Name the missing ranks in errors of other libraries' collectives, such as those of `fully_shard`.
+    """Name the missing ranks in errors from other libraries' collectives, such as in `fully_shard`.
 
     with te.distributed.named_failures():
         loss = model(x).sum()
         loss.backward()
 
-    The layers of this package name failures of their own collectives; `fully_shard` and DistributedDataParallel start
-    collectives outside of the layers.
+    This package's layers name failures in their own collectives; `fully_shard` and
+    DistributedDataParallel start collectives outside the layers.
 
     Args:
-        group: Process group of the collectives; None for the default group.
+        group: Process group for the collectives; None for the default group.
 
     Raises:
         RuntimeError: A collective has failed. The message has the ranks that do not take part, and the library's error.
@@ -313,7 +313,7 @@ def named_failures(group: dist_group_type | None = None) -> Iterator[None]:
 
 
 class NamedWork:
-    """Handle of an asynchronous collective whose failures are named; other attributes are those of the handle."""
+    """Handle for an asynchronous collective whose failures are named; other attributes come from the wrapped handle."""
 
     def __init__(self, work: Any, failures: NamedFailures) -> None:
         self._work, self._failures = work, failures
@@ -333,8 +333,8 @@ def started(
     """Start a collective whose failures are named.
 
     Args:
-        operation: Name of the collective.
-        x: Tensor of this rank.
+        operation: Collective name.
+        x: This rank's tensor.
         group: Process group.
         start: Starts the collective and returns its handle, or None if it is complete.
 
@@ -348,10 +348,10 @@ def started(
 
 
 def missing_ranks(ranks: list[int], own: int) -> str:
-    """Return which ranks do not report the failure of a collective within RESPONSE_SECONDS.
+    """Return which ranks do not report a collective failure within RESPONSE_SECONDS.
 
-    Every rank whose collective has failed writes a key to the store of the default process group. A rank that has
-    ended, or waits elsewhere, does not.
+    Every rank whose collective has failed writes a key to the store of the default process group. A
+    rank that has ended, or waits elsewhere, does not.
     """
     gone = (
         "the store of the process group does not respond; the rank that holds it, usually rank 0, has ended"
@@ -368,7 +368,7 @@ def missing_ranks(ranks: list[int], own: int) -> str:
             store.wait([f"transformer_engine/failed/{rank}"], timedelta(seconds=seconds))
         except dist.DistNetworkError:
             return gone
-        except RuntimeError:  # DistStoreError, or a plain one of a FileStore: the key has not been written
+        except RuntimeError:  # DistStoreError, or a plain one from a FileStore: the key has not been written
             missing.append(rank)
     if not missing:
         return "every rank reports a failure"

@@ -1,9 +1,9 @@
-"""Gather of quantized operands: codes and scales of a matrix whose rows are sharded over ranks.
+"""Gathering quantized operands: codes and scales of a matrix whose rows are sharded over ranks.
 
-The row direction of a shard is [m, K], and that of n ranks [n * m, K]: shards are joined along the first axis. The
-column direction of a shard is [K, m], and that of n ranks [K, n * m]: shards are joined along the last axis, which
-copies the received bytes once. Scales of blocks are gathered with the codes; one scale per tensor
-is equal on all ranks.
+The row direction of a shard is [m, K], and of n ranks [n * m, K]: shards are joined along the first
+axis. The column direction of a shard is [K, m], and of n ranks [K, n * m]: shards are joined along
+the last axis, which copies the received bytes once. Block scales are gathered with the codes; one
+scale per tensor is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _Received(NamedTuple):
 
     Attributes:
         bytes: The buffer.
-        work: Handle of the collective.
-        dtype: Dtype of the values.
+        work: Collective handle.
+        dtype: Value dtype.
     """
 
     bytes: Tensor
@@ -48,11 +48,11 @@ class PendingOperand:
     """An operand whose codes and scales are being gathered.
 
     Args:
-        shard: The operand of this rank.
+        shard: This rank's operand.
         codes: Received codes.
-        scale: Received scales of blocks; None for one scale per tensor.
-        ranks: Number of ranks.
-        axis: Axis of the operand that shards are joined along.
+        scale: Received block scales; None for one scale per tensor.
+        ranks: Rank count.
+        axis: Operand axis that shards are joined along.
     """
 
     __slots__ = ("_axis", "_codes", "_operand", "_ranks", "_scale")
@@ -73,13 +73,13 @@ class PendingOperand:
 
 
 def gather_operand(operand: Operand, group: dist_group_type | None, axis: int = 0) -> PendingOperand:
-    """Start to gather a quantized operand from all ranks of a group.
+    """Start to gather a quantized operand from all ranks in a group.
 
     Args:
         operand: Codes and scales of this rank's rows [m, K] (axis 0), or of their column direction [K, m] (axis 1). The
             rows are a multiple of the format's blocks, and one scale per tensor is equal on all ranks.
         group: The process group.
-        axis: Axis of the operand that shards are joined along.
+        axis: Operand axis that shards are joined along.
 
     Returns:
         The pending operand, whose `wait` returns [n * m, K] or [K, n * m].
@@ -97,7 +97,7 @@ def gather_operand(operand: Operand, group: dist_group_type | None, axis: int = 
 
 def _sent(part: Tensor, group: dist_group_type | None) -> _Received:
     """Start to gather a matrix as bytes, which every backend carries."""
-    # Scales of one column are contiguous with any stride, and a view as bytes needs a stride of 1.
+    # One-column scales are contiguous with any stride, and a view as bytes needs stride 1.
     flat = part.contiguous().view(-1).view(torch.uint8)
     shape = (*part.shape[:-1], part.shape[-1] * part.element_size())
     received, work = gather_rows(flat.view(shape), group, async_op=True)

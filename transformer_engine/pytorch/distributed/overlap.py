@@ -1,8 +1,8 @@
-"""Choose whether a collective overlaps with its product, from the size of its message and from peer access.
+"""Choose whether a collective overlaps with its product, from its message size and from peer access.
 
-`initialize_ub` sets the size of the buffers (`overlapped_rows.py`). At the first collective whose layer has a `ub_*`
-flag, a process group allocates them and measures the least size of a message for which they are faster than its own
-collectives (`overlap_measurement.py`).
+`initialize_ub` sets the buffer size (`overlapped_rows.py`). At the first collective whose layer has
+a `ub_*` flag, a process group allocates them and measures the least message size for which they are
+faster than its own collectives (`overlap_measurement.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Request(NamedTuple):
 
     Attributes:
         operation: "all_gather" or "reduce_scatter".
-        device: Type of the device.
+        device: Device type.
         backends: Backends of the process group, as `get_backend_config` returns them.
-        size: Bytes of the message in a buffer.
-        capacity: Bytes of a buffer; 0 without `initialize_ub`.
-        least: Least size of a message that is faster with overlap; None if no size is.
+        size: Message bytes in a buffer.
+        capacity: Buffer bytes; 0 without `initialize_ub`.
+        least: Least message size that is faster with overlap; None if no size is.
         problem: Why the ranks of the group have no buffers, or "".
     """
 
@@ -80,7 +80,7 @@ OVERLAP: Table[Request] = Table(
 
 
 class GroupBuffers(NamedTuple):
-    """The buffers of a process group, its backends, and the least sizes for which the buffers are used."""
+    """Buffers of a process group, its backends, and the least sizes for which the buffers are used."""
 
     buffers: PeerBuffers
     backends: str
@@ -91,7 +91,7 @@ class _Reserved:
     """The bytes that `initialize_ub` reserved, and the buffers that process groups have allocated.
 
     Attributes:
-        size: Bytes of a buffer.
+        size: Buffer bytes.
         groups: Buffers of each group, or the reason why it has none.
     """
 
@@ -107,7 +107,7 @@ def reserve(size: int) -> None:
     """Let groups allocate two buffers of this many bytes on each rank.
 
     Args:
-        size: Bytes of a buffer; 0 frees the buffers of all groups.
+        size: Buffer bytes; 0 frees the buffers of all groups.
     """
     _reserved.size = common_settings["bytes of initialize_ub"] = size
     _reserved.groups.clear()
@@ -116,12 +116,12 @@ def reserve(size: int) -> None:
 def peer_buffers_for(operation: str, device: torch.device, size: int, group: Any) -> PeerBuffers | None:
     """Return the buffers through which a collective overlaps with its product, or None for the process group.
 
-    All ranks of the group call it with equal arguments.
+    All ranks in the group call it with equal arguments.
 
     Args:
         operation: "all_gather" or "reduce_scatter".
-        device: Device of the collective.
-        size: Bytes of the message in a buffer.
+        device: Collective device.
+        size: Message bytes in a buffer.
         group: Process group.
     """
     known = _reserved.groups.get(group)
@@ -147,7 +147,7 @@ def peer_buffers_for(operation: str, device: torch.device, size: int, group: Any
 
 
 def _first_buffers(operation: str, device: torch.device, size: int, group: Any) -> GroupBuffers | Request:
-    """Return the buffers of a group that has none yet, or a request with the reason why it cannot have them."""
+    """Return buffers for a group that has none yet, or a request with the reason why it cannot have them."""
     backends = dist.get_backend_config(group)
     request = Request(operation, device.type, backends, size, _reserved.size, 0, "")
     if _lasting_reason(request) is not None:
@@ -174,7 +174,7 @@ def _of_group(group: Any, device: torch.device) -> GroupBuffers | str | None:
         buffers = PeerBuffers(pairs, torch.cuda.Stream(device, priority=-1))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except RuntimeError as error:  # ranks of several hosts, or GPUs that cannot read each other's memory
+    except RuntimeError as error:  # ranks on several hosts, or GPUs that cannot read each other's memory
         problem = f"symmetric memory is not available, {error}"
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)

@@ -1,7 +1,7 @@
-"""Measure the least size of a message for which overlap with a product is faster than the process group's collective.
+"""Measure the least message size for which overlap with a product is faster than the process group's collective.
 
-The measurement, with a product of width 4096 in bfloat16, is made once per machine and size of the buffers, and kept
-in the user's cache folder. All ranks of a group use the same sizes.
+The measurement, with a bfloat16 product of width 4096, runs once per machine and buffer size, and
+is stored in the user's cache folder. All ranks in a group use the same sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WIDTH = 4096  # of the multiplied rows
 _SIZES = [1 << exponent for exponent in range(20, 27)]  # bytes that a rank sends
 _REPEATS = 8
 _NEVER = -1
-_VERSION = 3  # of the measurement, part of the key
+_VERSION = 3  # of the measurement, in the key
 MEASUREMENTS = Store(
     "overlap",
     b"TEOVERL1",
@@ -34,7 +34,7 @@ MEASUREMENTS = Store(
 
 
 class Thresholds(NamedTuple):
-    """Least size in bytes of an overlapping message; None if no size is faster."""
+    """Least overlapping message size in bytes; None if no size is faster."""
 
     gather: int | None
     scatter: int | None
@@ -46,7 +46,7 @@ def thresholds_of(buffers: PeerBuffers, group: Any, device: torch.device) -> Thr
     Args:
         buffers: The buffers of the group.
         group: Process group; all its ranks call this function.
-        device: Device of this rank.
+        device: This rank's device.
     """
     path = _path(buffers, device)
     found: list[Any] = [_stored(path) if buffers.rank == 0 else None]
@@ -73,7 +73,7 @@ def _stored(path: Path | None) -> list[int] | None:
 
 
 def _measured(buffers: PeerBuffers, group: Any, device: torch.device) -> list[int]:
-    """Return the least size of a gather and of a reduce-scatter, `_NEVER` if the process group is always faster."""
+    """Return the least gather and reduce-scatter sizes, `_NEVER` if the process group is always faster."""
     least = []
     for measure in (_gather_ms, _scatter_ms):
         smallest = _NEVER
@@ -89,7 +89,7 @@ def _measured(buffers: PeerBuffers, group: Any, device: torch.device) -> list[in
 
 
 def _gather_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int) -> tuple[float, float]:
-    """Return the milliseconds of a product of gathered rows: by parts, and after the process group's gather."""
+    """Return the milliseconds for multiplying gathered rows: by parts, and after the process group's gather."""
     rows = size // (_WIDTH * torch.bfloat16.itemsize)
     x, weight = _random(device, rows, _WIDTH), _random(device, _WIDTH, _WIDTH // buffers.ranks)
     whole, layout = x.new_empty(buffers.ranks * rows, _WIDTH), ((x.shape, x.dtype),)
@@ -110,7 +110,7 @@ def _gather_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int
 
 
 def _scatter_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int) -> tuple[float, float]:
-    """Return the milliseconds of a product whose rows are summed: by parts, and before the process group's sum."""
+    """Return the milliseconds for a product whose rows are summed: by parts, and before the process group's sum."""
     others = buffers.ranks - 1
     rows = max(size // (_WIDTH * torch.bfloat16.itemsize * others), 1)
     x = _random(device, buffers.ranks * rows, _WIDTH // buffers.ranks)
@@ -130,13 +130,13 @@ def _scatter_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: in
 
 
 def _random(device: torch.device, rows: int, columns: int) -> Tensor:
-    """Return random values without a change of the device's random state."""
+    """Return random values without changing the device's random state."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(rows, columns, device=device, dtype=torch.bfloat16, generator=generator)
 
 
 def _milliseconds(step: Callable[[], None], group: Any) -> float:
-    """Return the median time of a step in a loop, which is that of the host if the host is slower than the GPU."""
+    """Return the median step time in a loop, which is the host time if the host is slower than the GPU."""
     for _ in range(3):
         step()
     dist.barrier(group=group)

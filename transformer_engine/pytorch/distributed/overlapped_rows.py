@@ -9,13 +9,13 @@ Every rank has two buffers that the other ranks can read and write. Consecutive 
 | 3 | on a second stream, copy the rows of other ranks | barrier |
 | 4 | during the copies, multiply this rank's rows and then each other rank's | add the rows in this rank's buffer |
 
-Gathers use copy engines, and products store their results directly in the memory of peers, whereas the kernels of a
-process group occupy multiprocessors. `wait` runs the barrier of a reduce-scatter, so that a rank that is ahead does
-other work first. If the next collective starts before, it calls `wait`.
+Gathers use copy engines, and products store their results directly in peer memory, whereas the kernels of a
+process group occupy multiprocessors. `wait` runs the barrier of a reduce-scatter, so that a rank that is
+ahead does other work first. If the next collective starts before, it calls `wait`.
 
-Before a buffer is overwritten, all ranks have finished reading it: each waits for its copies, and has added its rows,
-before the barrier of the next collective. A collective in a CUDA graph also has a barrier before its first and after
-its last use of a buffer, because replays and other collectives may use one buffer twice in a row.
+Before a buffer is overwritten, all ranks have finished reading it: each waits for its copies, and has added its
+rows, before the barrier of the next collective. A collective in a CUDA graph also has a barrier before its first
+and after its last buffer use, because replays and other collectives may use one buffer twice in a row.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MAX_CACHED_LAYOUTS = 64  # of messages, per buffer
 # After this time a barrier fails because a rank does not take part. NCCL waits as long by default.
 _BARRIER_MS = 600_000
 
-Layout = tuple[tuple[torch.Size, torch.dtype], ...]  # shapes and dtypes of the parts of a message
+Layout = tuple[tuple[torch.Size, torch.dtype], ...]  # message part shapes and dtypes
 
 
 class _Message(NamedTuple):
-    """The parts of a message in the buffers of all ranks.
+    """Parts of a message in the buffers of all ranks.
 
     Attributes:
         own: The parts in this rank's buffer.
@@ -52,7 +52,7 @@ class _Message(NamedTuple):
 
 
 class SharedBuffer:
-    """A buffer of this rank, which its peers read and write, and the buffers of those peers.
+    """This rank's buffer, which its peers read and write, and the peers' buffers.
 
     Args:
         values: Bytes of this rank.
@@ -64,7 +64,7 @@ class SharedBuffer:
         self._messages: dict[Layout, _Message] = {}
 
     def message(self, layout: Layout) -> _Message:
-        """Return the parts of a message with this layout. Views of the buffers are kept for the next message."""
+        """Return the parts of a message in this layout. Buffer views are cached for the next message."""
         cached = self._messages.get(layout)
         if cached is None:
             if len(self._messages) >= _MAX_CACHED_LAYOUTS:
@@ -93,11 +93,11 @@ def message_bytes(layout: Layout) -> int:
 
 
 class PeerBuffers:
-    """The buffers of this rank, those of its peers, and the stream on which they are copied.
+    """This rank's buffers, its peers' buffers, and the stream on which they are copied.
 
     Args:
-        buffers: Two buffers of bytes, each with its peers.
-        stream: Stream of the copies; None on a CPU.
+        buffers: Two byte buffers, each with its peers.
+        stream: Copy stream; None on a CPU.
     """
 
     def __init__(self, buffers: Sequence[tuple[Tensor, Peers]], stream: Any):
@@ -119,7 +119,7 @@ class PeerBuffers:
         captured = is_captured(current)
         self.follow(current)
         unfinished, self.unfinished = self.unfinished, None
-        # Work from before a capture, or of a capture that failed, is not a part of this one.
+        # Work from before a capture, or from a capture that failed, does not belong to this one.
         if unfinished is not None and unfinished.captured == captured:
             unfinished.wait()
         buffer = self._buffers[self._turn]
@@ -144,9 +144,9 @@ class PeerBuffers:
         buffer.peers.barrier(timeout_ms=_BARRIER_MS)
 
     def wait_for_copies(self, current: Any) -> None:
-        """Let the current stream wait for all copies of this rank."""
+        """Let the current stream wait for all copies on this rank."""
         if current is not None and self._stream_after_copies != current.cuda_stream:
-            # The first wait makes the stream a part of the graph that is captured, if there is one.
+            # The first wait adds the stream to the graph that is captured, if there is one.
             self._stream.wait_stream(current)
             current.wait_stream(self._stream)
             self._stream_after_copies = current.cuda_stream
@@ -157,7 +157,7 @@ class PeerBuffers:
             self.barrier(buffer, current)
 
     def copying(self, current: Any) -> Any:
-        """Return the context of copies that begin after the work of the current stream."""
+        """Return a context for copies that begin after the work on the current stream."""
         if current is None:
             return nullcontext()
         self._stream_after_copies = None
@@ -170,7 +170,7 @@ class PeerBuffers:
         return self._last_copy_event
 
     def wait_for(self, event: Any, current: Any) -> None:
-        """Let the current stream wait for an event of `record_event`."""
+        """Let the current stream wait for an event from `record_event`."""
         if event is not None:
             current.wait_event(event)
             if event is self._last_copy_event:
@@ -191,7 +191,7 @@ class GatheredRows:
         buffers: The buffers.
         parts: Tensors of this rank whose first dimensions are gathered, such as codes and scales.
         layout: Their shapes and dtypes.
-        rebuild: Returns the matrix of such tensors.
+        rebuild: Returns the matrix for such tensors.
     """
 
     _complete = True  # until copies begin
@@ -252,16 +252,16 @@ class GatheredRows:
 
 
 class ScatteredRows:
-    """The pending sum over the ranks of this rank's rows of a product.
+    """Pending sum over the ranks for this rank's rows in a product.
 
     Args:
         buffers: The buffers.
-        layout: Shape [m, N] of one rank's rows and dtype of the product and of the sum, `ranks - 1` times. Part p of
-            this rank's buffer receives its rows from rank (rank - p - 1) % ranks.
+        layout: One rank's row shape [m, N] and the dtype of the product and sum, `ranks - 1` times.
+            Part p of this rank's buffer receives its rows from rank (rank - p - 1) % ranks.
         multiply: multiply(rank, out) writes the rows of a rank to out [m, N].
 
     Attributes:
-        captured: The product is a part of a CUDA graph.
+        captured: The product is part of a CUDA graph.
     """
 
     def __init__(self, buffers: PeerBuffers, layout: Layout, multiply: Callable[[int, Tensor], object]):

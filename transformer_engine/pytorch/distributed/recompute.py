@@ -45,7 +45,7 @@ extend_torch_checkpoint()
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Return whether either run of a recomputed function is active under quantizing autocast."""
+    """Return whether the first or second run of a recomputed function is active under quantizing autocast."""
     holder = here()
     return holder.recomputes and holder.state.enabled
 
@@ -56,10 +56,10 @@ def in_fp8_activation_recompute_phase() -> bool:
 
 
 class activation_recompute_forward(running):
-    """Mark the block as one of the two runs of a recomputed function.
+    """Mark the block as the first or second run of a recomputed function.
 
-    If a caller marks both blocks itself, each second run of a module gets the scales of its oldest first run without a
-    second run.
+    If a caller marks both blocks itself, the second run of a module gets the scales from its oldest
+    first run without a second run.
 
     Args:
         activation_recompute: The block belongs to a recomputed function.
@@ -73,7 +73,7 @@ class activation_recompute_forward(running):
 
 
 def get_activation_recompute_contexts() -> Contexts:
-    """Return the contexts of the two runs of a checkpoint, for `context_fn` of torch.utils.checkpoint."""
+    """Return the contexts for the two runs of a checkpoint, for `context_fn` in torch.utils.checkpoint."""
     second_run = SecondRun()
     again = _JoinedContexts(_RestoredRandomStates(None), second_run)
     return running(second_run.states, False), again
@@ -82,18 +82,18 @@ def get_activation_recompute_contexts() -> Contexts:
 def state_without_gradients(
     kind: str, before: AutocastState | None, state: AutocastState
 ) -> AutocastState | None:
-    """Autocast state of a module's last call without gradients, which may be the first run of a checkpoint.
+    """Autocast state from a module's last call without gradients, which may be the first run of a checkpoint.
 
-    Reentrant checkpoints of other libraries than torch run a function without gradients first, and again in the
-    backward pass, under the autocast that is active at that time.
+    Reentrant checkpoints in libraries other than torch run a function without gradients first, and
+    again in the backward pass, under the autocast that is active at that time.
 
     Args:
         kind: Class name of the module, for messages.
         before: Result for the module's previous call.
-        state: Autocast state of this call.
+        state: Autocast state in this call.
 
     Raises:
-        RuntimeError: The call repeats a first run under another recipe: the gradients would be of another function.
+        RuntimeError: The call repeats a first run under another recipe: the gradients would belong to another function.
     """
     in_backward_pass = torch._C._current_graph_task_id() != -1
     if not torch.is_grad_enabled() and not in_backward_pass:
@@ -114,7 +114,7 @@ def state_without_gradients(
 
 
 def has_te_modules(network: Callable[..., Any]) -> bool:
-    """Return whether the network contains a module of this package; True for a callable that is not a module.
+    """Return whether the network contains a module from this package; True for a callable that is not a module.
 
     Args:
         network: A module, or another callable.
@@ -138,21 +138,21 @@ def checkpoint(
 ) -> Any:
     """Compute function(*args, **kwargs), saving only its tensor arguments, and run it again in the backward pass.
 
-    In the second run the random states (CPU, CUDA and the tracker's), torch.autocast and autocast are those of the
-    first. Tensors anywhere inside args and kwargs get their gradients.
+    In the second run the random states (CPU, CUDA and the tracker's), torch.autocast and autocast
+    are as in the first. Tensors anywhere inside args and kwargs get their gradients.
 
     Args:
         function: Function or module to compute.
-        args: Arguments of the function.
+        args: Function arguments.
         distribute_saved_activations: Each rank of `tp_group` saves 1/n of the first tensor argument, which must be
             equal on all ranks. A quantized tensor is saved whole, as codes. Has no effect with `use_reentrant=False`.
-        get_rng_state_tracker: Function that returns the tracker of random states to restore.
+        get_rng_state_tracker: Function that returns the random state tracker to restore.
         tp_group: Tensor-parallel process group.
         use_reentrant: Run forward without autograd; False uses saved-tensor hooks, as torch.utils.checkpoint does.
-        context_fn: Returns the contexts of the first and of the second run.
+        context_fn: Returns the contexts for the first and second run.
         determinism_check: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
         debug: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
-        kwargs: Keyword arguments of the function.
+        kwargs: Function keyword arguments.
 
     Returns:
         The result of the function.
@@ -216,9 +216,9 @@ def _with_random_states(
     context_fn: Callable[[], Contexts],
     get_tracker: Callable[[], CudaRNGStatesTracker] | None,
 ) -> Contexts:
-    """Contexts of both runs for torch's checkpoint; the second run has the random states of the first.
+    """Contexts for both runs in torch's checkpoint; the second run has the random states of the first run.
 
-    torch saves states of the devices of positional arguments only, and none of trackers.
+    torch saves states only for devices of positional arguments, and none for trackers.
     """
     first, second = context_fn()
     if get_tracker is None and not has_te_modules(function):
@@ -242,7 +242,7 @@ class _JoinedContexts(RepeatedContext):
 
 
 class _RestoredRandomStates(RepeatedContext):
-    """The random states of this object's creation, as a context that may be entered repeatedly."""
+    """The random states from this object's creation, as a context that may be entered repeatedly."""
 
     def __init__(self, get_tracker: Callable[[], CudaRNGStatesTracker] | None):
         super().__init__()
@@ -259,7 +259,7 @@ class _Shard(NamedTuple):
 
 
 class _Region:
-    """A function, the structure of its arguments, and the state that its second run needs besides tensors."""
+    """A function, its argument structure, and the state that its second run needs besides tensors."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class _Region:
         self.random_states = _RestoredRandomStates(get_tracker)
         self.second_run = SecondRun()
         cache = torch.is_autocast_cache_enabled()
-        self.torch_autocast = [  # arguments of torch.autocast, for the second run
+        self.torch_autocast = [  # torch.autocast arguments, for the second run
             (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache)
             for device in (("cpu", "cuda") if has_cuda() else ("cpu",))
         ]
@@ -296,7 +296,7 @@ class _Region:
 
 
 def _of_torchs(argument: Any) -> Any:
-    """Wrap an argument of torch's reentrant checkpoint, whose gradient has no graph, to reject double backward."""
+    """Wrap a torch reentrant checkpoint's argument, whose gradient has no graph, to reject double backward."""
     if torch.compiler.is_compiling() or not isinstance(argument, Tensor) or not argument.requires_grad:
         return argument
     return _OfTorchs.apply(argument)

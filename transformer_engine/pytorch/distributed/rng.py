@@ -1,7 +1,7 @@
 """Named random states, for dropout and initialization that differ or agree between tensor-parallel ranks.
 
-With CUDA a state is a `torch.Generator` of the current device, which CUDA graphs can register. Without CUDA it is the
-state of the CPU generator, a uint8 tensor.
+With CUDA a state is a `torch.Generator` on the current device, which CUDA graphs can register.
+Without CUDA it is the state of the CPU generator, a uint8 tensor.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def graph_safe_rng_available() -> bool:
 
 
 def is_graph_safe_rng_state(state: RngState) -> bool:
-    """Return whether a CUDA graph can register a random state: a generator, not the bytes of its state.
+    """Return whether a CUDA graph can register a random state: a generator, not its state bytes.
 
     Args:
-        state: State of a random number generator.
+        state: Random number generator state.
     """
     return isinstance(state, torch.Generator)
 
@@ -44,7 +44,7 @@ def get_all_rng_states() -> RngStates:
 
 
 def set_all_rng_states(states: RngStates) -> None:
-    """Replace the random states of `get_all_rng_states`.
+    """Replace the random states from `get_all_rng_states`.
 
     Args:
         states: {name: state}.
@@ -54,7 +54,7 @@ def set_all_rng_states(states: RngStates) -> None:
 
 
 class CudaRNGStatesTracker:
-    """Named random states; `fork(name)` runs a block with one of them and saves its progress."""
+    """Named random states; `fork(name)` runs a block with one state and saves its progress."""
 
     def __init__(self) -> None:
         _trackers.add(self)
@@ -67,7 +67,7 @@ class CudaRNGStatesTracker:
         self.seeds_ = set()
 
     def get_states(self) -> RngStates:
-        """Return a new dict of the states, which are not copied."""
+        """Return the states, not copied, in a new dict."""
         return dict(self.states_)
 
     def set_states(self, states: Mapping[Hashable, RngState]) -> None:
@@ -141,7 +141,7 @@ def _make_current(state: RngState) -> None:
 
 
 class RngSnapshot:
-    """All random states of a moment (CPU, current CUDA device, tracker), to run a block from there again."""
+    """All random states at one moment (CPU, current CUDA device, tracker), to run a block from there again."""
 
     def __init__(self, get_tracker: Callable[[], CudaRNGStatesTracker] | None = None):
         self.get_tracker = get_tracker
@@ -155,7 +155,7 @@ class RngSnapshot:
         before = RngSnapshot()
         tracked_before = None if self.get_tracker is None else self.get_tracker().get_states()
         self._restore()
-        # Trackers of other libraries take a write, even of no states, for a sign that they have been set up.
+        # Trackers in other libraries take a write, even without states, for a sign that they have been set up.
         if self.get_tracker is not None and self.tracked:
             # Copies again: a generator advances in place, and the block may be replayed more than once.
             self.get_tracker().set_states(_copied(self.tracked))
@@ -177,10 +177,10 @@ class RngSnapshot:
 
 
 class TrackedStates:
-    """States of all trackers of a moment, to run a block from there again.
+    """States of all trackers at one moment, to run a block from there again.
 
-    In the capture of a CUDA graph there are none: torch reads no random state there, and rejects generators that the
-    graph has not registered.
+    During CUDA graph capture there are none: torch reads no random state there, and rejects
+    generators that the graph has not registered.
     """
 
     def __init__(self) -> None:

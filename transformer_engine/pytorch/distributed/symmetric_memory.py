@@ -1,9 +1,9 @@
-"""All-reduce over symmetric memory: every rank reads the buffers of the others, in the order of the ranks.
+"""All-reduce over symmetric memory: every rank reads the buffers of the others, in rank order.
 
-One shot: every rank sums all values of all ranks. Two shots: every rank sums its share of the values, and then reads
-the shares of the others. Sums are float32 and have the same order on all ranks, which therefore get the same bits.
+One shot: every rank sums the values of all ranks. Two shots: every rank sums its share of the values, and then
+reads the other shares. Sums are float32 and have the same order on all ranks, which therefore get the same bits.
 
-Buffers are those of `torch.distributed._symmetric_memory`. NVLink multicast is not used.
+Buffers come from `torch.distributed._symmetric_memory`. NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Peers = Any
 
 
 class _SharedBuffer(NamedTuple):
-    """A buffer of this rank, its peers, and the group that they are the ranks of."""
+    """This rank's buffer, its peers, and their group."""
 
     values: Tensor
     peers: Peers
@@ -48,8 +48,8 @@ class Reduction(NamedTuple):
 
     Attributes:
         algorithm: "one_shot" or "two_shot"; None for the process group's own.
-        device: Type of the device.
-        dtype: Dtype of the values.
+        device: Device type.
+        dtype: Value dtype.
         backends: Backends of the process group, as `get_backend_config` returns them.
         compiling: A compiler is tracing.
     """
@@ -84,7 +84,7 @@ _buffers: dict[tuple[Any, ...], _SharedBuffer] = {}
 
 
 def allocated(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> tuple[Tensor, Peers]:
-    """Return a buffer that all ranks of the group allocate at the same time, and its peers."""
+    """Return a buffer that all ranks in the group allocate at the same time, and its peers."""
     from torch.distributed import _symmetric_memory as symmetric  # importing it registers operators
 
     values = symmetric.empty(numel, dtype=dtype, device=device)
@@ -109,7 +109,7 @@ def get_symmetric_memory_tensor(
     """Return a vector in symmetric memory, allocated at the first call with these arguments on all ranks.
 
     Args:
-        tensor_numel: Number of elements.
+        tensor_numel: Element count.
         tensor_dtype: Dtype.
         tensor_device: The GPU.
         tp_group: Process group whose ranks can read the vector.
@@ -177,9 +177,9 @@ def reduce_over(peers: Peers, buffer: Tensor, values: Tensor, two_shots: bool) -
 
     Args:
         peers: The buffers of all ranks.
-        buffer: This rank's buffer, of at least n elements.
+        buffer: This rank's buffer, with at least n elements.
         values: The values, contiguous.
-        two_shots: Each rank sums a share of the values; otherwise each rank sums all.
+        two_shots: Each rank sums a share; otherwise each rank sums all.
     """
     count, dtype = values.numel(), values.dtype
     buffer[:count].copy_(values)
@@ -203,14 +203,14 @@ def reduce_over(peers: Peers, buffer: Tensor, values: Tensor, two_shots: bool) -
 
 
 def _sum_of(peers: Peers, dtype: torch.dtype, start: int, count: int) -> Tensor:
-    """Return the float32 sum of a part of all buffers; the order of the ranks is the same on each of them."""
+    """Return the float32 sum over all buffers for a part; every rank adds in the same order."""
     total = peers.get_buffer(0, (count,), dtype, start).to(torch.float32, copy=True)
     for rank in range(1, peers.world_size):
         total += peers.get_buffer(rank, (count,), dtype, start)
     return total
 
 
-# Storages of symm_mem_alloc by address.
+# symm_mem_alloc storages by address.
 _symmetric: dict[int, StorageWeakRef] = {}
 
 
@@ -227,8 +227,8 @@ def symm_mem_alloc(
     The buffer is ordinary memory, because torch.distributed sends from and receives into any memory.
 
     Args:
-        shape: Shape of the buffer.
-        dtype: Dtype of the buffer.
+        shape: Buffer shape.
+        dtype: Buffer dtype.
         ep_group: Has no effect.
         device: Device; None for the current GPU, or the CPU without a GPU.
         use_pool: Has no effect; torch's caching allocator reuses memory.
@@ -248,7 +248,7 @@ def symm_mem_alloc(
 
 
 def is_symm_backed(t: Tensor) -> bool:
-    """Return whether a tensor is a buffer of `symm_mem_alloc`, or a view of one.
+    """Return whether a tensor is a `symm_mem_alloc` buffer, or a view of one.
 
     Args:
         t: Any tensor.
@@ -259,4 +259,4 @@ def is_symm_backed(t: Tensor) -> bool:
 
 
 def release_symm_mem_pool() -> None:
-    """Do nothing: the memory of `symm_mem_alloc` is freed with its tensors."""
+    """Do nothing: `symm_mem_alloc` memory is freed with its tensors."""

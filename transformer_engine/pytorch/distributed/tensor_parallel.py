@@ -1,4 +1,4 @@
-"""Communication of a linear layer y = x @ w.T with its tensor-parallel group before and after a product.
+"""Communication between a linear layer y = x @ w.T and its tensor-parallel group before and after a product.
 
 | mode | w on a rank | enter_forward(x) | leave_forward(y) | enter_backward(dy) | leave_backward(dx) |
 | --- | --- | --- | --- | --- | --- |
@@ -30,11 +30,11 @@ from .symmetric_memory import symmetric_all_reduce
 
 
 class Overlap(NamedTuple):
-    """Which collectives of a layer overlap with their own products; see `overlap`.
+    """Which collectives in a layer overlap with their own products; see `overlap`.
 
     Attributes:
-        gather: Gathers of the input or of the output gradient.
-        scatter: Sums over ranks of the output or of the input gradient.
+        gather: Gathers of the input or the output gradient.
+        scatter: Sums over ranks for the output or the input gradient.
     """
 
     gather: bool = False
@@ -45,7 +45,7 @@ NO_OVERLAP = Overlap()
 
 
 class OverlapFlags(NamedTuple):
-    """The `ub_*` flags of a layer, by the names of its constructor."""
+    """`ub_*` flags of a layer, by the names in its constructor."""
 
     ub_overlap_ag: bool = False
     ub_overlap_rs: bool = False
@@ -54,7 +54,7 @@ class OverlapFlags(NamedTuple):
     ub_bulk_wgrad: bool = False
 
     def of(self, mode: str | None) -> Overlap:
-        """Return the overlap of a column-parallel or row-parallel product."""
+        """Return the overlap for a column-parallel or row-parallel product."""
         if mode == "row":
             return Overlap(self.ub_overlap_ag, self.ub_overlap_rs)
         if mode == "column":
@@ -83,8 +83,8 @@ class TensorParallel:
     Args:
         mode: "column", "row" or None (no communication).
         group: Tensor-parallel process group.
-        size: Ranks of the group.
-        sequence: Activations outside the pair of layers are sharded along their first dimension.
+        size: Rank count in the group.
+        sequence: Activations outside the layer pair are sharded along their first dimension.
         symmetric: Algorithm over symmetric memory that sums the output of a row-parallel layer.
         overlap: Collectives that overlap with their products, with sequence parallelism.
         layer: The layer's config, whose `shared_settings()` all ranks must have in common.
@@ -157,7 +157,7 @@ class TensorParallel:
 
 
 def tensor_parallel_size(tp_group: dist_group_type | None, tp_size: int) -> int:
-    """Return the number of ranks that share a layer: those of the group if there is one, otherwise tp_size.
+    """Return how many ranks share a layer: the group's size if there is one, otherwise tp_size.
 
     A tp_size that differs from the group's has no effect, which is warned about once.
 
@@ -183,8 +183,8 @@ def check_tensor_parallel_group(tp_group: dist_group_type, tp_size: int, kind: s
 
     Args:
         tp_group: The group.
-        tp_size: Number of ranks that the parameters are sharded over.
-        kind: Name of the layer's class.
+        tp_size: Rank count that the parameters are sharded over.
+        kind: The layer's class name.
     """
     ranks = world_size(tp_group)
     if ranks != tp_size:
@@ -201,7 +201,7 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
         tensor: The parameter.
         is_parallel: The parameter is a shard.
         dim: Sharded dimension.
-        stride: Stride of the shards.
+        stride: Shard stride.
 
     Raises:
         ValueError: The parameter has another mark already; the same mark again changes nothing.
@@ -236,10 +236,10 @@ def initialize_affine_weight_gpu(
     Args:
         weight: Weight to fill in place, without gradients.
         init_method: `init_method(weight)` fills the weight.
-        get_rng_state_tracker: Function that returns the tracker of random states.
+        get_rng_state_tracker: Function that returns the random state tracker.
         partition_dim: Sharded dimension, which set_tp_attributes records on the weight.
-        stride: Stride of the shards, which set_tp_attributes records on the weight.
-        set_tp_attributes: Record the attributes of `set_tensor_model_parallel_attributes`.
+        stride: Shard stride, which set_tp_attributes records on the weight.
+        set_tp_attributes: Record the attributes as `set_tensor_model_parallel_attributes` does.
     """
     checks.tensor("weight", weight)
     function("init_method", init_method)

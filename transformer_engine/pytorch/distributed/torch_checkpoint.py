@@ -1,9 +1,9 @@
 """torch.utils.checkpoint repeats autocast, recipe and scales of the first run, as te.checkpoint does.
 
 torch restores its random states and torch.autocast for the second run, and has no hook for other state, such as a
-`CudaRNGStatesTracker`. Its functions cannot be replaced, because callers (Hugging Face, FSDP's wrapper, Lightning) have
-imported them before. This module therefore extends the classes that both implementations instantiate in every call. The
-graph node or the frame of the call owns the state. Nested checkpoints nest their runs.
+`CudaRNGStatesTracker`. Its functions cannot be replaced, because callers (Hugging Face, FSDP's wrapper, Lightning)
+have imported them before. This module therefore extends the classes that both implementations instantiate in every
+call. The graph node or the frame of the call owns the state. Nested checkpoints nest their runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .rng import TrackedStates
 
 
 class _SecondRunOfTorch(SecondRun):
-    """Context of second runs, which also restores the random states of trackers."""
+    """Context for second runs, which also restores the random states of trackers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _SecondRunOfTorch(SecondRun):
 
 
 class _RepeatedFunction:
-    """Wrapper of a checkpointed function: the first call is the first run, every later call a second run."""
+    """Wrapper around a checkpointed function: the first call is the first run, every later call a second run."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -48,7 +48,7 @@ class _RepeatedFunction:
 
 
 class _SecondRunFunction:
-    """Wrapper of a checkpointed function that is called in second runs only."""
+    """Wrapper around a checkpointed function that is called in second runs only."""
 
     def __init__(self, function: Callable[..., Any], second_run: SecondRun):
         self.function = function
@@ -67,7 +67,7 @@ def _apply(cls: type[CheckpointFunction], run_function: Callable[..., Any], *arg
 
 
 def _init(self: Any, frame: Any) -> None:
-    """Create the saved-tensor hooks of a first run that is not reentrant; `frame` holds the function to repeat."""
+    """Create the saved-tensor hooks for a first run that is not reentrant; `frame` holds the function to repeat."""
     _torch_init(self, frame)
     second_run = _SecondRunOfTorch()
     frame.recompute_fn = _SecondRunFunction(frame.recompute_fn, second_run)
@@ -88,9 +88,9 @@ _torch_init = getattr(_checkpoint_hook, "unextended_init", _checkpoint_hook.__in
 
 
 def extend_torch_checkpoint() -> None:
-    """Extend both implementations of torch.utils.checkpoint in this process.
+    """Extend both torch.utils.checkpoint implementations in this process.
 
-    A second import of this package replaces the extension of the first one.
+    Importing this package again replaces the extension of the first import.
     """
     hook: Any = _checkpoint_hook
     hook.unextended_init = _torch_init

@@ -1,10 +1,10 @@
-"""Quantizers and quantized tensors in operators of your own under torch.compile.
+"""Quantizers and quantized tensors in your own operators under torch.compile.
 
-`register_value_opaque_quantizer(cls)` registers a class of quantizers as an opaque value type of torch. An operator
-of `torch.library.custom_op` may then take such a quantizer as an argument, and a compiled graph holds it as a constant.
-This needs torch 2.13: older versions have no such types, or restrict them to classes with torch's own metaclass. No
-class is registered by default: torch does not trace methods of a registered class, so that operations which copy such a
-quantizer (`te.ops.Quantize`) do not compile. Register a subclass.
+`register_value_opaque_quantizer(cls)` registers a quantizer class as a torch opaque value type. A
+`torch.library.custom_op` operator may then take such a quantizer as an argument, and a compiled graph holds
+it as a constant. This needs torch 2.13: older versions have no such types, or restrict them to classes with
+torch's own metaclass. No class is registered by default: torch does not trace methods of a registered class,
+so that operations which copy such a quantizer (`te.ops.Quantize`) do not compile. Register a subclass.
 
 Example:
     >>> import transformer_engine.pytorch as te
@@ -37,10 +37,10 @@ Kind = TypeVar("Kind", bound=type[Quantizer])
 
 
 def register_value_opaque_quantizer(cls: Kind) -> Kind:
-    """Register a class of quantizers as an opaque value type of torch; also a decorator of the class.
+    """Register a quantizer class as a torch opaque value type; also a class decorator.
 
-    Quantizers of the class are equal if their attributes are. A compiled graph holds a quantizer as a constant and is
-    compiled again for an unequal one.
+    Quantizers in the class are equal if their attributes are. A compiled graph holds a quantizer as
+    a constant and is compiled again for an unequal one.
 
     Args:
         cls: Class whose annotated fields, and whose attributes, are int, bool, float, str or enum.
@@ -57,7 +57,7 @@ def register_value_opaque_quantizer(cls: Kind) -> Kind:
         return cls
     try:
         hints = typing.get_type_hints(cls)
-    except NameError:  # an annotation names a local class; the graph checks the values of the attributes
+    except NameError:  # an annotation names a local class; the graph checks the attribute values
         hints = {}
     for name, kind in hints.items():
         held = typing.get_args(kind) or (kind,)
@@ -115,7 +115,7 @@ def _fx_repr(self: Any) -> tuple[str, dict[str, Any]]:
 
 
 def restored(cls: type[Quantizer], **fields: Any) -> Quantizer:
-    """Return a quantizer of a class with these attributes, which the code of compiled graphs calls."""
+    """Return a quantizer of a class with these attributes; compiled graphs call this function."""
     quantizer = object.__new__(cls)
     vars(quantizer).update(fields)
     return quantizer

@@ -1,4 +1,4 @@
-"""TensorSpec: the description of a plain or quantized tensor, from which an operator allocates its results."""
+"""TensorSpec: description of a plain or quantized tensor, from which an operator allocates its results."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _PLAIN = "data"  # name of the inner tensor of a plain tensor
 
 
 class TensorSpec:
-    """The description of a plain or quantized tensor, from which an operator allocates its results.
+    """Description of a plain or quantized tensor, from which an operator allocates its results.
 
-    An operator of torch returns plain tensors. `create_inner_tensors` allocates those of a quantized tensor, also in
-    the fake implementation of the operator, and `assemble` makes the tensor of them.
+    A torch operator returns plain tensors. `create_inner_tensors` allocates the inner tensors of a quantized
+    tensor, also in the fake implementation of the operator, and `assemble` builds the quantized tensor from them.
 
     Args:
-        shape: Shape of the tensor.
-        dtype: Dtype of the values; nominal if the tensor is quantized.
+        shape: Tensor shape.
+        dtype: Value dtype; nominal if the tensor is quantized.
         quantizer: Quantizer of the tensor, which is copied; None for a plain tensor.
         requires_grad: The tensor requires a gradient.
-        device: Device, by default that of modules.
+        device: Device, by default the modules'.
 
     Raises:
         TypeError: The quantizer is not a `Quantizer`, or the dtype is not a floating-point dtype.
@@ -72,8 +72,8 @@ class TensorSpec:
         Args:
             rowwise_usage: Row-wise codes.
             columnwise_usage: Column-wise codes.
-            rowwise: Another name of rowwise_usage, as of `Quantizer.set_usage`.
-            columnwise: Another name of columnwise_usage.
+            rowwise: Alias for rowwise_usage, as in `Quantizer.set_usage`.
+            columnwise: Alias for columnwise_usage.
 
         Raises:
             ValueError: The tensor is plain.
@@ -88,7 +88,7 @@ class TensorSpec:
         )
 
     def inner_names(self) -> tuple[str, ...]:
-        """Names of the inner tensors, in order."""
+        """Inner tensor names, in order."""
         if self.quantizer is None:
             return (_PLAIN,)
         storage = self._storage("meta")
@@ -101,7 +101,7 @@ class TensorSpec:
         return self.quantizer.create_metadata(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
 
     def create_inner_tensors(self) -> list[Tensor]:
-        """Return new uninitialized inner tensors, in the order of `inner_names`."""
+        """Return new uninitialized inner tensors, ordered like `inner_names`."""
         if self.quantizer is None:
             return [torch.empty(self.shape, dtype=self.dtype, device=self.device)]
         tensors, _ = self._storage(self.device).flatten()
@@ -111,7 +111,7 @@ class TensorSpec:
         """Return the tensor that consists of inner tensors.
 
         Raises:
-            ValueError: Their number is not that of `inner_names`.
+            ValueError: Their number differs from `inner_names`.
         """
         names = self.inner_names()
         if len(inner_tensors) != len(names):
@@ -139,7 +139,7 @@ class TensorSpec:
 
 
 def to_tensor_spec(tensor: Any) -> TensorSpec:
-    """Return the description of a tensor or of a quantized storage.
+    """Describe a tensor or a quantized storage.
 
     Raises:
         TypeError: The argument is neither.

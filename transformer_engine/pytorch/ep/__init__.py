@@ -1,8 +1,8 @@
 """Expert parallelism: tokens are sent to the ranks of their experts, and the experts' outputs are sent back.
 
 Call `ep_bootstrap` once per process, make one `EpBuffer` for each dispatch in flight, and call `ep_dispatch`, the
-experts and `ep_combine`. All ranks of the group make the same calls in the same order, forward and backward, also those
-without tokens. Rows travel through `torch.distributed.all_to_all_single` of any backend (NCCL, gloo, threads).
+experts and `ep_combine`. All ranks in the group make the same calls in the same order, forward and backward, also ranks
+without tokens. Rows travel through `torch.distributed.all_to_all_single` on any backend (NCCL, gloo, threads).
 
 Without `recv_capacity_per_rank` (eager mode) the host waits once per dispatch for the sizes, and only filled rows
 travel. With it no call waits for the device, so that a CUDA graph can capture the calls. The exchange then has a fixed
@@ -45,7 +45,7 @@ __all__ = [
 if TYPE_CHECKING:
     _BOOTSTRAPPED: bool
 
-# Megatron-core reads _BOOTSTRAPPED, which is the result of the function.
+# Megatron-core reads _BOOTSTRAPPED, which is the function's result.
 absent.install_getter(__name__, {"_BOOTSTRAPPED": is_ep_bootstrapped})
 
 
@@ -56,29 +56,29 @@ def ep_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Send each token to the ranks of its experts.
 
-    Rows are ordered by local expert, then by rank, token and choice. The rows of each expert are padded with zeros to a
-    multiple of the buffer's alignment; unused rows of the receive buffer are zero. Backward: the gradient of a token is
-    the sum over its rows, without weights; topk_weights receives the gradient of recv_topk_weights.
+    Rows are ordered by local expert, then by rank, token and choice. Each expert's rows are padded with zeros
+    to a multiple of the buffer's alignment; unused receive buffer rows are zero. Backward: a token's gradient
+    is the sum over its rows, without weights; topk_weights receives recv_topk_weights's gradient.
 
     Args:
-        buffer: Buffer of the dispatch.
+        buffer: Dispatch buffer.
         tokens: Tokens of this rank [T, H], or [.., H] with T leading elements, of a floating-point dtype.
         topk_idx: Experts of the tokens, as in `ep_prepare`.
-        topk_weights: Weights of the tokens' experts, float32 [T, k].
-        recv_tokens: Buffer [R, H] of the tokens' dtype that receives the rows; the result shares its memory. Only with
-            recv_capacity_per_rank and without dispatch_fwd_quant_recipe.
+        topk_weights: Expert weights per token, float32 [T, k].
+        recv_tokens: Buffer [R, H] in the tokens' dtype that receives the rows; the result shares
+            its memory. Only with recv_capacity_per_rank and without dispatch_fwd_quant_recipe.
         recv_topk_weights: Buffer float32 [R] that receives the weights; the result shares its memory. Only with
             recv_capacity_per_rank.
 
     Returns:
         `(recv_tokens [R, H], recv_topk_weights [R], tokens_per_expert [num_local_experts])`. R is
-        recv_capacity_per_rank, or in eager mode the number of received rows. With dispatch_fwd_quant_recipe recv_tokens
-        is one quantized tensor of all experts' rows.
+        recv_capacity_per_rank, or in eager mode the received row count. With
+        dispatch_fwd_quant_recipe recv_tokens is one quantized tensor with all experts' rows.
 
     Raises:
         TypeError: An argument has another type, or topk_weights is not float32.
-        ValueError: A shape or device does not match, receive buffers are passed in eager mode, or the arguments of
-            another rank are invalid. Then every rank raises an error.
+        ValueError: A shape or device does not match, receive buffers are passed in eager mode, or
+            the arguments of another rank are invalid. Then every rank raises an error.
         NotImplementedError: tokens are quantized.
         RuntimeError: As in `ep_prepare`.
     """
@@ -154,18 +154,18 @@ def ep_combine(
 ) -> Tensor:  # fmt: skip
     """Send the experts' outputs back and sum the k rows of each token, without weights.
 
-    The rows of a token on one rank are summed in float32 and sent in the dtype of expert_out; the sums of the ranks are
-    added in float32. Rows without a token do not contribute. Backward: each row receives the gradient of its token, and
-    the other rows zero.
+    The rows of a token on one rank are summed in float32 and sent in the dtype of expert_out; the
+    sums from all ranks are added in float32. Rows without a token do not contribute. Backward: each
+    row receives the gradient of its token, and the other rows zero.
 
     Args:
-        buffer: Buffer of the last `ep_dispatch`, whose routing is reversed.
-        expert_out: Outputs of the experts [R, H], multiplied by recv_topk_weights by the caller.
-        num_local_tokens: Rows of the result; rows beyond the dispatched tokens are zero. None for max_tokens_per_rank.
-        grad_out: Buffer [R, H] of the dtype of expert_out that receives the gradient of expert_out.
+        buffer: Buffer from the last `ep_dispatch`, whose routing is reversed.
+        expert_out: Expert outputs [R, H], multiplied by recv_topk_weights by the caller.
+        num_local_tokens: Result rows; rows beyond the dispatched tokens are zero. None for max_tokens_per_rank.
+        grad_out: Buffer [R, H] in the dtype of expert_out that receives its gradient.
 
     Returns:
-        Sums [num_local_tokens, H] in the order of the tokens.
+        Sums [num_local_tokens, H] in token order.
 
     Raises:
         RuntimeError: `ep_dispatch` or `ep_prepare` was not called with this buffer.

@@ -1,4 +1,4 @@
-"""EpBuffer: settings and routing of one dispatch in flight, and `ep_prepare`, which exchanges the routing."""
+"""EpBuffer: settings and routing for one dispatch in flight, and `ep_prepare`, which exchanges the routing."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from .settings import current_settings
 
 
 class EpBuffer:
-    """Settings and routing of one dispatch in flight.
+    """Settings and routing for one dispatch in flight.
 
     A forward pass that dispatches several times before it combines needs one buffer for each dispatch. After
     `ep_combine` the buffer can be used again: the backward pass keeps the routing that it needs.
 
     Args:
-        top_k: Number of experts per token, k.
-        max_tokens_per_rank: Largest number of tokens of a rank, the same on all ranks.
-        hidden_dim: Width of a token, H.
-        num_local_experts: Number of experts of this rank.
-        recv_capacity_per_rank: Rows of the receive buffer; None for that of `ep_bootstrap`. Has no effect in eager
-            mode.
-        alignment: The rows of each expert are padded with zeros to a multiple of this power of two; 0 and 1 mean no
-            padding.
+        top_k: Experts per token, k.
+        max_tokens_per_rank: Most tokens on a rank, the same on all ranks.
+        hidden_dim: Token width, H.
+        num_local_experts: Expert count on this rank.
+        recv_capacity_per_rank: Receive buffer rows; None for the capacity in `ep_bootstrap`. Has no
+            effect in eager mode.
+        alignment: The rows of each expert are padded with zeros to a multiple of this power of two;
+            0 and 1 mean no padding.
         payload_dtype: Has no effect; the received rows have the dtype of the tokens.
-        device: Device of the counts before the first `ep_prepare`.
-        dispatch_fwd_quant_recipe: Recipe whose format for inputs quantizes the tokens before they are sent. Codes and
-            scales travel, and `ep_dispatch` returns a quantized tensor. The rows of the format must have their own
-            scales: MXFP8BlockScaling, or Float8BlockScaling.
-        combine_bwd_quant_recipe: The same for the gradient of `ep_combine`, in the format of gradients; it is
-            dequantized after it has been received.
+        device: Device for the counts before the first `ep_prepare`.
+        dispatch_fwd_quant_recipe: Recipe whose format for inputs quantizes the tokens before they
+            are sent. Codes and scales travel, and `ep_dispatch` returns a quantized tensor. Rows in
+            the format must have their own scales: MXFP8BlockScaling, or Float8BlockScaling.
+        combine_bwd_quant_recipe: The same for the gradient of `ep_combine`, in the gradient format;
+            it is dequantized after it has been received.
 
     Attributes:
-        handle_mem: Routing of the last `ep_prepare` or `ep_dispatch`, uint8.
-        tokens_per_expert: Rows of each local expert, including padding, int64 [num_local_experts].
+        handle_mem: Routing from the last `ep_prepare` or `ep_dispatch`, uint8.
+        tokens_per_expert: Rows per local expert, including padding, int64 [num_local_experts].
         total_recv_tokens: Rows that this rank needs, including padding and dropped rows, int64 [1]. On the CPU in
             eager mode.
 
     Raises:
         RuntimeError: `ep_bootstrap` was not called.
-        ValueError: A number is invalid, or num_local_experts is not that of `ep_bootstrap`.
-        NotImplementedError: Rows of a recipe's format share a scale, so that they cannot travel separately.
+        ValueError: A number is invalid, or num_local_experts differs from `ep_bootstrap`.
+        NotImplementedError: Rows in a recipe's format share a scale, so that they cannot travel separately.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class EpBuffer:
 
 
 def _quantizer(name: str, recipe: Recipe | None, mode: str, width: int) -> Quantizer | None:
-    """Return the rowwise quantizer of inputs (mode "forward") or of gradients ("backward"); None without a recipe."""
+    """Return the rowwise quantizer for inputs (mode "forward") or gradients ("backward"); None without a recipe."""
     if recipe is None:
         return None
     if not isinstance(recipe, Recipe):
@@ -143,17 +143,17 @@ def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:
     """Exchange the routing of all ranks and store it in the buffer; `ep_dispatch` does the same first.
 
     Args:
-        buffer: Buffer of the dispatch.
+        buffer: Dispatch buffer.
         topk_idx: Experts of this rank's tokens, int32 or int64 [T, k]. An index outside [0, num_experts) sends nothing.
 
     Returns:
-        tokens_per_expert, int64 [num_local_experts]: the rows of each local expert, including padding and without
-        rows beyond the capacity.
+        tokens_per_expert, int64 [num_local_experts]: rows per local expert, including padding and
+        without rows beyond the capacity.
 
     Raises:
         TypeError: An argument has another type.
-        ValueError: topk_idx has another shape, or the arguments of another rank are invalid. Then every rank raises an
-            error.
+        ValueError: topk_idx has another shape, or the arguments of another rank are invalid. Then
+            every rank raises an error.
         RuntimeError: Rows do not fit into the receive buffer and drop_on_overflow is False. Every rank raises it.
     """
     check_buffer(buffer)
@@ -169,7 +169,7 @@ def check_buffer(buffer: EpBuffer) -> None:
 def exchange_routing(buffer: EpBuffer, topk_idx: Tensor, check: Callable[[], None]) -> ExpertRouting:
     """Check the arguments, gather the choices of all ranks and store the routing.
 
-    `check` raises an error for further invalid arguments of the caller.
+    `check` raises an error for further invalid caller arguments.
     """
     device = topk_idx.device if isinstance(topk_idx, Tensor) else buffer.device
     eager = buffer.recv_capacity_per_rank is None

@@ -1,4 +1,4 @@
-"""Placement of experts on the ranks of a process group: `ep_bootstrap` and `ep_finalize`."""
+"""Expert placement on the ranks of a process group: `ep_bootstrap` and `ep_finalize`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..runtime.warn_once import warn_once
 
 @dataclass(frozen=True, slots=True)
 class EpSettings:
-    """Arguments of `ep_bootstrap`."""
+    """`ep_bootstrap` arguments."""
 
     placement: ExpertPlacement
     capacity: int | None
@@ -28,7 +28,7 @@ class EpSettings:
 
 
 class _WithoutGroups:
-    """Key of the settings of a process without torch.distributed."""
+    """Settings key for a process without torch.distributed."""
 
 
 _ALONE = _WithoutGroups()
@@ -62,21 +62,21 @@ def ep_bootstrap(
     drop_on_overflow: bool = False,
     max_token_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Set the placement of experts on the ranks of a group: expert e is on rank e // (num_experts / size).
+    """Set the expert placement on the ranks of a group: expert e is on rank e // (num_experts / size).
 
-    The ranks compare their arguments, so every rank of the group calls this function.
+    The ranks compare their arguments, so every rank in the group calls this function.
 
     Args:
-        ep_group: Process group of the experts; None for the default group. A group of one rank exchanges nothing.
-        num_experts: Number of experts on all ranks, a multiple of the size of the group.
-        max_tokens_per_rank: Largest number of tokens of a rank in one dispatch.
-        hidden_dim: Width of a token.
-        num_topk: Number of experts per token; None if only the buffers define it.
-        recv_capacity_per_rank: Rows of a rank's receive buffer. None selects the eager mode.
+        ep_group: Process group of the experts; None for the default group. A one-rank group exchanges nothing.
+        num_experts: Expert count on all ranks, a multiple of the group size.
+        max_tokens_per_rank: Most tokens on a rank in one dispatch.
+        hidden_dim: Token width.
+        num_topk: Experts per token; None if only the buffers define it.
+        recv_capacity_per_rank: Rows in a rank's receive buffer. None selects the eager mode.
         max_num_sms: Has no effect; torch.distributed schedules the exchange.
         zero_copy: Has no effect; torch.distributed sends from and receives into ordinary memory.
-        drop_on_overflow: Drop rows beyond the capacity. By default they are an error: a RuntimeError on a CPU, an
-            assertion of the device on a GPU.
+        drop_on_overflow: Drop rows beyond the capacity. By default they are an error: a
+            RuntimeError on a CPU, a device assertion on a GPU.
         max_token_dtype: Has no effect; buffers have the dtype of the tokens.
 
     Raises:
@@ -141,5 +141,5 @@ def ep_bootstrap(
 
 
 def ep_finalize() -> None:
-    """Discard the settings of `ep_bootstrap`; without an earlier `ep_bootstrap` do nothing."""
+    """Discard the settings from `ep_bootstrap`; without an earlier `ep_bootstrap` do nothing."""
     _settings.pop(_scope(), None)

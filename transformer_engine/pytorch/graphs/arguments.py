@@ -50,8 +50,8 @@ class SampleArguments:
 
     Attributes:
         leaves: The flattened arguments.
-        names: Names of the keywords.
-        args: Number of positional arguments.
+        names: Keyword names.
+        args: Positional argument count.
     """
 
     leaves: ArgumentLeaves
@@ -76,17 +76,17 @@ class GraphOptions:
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """A validated call of make_graphed_callables.
+    """A validated make_graphed_callables call.
 
     Attributes:
         callables: The callables; microbatches may share a module.
-        which: Index of the callable of each sample.
+        which: Callable index per sample.
         samples: The sample arguments.
-        steps: Order of the passes.
-        chunks: Assignment of the callables to model chunks, or None.
-        quantizations: Autocast state of each callable.
+        steps: Pass order.
+        chunks: Assignment of callables to model chunks, or None.
+        quantizations: Autocast state per callable.
         options: The other options.
-        hooks: capture_time_hooks of each callable.
+        hooks: capture_time_hooks per callable.
         single: Whether a single callable was given without a tuple.
     """
 
@@ -144,7 +144,7 @@ def obstacle(module: torch.nn.Module) -> str | None:
 def samples_of(
     sample_args: Any, sample_kwargs: Any, single: bool, count: int, kwargs_given: bool
 ) -> tuple[SampleArguments, ...]:
-    """Return the samples of `count` callables; raise TypeError for leaves that a graph does not support."""
+    """Return samples for `count` callables; raise TypeError for leaves that a graph does not support."""
     args = (sample_args,) if single else sample_args
     if (
         not isinstance(args, (tuple, list))

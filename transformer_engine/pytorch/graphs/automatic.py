@@ -36,15 +36,15 @@ EAGER_SIGNATURES = 64
 
 
 class Situation(NamedTuple):
-    """A call of a graphed module.
+    """A call to a graphed module.
 
     Attributes:
         obstacle: Why the call cannot be captured or replayed now, or None.
         is_kept: Whether its signature has a graph.
-        calls: Number of eager calls of its signature so far.
-        after: Number of eager calls before the capture.
+        calls: Eager calls with its signature so far.
+        after: Eager calls before the capture.
         kept: Number of graphs of the module.
-        most: Maximum number of graphs.
+        most: Maximum graph count.
     """
 
     obstacle: str | None
@@ -56,7 +56,7 @@ class Situation(NamedTuple):
 
 
 def situation_of(obstacle: str | None, entry: Any, graphs: Any) -> Situation:
-    """Return the situation of a call: its obstacle, the entry of its signature, and the numbers of graphs."""
+    """Return the situation of a call: its obstacle, the entry of its signature, and the graph counts."""
     calls = min(entry.calls, graphs.after)
     return Situation(obstacle, entry.graph is not None, calls, graphs.after, graphs.kept, graphs.signatures)
 
@@ -164,8 +164,8 @@ class AutomaticGraph:
     def _entry(self, signature: tuple[Any, ...]) -> _Entry:
         """Return the entry of a signature.
 
-        A new entry replaces the least recently used one that only counts calls, where there are EAGER_SIGNATURES of
-        them. Graphs and failed captures are kept: either would otherwise be captured again.
+        A new entry replaces the least recently used one that only counts calls, where there are EAGER_SIGNATURES
+        such entries. Graphs and failed captures are kept: either would otherwise be captured again.
         """
         entry = self._entries.get(signature)
         if entry is None:
@@ -209,7 +209,7 @@ class AutomaticGraph:
 
     @property
     def kept(self) -> int:
-        """Number of signatures with a graph."""
+        """Signatures with a graph."""
         return sum([entry.graph is not None for entry in self._entries.values()])
 
     def reset(self) -> None:

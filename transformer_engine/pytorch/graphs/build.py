@@ -1,4 +1,4 @@
-"""Warm up, then record: the blocks of a call of make_graphed_callables, step by step in the order of their replay."""
+"""Warm up, then record: the blocks in a make_graphed_callables call, step by step in replay order."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .static_block import StaticBlock
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """Settings of a recording.
+    """Recording settings.
 
     Attributes:
-        warm_ups: Number of warm-up runs.
-        steps: Order of the passes.
+        warm_ups: Warm-up run count.
+        steps: Pass order.
         modules: Modules whose state is restored afterwards.
         around: Hooks before and after the warm-up.
         hooks: Observing hooks of each graph.
@@ -83,7 +83,7 @@ def recorded(graphs: list[RecordedBlock], plan: CapturePlan, recorder: Recorder)
 
 
 def graph_recorder(pool: Any = None) -> Recorder | None:
-    """Return the recorder of graphs in a memory pool (None: a new pool), or None without a GPU."""
+    """Return the graph recorder in a memory pool (None: a new pool), or None without a GPU."""
     if not has_cuda():
         return None
     states = get_all_rng_states().values()
@@ -128,7 +128,7 @@ def blocks_of(request: CaptureRequest) -> list[StaticBlock]:
 
 
 def _inputs(request: CaptureRequest) -> list[list[Tensor]]:
-    """Return the static inputs of each block: its sample or, with reuses_buffers, those of a finished block."""
+    """Return the static inputs per block: its sample or, with reuses_buffers, the inputs of a finished block."""
     if not request.options.reuses_buffers:
         return [[_leaf(tensor) for tensor in sample.leaves.tensors] for sample in request.samples]
     free: dict[Any, list[list[Tensor]]] = defaultdict(list)

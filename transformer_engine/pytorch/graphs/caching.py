@@ -1,7 +1,7 @@
 """Cached quantized weights in a graph: computed in the first microbatch of a step and reused in the others.
 
-A graph runs the same kernels in every replay. They write the codes of a weight only if a flag on the device marks the
-first microbatch.
+A graph runs the same kernels in every replay. They write the codes of a weight only if a flag on
+the device marks the first microbatch.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _parameters(kind: type) -> inspect.Signature:
 def microbatch(
     module: torch.nn.Module | None, layers: Iterable[ProductsModule], first: bool | None
 ) -> Iterator[None]:
-    """Pass is_first_microbatch=first to each call of the layers inside the block.
+    """Pass is_first_microbatch=first to each layer call inside the block.
 
-    Modules of other libraries keep the flag in an attribute of that name and write it after their first call. With
-    None, layers are called unchanged, and the attribute is None.
+    Modules in other libraries keep the flag in an attribute with that name and write it after their
+    first call. With None, layers are called unchanged, and the attribute is None.
     """
     flagged_modules = [m for m in (() if module is None else module.modules()) if _FIRST in vars(m)]
     before = [vars(m)[_FIRST] for m in flagged_modules]
@@ -51,7 +51,7 @@ def microbatch(
 def with_first_microbatch(
     first: bool, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return (args, kwargs) of a call of the layer with is_first_microbatch=first."""
+    """Return (args, kwargs) for a layer call with is_first_microbatch=first."""
     bound = _parameters(type(layer)).bind(layer, *args, **kwargs)
     bound.arguments[_FIRST] = first
     return bound.args[1:], bound.kwargs

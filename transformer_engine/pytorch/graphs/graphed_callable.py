@@ -1,4 +1,4 @@
-"""The replacement of a graphed callable: checks the arguments of a call and replays the graphs, or runs eagerly."""
+"""Replacement for a graphed callable: checks call arguments and replays the graphs, or runs eagerly."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _as_captured(
 
 @dataclass(eq=False)
 class EagerBlock:
-    """Runs the callable eagerly, under the autocast that a graph of it would be captured with."""
+    """Runs the callable eagerly, under the autocast that its graph would be captured with."""
 
     block: StaticBlock
 
@@ -138,7 +138,7 @@ class Keywords:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Keywords:
-        """Read the signature of a function. One without a signature (a builtin) may take any keyword."""
+        """Read the signature of a function. A function without a signature (a builtin) may take any keyword."""
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):

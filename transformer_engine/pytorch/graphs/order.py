@@ -1,9 +1,9 @@
 """Steps of a schedule, in the order in which they are recorded and replayed.
 
-Without an order, these are all forward passes and then all backward passes in reverse. An order describes a pipeline of
-model chunks and microbatches: +c is the forward pass of chunk c (from 1), -c its backward pass, each for the next
-microbatch, and -c - 0.5 the delayed weight gradients of that backward pass. Callables are numbered by chunk, then by
-microbatch, then by layer.
+Without an order, these are all forward passes and then all backward passes in reverse. An order
+describes a pipeline over model chunks and microbatches: +c is the forward pass of chunk c (from 1),
+-c its backward pass, each for the next microbatch, and -c - 0.5 the delayed weight gradients of
+that backward pass. Callables are numbered by chunk, then by microbatch, then by layer.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class ScheduledStep:
 
 @dataclass(frozen=True)
 class ModelChunks:
-    """A model in chunks of so many layers, each called with every microbatch."""
+    """A model in chunks with given layer counts, each called with every microbatch."""
 
     layers: tuple[int, ...]
     microbatches: int
 
     def callables(self, chunk: int, microbatch: int) -> range:
-        """Return the numbers of a chunk's callables for a microbatch, both counted from 0."""
+        """Return a chunk's callable numbers for a microbatch, both counted from 0."""
         start = sum(self.layers[:chunk]) * self.microbatches + microbatch * self.layers[chunk]
         return range(start, start + self.layers[chunk])
 
     def layer(self, callable: int) -> int:
-        """Return the index of the layer that a callable runs."""
+        """Return the layer index that a callable runs."""
         first = 0
         for layers in self.layers:
             if callable < layers * self.microbatches:

@@ -33,8 +33,8 @@ class RecordedBlock:
         forward: Recording of the forward pass.
         backward: Recording of the backward pass, or None.
         weight_gradients: Recording of the delayed weight gradients, or None.
-        clones_gradients: Copy gradients of parameters, so that later replays do not overwrite them.
-        clones_outputs: Also copy outputs and gradients of inputs.
+        clones_gradients: Copy parameter gradients, so that later replays do not overwrite them.
+        clones_outputs: Also copy outputs and input gradients.
     """
 
     def __init__(self, block: StaticBlock, clones_gradients: bool = True, clones_outputs: bool = False):
@@ -59,17 +59,17 @@ class RecordedBlock:
             parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
 
     def note_side_effects(self) -> None:
-        """Note which Python side effects of the backward pass the warm-up had: scale updates, main_grad flags."""
+        """Note which backward-pass Python side effects the warm-up had: scale updates, main_grad flags."""
         self._updates_scales = any(delayed_states_of(layer, "scaling_bwd") for layer in self._quantized)
         self._announcing = [p for p in self._announcing if p.grad_added_to_main_grad]  # pyright: ignore
 
     def run(
         self, tensors: Sequence[Tensor], first: bool | None = None, stream: Any = None, event: Any = None
     ) -> Any:
-        """Return the outputs of the callable for input tensors of the recorded shapes."""
+        """Compute the callable for input tensors with the recorded shapes."""
         if self.forward is None:
             raise RuntimeError("this graph has been reset; capture the callable again")
-        # Register the block's delayed-scaling states for updates, also after a reset of the global state.
+        # Register the block's delayed-scaling states for updates, also after a global state reset.
         if self._states is not delayed_scaling.registry.pools:
             for layer in self._quantized:
                 if isinstance(layer, RecipeSlots):
@@ -99,7 +99,7 @@ class RecordedBlock:
     def replay_backward(
         self, number: int, grads: Sequence[Tensor | None], stream: Any, event: Any
     ) -> list[Any]:
-        """Return the gradients of the inputs and parameters from those of the outputs."""
+        """Return the input and parameter gradients from the output gradients."""
         if self.backward is None:
             raise RuntimeError("this graph has been reset, or has no backward; capture it in training mode")
         if number != self.number:
@@ -113,7 +113,7 @@ class RecordedBlock:
                     static.zero_()
                 elif static.data_ptr() != given.data_ptr():
                     static.copy_(given)
-        # As without a graph, sums of weight gradients restart with the first gradient of a step.
+        # As without a graph, weight gradient sums restart with the first gradient of a step.
         restart_sums(
             p for layer in self.block.layers if layer.fuse_wgrad_accumulation for p in layer.parameters()
         )

@@ -1,7 +1,7 @@
 """RecordedStep: a training step that has been recorded once, and its replay for other data.
 
-The recording reads static inputs, and leaves outputs and gradients in static memory. Everything else that it reads or
-writes (parameters, states of optimizers and recipes) is the memory of the model.
+The recording reads static inputs, and leaves outputs and gradients in static memory. Everything
+else that it reads or writes (parameters, optimizer and recipe states) is the memory of the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .step_state import SavedHostState, StepState
 
 
 class _WatchedGradient(Tensor):
-    """A gradient of an earlier call, which notes its reads while a step is recorded."""
+    """A gradient from an earlier call, which notes its reads while a step is recorded."""
 
     read = False
 
@@ -41,8 +41,8 @@ class _WatchedGradient(Tensor):
 class EntryGradients:
     """The gradients that exist before a step, and what the step does with them.
 
-    A step that sets them to None and computes others reads none of their memory. A step that adds to them, or clears
-    them in place, uses the same memory in every replay.
+    A step that sets them to None and computes others does not read their memory. A step that adds
+    to them, or clears them in place, uses the same memory in every replay.
     """
 
     def __init__(self, parameters: Sequence[Tensor]):
@@ -53,10 +53,10 @@ class EntryGradients:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note reads of the gradients inside the block.
+        """Note gradient reads inside the block.
 
         Raises:
-            RuntimeError: The step reads a gradient of an earlier call and then replaces it.
+            RuntimeError: The step reads a gradient from an earlier call and then replaces it.
         """
         for parameter, gradient in zip(self.parameters, self.before, strict=True):
             if gradient is not None:
@@ -77,7 +77,7 @@ class EntryGradients:
                 )
 
     def results(self) -> list[Tensor | None]:
-        """Return the gradients after the step, None for those in the memory of before; called inside `watched`."""
+        """Return the gradients after the step, None for gradients in the earlier memory; called inside `watched`."""
         if not self.replaced:
             self.replaced = [
                 parameter.grad is not gradient
@@ -100,7 +100,7 @@ class RecordedStep:
     """A recorded training step.
 
     Attributes:
-        constants: Leaves of the result that are not tensors; None at the position of a tensor.
+        constants: Result leaves that are not tensors; None at tensor positions.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RecordedStep:
         self.constants: tuple[Any, ...] = ()
         self._structure: Any = None
         self._outputs = 0
-        # Updates of scales write to the states of all modules, also of modules that other models own.
+        # Scale updates write to the states of all modules, also to modules that other models own.
         self._scales = [
             (member.scale_in_place, member.amax_history)
             for pool in delayed_scaling.registry.pools.values()
@@ -161,7 +161,7 @@ class RecordedStep:
         return any(p.grad is None or p.grad.data_ptr() != address for p, address in self._kept)
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
-        """Compute the step for input tensors of the recorded shapes; the result belongs to the caller."""
+        """Compute the step for input tensors with the recorded shapes; the result belongs to the caller."""
         moved = [
             (static, given)
             for static, given in zip(self._inputs, tensors, strict=True)
@@ -186,7 +186,7 @@ _TENSOR = object()
 
 
 def plain_leaves(results: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the leaves of a result with a mark in the place of each tensor.
+    """Return the leaves of a result with a mark in place of each tensor.
 
     Raises:
         RuntimeError: A leaf is neither a tensor nor a constant.

@@ -1,4 +1,4 @@
-"""The variables that a function reads besides its arguments, as parts of a signature.
+"""The variables that a function reads besides its arguments, as signature parts.
 
 A capture freezes these variables: numbers keep their values, tensors their addresses, objects their identities. The
 modules, optimizers and random generators among them are collected separately: their own state belongs to a step too.
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from .signature import PLAIN_TYPES, SameObject, address_of
 
-# Levels of objects whose attributes are read: an object, and its attributes.
+# Object levels whose attributes are read: an object, and its attributes.
 _LEVELS = 2
 # Methods that Python or torch calls.
 _CALLED = ("__call__", "forward")
 # Longer containers count by identity, so that a data set is not read in every call.
 _MAX_ELEMENTS = 64
-# Objects of this package, such as recipes, are constants of a step, other than modules and optimizers.
+# This package's objects, such as recipes, are step constants, other than modules and optimizers.
 _CONSTANT_PACKAGES = ("transformer_engine.pytorch.", "transformer_engine.common.")
-# Functions of libraries are not read: they keep no state between the calls of a step.
+# Library functions are not read: they keep no state between the calls in a step.
 _LIBRARIES = frozenset({"torch", "numpy", *sys.stdlib_module_names})
 
 
@@ -37,10 +37,10 @@ class References:
     """The variables of a function.
 
     Attributes:
-        facts: (name, value) of every variable that is not a module or an optimizer.
+        facts: (name, value) for every variable that is not a module or an optimizer.
         modules: Modules that the variables hold.
         optimizers: Optimizers that the variables hold.
-        generators: (name, random generator of the host) of the variables.
+        generators: (name, host random generator) among the variables.
     """
 
     facts: list[tuple[str, Any]] = field(default_factory=list)
@@ -89,7 +89,7 @@ class References:
             self._read_function("self", wrapped)
 
     def _read_path(self, value: Any, path: tuple[str, ...]) -> None:
-        """Read a global variable; of a module or a class, read the attribute that the function reads."""
+        """Read a global variable; for a module or a class, read the attribute that the function reads."""
         length = 1
         while length < len(path) and isinstance(value, types.ModuleType | type):
             if isinstance(value, types.ModuleType) and _is_library(value.__name__):
@@ -101,7 +101,7 @@ class References:
         self._read("global variable " + ".".join(path[:length]), value, _LEVELS)
 
     def _read_methods(self) -> None:
-        """Read the methods of the objects that were found, as far as a function that was read names them."""
+        """Read the methods of the objects found, as far as a function that was read names them."""
         read: set[tuple[type, str]] = set()
         while True:
             waiting = [
@@ -232,7 +232,7 @@ def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], frozenset[str]]:
-    """Return the global variables that a function and its inner functions use, and the names of all attributes.
+    """Return the global variables that a function and its inner functions use, and all attribute names.
 
     A global variable is a path: ("config", "scale") if the function reads `config.scale`.
     """

@@ -133,7 +133,7 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     weights = _Values.of(
         part for workspace in workspaces for part in parts_of(workspace)[0] if part is not None
     )
-    # Scales of other modules too: an autocast inside of a module ends with an update of all modules.
+    # Scales of other modules too: an autocast inside a module ends with an update for all modules.
     pooled = [state for pool in delayed_scaling.registry.pools.values() for state in pool.states]
     others = _Values.of(tensor for state in pooled for tensor in (state.scale_in_place, state.amax_history))
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]

@@ -1,6 +1,6 @@
-"""Signatures of calls: a graph serves every call whose signature equals that of the captured call.
+"""Call signatures: a graph serves every call whose signature equals the signature of the captured call.
 
-A signature holds everything that a capture freezes, except the values of tensors.
+A signature holds everything that a capture freezes, except tensor values.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..runtime.determinism import torch_determinism
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
-# Types of non-tensor arguments. Equal values of one type are interchangeable.
+# Non-tensor argument types. Equal values with one type are interchangeable.
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
-# The bookkeeping of torch.nn.Module. Of these only parameters, buffers, children and the mode belong to a signature.
+# The bookkeeping in torch.nn.Module. From these only parameters, buffers, children and the mode belong to a signature.
 _BOOKKEEPING = frozenset(vars(torch.nn.Module()))
 PLAIN_TYPES = frozenset((*CONSTANTS, complex, bytes, torch.memory_format, torch.layout))
-# Attributes of this package's layers that are not in their `_config` and that a capture freezes.
+# Layer attributes in this package that are not in their `_config` and that a capture freezes.
 _OUTSIDE_CONFIG = ("forward", "score_mod")
 
 
 class ArgumentLeaves(NamedTuple):
-    """The flattened arguments (args, kwargs) of a call; `constants` is None at the position of a tensor."""
+    """Flattened arguments (args, kwargs) of a call; `constants` is None at tensor positions."""
 
     structure: pytree.TreeSpec
     tensors: tuple[Tensor, ...]
@@ -53,7 +53,7 @@ class ArgumentLeaves(NamedTuple):
 
 
 class SameObject:
-    """A part of a signature that equals only the same object.
+    """A signature part that equals only the same object.
 
     Signatures keep weak references where possible, so that they do not keep objects alive. CPython has one plain weak
     reference per object, and a later object at the same address has another.
@@ -75,10 +75,10 @@ class SameObject:
 
 
 class Standing(NamedTuple):
-    """The state of a module at the moment of a call, or the reason that the call cannot be captured.
+    """State of a module when it is called, or the reason that the call cannot be captured.
 
     Attributes:
-        facts: Settings of the layers, addresses of their parameters and buffers, as parts of a signature.
+        facts: Layer settings, and addresses of layer parameters and buffers, as signature parts.
         obstacle: The reason as a sentence, or None.
     """
 
@@ -123,7 +123,7 @@ def standing_of(module: torch.nn.Module | None) -> Standing:
 
 
 def _layer(layer: torch.nn.Module, seen: set[int], depth: int) -> tuple[Any, ...]:
-    """Return a layer without its parameters, buffers and children as a part of a signature."""
+    """Return a layer without its parameters, buffers and children as a signature part."""
     own = layer.__dict__
     config = own.get("_config")
     if config is None:
@@ -132,7 +132,7 @@ def _layer(layer: torch.nn.Module, seen: set[int], depth: int) -> tuple[Any, ...
         # The forward reads the record and these; attributes that callers add have no effect.
         names = [name for name in _OUTSIDE_CONFIG if own.get(name) is not None]
     else:
-        # The private attributes are caches and states of this package.
+        # The private attributes are this package's caches and states.
         names = [name for name in own.keys() - _BOOKKEEPING if not name.startswith("_")]
     settings = [
         (name, type(own[name]), own[name])
@@ -140,7 +140,7 @@ def _layer(layer: torch.nn.Module, seen: set[int], depth: int) -> tuple[Any, ...
         else (name, _fact(own[name], seen, depth))
         for name in names
     ]
-    # A weak reference equals only that of the same layer, and is hashed and compared faster than a SameObject.
+    # A weak reference equals only one to the same layer, and is hashed and compared faster than a SameObject.
     return weakref.ref(layer), type(layer), own["training"], config, frozenset(settings)
 
 
@@ -149,22 +149,22 @@ def _is_ours(value: object) -> bool:
 
 
 def _fact(value: Any, seen: set[int], depth: int) -> Any:
-    """Return a value as a part of a signature.
+    """Return a value as a signature part.
 
-    Numbers, text and containers of them count by value, tensors by address and layout, other objects by identity.
-    For depth > 0, the attributes of an object count too, such as those of a model's configuration. Callables and
-    objects of this package count by identity only.
+    Numbers, text and containers of them count by value, tensors by address and layout, other
+    objects by identity. For depth > 0, the attributes of an object count too, such as those in a
+    model configuration. Callables and objects of this package count by identity only.
 
     Args:
-        value: An attribute of a layer, or an element of one.
-        seen: Ids of the containers and objects that the signature includes already; they count by identity.
-        depth: How many levels of objects are read.
+        value: A layer attribute, or an element of one.
+        seen: Ids for the containers and objects that the signature includes already; they count by identity.
+        depth: How many object levels are read.
     """
     kind = type(value)
     if kind in PLAIN_TYPES:
         return kind, value
     if isinstance(value, Tensor):
-        # A result of the forward pass, such as an auxiliary loss, is overwritten by each replay.
+        # A forward pass result, such as an auxiliary loss, is overwritten by each replay.
         if value.grad_fn is not None:
             return kind
         return kind, address_of(value), value.shape, value.dtype, value.requires_grad
@@ -191,7 +191,7 @@ def _fact(value: Any, seen: set[int], depth: int) -> Any:
 
 
 def address_of(tensor: Tensor) -> Any:
-    """Return the address of a tensor, or those of the parts of a quantized tensor."""
+    """Return the address of a tensor, or the addresses of the parts of a quantized tensor."""
     if isinstance(tensor, QuantizedTensorStorage):
         parts: Sequence[Tensor | None] = tensor.as_storage().flatten()[0]
         return tuple([None if part is None else part.data_ptr() for part in parts])

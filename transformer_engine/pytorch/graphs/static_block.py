@@ -1,7 +1,7 @@
 """StaticBlock: a callable with static tensors, whose passes a recorder can record.
 
 * forward: outputs = callable(inputs), under the autocast of the capture.
-* backward: gradients of inputs and parameters, from static gradients of the outputs.
+* backward: input and parameter gradients, from static output gradients.
 * weight_gradients: the weight gradients that delay_wgrad_compute=True delays.
 
 The passes read and write the same tensors in every call. They have no effect that a replay lacks: the code that replays
@@ -56,7 +56,7 @@ class StaticBlock:
     Attributes:
         call: The function, or the forward of the module.
         module: The module; None for a function.
-        structure: Structure of the arguments (args, kwargs).
+        structure: Argument structure (args, kwargs).
         inputs: Static tensors at `positions` among the leaves of `structure`.
         constants: The other leaves.
         quantization: Autocast state of the capture.
@@ -132,7 +132,7 @@ class StaticBlock:
         return [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def prepare_grad_outputs(self) -> None:
-        """Allocate a static gradient for each differentiable output of the forward pass."""
+        """Allocate a static gradient for each differentiable forward output."""
         if not self.grad_outputs:
             self.grad_outputs = [
                 torch.zeros_like(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
@@ -140,7 +140,7 @@ class StaticBlock:
             ]
 
     def backward(self) -> list[Tensor | None]:
-        """Return the gradient of each tensor of the surface, or None."""
+        """Return the gradient for each surface tensor, or None."""
         assert self.outputs is not None
         made, self._made = self._made, []
         roots = [o for o, has in zip(made, self.outputs.differentiable, strict=True) if has]

@@ -1,7 +1,7 @@
 """graphed(step): a whole training step in one CUDA graph, captured after some eager calls with equal signatures.
 
-The eager calls are steps of the training like all others. The capture itself computes nothing, and its first replay is
-the step of that call. A step with a new signature (another shape, another setting) begins with eager calls again.
+The eager calls are training steps like all others. The capture itself computes nothing, and its first replay is the
+step of that call. A step with a new signature (another shape, another setting) begins with eager calls again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _StepEntry:
         constants: Results of the last call that are not tensors.
         failure: Why the capture failed.
         graph: The recorded step.
-        calls: Number of eager calls that changed nothing on the host.
+        calls: Eager calls that changed nothing on the host.
     """
 
     constants: tuple[Any, ...] | None = None
@@ -61,8 +61,8 @@ class TrainingStep:
 
     Attributes:
         function: The eager step.
-        after: Number of eager calls of a signature before its capture, besides those that change state on the host.
-        signatures: Maximum number of graphs.
+        after: Eager calls with a signature before its capture, besides those that change state on the host.
+        signatures: Maximum graph count.
         optimizers: Optimizers that a call has stepped.
         reason: Why the last call ran eagerly; None if it replayed a graph.
     """
@@ -110,7 +110,7 @@ class TrainingStep:
 
     @property
     def kept(self) -> int:
-        """Number of signatures with a graph."""
+        """Signatures with a graph."""
         return sum([entry.graph is not None for entry in self._entries.values()])
 
     def reset(self) -> None:
@@ -134,7 +134,7 @@ class TrainingStep:
         return None if between is None else f"since the previous call, this changed: {between}"
 
     def _entry(self, signature: Any) -> _StepEntry:
-        """Return the entry of a signature, and limit the number of those that only count calls."""
+        """Return the entry of a signature, and limit how many entries only count calls."""
         entry = self._entries.pop(signature, None) or _StepEntry()
         counting = [key for key, e in self._entries.items() if e.graph is None and e.failure is None]
         if len(counting) >= automatic.EAGER_SIGNATURES:
@@ -152,8 +152,8 @@ class TrainingStep:
     ) -> Any:
         """Call the step, and count the call if it leaves the state on the host unchanged.
 
-        It runs on the stream of the capture, so that the libraries' workspaces and autograd's accumulators of this
-        stream exist before the capture.
+        It runs on the capture stream, so that the libraries' workspaces and autograd's accumulators
+        of this stream exist before the capture.
         """
         random = host_random_state(state.generators)
         versions = [tensor._version for tensor in leaves.tensors]
@@ -177,7 +177,7 @@ class TrainingStep:
         return result
 
     def _recorder(self) -> Recorder:
-        """Return a recorder in the memory pool of the kept graphs, or in a new one.
+        """Return a recorder in the memory pool of the stored graphs, or in a new one.
 
         The graphs of one step share a pool, because they never run at the same time. A pool ends with its last graph.
         """
@@ -194,8 +194,8 @@ class TrainingStep:
             with build.capturing():
                 entry.graph = RecordedStep(self.function, leaves, state, recorder)
         except RuntimeError as error:
-            # torch raises RuntimeError and its subclasses for operations that cannot be captured. Other errors are
-            # those of the step.
+            # torch raises RuntimeError and its subclasses for operations that cannot be captured.
+            # Other errors come from the step.
             failure = f"it could not be captured: {_described(error)}"
             self.reason = failure
             if isinstance(error, torch.OutOfMemoryError):
@@ -236,7 +236,7 @@ def _argument_obstacle(tensor: Tensor) -> str | None:
 
 
 def _argument_name(function: Callable[..., Any], arguments: Any, position: int) -> str:
-    """Return the name of a leaf of (args, kwargs), such as batch['tokens']."""
+    """Return the name of an (args, kwargs) leaf, such as batch['tokens']."""
     path = pytree.tree_flatten_with_path(arguments)[0][position][0]
     key: Any = path[1]
     if hasattr(key, "key"):
@@ -258,18 +258,18 @@ def _written_argument(
 
 
 def detached(result: Any) -> Any:
-    """Return a result of an eager call without its autograd graph, which a replay does not have either."""
+    """Return the result of an eager call without its autograd graph, which a replay does not have either."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach() if leaf.requires_grad else leaf, result)
 
 
 def _tensors_of(result: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors of a result, and the gradients of parameters."""
+    """Return the tensors in a result, and parameter gradients."""
     tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     return tensors + [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _described(error: BaseException) -> str:
-    """Return the first line of an error, the line of the caller's code, and the remedy."""
+    """Return the first line of an error, the line in the caller's code, and the remedy."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     cause = error.__cause__ or error
     frames = [f for f in traceback.extract_tb(cause.__traceback__) if not f.filename.startswith(_OWN)]
@@ -279,14 +279,14 @@ def _described(error: BaseException) -> str:
 
 
 class GraphedFunction:
-    """A graphed function: a training step if its first calls step an optimizer or compute gradients of parameters.
+    """A graphed function: a training step if its first calls step an optimizer or compute parameter gradients.
 
     Other functions are captured like the forward pass of a module.
 
     Args:
         function: The function.
-        after: Number of eager calls of a signature before its capture.
-        signatures: Maximum number of graphs.
+        after: Eager calls with a signature before its capture.
+        signatures: Maximum graph count.
     """
 
     def __init__(self, function: Callable[..., Any], after: int, signatures: int):
@@ -322,7 +322,7 @@ class GraphedFunction:
 
     @property
     def kept(self) -> int:
-        """Number of signatures with a graph."""
+        """Signatures with a graph."""
         return self._graph.kept
 
     @property
@@ -343,32 +343,32 @@ class GraphedFunction:
 
 @suggests_keywords
 def graphed(module: Function, *, after: int = 3, signatures: int = 4) -> Function:
-    """Turn the calls of a module, a function or a training step into CUDA graphs, without sample arguments.
+    """Turn calls to a module, a function or a training step into CUDA graphs, without sample arguments.
 
-    A function whose first calls step an optimizer or compute gradients of parameters is a training step: its forward
-    and backward pass, the optimizer and everything else that it computes on the GPU become one graph. The eager calls
-    before the capture are steps like all others.
+    A function whose first calls step an optimizer or compute parameter gradients is a training
+    step: its forward and backward pass, the optimizer and everything else that it computes on the
+    GPU become one graph. The eager calls before the capture are steps like all others.
 
     Args:
         module: A module, which is modified, or a function, which is wrapped. Tensors that a function reads besides its
             arguments must keep their addresses.
-        after: Number of eager calls of a signature before its capture. A signature covers shapes, dtypes, modes, recipe
-            and addresses of parameters. Of a training step, calls that change state on the host are not counted,
-            nor is the call that first steps an optimizer or computes gradients.
-        signatures: Maximum number of graphs; calls with further signatures run eagerly.
+        after: Eager calls with a signature before its capture. A signature covers shapes, dtypes, modes,
+            recipe and parameter addresses. For a training step, calls that change state on the host are not
+            counted, nor is the call that first steps an optimizer or computes gradients.
+        signatures: Maximum graph count; calls with further signatures run eagerly.
 
     Returns:
-        The module, or the wrapped function. `reset()` of either frees all graphs. The attribute `reason` of a wrapped
-        function is the reason why its last call ran eagerly, or None if it replayed a graph. Results of a training
-        step have no `grad_fn`.
+        The module, or the wrapped function. `reset()` on either frees all graphs. The attribute
+        `reason` of a wrapped function is the reason why its last call ran eagerly, or None if it
+        replayed a graph. Results of a training step have no `grad_fn`.
 
     Raises:
         TypeError: module is not callable.
         ValueError: module is graphed already, or a number is below its limit.
 
     `te.explain(module, x)` reports whether a call is captured, and why not. Outputs and gradients are bit-equal to
-    eager calls. Outputs, and gradients of inputs, are not overwritten by later calls; the gradients of parameters that
-    a training step leaves in `.grad` are. A second forward pass before the backward pass of the first runs eagerly.
+    eager calls. Outputs, and input gradients, are not overwritten by later calls; the parameter gradients that a
+    training step leaves in `.grad` are. A second forward pass before the backward pass of the first runs eagerly.
     """
     if not callable(module):
         raise TypeError(f"module={described(module)} cannot be called; give a module or a function")

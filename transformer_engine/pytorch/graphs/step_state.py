@@ -1,8 +1,8 @@
 """The state on the host that a training step reads: a capture freezes it, and a replay does not change it.
 
-`StepState` collects it as named facts. A call of a step that changes a fact cannot be replayed; `change_between` names
-the fact. `SavedHostState` restores what a failed capture has changed on the host; a capture changes nothing on the
-device.
+`StepState` collects it as named facts. A step call that changes a fact cannot be replayed;
+`change_between` names the fact. `SavedHostState` restores what a failed capture has changed on the
+host; a capture changes nothing on the device.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class StepState:
     """The modules, optimizers and variables of a step.
 
     Attributes:
-        facts: (name, value) of everything on the host that a capture freezes.
+        facts: (name, value) for everything on the host that a capture freezes.
         modules: Modules that the step calls.
         optimizers: Optimizers that the step calls.
-        generators: (name, random generator of the host) of the variables.
+        generators: (name, host random generator) among the variables.
         parameters: Parameters of both, each once.
         obstacle: Reason why no graph can be captured, or None.
     """
@@ -91,7 +91,7 @@ class StepState:
 
 
 def _result_facts(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Iterate over the results of autograd that layers hold: the next step may read them, and a replay the first."""
+    """Iterate over the autograd results that layers hold: the next step may read them, and a replay the first."""
     for layer in module.modules():
         for name, value in vars(layer).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -114,7 +114,7 @@ def _optimizer_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _optimizer_facts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Iterate over the settings of an optimizer, and the addresses of its parameters and states."""
+    """Iterate over the settings of an optimizer, and its parameter and state addresses."""
     name = type(optimizer).__name__
     for key, value in vars(optimizer).items():
         if type(value) in PLAIN_TYPES:
@@ -149,7 +149,7 @@ _REMEDIES = {
 
 
 def change_between(before: Facts, after: Facts) -> str | None:
-    """Return the name of the first fact that differs, with the remedy where there is one, or None."""
+    """Return the name of the first differing fact, with the remedy where there is one, or None."""
     if before == after:
         return None
     names = [a[0] for a, b in zip(before, after, strict=False) if a != b]
@@ -160,10 +160,10 @@ def change_between(before: Facts, after: Facts) -> str | None:
 
 
 def host_random_state(generators: Sequence[tuple[str, Any]]) -> Facts:
-    """Return the states of the random generators of the host, which a replay does not advance.
+    """Return the states of the host random generators, which a replay does not advance.
 
     Args:
-        generators: (name, generator) of those that the step reads, besides the global ones.
+        generators: (name, generator) for generators that the step reads, besides the global ones.
     """
     states: Facts = [("random", random.getstate()), ("torch", bytes(torch.get_rng_state().numpy()))]
     if "numpy" in sys.modules:
@@ -199,7 +199,7 @@ def observed_optimizers() -> Iterator[list[torch.optim.Optimizer]]:
 
 
 class SavedHostState:
-    """References that a step may replace on the host: gradients, buffers, groups and states of optimizers."""
+    """References that a step may replace on the host: gradients, buffers, optimizer groups and states."""
 
     def __init__(self, state: StepState):
         self._gradients = [(parameter, parameter.grad) for parameter in state.parameters]

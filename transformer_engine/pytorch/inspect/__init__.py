@@ -1,1 +1,1 @@
-"""Tools that inspect the engine: chosen backends, memory of a step, statistics of tensors, timing of algorithms."""
+"""Tools that inspect the engine: chosen backends, memory of a step, tensor statistics, algorithm timing."""

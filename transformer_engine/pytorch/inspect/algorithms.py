@@ -17,10 +17,10 @@ class deterministic(ContextDecorator):
     """Require equal bits in every run: te.deterministic(), or for a block: with te.deterministic(): train()
 
     Backends whose sums have no fixed order are unsupported, for a reason that `te.explain` prints, and
-    torch.use_deterministic_algorithms(True) is set, under which operations of torch without a deterministic algorithm
-    raise an error. Algorithms are not timed, because a choice by time differs between runs: `te.autotune` raises. Runs
-    are equal for the same seeds, inputs, shapes, machine, libraries and, on a CPU, number of threads.
-    NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 requires the same of the backends and leaves torch's switch unchanged.
+    torch.use_deterministic_algorithms(True) is set, under which torch operations without a deterministic algorithm
+    raise an error. Algorithms are not timed, because a choice by time differs between runs: `te.autotune` raises.
+    Runs are equal for the same seeds, inputs, shapes, machine, libraries and, on a CPU, thread count.
+    NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 requires the same from the backends and leaves torch's switch unchanged.
 
     Args:
         enabled: False lifts the requirement.
@@ -38,7 +38,7 @@ class deterministic(ContextDecorator):
         _set(enabled)
 
     def _recreate_cm(self) -> deterministic:
-        """Return a new context, so that each call of a decorated function sets the mode again."""
+        """Return a new context, so that each decorated function call sets the mode again."""
         return deterministic(self._enabled)
 
     def __enter__(self) -> deterministic:
@@ -83,11 +83,11 @@ class autotune:
     with te.autotune():
         model(x).sum().backward()
 
-    A choice stays active in this process after the block. It is stored in a file for the GPU's model, the version of
-    cuBLASLt and the problem (TE_CACHE_DIR, by default ~/.cache/transformer_engine). Later blocks, or NVTE_AUTOTUNE=1
-    for a whole process, read it without timing. Without tuning, the first algorithm of the library's heuristic is
+    A choice stays active in this process after the block. It is stored in a file for the GPU's model, the cuBLASLt
+    version and the problem (TE_CACHE_DIR, by default ~/.cache/transformer_engine). Later blocks, or NVTE_AUTOTUNE=1
+    for a whole process, read it without timing. Without tuning, the first algorithm by the library's heuristic is
     used and results do not depend on measurements. CUDA graphs and compiled functions keep the algorithms that they
-    captured: tune first. Has no effect on products of backends other than cublaslt.
+    captured: tune first. Has no effect on products by backends other than cublaslt.
 
     Raises:
         RuntimeError: Results must be deterministic, for example under `te.deterministic()`.

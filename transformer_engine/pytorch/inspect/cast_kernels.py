@@ -1,4 +1,4 @@
-"""The casts that `cast_verification` compares: single conversions of the kernels, and producers that return codes."""
+"""The casts that `cast_verification` compares: single conversions in the kernels, and producers that return codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Producer = Callable[[Tensor, "Cast | None"], "Quantized | Tensor"]
 
 
 def has_row_blocks(spec: QuantizeSpec) -> bool:
-    """Return whether consecutive elements of a row share a scale, and no others."""
+    """Return whether consecutive elements in a row share a scale, and no others."""
     block = spec.format.block
     return block is not None and block[0] == 1 and not spec.two_dimensional
 
@@ -41,14 +41,14 @@ BLOCK_SPECS = {name: spec for name, spec in VERIFIED_SPECS.items() if has_row_bl
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor in row-major order."""
-    # A dimension of one element may have any stride, also in a contiguous tensor.
+    # A one-element dimension may have any stride, also in a contiguous tensor.
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def conversions(element: Element, device: torch.device) -> dict[str, str]:
-    """Return {name: compile-time argument} of the conversions to FP8 that a device can run; see `kernels.conversion`.
+    """Return {name: compile-time argument} for the conversions to FP8 that a device can run; see `kernels.conversion`.
 
-    GPUs newer than 8.9 also run the conversions of 8.9 (an instruction as inline PTX) and of 8.0 (integers).
+    GPUs newer than 8.9 also run the conversions for 8.9 (an instruction as inline PTX) and 8.0 (integers).
     """
     if device.type != "cuda":
         return {}
@@ -73,12 +73,12 @@ def _cast_launch(shape: tuple[int, int], element: Element, conversion: str, tran
 
 
 def encoded(x: Tensor, element: Element, name: str, multiplier: float, transposed: bool = False) -> Tensor:
-    """Return codes [M, K] of x [M, K] * multiplier by one conversion; with `transposed`, codes [K, M] of its transpose.
+    """Convert x [M, K] * multiplier to codes [M, K] by one conversion; with `transposed`, to transposed codes [K, M].
 
     Args:
         x: Values, float32, bfloat16 or float16, contiguous.
         element: E4M3 or E5M2.
-        name: A key of `conversions`.
+        name: A `conversions` key.
         multiplier: Exact in float32.
         transposed: Use the kernel that transposes.
     """
@@ -89,7 +89,7 @@ def encoded(x: Tensor, element: Element, name: str, multiplier: float, transpose
 
 
 def decoded(element: Element, name: str, device: torch.device) -> Tensor:
-    """Return the float32 values of the 256 codes of an element by one conversion."""
+    """Decode the 256 codes of an element to float32 by one conversion."""
     from ...common.kernels.fp8_attention import values_of
 
     launch = values_of(256, (0, 1), "float32")
@@ -100,17 +100,17 @@ def decoded(element: Element, name: str, device: torch.device) -> Tensor:
     return launching.run(launch, (codes, torch.ones(1, device=device), None, None))[0]
 
 
-ROWS = 32  # of the results of norms: NVFP4 packs pairs of rows, MXFP8 scales 32 of them together
+ROWS = 32  # in norm results: NVFP4 packs row pairs, MXFP8 scales 32 rows together
 
 
 def _rmsnorm(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
-    # The norm of a row of ones is one, so that each row of the result is the weight.
+    # A row of ones has norm one, so that each result row is the weight.
     weight = x.reshape(-1)
     return rmsnorm_forward(torch.ones_like(weight).expand(ROWS, -1).contiguous(), weight, 0.0, False, cast)[0]
 
 
 def _layernorm(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
-    # The normalized values of a constant row are zero, so that each row of the result is the bias.
+    # The normalized values of a constant row are zero, so that each result row is the bias.
     bias = x.reshape(-1)
     ones = torch.ones_like(bias)
     return layernorm_forward(ones.expand(ROWS, -1).contiguous(), ones, bias, 1e-5, False, cast)[0]
@@ -129,7 +129,7 @@ def _column_sums(x: Tensor, cast: Cast | None) -> Quantized | Tensor:
     return x if cast is None else column_sums(x, torch.float32, cast)[0]  # pyright: ignore[reportReturnType]
 
 
-# Producers whose results are, for some inputs, every number of a 16-bit dtype (of ReLU: every number without sign).
+# Producers whose results are, for some inputs, every number in a 16-bit dtype (for ReLU: every number without sign).
 PRODUCERS: dict[str, Producer] = {
     "RMSNorm": _rmsnorm,
     "LayerNorm": _layernorm,
@@ -142,10 +142,10 @@ PRODUCERS: dict[str, Producer] = {
 def producers(
     halves: Callable[[torch.dtype], Tensor], exponents: Sequence[int]
 ) -> Iterator[tuple[str, Callable[[], Pairs]]]:
-    """Yield (name, comparison) of each producer with each format.
+    """Yield (name, comparison) for each producer and format.
 
     Args:
-        halves: Returns every number of a 16-bit dtype, [256, 256].
+        halves: Returns every number in a 16-bit dtype, [256, 256].
         exponents: Exponents of the scales that are given to FP8 casts.
     """
     device = halves(torch.bfloat16).device
@@ -163,7 +163,7 @@ def producers(
 
 
 def _produced(halves: Callable[[torch.dtype], Tensor], producer: Producer, casts: Sequence[Cast]) -> Pairs:
-    """Compare a producer that returns codes with the reference's cast of its values."""
+    """Compare a producer that returns codes with the reference's cast."""
     for dtype in (torch.bfloat16, torch.float16):
         x = halves(dtype)
         values = producer(x, None)

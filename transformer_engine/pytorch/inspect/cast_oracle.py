@@ -1,8 +1,8 @@
-"""Codes and block scales from their definition, by intervals: the standard of `cast_verification`.
+"""Codes and block scales from their definition, by intervals: the standard for `cast_verification`.
 
-Positive float32 numbers are ordered like their bit patterns, and rounding is monotonic. The inputs that round to a code
-are therefore an interval of bit patterns, and a code is the number of intervals that begin at or below its input. None
-of this shares an operation with the kernels or with the reference, which add, shift and multiply.
+Positive float32 numbers are ordered like their bit patterns, and rounding is monotonic. The inputs that round to a
+code are therefore a bit-pattern interval, and a code is the number of intervals that begin at or below its input.
+None of this shares an operation with the kernels or with the reference, which add, shift and multiply.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...common.formats import Element
 
-INFINITY = 0x7F800000  # bits of a float32; those of every NaN are greater
+INFINITY = 0x7F800000  # bits of a float32; the bits of every NaN are greater
 MAGNITUDE = 0x7FFFFFFF
 NAN_CODE = 0x7F
 SCALE_BIAS = 127  # of E8M0: the code of 2^k is k + 127
@@ -42,18 +42,18 @@ def _first_bits(element: Element) -> tuple[int, ...]:
     for code, (lower, upper) in enumerate(itertools.pairwise(values), start=1):
         middle = torch.tensor((lower + upper) / 2, device="cpu")
         assert middle.item() == (lower + upper) / 2, "a float32 holds the midpoint of two codes"
-        # The midpoint rounds to the even one of codes `code - 1` and `code`.
+        # The midpoint rounds to the even code among `code - 1` and `code`.
         firsts.append(int(middle.view(torch.int32)) + code % 2)
     return tuple(firsts)
 
 
 def element_codes(x: Tensor, element: Element) -> Tensor:
-    """Return the codes of float32 values as uint8, saturated beyond the maximum.
+    """Encode float32 values as uint8 codes, saturated beyond the maximum.
 
     Every NaN becomes 0x7F; E2M1 has no NaN, and +6 takes its place.
 
     Args:
-        x: Values, float32 of any shape.
+        x: Values, float32, any shape.
         element: E4M3, E5M2 or E2M1.
     """
     bits = x.view(torch.int32)
@@ -66,7 +66,7 @@ def element_codes(x: Tensor, element: Element) -> Tensor:
 
 
 def code_values(element: Element, device: torch.device) -> Tensor:
-    """Return the float32 values of the FP8 codes 0, 1, ..., 255; codes beyond the maximum are infinite or NaN."""
+    """Decode the FP8 codes 0, 1, ..., 255 to float32; codes beyond the maximum are infinite or NaN."""
     positive = magnitudes(element)
     beyond = [torch.nan] * (128 - len(positive))
     if element.name == "e5m2":
@@ -76,14 +76,14 @@ def code_values(element: Element, device: torch.device) -> Tensor:
 
 
 def power_scales(amax: Tensor, element: Element) -> Tensor:
-    """Return the E8M0 codes, as uint8, of the smallest powers of two 2^k >= amax * (1 / maximum).
+    """Return the E8M0 codes, as uint8, for the smallest powers of two 2^k >= amax * (1 / maximum).
 
-    Source of the rule: OCP Microscaling Formats 1.0 with the exponent rounded up. The reciprocal and the product are
-    rounded to float32.
+    Source: OCP Microscaling Formats 1.0 with the exponent rounded up. The reciprocal and the
+    product are rounded to float32.
 
     Args:
-        amax: Maxima of blocks, float32, non-negative and finite.
-        element: Element of the blocks' codes.
+        amax: Block maxima, float32, non-negative and finite.
+        element: Element format of the codes.
     """
     reciprocal = torch.tensor(1.0 / element.maximum, dtype=torch.float32, device="cpu").item()
     powers = [2.0 ** (code - SCALE_BIAS) for code in range(255)]

@@ -1,11 +1,11 @@
-"""Casts of every float32 number, compared bit for bit: kernels with the reference, and both with the definition.
+"""Casts from every float32 number, compared bit for bit: kernels with the reference, and both with the definition.
 
 `verify_casts` proves three statements, each on all inputs that exist:
 
-1. The reference's conversions to E4M3, E5M2 and E2M1 have the codes of `cast_oracle`. So have all conversions of the
-   kernels that this GPU can run, with three multipliers. Codes decode to their values.
+1. The reference's conversions to E4M3, E5M2 and E2M1 match the codes of `cast_oracle`. So do all
+   kernel conversions that this GPU can run, with three multipliers. Codes decode to their values.
 2. Block scales equal the reference, and `cast_oracle` where the rule is one operation, for every possible maximum.
-3. Codes of blocks and of fused producers equal the reference.
+3. Codes from blocks and fused producers equal the reference.
 
 A sample (by default) takes every 64th part of the float32 numbers, and all 16-bit numbers.
 """
@@ -39,13 +39,13 @@ from .cast_kernels import (
     producers,
 )
 
-PART = 1 << 26  # float32 numbers that are compared at once on a GPU; 64 parts are all of them
+PART = 1 << 26  # float32 numbers that are compared at once on a GPU; 64 parts are all numbers
 PARTS = (1 << 32) // PART
-SAMPLED = 1 << 20  # numbers of a part in a sample
+SAMPLED = 1 << 20  # numbers per part in a sample
 MULTIPLIERS = {"1": 1.0, "2^127": 2.0**127, "2^-126": 2.0**-126}
 EXPONENTS = range(-126, 128)
 MIX = -1640531527  # odd, so that i * MIX visits all 2^32 patterns in an order without runs
-MIXER = 6364136223846793005  # the multiplier of Knuth's linear congruential generator, for digests
+MIXER = 6364136223846793005  # multiplier from Knuth's linear congruential generator, for digests
 SPECS = dict(VERIFIED_SPECS)
 # Options that the self-test does not compute: a block's maximum mapped to 4 or 6, square blocks, E5M2.
 for _name, _spec in list(SPECS.items()):
@@ -57,7 +57,7 @@ for _name, _spec in list(SPECS.items()):
     if E5M2.name in _spec.format.elements:
         _variants[f"{_name} e5m2"] = replace(_spec, element=E5M2)
     SPECS |= {name: spec for name, spec in _variants.items() if spec not in SPECS.values()}
-Pairs = Iterator[tuple[Tensor, Tensor]]  # (found, expected), bytes of equal shapes
+Pairs = Iterator[tuple[Tensor, Tensor]]  # (found, expected), bytes with equal shapes
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class CastResult:
         name: What was compared.
         compared: Bytes.
         different: Bytes that differ.
-        digest: Hash of the bytes found, the same on every machine for the same version and sample.
-        seconds: Time of the comparison.
+        digest: Hash over the bytes found, the same on every machine for the same version and sample.
+        seconds: Comparison time.
     """
 
     name: str
@@ -120,11 +120,11 @@ class CastVerification:
 
 
 class Numbers:
-    """The float32 numbers of a verification, by parts.
+    """The float32 numbers in a verification, by parts.
 
     Args:
         device: Where they are computed.
-        complete: All numbers; otherwise a sample of every part, or of fewer parts on a CPU.
+        complete: All numbers; otherwise a sample from every part, or from fewer parts on a CPU.
     """
 
     def __init__(self, device: torch.device, complete: bool):
@@ -144,7 +144,7 @@ class Numbers:
             yield self._patterns(part) * MIX
 
     def floats(self) -> Iterator[Tensor]:
-        """Yield float32 numbers in ascending order of their bits."""
+        """Yield float32 numbers in ascending bit order."""
         for bits in self.ordered():
             yield bits.view(torch.float32)
 
@@ -156,7 +156,7 @@ class Numbers:
         return torch.where(index < 1 << 31, index, index - (1 << 32)).to(torch.int32).view(-1, 1024)
 
     def halves(self, dtype: torch.dtype) -> Tensor:
-        """Return every number of a 16-bit dtype, [256, 256]."""
+        """Return every number in a 16-bit dtype, [256, 256]."""
         bits = torch.arange(-(1 << 15), 1 << 15, device=self.device).to(torch.int16)
         return bits.view(dtype).view(256, 256)
 
@@ -166,11 +166,11 @@ def verify_casts(
     device: torch.device | None = None,
     progress: Callable[[CastResult], None] = lambda result: None,
 ) -> CastVerification:
-    """Compare every cast of this machine with the reference and with its definition.
+    """Compare every cast on this machine with the reference and with its definition.
 
     Args:
         complete: Compare all float32 numbers: minutes on a GPU, hours on a CPU. Otherwise a sample.
-        device: Device of the casts; by default the current CUDA device, or the CPU without one.
+        device: Cast device; by default the current CUDA device, or the CPU without one.
         progress: Called with the result of each comparison when it ends.
     """
     if device is None:
@@ -272,7 +272,7 @@ def _products(numbers: Numbers, element: Element, way: str) -> Pairs:
             0x00800000, 0x7F000000, (1,), generator=generator, dtype=torch.int32, device="cpu"
         )
         multiplier = bits.view(torch.float32).item()
-        # Products within the range of the codes: numbers around the inverse of the multiplier.
+        # Products within the range of the codes: numbers around the inverse multiplier.
         normal = torch.randn(1 << 10, 1 << 10, generator=generator, dtype=torch.float64, device="cpu")
         x = (normal * 64 / multiplier).float().to(numbers.device)
         expected = cast_oracle.element_codes(cast_oracle.products(x, multiplier), element)
@@ -280,7 +280,7 @@ def _products(numbers: Numbers, element: Element, way: str) -> Pairs:
 
 
 def _quantized(x: Tensor, spec: QuantizeSpec) -> Pairs:
-    """Compare the kernel with the reference: codes and scales of both directions."""
+    """Compare the kernel with the reference: codes and scales in both directions."""
     for found, expected in zip(_quantize(TRITON, x, spec), _quantize(REFERENCE, x, spec), strict=True):
         if found is not None and expected is not None:
             yield flat_bytes(found), flat_bytes(expected)
@@ -295,7 +295,7 @@ def _quantize(backend: Backend[QuantizeRequest], x: Tensor, spec: QuantizeSpec) 
 
 
 def _scales(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
-    """Blocks with one number other than zero, whose magnitudes are those of every finite float32."""
+    """Blocks with one number other than zero, whose magnitudes cover every finite float32."""
     length = spec.format.length
     rowwise = replace(spec, columnwise=False)
     for bits in numbers.ordered():
@@ -321,7 +321,7 @@ def _has_oracle(spec: QuantizeSpec) -> bool:
 
 
 def _defined_scales(amax: Tensor, spec: QuantizeSpec) -> Tensor:
-    """Return the stored scales of blocks by their definition."""
+    """Return the stored scales of blocks by definition."""
     if spec.format.by_exponents:
         return cast_oracle.power_scales(amax, spec.element)
     scale = cast_oracle.quotients(spec.element.maximum, amax).clamp(max=FLOAT32_MAX)
@@ -329,11 +329,11 @@ def _defined_scales(amax: Tensor, spec: QuantizeSpec) -> Tensor:
 
 
 def _block_codes(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
-    """Matrices of all numbers in ascending and in mixed order; NaN and infinity stay in their blocks."""
+    """Matrices with all numbers in ascending and in mixed order; NaN and infinity stay in their blocks."""
     for patterns in (numbers.ordered(), numbers.mixed()):
         for bits in patterns:
             x = bits.view(torch.float32)
-            if spec.format.levels is not None:  # one of them would decide the scale of the matrix
+            if spec.format.levels is not None:  # one such value would decide the scale of the matrix
                 x = torch.where(x.isfinite(), x, 0.0)
             yield from _quantized(x, spec)
 

@@ -1,4 +1,4 @@
-"""explain(function, *args): the backend that each operation of a call uses, and why the others are unsupported."""
+"""explain(function, *args): the backend that each operation in a call uses, and why the others are unsupported."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def explain(
 ) -> Explanation:
     """Run function(*args, **kwargs) and report which backend each operation uses.
 
-    The call is executed. Its side effects remain, including updates of the amax histories of delayed scaling.
+    The call is executed. Its side effects remain, including updates to the amax histories of delayed scaling.
 
     Args:
         function: A module or another callable.
-        args: Positional arguments of the call.
-        backward: Also run the backward pass of the first tensor that the call returns. No `.grad` is modified.
-        steps: Also report the steps of every pass of Linear, LayerNormLinear, LayerNormMLP, GroupedLinear and chains
-            of `te.ops`: results, backends and saved tensors.
-        kwargs: Keyword arguments of the call.
+        args: Positional call arguments.
+        backward: Also run the backward pass from the first tensor that the call returns. No `.grad` is modified.
+        steps: Also report the steps in every pass of Linear, LayerNormLinear, LayerNormMLP,
+            GroupedLinear and chains of `te.ops`: results, backends and saved tensors.
+        kwargs: Keyword call arguments.
 
     Raises:
         TypeError: function is not callable, or it is a module class that cannot be constructed from the arguments.
@@ -73,7 +73,7 @@ class _PassWatcher:
     def run(
         self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], is_forward: bool
     ) -> Any:
-        """Run a pass that is a plain function; the arguments are those of `PassTrace.run`."""
+        """Run a pass that is a plain function; the arguments are as in `PassTrace.run`."""
         self.trace.asked = self._asked
         return self.trace.run(name, function, arguments, is_forward)
 

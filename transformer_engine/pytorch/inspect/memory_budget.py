@@ -1,4 +1,4 @@
-"""The cheapest options of a model with which its planned peak memory fits a budget."""
+"""The cheapest model options with which its planned peak memory fits a budget."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Options(NamedTuple):
     """Options that reduce memory.
 
     Attributes:
-        recomputed: Operations whose backend "recomputed" is used, of `RECOMPUTED`: equal bits; the backward pass casts
-            columns again.
-        caches_inputs: `cache_quantized_activation_input=True` of every LayerNormMLP: gradients are rounded.
-        checkpointed: `checkpoint=True` of the first so many LayerNormMLPs: equal bits; the norm, fc1 and the activation
-            run again.
+        recomputed: Operations in `RECOMPUTED` that use the backend "recomputed": equal bits; the
+            backward pass casts columns again.
+        caches_inputs: `cache_quantized_activation_input=True` for every LayerNormMLP: gradients are rounded.
+        checkpointed: `checkpoint=True` for the first so many LayerNormMLPs: equal bits; the norm,
+            fc1 and the activation run again.
     """
 
     recomputed: tuple[str, ...] = ()
@@ -30,14 +30,14 @@ class Options(NamedTuple):
     checkpointed: int = 0
 
     def context(self) -> AbstractContextManager[None]:
-        """Context in which the model runs with the options of backends."""
+        """Context in which the model runs with the backend options."""
         return use_backend(**self._backends()) if self.recomputed else nullcontext()
 
     def _backends(self) -> dict[str, str]:
         return dict.fromkeys(self.recomputed, "recomputed")
 
     def apply(self, model: nn.Module) -> None:
-        """Set the options of modules."""
+        """Set module options."""
         for number, (_, layer) in enumerate(norm_mlps(model)):
             if self.caches_inputs:
                 layer.cache_quantized_activation_input = True
@@ -45,7 +45,7 @@ class Options(NamedTuple):
                 layer.checkpoint = True
 
     def lines(self, model: nn.Module) -> tuple[str, ...]:
-        """The options in the words of their settings."""
+        """The options as their settings are written."""
         names = [name or "(model)" for name, _ in norm_mlps(model)]
         found: list[str] = []
         if self.recomputed:
@@ -83,7 +83,7 @@ def cheapest(plan: Callable[[Options], P], layers: int, budget: int) -> tuple[P,
 
     Args:
         plan: Plans the model with options.
-        layers: Number of LayerNormMLPs.
+        layers: LayerNormMLP count.
         budget: Bytes.
     """
     best, chosen = plan(Options()), Options()
@@ -113,10 +113,10 @@ def _supported(plan: Callable[[Options], P], options: Options) -> P | None:
 def _fewest_checkpoints(
     plan: Callable[[Options], P], layers: int, budget: int, best: P, chosen: Options
 ) -> tuple[P, Options]:
-    """Bisect the number of checkpointed layers between 0, which does not fit, and all layers.
+    """Bisect the checkpointed layer count between 0, which does not fit, and all layers.
 
-    A checkpointed layer saves its input only, and does not support every option of columns; the last of them are left
-    out until it does.
+    A checkpointed layer saves its input only, and does not support every column option; the last
+    ones are left out until it does.
     """
     above, within = 0, layers
     everything = chosen._replace(checkpointed=layers)

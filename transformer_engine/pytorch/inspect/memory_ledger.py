@@ -1,9 +1,9 @@
-"""Ledger: the allocations and deallocations of a run on fake tensors, in order.
+"""Ledger: allocations and deallocations in a fake-tensor run, in order.
 
-Fake tensors have a shape, a dtype and a device but no storage. Garbage collection frees them, so their lifetimes are
-those of a real run. Operations of torch also allocate scratch memory: a CUDA sum over the leading axes of a matrix
-[rows, columns] splits rows over blocks of threads, and every thread stores its partial sums in global memory, 128 MiB
-for bfloat16 4096 x 4096. The split is that of torch's Reduce.cuh (setReduceConfig).
+Fake tensors have a shape, a dtype and a device but no storage. Garbage collection frees them, so their
+lifetimes match a real run. torch operations also allocate scratch memory: a CUDA sum over the leading axes of
+a matrix [rows, columns] splits rows over thread blocks, and every thread stores its partial sums in global
+memory, 128 MiB for bfloat16 4096 x 4096. The split follows torch's Reduce.cuh (setReduceConfig).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ GRANULE = 512  # bytes; torch's CUDA allocator rounds sizes up to a multiple
 
 
 class Ledger(TorchDispatchMode):
-    """Dispatch mode that numbers storages in the order of their allocation.
+    """Dispatch mode that numbers storages in allocation order.
 
     Attributes:
-        scratch: `scratch(operation, arguments)` returns the bytes of scratch memory of an operation of torch.
-        sizes: Bytes of each storage, by number.
-        places: Result of `place()` at the allocation of each storage.
+        scratch: `scratch(operation, arguments)` returns the scratch memory of a torch operation in bytes.
+        sizes: Storage bytes, by number.
+        places: Result from `place()` when each storage was allocated.
         events: (number, allocated or freed) in order.
     """
 
@@ -55,7 +55,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage, which views share."""
+        """Return a tensor's storage number, which views share."""
         storage = tensor.untyped_storage()
         known = self._numbers.get(storage)
         if known is not None:
@@ -72,7 +72,7 @@ class Ledger(TorchDispatchMode):
         return number
 
     def numbers(self, tensors: Iterable[Tensor | None]) -> set[int]:
-        """Return the numbers of the tensors' storages; a quantized tensor has one for each part."""
+        """Return the tensors' storage numbers; a quantized tensor has one for each part."""
         return {self.number(part) for tensor in tensors for part in _parts(tensor)}
 
     def live(self, until: int | None = None) -> set[int]:
@@ -83,7 +83,7 @@ class Ledger(TorchDispatchMode):
         return found
 
     def peak(self, start: int) -> int:
-        """Return the number of events at the peak of allocated bytes, searching from event `start`."""
+        """Return the event count at the peak allocated bytes, searching from event `start`."""
         total = self.bytes(self.live(start))
         most, where = total, start
         for index, (number, allocated) in enumerate(self.events[start:], start + 1):
@@ -102,10 +102,10 @@ def _parts(tensor: Tensor | None) -> Iterable[Tensor]:
     return () if tensor is None else (tensor,)
 
 
-_THREADS = 512  # maximum number of threads of a block
-_RESIDENT = 2048  # maximum number of threads of a multiprocessor
+_THREADS = 512  # maximum threads per block
+_RESIDENT = 2048  # maximum threads per multiprocessor
 _WARP = 32
-_FEWEST_VALUES, _MOST_VALUES = 16, 256  # number of values that one thread sums
+_FEWEST_VALUES, _MOST_VALUES = 16, 256  # values that one thread sums
 
 
 def scratch_of(operation: Any, arguments: Any, processors: int) -> int:
@@ -122,7 +122,7 @@ def scratch_of(operation: Any, arguments: Any, processors: int) -> int:
 
 
 def sum_over_rows(rows: int, columns: int, processors: int) -> int:
-    """Return the bytes of float32 partial sums of [rows, columns] -> [columns]; 0 if one block sums whole columns."""
+    """Return the bytes of float32 partial sums for [rows, columns] -> [columns]; 0 if one block sums whole columns."""
     if not rows or not columns:
         return 0
     vector = next(size for size in (4, 2, 1) if columns % size == 0)

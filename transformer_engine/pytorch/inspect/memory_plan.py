@@ -1,4 +1,4 @@
-"""memory_plan(model, recipe, tokens): the peak memory of a forward and backward pass, before any of it is allocated."""
+"""memory_plan(model, recipe, tokens): peak memory for a forward and backward pass, before any is allocated."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from .memory_ledger import Ledger, scratch_of
 from .planned_backends import PlannedAttention, planning
 
 MIB = 2**20
-# Workspace of cuBLAS: torch allocates 32 MiB on compute capability 9.0.
+# cuBLAS workspace: torch allocates 32 MiB on compute capability 9.0.
 WORKSPACE = 32 * MIB
 
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """Bytes of one module without its children: parameters, and tensors that its forward pass saves.
+    """Bytes in one module without its children: parameters, and tensors that its forward pass saves.
 
     Attributes:
         name: Name of the module.
@@ -60,14 +60,14 @@ class MemoryPlan:
     """Predicted memory in bytes; str() is a readable table.
 
     Attributes:
-        peak: Maximum of the allocated memory. The figures below are its parts at that moment.
-        parameters: Parameters, buffers and the state of the recipe.
-        gradients: Gradients of parameters.
+        peak: Maximum allocated memory. The figures below are its parts at that moment.
+        parameters: Parameters, buffers and the recipe state.
+        gradients: Parameter gradients.
         weight_copies: Weights as quantized for the products.
         activations: Tensors between their save in the forward pass and their release in the backward pass.
         boundary: The model's input and output, and their gradients.
         transient: All other memory: results and operands of running operations.
-        workspace: Workspaces of the libraries of products.
+        workspace: Workspaces in matrix product libraries.
         saved: All activations after the forward pass.
         modules: Figures per module.
         options: With a budget, the options with which the model is planned; empty if it fits as it is.
@@ -126,22 +126,22 @@ def memory_plan(
 ) -> MemoryPlan:
     """Predict the peak memory of model(*inputs, **keywords).backward(..) under a recipe (None: high precision).
 
-    The plan is of a warm step: recipe states exist and every .grad is None before it. The model runs on fake tensors
-    without changing its state; it may be larger than the device or on the meta device. Attention is planned without a
-    score matrix. Optimizer states and allocator fragmentation are not included. Quantized parameters count as codes and
-    scales; te.checkpoint and LayerNormMLP(checkpoint=True) include their second run.
+    The plan describes a warm step: recipe states exist and every .grad is None before it. The model runs on fake
+    tensors without changing its state; it may be larger than the device or on the meta device. Attention is planned
+    without a score matrix. Optimizer states and allocator fragmentation are not included. Quantized parameters
+    count as codes and scales; te.checkpoint and LayerNormMLP(checkpoint=True) include their second run.
 
     Args:
         model: A module of one rank.
         recipe: The recipe, or None.
-        tokens: Rows of the input, [tokens, features] or the shape that TransformerLayer takes; unused with inputs.
-        inputs: The model's arguments, for models that do not begin with a module of this package. Tensors may be on the
-            meta device.
+        tokens: Input rows, [tokens, features] or the shape that TransformerLayer takes; unused with inputs.
+        inputs: The model's arguments, for models that do not begin with a module from this package.
+            Tensors may be on the meta device.
         input_gradient: Whether the first input receives a gradient, as in a model with preceding layers.
-        budget: GiB for the peak, without optimizer states. The plan then has the cheapest `options` that fit,
-            or those with the lowest peak: columns of weights that the backward pass casts, quantized inputs of the
-            activations of LayerNormMLPs, and as few checkpointed LayerNormMLPs as possible. The model is not changed.
-        keywords: Keyword arguments of the model.
+        budget: GiB for the peak, without optimizer states. The plan then has the cheapest `options` that fit, or
+            those with the lowest peak: weight columns that the backward pass casts, quantized activation inputs in
+            LayerNormMLPs, and as few checkpointed LayerNormMLPs as possible. The model is not changed.
+        keywords: Model keyword arguments.
 
     Raises:
         ValueError: The input's shape does not follow from the model, or the budget is not positive.
@@ -178,7 +178,7 @@ def _planned(
     keywords: dict[str, Any],
     options: Options,
 ) -> MemoryPlan:
-    """Plan a copy of the model with these options."""
+    """Plan a model copy with these options."""
     device = _device(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     planned = _without_memory(model, device, mode)
@@ -238,7 +238,7 @@ class _TrainingStep:
         return self._summary(live, before, gradients, boundary, saved)
 
     def _forward_and_backward(self, boundary: set[int]) -> int:
-        """Run both passes, return the number of events between them, and add output and gradient to the boundary."""
+        """Run both passes, return the event count between them, and add output and gradient to the boundary."""
         with autocast(enabled=self.recipe is not None, recipe=self.recipe):
             output = self.model(*self.arguments, **self.keywords)
         output = output[0] if isinstance(output, (tuple, list)) else output
@@ -256,7 +256,7 @@ class _TrainingStep:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Maintain the names of the modules whose forward is running in `entered`."""
+        """Maintain in `entered` the names of the modules whose forward is running."""
 
         def enter(module: nn.Module, _: Any) -> None:
             self.entered.append(self.names[id(module)])
@@ -355,7 +355,7 @@ def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode
 
 
 def _empty_like(tensor: Tensor, device: torch.device, storages: dict[int, Tensor] | None = None) -> Tensor:
-    """Return a fake copy of a tensor; with `storages`, tensors that share a storage share that of their copies."""
+    """Return a fake copy of a tensor; with `storages`, copies of tensors that share a storage share one too."""
     if isinstance(tensor, QuantizedTensor):
         codes = tensor.as_storage().mapped(
             lambda part: torch.empty(part.shape, dtype=part.dtype, device=device)

@@ -1,8 +1,8 @@
-"""observation = observe(model): quantization errors of every tensor of a training step, and the source of a NaN.
+"""observation = observe(model): quantization errors for every tensor in a training step, and the source of a NaN.
 
-In every n-th step the quantizers of the model's layers are wrapped in `Observing`, and hooks read the outputs of
-modules and their gradients. The model is unchanged in all other steps. Layers contain no code for observation, and no
-step waits for the device before its end.
+In every n-th step the quantizers of the model's layers are wrapped in `Observing`, and hooks read
+module outputs and their gradients. The model is unchanged in all other steps. Layers contain no
+observation code, and no step waits for the device before its end.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _KEPT = 1000  # reports that an observation holds
 
 
 class Observation:
-    """The reports of the observed steps of a model, which `observe` returns.
+    """Reports on the observed steps of a model, which `observe` returns.
 
-    Call `step()` after each step and `close()` at the end, or use `with`. `reports` holds the reports of the last
+    Call `step()` after each step and `close()` at the end, or use `with`. `reports` holds the reports on the last
     thousand observed steps, the newest last. `first_nonfinite` is the first report with a NaN or an infinity.
 
     Args:
         model: The observed model.
         every: Observe each step whose number is a multiple of this.
-        log: File that receives the reports as lines of JSON, or None.
+        log: File that receives the reports as JSON lines, or None.
         board: TensorBoard writer, or None.
     """
 
@@ -61,13 +61,13 @@ class Observation:
         self._rows = ObservedRows()
         self._observers: dict[str, Callable[[ModuleRecipe], ModuleRecipe]] = {}  # by module
         self._hooks: list[Any] = []
-        self._serial = 0  # number of the observed step, to ignore gradients of earlier steps
+        self._serial = 0  # observed step number, to ignore gradients from earlier steps
         self._observes = False
         self._begin()
 
     @property
     def report(self) -> StepReport | None:
-        """The report of the last observed step."""
+        """Report on the last observed step."""
         return self.reports[-1] if self.reports else None
 
     def step(self) -> StepReport | None:
@@ -124,7 +124,7 @@ class Observation:
         return views.table(self._last())
 
     def plot(self, path: str | Path) -> None:
-        """Plot the worst SQNR, underflow and saturation of each kind of tensor over the steps."""
+        """Plot the worst SQNR, underflow and saturation per tensor kind over the steps."""
         self._last()
         views.plot(tuple(self.reports), Path(path))
 
@@ -199,7 +199,7 @@ class Observation:
 
 
 class _OutputHook:
-    """A forward hook that calls `see`; copies and pickles of the module are not observed."""
+    """A forward hook that calls `see`; module copies and pickles are not observed."""
 
     def __init__(self, see: Callable[[nn.Module, Any, Any], None]):
         self.see = see
@@ -222,15 +222,15 @@ def observe(
     log: str | Path | None = None,
     tensorboard: str | Path | None = None,
 ) -> Observation:
-    """Observe the first of every `every` steps of a model; see `Observation`.
+    """Observe a model in the first of every `every` steps; see `Observation`.
 
     Results are unchanged. An observed step is slower: fused quantization kernels are replaced by separate kernels,
     grouped layers compute one group at a time, and every tensor is read once more.
 
     Args:
         model: The model, not compiled.
-        every: Number of steps per observed step.
-        log: A file to which every observed step appends a line of JSON.
+        every: Steps per observed step.
+        log: A file to which every observed step appends a JSON line.
         tensorboard: A folder for TensorBoard, which must be installed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Reports of observed steps: one row per tensor and the first non-finite value, as text, table, plot and scalars.
+"""Reports on observed steps: one row per tensor and the first non-finite value, as text, table, plot and scalars.
 
 The libraries `rich`, `matplotlib` and `tensorboard` are optional.
 """
@@ -19,18 +19,18 @@ COLUMNS = ("tensor", "format", "maximum", "underflow", "saturation", "SQNR", "no
 
 @dataclass(frozen=True)
 class TensorReport:
-    """Statistics of one tensor of one module in one step, over all its matrices.
+    """Statistics of one module tensor in one step, over all its matrices.
 
     Attributes:
-        module: Name of the module.
-        tensor: "input", "weight", "output", "grad_output" or "grad_input" of a product; "forward": the output of the
-            module, "backward": its gradient.
-        format: Format of the codes; None: high precision.
-        elements: Number of elements.
-        maximum: max|x| of the finite values.
-        underflow: Fraction of the elements that are not 0 and became 0.
-        saturation: Fraction of the elements that became the largest code although they are half a step or more beyond
-            it.
+        module: Module name.
+        tensor: "input", "weight", "output", "grad_output" or "grad_input" for a product; "forward":
+            the module output, "backward": its gradient.
+        format: Code format; None: high precision.
+        elements: Element count.
+        maximum: max|x| over the finite values.
+        underflow: Fraction of elements that are not 0 and became 0.
+        saturation: Fraction of elements that became the largest code although they are half a step
+            or more beyond it.
         sqnr: 10 log10(sum x^2 / sum (x - q)^2) in dB; inf without an error; None if nothing was quantized.
         nonfinite: Number of elements that are NaN or infinite.
     """
@@ -50,7 +50,7 @@ class TensorReport:
         return f"{self.module}.{self.tensor}" if self.module else self.tensor
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of a table row, in the order of COLUMNS."""
+        """Return the cells of a table row, in COLUMNS order."""
         return (
             self.name,
             self.format or "",
@@ -80,7 +80,7 @@ class StepReport:
         return tuple(tensor for tensor in self.tensors if tensor.format is not None)
 
     def as_json(self) -> str:
-        """Return one line of JSON, with null for non-finite numbers."""
+        """Return one JSON line, with null for non-finite numbers."""
         first = self.first_nonfinite
         tensors = [
             {
@@ -113,7 +113,7 @@ def sentence(report: StepReport) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align rows of cells as lines of text."""
+    """Align cell rows as text lines."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -129,7 +129,7 @@ def demand(library: str, purpose: str, remedy: str) -> None:
 
 
 def table(report: StepReport) -> Any:
-    """Build a `rich` table of all quantized tensors and all tensors with a non-finite value."""
+    """Build a `rich` table with all quantized tensors and all tensors with a non-finite value."""
     demand("rich", "a table", "pip install rich, or print the report itself")
     from rich.table import Table
 
@@ -159,7 +159,7 @@ _PANELS: tuple[tuple[str, _Worst], ...] = (
 
 
 def plot(reports: Sequence[StepReport], path: Path) -> None:
-    """Plot the worst value of each kind of tensor over the steps, in three panels."""
+    """Plot the worst value per tensor kind over the steps, in three panels."""
     demand("matplotlib", "a plot", "pip install matplotlib")
     from matplotlib.figure import Figure
 

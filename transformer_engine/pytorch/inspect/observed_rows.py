@@ -1,4 +1,4 @@
-"""Rows of statistics, one per tensor of each module, on the devices of the tensors; read once per step."""
+"""Statistics rows, one per tensor and module, on the devices of the tensors; read once per step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNK = 256  # rows that are allocated at a time
 
 @dataclass
 class _DeviceRows:
-    """The rows of one device, in chunks, and the number of rows in use."""
+    """Rows on one device, in chunks, and the number of rows in use."""
 
     chunks: list[Tensor] = field(default_factory=list)
     taken: int = 0
@@ -33,7 +33,7 @@ class _TensorRow:
 
 
 class TakenRows(NamedTuple):
-    """The rows of a step on their devices, and the tensors they belong to."""
+    """Rows of a step on their devices, and their tensors."""
 
     held: dict[torch.device, Tensor]
     slots: list[tuple[tuple[str, str], _TensorRow]]
@@ -53,7 +53,7 @@ class ObservedRows:
     _devices: dict[torch.device, _DeviceRows] = field(default_factory=dict)
 
     def take_in(self, module: str, tensor: str, x: Tensor, operand: Operand | None) -> None:
-        """Add the statistics of x [M, K] and of its codes to those of the tensor in this step."""
+        """Add the statistics of x [M, K] and its codes to the tensor's statistics in this step."""
         key = (module, tensor)
         slot = self._slots.get(key)
         if slot is None or slot.place[0] != x.device:

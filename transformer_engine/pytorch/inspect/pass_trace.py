@@ -1,7 +1,7 @@
-"""Trace of the statements of a layer's passes, for `explain(.., steps=True)`.
+"""Statement trace for a layer's passes, for `explain(.., steps=True)`.
 
-The passes are plain functions. While one runs, Python's trace function reports each statement that assigns a tensor or
-an operand, with the backends that the statement asked for. Nothing is traced outside of a report.
+The passes are plain functions. While one runs, Python's trace function reports each statement that assigns a
+tensor or an operand, with the backends that the statement asked for. Nothing is traced outside a report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..primitives.operand import Operand
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 
-# The modules whose functions are passes and parts of passes.
+# The modules whose functions are passes and their parts.
 PASSES = (
     linear, linear_results, gathered_operands, norm_linear, norm_mlp, grouped_linear,
     activation, bias, collectives, elementwise, extra_tensors, grouped, normalization,
@@ -32,7 +32,7 @@ _FILES = frozenset([module.__file__ for module in PASSES])
 
 
 def form(value: Any) -> str:
-    """Dtype, or format, and shape of a buffer."""
+    """Dtype or format, and shape, of a buffer."""
     if isinstance(value, Matrix):
         value = value.values
     if isinstance(value, Operand):
@@ -50,7 +50,7 @@ def form(value: Any) -> str:
 
 @functools.cache
 def _statements(file: str) -> dict[int, str]:
-    """{line: text} of the statements of a file, by every line of a statement."""
+    """{line: text} for the statements in a file, by every line in a statement."""
     with open(file, encoding="utf-8") as opened:
         source = opened.read()
     found: dict[int, str] = {}
@@ -73,7 +73,7 @@ def _buffers(value: Any) -> list[Any]:
 
 @dataclass(eq=False)
 class PassTrace:
-    """Collects the passes that run while `run` is a runner of `functions.layer`.
+    """Collects the passes that run while `run` is a `functions.layer` runner.
 
     Attributes:
         reports: The passes in the order in which they ran.
@@ -89,7 +89,7 @@ class PassTrace:
         """Run a pass and report its statements.
 
         Args:
-            name: Name of the pass in the report.
+            name: Pass name in the report.
             function: The pass.
             arguments: Its arguments.
             is_forward: Whether it returns (results, saved values), whose second list is reported as saved.

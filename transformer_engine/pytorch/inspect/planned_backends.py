@@ -83,12 +83,12 @@ def _codes(rows: int, depth: int, spec: QuantizeSpec, device: torch.device) -> Q
 
 
 def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callable[..., Any]:
-    """Plan one call of cuBLASLt if it would be used, else the product and the operations after it."""
+    """Plan one cuBLASLt call if it would be used, else the product and the operations after it."""
     product = request.product
     asked = (
         product.device == "cuda" and product.hardware.has("cublaslt") and cublaslt_library.missing() is None
     )
-    widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes of an operand's element
+    widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes per operand element
     if asked and product.a_element.itemsize in widths and product.dtype.itemsize == 2:
         return _results(table, request)
     return composed.bind(request)
@@ -133,7 +133,7 @@ def _norm(table: Table[NormRequest], request: NormRequest) -> Callable[..., Any]
 
 
 def _cast(x: Tensor, width: int, cast: CastRequest, fuses: bool = True) -> Quantized:
-    """Allocate the codes of a result [M, width], which is stored first if a separate cast follows."""
+    """Allocate codes for a result [M, width], which is stored first if a separate cast follows."""
     stored = not fuses if cast.spec.format.block is not None else not cast.given
     result = x.new_empty(x.shape[0], width) if stored else None
     codes = _codes(x.shape[0], width, cast.spec, x.device)
@@ -184,7 +184,7 @@ _PLANNERS: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
 
 
 class PlannedAttention(nn.Module):
-    """DotProductAttention that allocates out [.., h * d_v] and the saved tensors of kernels without a score matrix."""
+    """DotProductAttention that allocates out [.., h * d_v] and the saved tensors for kernels without a score matrix."""
 
     def __init__(self, attention: DotProductAttention):
         super().__init__()
@@ -195,7 +195,7 @@ class PlannedAttention(nn.Module):
 
 
 class _PlannedAttentionFunction(Function):
-    """Saves q, k, v, out and the logarithm of the softmax's denominator, float32 [h] a token."""
+    """Saves q, k, v, out and the log of the softmax denominator, float32 [h] per token."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Self-test of this machine: every backend that runs here against a reference, with times and versions."""
+"""Self-test for this machine: every backend that runs here against a reference, with times and versions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .self_test_cases import cases
 from .self_test_compile import LEFT_OUT, compile_ahead, request_of
 from .self_test_products import SAMPLE, SelfTestCase, SelfTestSizes, Tensors
 
-# The backend of an operation that the others are compared with.
+# The backend of the operation that the others are compared with.
 REFERENCES = {"gemm_epilogue": "composed", "fp8_attention": "emulated"}
 # Backends that compute in wider arithmetic than the operands have: correct, but without low-precision instructions.
 EMULATING = (*DEQUANTIZING, "emulated", "composed")
 MOST_RUNS, TIMED_SECONDS = 20, 0.02
 SECONDS = 110.0
-CYCLES = 1.9e9  # of torch.cuda._sleep per second; a GPU with a slower clock sleeps longer
+CYCLES = 1.9e9  # torch.cuda._sleep cycles per second; a GPU with a slower clock sleeps longer
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class SelfTestResult:
     Attributes:
         status: "passed", "failed", "unsupported" (for the reason), "left out" (see `LEFT_OUT`), or "not run" (out of
             time).
-        equal: Share of equal bytes, for codes and scales.
-        error: Largest relative error of a result in the Frobenius norm.
+        equal: Equal-byte share, for codes and scales.
+        error: Largest relative result error in the Frobenius norm.
         reason: Why it failed, is unsupported or was left out.
-        milliseconds: Median time of the call.
-        ratio: This time over the time of torch in bfloat16; for casts, of a copy.
+        milliseconds: Median call time.
+        ratio: This time over torch's time in bfloat16; for casts, over a copy's time.
     """
 
     path: str
@@ -55,7 +55,7 @@ class SelfTestResult:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Results of a self-test, and the machine."""
+    """Self-test results, and the machine."""
 
     machine: dict[str, str]
     results: tuple[SelfTestResult, ...]
@@ -88,7 +88,7 @@ class SelfTest:
         }
 
     def report(self) -> str:
-        """Text to paste into a report: versions, a table, and the reasons of failures."""
+        """Text to paste into a report: versions, a table, and failure reasons."""
         lines = [f"{name}: {value}" for name, value in self.machine.items()]
         if self.machine["gpu"] == "none":
             lines.append("There is no GPU: the reference and torch's backends on the CPU were tested.")
@@ -116,11 +116,11 @@ def self_test(
 ) -> SelfTest:
     """Compare every backend that supports the cases on this machine with a reference.
 
-    On a GPU, other processes first compile the kernels of Triton, and the result is stored:
+    On a GPU, other processes first compile the Triton kernels, and the result is stored:
     `runtime.self_tested.untested_reason(path)` returns it.
 
     Args:
-        sizes: Extents of the cases; by default large ones on a GPU and a sample on a CPU.
+        sizes: Case extents; by default large ones on a GPU and a sample on a CPU.
         seconds: Time after which the remaining cases are reported as not run.
         progress: Called with a line per path, before and after its cases.
     """
@@ -153,7 +153,7 @@ def self_test(
 
 
 def _report_path(results: list[SelfTestResult], elapsed: float, progress: Callable[[str], None]) -> None:
-    """Report the numbers of a path's results by status."""
+    """Report how many results a path has by status."""
     if results:
         statuses = [result.status for result in results]
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
@@ -161,11 +161,11 @@ def _report_path(results: list[SelfTestResult], elapsed: float, progress: Callab
 
 
 def _examined(case: SelfTestCase, device: torch.device, times: dict[Any, float]) -> list[SelfTestResult]:
-    """Run a case with every backend of its operation."""
+    """Run a case with every backend for its operation."""
     table, reference = tables[case.operation], REFERENCES.get(case.operation, "reference")
     try:
         request = request_of(case)
-    except Exception as error:  # a fault of the backend that the table chooses is a result of this test
+    except Exception as error:  # a fault in the backend that the table chooses is a result in this test
         return [SelfTestResult(case.path, case.name, "chosen", "failed", reason=_message(error))]
     if request is None:
         reason = f"{case.operation} is not used on this machine"
@@ -183,7 +183,7 @@ def _examined(case: SelfTestCase, device: torch.device, times: dict[Any, float])
         try:
             expected = _expected(case, backend.name, reference, expected)
             results.append(_compared(case, table, backend.name, expected, device, times))
-        except Exception as error:  # every fault of a library is a result of this test
+        except Exception as error:  # every library fault is a result in this test
             results.append(
                 SelfTestResult(case.path, case.name, backend.name, "failed", reason=_message(error))
             )
@@ -191,7 +191,7 @@ def _examined(case: SelfTestCase, device: torch.device, times: dict[Any, float])
 
 
 def _expected(case: SelfTestCase, backend: str, reference: str, computed: Tensors | None) -> Tensors:
-    """Expected results: the case's own, or those of the reference; `computed` are those for another backend."""
+    """Expected results: the case's own, or the reference's; `computed` are another backend's."""
     steps = case.expected is not None and case.operation not in ("quantize", "gemm")
     if computed is not None and not steps:
         return computed
@@ -234,7 +234,7 @@ def _compared(
 
 
 def _equal(results: Tensors, expected: Tensors) -> float:
-    """Share of equal bytes; 0 for different numbers, shapes or dtypes."""
+    """Equal-byte share; 0 for different numbers, shapes or dtypes."""
     if [(x.shape, x.dtype) for x in results] != [(x.shape, x.dtype) for x in expected]:
         return 0.0
     same = total = 0
@@ -246,7 +246,7 @@ def _equal(results: Tensors, expected: Tensors) -> float:
 
 
 def _error(results: Tensors, expected: Tensors) -> float | None:
-    """Largest relative error of the results in the Frobenius norm; None if they are bytes, not numbers."""
+    """Largest relative result error in the Frobenius norm; None if they are bytes, not numbers."""
     errors = []
     for x, y in zip(results, expected, strict=True):
         if x.dtype.is_floating_point and x.numel():
@@ -256,7 +256,7 @@ def _error(results: Tensors, expected: Tensors) -> float | None:
 
 
 def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median milliseconds of a call: between two events on a GPU, wall time on a CPU."""
+    """Median milliseconds per call: between two events on a GPU, wall time on a CPU."""
     call()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -285,7 +285,7 @@ def _message(error: Exception) -> str:
 
 
 def _table(results: tuple[SelfTestResult, ...]) -> list[str]:
-    """Lines of a table of the backends that ran."""
+    """Table lines for the backends that ran."""
     rows = [("path", "case", "backend", "", "bits", "error", "ms", "x bf16")]
     for result in results:
         if result.status in ("passed", "failed"):

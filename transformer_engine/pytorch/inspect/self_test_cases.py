@@ -1,4 +1,4 @@
-"""All cases of the self-test, and among them those of attention and linear attention."""
+"""All self-test cases, including attention and linear attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .self_test_products import (
 
 # P is rounded to bfloat16 before the second product, dP and dS in the backward pass too.
 ATTENTION_BOUND, FP8_ATTENTION_BOUND = 2e-2, 0.15
-# Products of a chunk round their operands to bfloat16.
+# Products in a chunk round their operands to bfloat16.
 LINEAR_ATTENTION_BOUND = 4e-2
 
 

@@ -1,4 +1,4 @@
-"""Compilation of the self-test's kernels in several processes, which fill Triton's cache on disk.
+"""Compiling the self-test's kernels in several processes, which fill Triton's cache on disk.
 
 python -m transformer_engine.pytorch.inspect.self_test_compile PART PARTS GPU LARGE SMALL TOKENS
 """
@@ -26,8 +26,8 @@ LEFT_OUT = {
     "flex": "torch.compile compiles it for minutes",
     "fla": "its first call tunes kernels for minutes",
 }
-# Processes that compile kernels: a kernel takes about one second of a core, a process 2 GiB of the GPU's memory and ten
-# seconds to start.
+# Processes that compile kernels: a kernel takes about one core second, a process 2 GiB of the GPU's
+# memory and ten seconds to start.
 MOST_PROCESSES, PROCESS_MEMORY, COMPILE_SECONDS = 8, 2 << 30, 60.0
 
 
@@ -36,7 +36,7 @@ class _Found(Exception):
 
 
 def request_of(case: SelfTestCase) -> Any:
-    """The first request that a case makes of its operation; None if it makes none."""
+    """The first request that a case makes to its operation; None if it makes none."""
     found: list[Any] = []
 
     def see(operation: str, request: Any) -> None:

@@ -1,6 +1,6 @@
-"""Cases of the self-test: casts, products, fused producers and grouped products, as data.
+"""Self-test cases: casts, products, fused producers and grouped products, as data.
 
-A case computes tensors from fixed random inputs. `self_test` runs it with every backend of its operation.
+A case computes tensors from fixed random inputs. `self_test` runs it with every backend for its operation.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ..primitives.quantize import Cast, Quantized, QuantizeSpec, dequantize, qua
 from ..quantization import autocast
 
 Tensors = tuple[Tensor, ...]
-Draw = Callable[..., Tensor]  # `draw_values` of a device
-# Rounding of a bfloat16 result, twice, and Hopper's 14-bit sums; relative error in the Frobenius norm.
+Draw = Callable[..., Tensor]  # `draw_values` by device
+# Rounding a bfloat16 result twice, and Hopper's 14-bit sums; relative error in the Frobenius norm.
 PRODUCT_BOUND = 4e-3
-# A single rounding of the product moves 1/32 of the codes by one unit, 1/16 to 1/8 of the value: 1.6e-2.
+# Rounding the product once moves 1/32 of the codes by one unit, 1/16 to 1/8 of the value: 1.6e-2.
 CODES_BOUND = 3e-2
 # The composed product is rounded to bfloat16 before GELU too.
 GELU_BOUND = 8e-3
-# Half a unit of the last place of E4M3, E5M2 and E2M1, relative to a value, in the mean of all values.
+# Half a unit in the last place of E4M3, E5M2 and E2M1, relative to a value, averaged over all values.
 ROUNDING_BOUNDS = {"e4m3": 0.05, "e5m2": 0.1, "e2m1": 0.2}
 
 
 @dataclass(frozen=True)
 class SelfTestCase:
-    """A computation that all backends of an operation repeat.
+    """A computation that all backends for an operation repeat.
 
     Attributes:
         path: Name under which the result is stored; `untested_reason(path)` returns it.
@@ -46,8 +46,8 @@ class SelfTestCase:
         operation: Name of the table whose backends are compared.
         compute: Results of the backend in force.
         bound: Largest relative error in the Frobenius norm; None: all bits must be equal.
-        expected: Independent results; None: those of the table's reference.
-        baseline: The same computation in bfloat16 by torch, for the ratio of times.
+        expected: Independent results; None: the table reference's results.
+        baseline: The same computation in bfloat16 by torch, for the time ratio.
     """
 
     path: str
@@ -61,7 +61,7 @@ class SelfTestCase:
 
 @dataclass(frozen=True)
 class SelfTestSizes:
-    """Extents of the cases: `large` of a matrix, `small` of few rows, `tokens` of attention."""
+    """Case extents: `large` for a matrix, `small` for few rows, `tokens` for attention."""
 
     large: int = 4096
     small: int = 16
@@ -86,7 +86,7 @@ SPECS = {
     "mxfp8 swizzled": QuantizeSpec(MXFP8, E4M3, columnwise=True, tiled=True),
     "nvfp4 swizzled": QuantizeSpec(NVFP4, E2M1, columnwise=True, tiled=True),
 }
-# Path: formats of the left and the right operand.
+# Path: left and right operand formats.
 PRODUCTS = {
     "bf16 products": (None, None),
     "fp8 products": (SPECS["fp8"], SPECS["fp8"]),
@@ -113,7 +113,7 @@ def product_cases(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
 
 
 def draw_values(device: torch.device, *shape: int, seed: int = 0, spread: bool = True) -> Tensor:
-    """Normal values in bfloat16; with `spread`, rows of different magnitudes and a block of zeros."""
+    """Normal values in bfloat16; with `spread`, rows with different magnitudes and a zero block."""
     generator = torch.Generator(device).manual_seed(seed)
     values = torch.randn(shape, generator=generator, device=device)
     if spread:
@@ -355,7 +355,7 @@ def grouped_cases(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
 
 
 def fp8_attention_recipes() -> tuple[tuple[str, str, recipes.Recipe], ...]:
-    """(path, scaling, recipe) of attention in FP8 and MXFP8."""
+    """(path, scaling, recipe) for attention in FP8 and MXFP8."""
     return (
         ("fp8 attention", "current", recipes.Float8CurrentScaling(fp8_dpa=True)),
         ("fp8 attention", "delayed", recipes.DelayedScaling(fp8_dpa=True)),

@@ -1,16 +1,16 @@
 """verify(model_fn, batch, mesh=..., recipe=...): a parallel, quantized run against one device in float32.
 
-The allowance of a tensor x of n elements is measured. Two runs of the same model on one device, under the same recipe
-and dtype and with a rounding of noise at every module boundary, have errors e and gains g against the float32 run:
+A tensor x with n elements gets a measured allowance. Two runs of the same model on one device, under the same recipe
+and dtype and with rounding noise at every module boundary, have errors e and gains g against the float32 run:
 
     |x - reference| / |reference| <= (2 + 12 / sqrt(n)) rms(e) + 16 eps
     |gain - 1|                    <= 2 max|g - 1| + max(1, 4 / sqrt(n)) rms(e) + 16 eps
 
-Shards have their own scales and orders of sums. Their errors differ from those of one device, but have the same size.
-The factor 2 covers partial results that every rank rounds before they are summed. 12 / sqrt(n) is the spread of a
-norm that is estimated from n numbers. The gain is not compared if rms(e) > 1/2. It finds a missing factor in a format
-with large errors: a factor of two moves it by at least 1/2. Its own error does not vanish with n, because all rows
-share the codes of a weight and its scale; it is at most the relative error. eps is the unit roundoff of float32.
+Shards have their own scales and summation orders. Their errors differ from the errors of one device, but have the same
+size. The factor 2 covers partial results that every rank rounds before they are summed. 12 / sqrt(n) is the spread of a
+norm estimated from n numbers. The gain is not compared if rms(e) > 1/2. It finds a missing factor in a format with
+large errors: a factor of two moves it by at least 1/2. Its own error does not vanish with n, because all rows share the
+codes and scale of a weight; it is at most the relative error. eps is the unit roundoff of float32.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _SIGNAL = 0.5  # relative error from which on noise alone changes the gain
 
 
 def mean_square(output: Any, batch: Any) -> Tensor:
-    """Return the mean square of a model's first output, the default loss of `verify`."""
+    """Mean square of a model's first output, the default loss of `verify`."""
     return first_tensor(output).float().square().mean()
 
 
@@ -82,35 +82,35 @@ def verify(
 ) -> Verification:
     """Compare a model as it will be trained, parallel and quantized, with the same model on one device in float32.
 
-    Every rank calls this function with the same arguments. Every rank also runs the model of one device, whose memory
-    it needs: verify a model with fewer layers. No optimizer step is made.
+    Every rank calls this function with the same arguments. Every rank also runs the one-device
+    model, whose memory it needs: verify a model with fewer layers. No optimizer step is made.
 
     Args:
-        model_fn: Function of the mesh that returns the model: the parallel model with this rank's parameters, or the
-            model of one device for None. Both have the same modules under the same names, and no dropout.
-        batch: Whole batch, the same on all ranks: a tensor, a tuple of arguments or a dictionary of keyword arguments.
-        mesh: DeviceMesh of all ranks with named dimensions: "dp" or "fsdp" (the batch is sharded), "cp" (the tokens),
-            "tp" (the parameters). None: one process.
+        model_fn: Function that takes the mesh and returns the model: the parallel model with this rank's parameters, or
+            the one-device model for None. Both have the same modules under the same names, and no dropout.
+        batch: Whole batch, the same on all ranks: a tensor, an argument tuple or a keyword argument dictionary.
+        mesh: DeviceMesh over all ranks with named dimensions: "dp" or "fsdp" (the batch is
+            sharded), "cp" (the tokens), "tp" (the parameters). None: one process.
         recipe: Recipe of the parallel model; None: no quantization.
-        loss_fn: Function (output, batch) that returns a mean over the tokens of its batch, of a rank or of all.
-        shard_fn: Function (batch, mesh) that returns this rank's part of the batch. By default, tensors of at least two
-            dimensions are sharded along `batch_dim`, and along `sequence_dim` as context parallelism shards tokens.
+        loss_fn: Function (output, batch) that returns a mean over the tokens of its batch, on one rank or all.
+        shard_fn: Function (batch, mesh) that returns this rank's part of the batch. By default, tensors with at least
+            two dimensions are sharded along `batch_dim`, and along `sequence_dim` as context parallelism shards tokens.
         reduce_fn: Function (model, mesh) that finishes the gradients after the backward pass, as your training loop
             does. By default, gradients are averaged over data- and context-parallel ranks unless the model's wrapper
             has averaged them, and gradients of `sequence_parallel` parameters are summed over tensor-parallel ranks.
-        weights: "gathered": the model of one device gets the parallel model's parameters. "own": both keep the
-            parameters of model_fn, for example of a checkpoint, and are compared.
-        amax_reduction_group: Group of the autocast of the parallel run; by default all ranks for delayed scaling.
+        weights: "gathered": the one-device model gets the parallel model's parameters. "own": both
+            keep the parameters from model_fn, for example from a checkpoint, and are compared.
+        amax_reduction_group: Group for autocast in the parallel run; by default all ranks for delayed scaling.
         sequence_parallel: The model's inputs and outputs are sharded along the tokens over "tp" as well.
-        sequence_dim: Dimension of the tokens in activations, 0 for [tokens, batch, features].
-        batch_dim: Dimension of the batch in activations.
+        sequence_dim: Token dimension in activations, 0 for [tokens, batch, features].
+        batch_dim: Batch dimension in activations.
 
     Returns:
-        The comparison of every tensor, the same on all ranks; `str()` is a table, `first` the first difference.
+        Comparison of every tensor, the same on all ranks; `str()` is a table, `first` the first difference.
 
     Raises:
-        ValueError: The mesh has unnamed dimensions, the models have different parameters, the batch cannot be sharded,
-            or two runs of the model of one device differ (dropout).
+        ValueError: The mesh has unnamed dimensions, the models have different parameters, the batch
+            cannot be sharded, or two runs of the one-device model differ (dropout).
 
     Example:
         ```python
@@ -178,7 +178,7 @@ def verify(
 
 
 class _Comparison:
-    """Compares the tensors of this rank with those of one device."""
+    """Compares this rank's tensors with one device's."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _Comparison:
         self._parameters = parameters_of(exact)
 
     def tensors(self) -> Iterator[tuple[RecordKey, Difference | None]]:
-        """Yield the differences in the order of execution; None where the tensors cannot be compared."""
+        """Yield the differences in execution order; None where the tensors cannot be compared."""
         for key in self._reference.forward:
             yield key, self._activation(key, "forward", 1.0)
         yield RecordKey("", 0, LOSS), self._loss()
@@ -238,7 +238,7 @@ class _Comparison:
         return difference(actual, sharded[0], sharded[1:])
 
     def _loss(self) -> Difference:
-        """Compare the mean of all ranks' losses."""
+        """Compare the ranks' mean loss."""
         loss = torch.tensor(self._record.loss, dtype=torch.float64, device="cpu")
         if world_size() > 1:
             losses: list[float] = [0.0] * world_size()
@@ -246,7 +246,7 @@ class _Comparison:
             loss = torch.tensor(losses, dtype=torch.float64, device="cpu").mean()
         exact, *noisy = [torch.tensor([run.loss], device="cpu") for run in (self._reference, *self._noisy)]
         found = difference(loss.reshape(1), exact, noisy)
-        # |dL/dy| |y' - y|, the largest first-order change of the loss by the noise of the model's output.
+        # |dL/dy| |y' - y|, the largest first-order loss change by noise in the model's output.
         output, gradient = RecordKey("", 0, "output"), RecordKey("", 0, "grad_output")
         if output not in self._reference.forward or gradient not in self._reference.backward:
             change = 0.0
@@ -259,12 +259,12 @@ class _Comparison:
 
 
 def difference(actual: Tensor, exact: Tensor, noisy: Sequence[Tensor]) -> Difference:
-    """Compare a tensor with the exact one, and with the errors of runs that have noise alone.
+    """Compare a tensor with the exact one, and with the errors in runs that have noise alone.
 
     Args:
-        actual: Tensor of the parallel run.
-        exact: Tensor of one device in float32, of the same shape.
-        noisy: The same tensor of runs on one device with the noise that the parallel run has.
+        actual: Tensor in the parallel run.
+        exact: One device's tensor in float32, with the same shape.
+        noisy: The same tensor from runs on one device with the parallel run's noise.
     """
     actual, exact = actual.double(), exact.double()
     if not actual.isfinite().all():
@@ -285,7 +285,7 @@ def difference(actual: Tensor, exact: Tensor, noisy: Sequence[Tensor]) -> Differ
 def _reported(
     checks: dict[RecordKey, Difference | None], recipe: str, loss: float, exact_loss: float
 ) -> Verification:
-    """Return the report of all ranks: each tensor on the rank that differs most."""
+    """Return the report over all ranks: each tensor on the rank that differs most."""
     ranks = [checks]
     losses = [loss]
     if world_size() > 1:

@@ -1,4 +1,4 @@
-"""Report of `verify`: one row per tensor of a parallel run, with its error and the error that the format explains."""
+"""`verify` report: one row per tensor in a parallel run, with its error and the error that the format explains."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ COLUMNS = ("module", "tensor", "rank", "error", "allowed", "gain", "allowed gain
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """Comparison of one tensor with the same tensor of one device in float32, on the rank that differs most.
+    """Comparison of one tensor with the same tensor on one device in float32, on the rank that differs most.
 
     Args:
-        module: Name of the module; "" is the model itself.
+        module: Module name; "" is the model itself.
         tensor: Parameter, "output", "loss", "grad_output", "<parameter>.grad", "grad_input", or a scaling state.
         rank: Rank in the default process group.
         error: |x - reference| / |reference| in the Euclidean norm; inf for values that are not finite.
         allowance: Largest error that the format and the dtype explain.
-        gain: x . reference / |reference|^2: 0.5 for a tensor that lacks a factor of two; None: not compared, because
-            noise alone changes it.
+        gain: x . reference / |reference|^2: 0.5 for a tensor that lacks a factor 2; None: not
+            compared, because noise alone changes it.
         gain_allowance: Largest |gain - 1| that the format and the dtype explain.
         note: Finding other than a numerical difference.
     """
@@ -38,7 +38,7 @@ class TensorCheck:
 
     @property
     def excess(self) -> float:
-        """Largest quotient of a difference and its allowance; the tensor differs if it is above 1."""
+        """Largest difference divided by its allowance; the tensor differs if it is above 1."""
         if self.note or not math.isfinite(self.error):
             return math.inf
         off = 0.0 if self.gain is None else abs(self.gain - 1) / self.gain_allowance
@@ -51,11 +51,11 @@ class TensorCheck:
 
     @property
     def name(self) -> str:
-        """Name of the tensor with its module."""
+        """Tensor name with its module."""
         return f"{self.module}.{self.tensor}" if self.module else self.tensor
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of a table row, in the order of COLUMNS."""
+        """Return the cells of a table row, in COLUMNS order."""
         return (
             self.module or "(model)",
             self.tensor,
@@ -73,13 +73,13 @@ class Verification:
     """Comparison of a parallel, quantized run with one device in float32; `str()` prints a table.
 
     Args:
-        checks: One row per tensor in the order of execution: scaling states, parameters, outputs in forward order,
-            loss, then gradients in backward order.
-        ranks: Number of ranks.
+        checks: One row per tensor in execution order: scaling states, parameters, outputs in
+            forward order, loss, then gradients in backward order.
+        ranks: Rank count.
         recipe: Recipe of the parallel run.
-        loss: Mean of the ranks' losses.
-        exact_loss: Loss of one device in float32.
-        not_compared: Tensors whose sharding is unknown, or that only one of the runs has.
+        loss: Mean over the ranks' losses.
+        exact_loss: One device's loss in float32.
+        not_compared: Tensors whose sharding is unknown, or that only one run has.
     """
 
     checks: tuple[TensorCheck, ...]
@@ -91,7 +91,7 @@ class Verification:
 
     @property
     def first(self) -> TensorCheck | None:
-        """The first tensor that differs, in the order of execution; None if the runs agree."""
+        """The first tensor that differs, in execution order; None if the runs agree."""
         return next((check for check in self.checks if check.differs), None)
 
     @property

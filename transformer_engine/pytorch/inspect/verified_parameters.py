@@ -1,4 +1,4 @@
-"""Parameters and gradients of a parallel model: gathered values, copies to the model of one device, and averages."""
+"""Parameters and gradients of a parallel model: gathered values, copies to the one-device model, and averages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .verified_runs import original_name, unwrapped
 from .verified_shards import ROLES, RankPlace, gather_parts, shard_parts, sharded_dim
 
-# Relative difference of one value in two dtypes: half a step of the narrower one, and that of E4M3 for codes.
+# Relative difference between one value in two dtypes: half a step in the narrower one, and in E4M3 for codes.
 _ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _CODES = 2.0**-4
 # Parameters of fused layers that are replicated over tensor-parallel ranks.
@@ -48,7 +48,7 @@ class NamedParameter:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Sizes of its parts along dimension 0, each of which is sharded by itself."""
+        """Sizes of its parts along dimension 0, each sharded separately."""
         module = self.module
         parameter = getattr(module, self.attribute)
         count = getattr(parameter, "partition_stride", 1)
@@ -58,7 +58,7 @@ class NamedParameter:
 
 
 def parameters_of(model: nn.Module) -> dict[str, NamedParameter]:
-    """Return {name: parameter} of a model, with names that lack the prefixes of wrappers."""
+    """Return {name: parameter} of a model, with names that lack wrapper prefixes."""
     found: dict[str, NamedParameter] = {}
     for prefix, module in unwrapped(model).named_modules():
         for attribute, value in module.named_parameters(recurse=False):
@@ -93,17 +93,17 @@ def plain(tensor: Tensor) -> Tensor:
 def copy_parameters(
     parallel: nn.Module, copies: Sequence[nn.Module], place: RankPlace, gathered: bool
 ) -> dict[str, Difference]:
-    """Give the models of one device the parameters of the parallel model, and compare the ranks' parameters.
+    """Give the one-device models the parallel model's parameters, and compare the ranks' parameters.
 
     Args:
         parallel: Model with this rank's parameters.
-        copies: Models of one device; receive the parameters of rank 0 and of its tensor-parallel group.
+        copies: One-device models; receive the parameters from rank 0 and its tensor-parallel group.
         place: This rank's place in the mesh.
-        gathered: Copy the parallel model's parameters. Otherwise the first model of `copies` keeps its own, which the
-            others receive and the parallel model's parameters are compared with.
+        gathered: Copy the parallel model's parameters. Otherwise the first model in `copies` keeps
+            its own, which the others receive and the parallel model's parameters are compared with.
 
     Returns:
-        The difference of each parameter of this rank, with its name as key.
+        The difference for each parameter on this rank, with its name as key.
 
     Raises:
         ValueError: The models have different parameters.
@@ -152,7 +152,7 @@ def _rounding(parameter: Tensor) -> float:
 
 
 def _repeated(shards: Sequence[Tensor], own: int) -> str:
-    """Return a note if this rank's shard of a weight equals the shard of a rank before it."""
+    """Return a note if this rank's weight shard equals an earlier rank's shard."""
     mine = shards[own]
     if mine.dim() < 2 or mine.min() == mine.max():
         return ""
@@ -163,8 +163,8 @@ def _repeated(shards: Sequence[Tensor], own: int) -> str:
 def average_gradients(model: nn.Module, place: RankPlace) -> None:
     """Average gradients over the data- and context-parallel ranks, unless the model's wrapper did.
 
-    Gradients of parameters that see only a rank's tokens (sequence parallelism) are summed over the tensor-parallel
-    ranks: parameters with the attribute `sequence_parallel`, and replicated parameters of modules with that attribute.
+    Gradients for parameters that see only a rank's tokens (sequence parallelism) are summed over the tensor-parallel
+    ranks: parameters with the attribute `sequence_parallel`, and replicated parameters in modules with that attribute.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -174,7 +174,7 @@ def average_gradients(model: nn.Module, place: RankPlace) -> None:
         if gradient is None:
             continue
         local = gradient
-        done = averaged  # the number of data and context ranks over which the gradient has been averaged
+        done = averaged  # the data and context rank count over which the gradient has been averaged
         if hasattr(gradient, "to_local"):
             local, shards = gradient.to_local(), gradient.device_mesh
             names = shards.mesh_dim_names or ("",) * shards.ndim
@@ -209,10 +209,10 @@ def _reads_local_tokens(parameter: NamedParameter) -> bool:
 
 
 def scaling_states(model: nn.Module, group: Any) -> Iterator[tuple[str, str, bool]]:
-    """Compare the scales of delayed scaling with those of the group's first rank.
+    """Compare delayed-scaling scales with the group's first rank.
 
     Yields:
-        Name of the module, "scaling_fwd.scale" or "scaling_bwd.scale", and whether this rank's scales are equal.
+        Module name, "scaling_fwd.scale" or "scaling_bwd.scale", and whether this rank's scales are equal.
     """
     for name, module in unwrapped(model).named_modules():
         meta = getattr(module, "fp8_meta", None) or {}

@@ -1,8 +1,8 @@
-"""One forward and backward pass of a model with the outputs of its modules and all gradients recorded.
+"""One forward and backward pass of a model with its module outputs and all gradients recorded.
 
-A run with noise multiplies every module output, and its gradient, by 1 + u eps with u uniform in [-1, 1]: a rounding of
-the run's dtype at each module boundary. The differences of several such runs measure how far the order of sums can move
-each tensor of this model (stochastic arithmetic), also of tensors that are differences of nearly equal numbers.
+A run with noise multiplies every module output, and its gradient, by 1 + u eps with u uniform in [-1, 1]: a rounding in
+the run's dtype at each module boundary. Differences between several such runs measure how far the summation order can
+move each tensor in this model (stochastic arithmetic), also tensors that are differences between nearly equal numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class RecordKey:
-    """A tensor of a run: module, number of its call, and "output", "grad_output" or "grad_input"."""
+    """A tensor in a run: module, its call number, and "output", "grad_output" or "grad_input"."""
 
     module: str
     call: int
@@ -35,7 +35,7 @@ class RecordKey:
 
     @property
     def tensor(self) -> str:
-        """Name of the tensor; later calls of a module are numbered."""
+        """Tensor name; later calls to a module are numbered."""
         return self.kind if self.call == 0 else f"{self.kind}[{self.call}]"
 
 
@@ -44,8 +44,8 @@ class RunRecord:
     """Tensors of a run in float32, in the order in which they were computed.
 
     Attributes:
-        forward: Outputs of modules.
-        backward: Gradients of outputs and inputs of modules, in backward order.
+        forward: Module outputs.
+        backward: Module output and input gradients, in backward order.
         loss: Loss of this rank.
         gradients: {name: gradient} of the parameters after the backward pass.
     """
@@ -66,21 +66,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def original_name(name: str) -> str:
-    """Return the name of a module or parameter without the prefixes of wrappers."""
+    """Return a module or parameter name without wrapper prefixes."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "").removesuffix(wrapper[:-1])
     return name.rstrip(".")
 
 
 def called(model: nn.Module, batch: Batch) -> Any:
-    """Call a model with a tensor, a tuple of arguments or a dictionary of keyword arguments."""
+    """Call a model with a tensor, an argument tuple or a keyword argument dictionary."""
     if isinstance(batch, dict):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def first_tensor(value: Any) -> Any:
-    """Return the first tensor of an output, or the output itself if it has none."""
+    """Return the first tensor in an output, or the output itself if it has none."""
     return next((leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)), value)
 
 
@@ -106,12 +106,12 @@ def record_run(
 
     Args:
         model: The model; its gradients are replaced.
-        batch: Arguments of the model. The first floating-point tensor gets a gradient.
+        batch: Model arguments. The first floating-point tensor gets a gradient.
         loss_fn: Function (output, batch) -> scalar.
-        block: Context manager of the forward pass, such as `autocast` with a recipe.
-        steps: Number of passes; delayed scaling has its scales from the second one on.
-        scale: Factor of the loss in the backward pass.
-        noise: (eps, seed) of a run with noise; None: a run without noise.
+        block: Context manager for the forward pass, such as `autocast` with a recipe.
+        steps: Pass count; delayed scaling has its scales from the second one on.
+        scale: Loss factor in the backward pass.
+        noise: (eps, seed) for a run with noise; None: a run without noise.
     """
     record = RunRecord()
     leaves, tree = tree_flatten(batch)
@@ -179,8 +179,8 @@ class _Recorder:
     def _watch(self, tensor: Any, key: RecordKey) -> None:
         """Record the gradient of a tensor.
 
-        A tensor is the output of one module and the input of others. Its gradient is listed as that of the inputs
-        first, innermost module first, because the pass of an input's module computed it.
+        A tensor is the output of one module and the input to others. Its gradient is listed as the gradient
+        of the inputs first, innermost module first, because the pass of an input's module computed it.
         """
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             return

@@ -1,4 +1,4 @@
-"""Shards of parameters and activations: a rank's place in a mesh, and the part of a whole tensor on that rank.
+"""Parameter and activation shards: a rank's place in a mesh, and the part of a whole tensor on that rank.
 
 | mesh dimension | names | shards |
 | --- | --- | --- |
@@ -31,15 +31,15 @@ class RankPlace:
     """Coordinates of this rank, and the dimensions along which the ranks share activations.
 
     Attributes:
-        data: (coordinate, size) of data parallelism.
-        context: (coordinate, size) of context parallelism.
-        tensor: (coordinate, size) of tensor parallelism.
-        data_groups: Process groups of the data-parallel dimensions that have several ranks.
-        context_groups: Process groups of the context-parallel dimensions that have several ranks.
-        tensor_group: Process group of the tensor-parallel ranks.
+        data: Data-parallel (coordinate, size).
+        context: Context-parallel (coordinate, size).
+        tensor: Tensor-parallel (coordinate, size).
+        data_groups: Process groups for data-parallel dimensions that have several ranks.
+        context_groups: Process groups for context-parallel dimensions that have several ranks.
+        tensor_group: Tensor-parallel process group.
         tokens_over_tensor: The model's inputs and outputs are sharded along the tokens over tensor-parallel ranks.
-        sequence_dim: Dimension of the tokens in activations.
-        batch_dim: Dimension of the batch in activations.
+        sequence_dim: Token dimension in activations.
+        batch_dim: Batch dimension in activations.
     """
 
     data: tuple[int, int] = (0, 1)
@@ -54,11 +54,11 @@ class RankPlace:
 
     @property
     def copies(self) -> int:
-        """Number of data- and context-parallel ranks, over which gradients are averaged."""
+        """Data- and context-parallel rank count, over which gradients are averaged."""
         return self.data[1] * self.context[1]
 
     def shard_batch(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of an input or output of the whole batch; other tensors are returned unchanged."""
+        """Return this rank's part of an input or output for the whole batch; other tensors are returned unchanged."""
         if whole.dim() <= max(self.sequence_dim, self.batch_dim):
             return whole
         for size, dim in ((self.data[1], self.batch_dim), (2 * self.context[1], self.sequence_dim)):
@@ -78,15 +78,15 @@ class RankPlace:
         return _chunk(part, self.sequence_dim, self.tensor)
 
     def shard_activation(self, whole: Tensor, shape: Sequence[int], parts: Sequence[int]) -> Tensor | None:
-        """Return the part of an activation of one device that has the given shape on this rank.
+        """Return the part of a one-device activation that has the given shape on this rank.
 
         Args:
-            whole: Activation of one device.
-            shape: Shape of this rank's activation.
+            whole: One-device activation.
+            shape: This rank's activation shape.
             parts: Sizes of the parts of the last dimension that are sharded one by one.
 
         Returns:
-            The part, or None if no sharding of the batch, the tokens and the features has this shape.
+            The part, or None if no sharding over the batch, the tokens and the features has this shape.
         """
         shape = tuple(shape)
         candidates = [whole]
@@ -171,7 +171,7 @@ def sharded_dim(whole: Sequence[int], local: Sequence[int], size: int) -> int | 
     """Return the dimension of a tensor-parallel shard, or None for a replicated parameter.
 
     Raises:
-        ValueError: The shapes are not those of a tensor and of one of `size` shards of it.
+        ValueError: The shapes do not belong to a tensor and one of its `size` shards.
     """
     if tuple(whole) == tuple(local):
         return None
@@ -185,7 +185,7 @@ def sharded_dim(whole: Sequence[int], local: Sequence[int], size: int) -> int | 
 
 
 def shard_parts(whole: Tensor, dim: int, place: tuple[int, int], parts: Sequence[int]) -> Tensor:
-    """Return a rank's shard along `dim` of every part, joined; the whole tensor if a part is not divisible."""
+    """Return a rank's shard along `dim` for every part, joined; the whole tensor if a part is not divisible."""
     if any(part % place[1] for part in parts) or sum(parts) != whole.shape[dim]:
         return whole
     return torch.cat([_chunk(part, dim, place) for part in whole.split(list(parts), dim)], dim)
@@ -195,7 +195,7 @@ def gather_parts(local: Tensor, dim: int, group: Any, parts: Sequence[int]) -> t
     """Gather a tensor-parallel parameter; the inverse of `shard_parts`.
 
     Returns:
-        The whole tensor, and the shards of all ranks.
+        The whole tensor, and the shards on all ranks.
     """
     shards = list(gather_along_first_dim(local[None], group)[0])
     own = [part // len(shards) for part in parts]

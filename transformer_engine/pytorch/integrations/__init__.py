@@ -1,1 +1,1 @@
-"""Layers and functions for models of other libraries; the folder of each library is independent of the others."""
+"""Layers and functions for models in other libraries; the folder of each library is independent of the others."""

@@ -1,9 +1,9 @@
 """Styles of `torch.distributed.tensor.parallel.parallelize_module` for the layers of this package.
 
-torch's `ColwiseParallel` and `RowwiseParallel` accept `torch.nn.Linear` and `torch.nn.Embedding` only. The styles here
-have the same names and arguments, accept the linear layers of this package too, and pass everything else on to torch's.
-The parameters become DTensors; a layer computes its shard with the kernels and the recipe of `te.autocast`. torch's
-`SequenceParallel` works with `LayerNorm` and `RMSNorm` of this package unchanged.
+torch's `ColwiseParallel` and `RowwiseParallel` accept `torch.nn.Linear` and `torch.nn.Embedding` only. The styles
+here have the same names and arguments, accept the linear layers of this package too, and pass everything else on to
+torch's. The parameters become DTensors; a layer computes its shard with the kernels and recipe in `te.autocast`.
+torch's `SequenceParallel` works with `LayerNorm` and `RMSNorm` of this package unchanged.
 
     >>> import transformer_engine.pytorch as te  # doctest: +SKIP
     >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -67,9 +67,9 @@ def _distributed(
 
     Args:
         module: The layer.
-        mesh: Mesh of one dimension.
+        mesh: One-dimensional mesh.
         style: The style, whose hooks convert the input and the output.
-        placements: Placement of each parameter; `Replicate()` unless named.
+        placements: Placement per parameter; `Replicate()` unless named.
     """
 
     def partition(name: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:
@@ -88,7 +88,7 @@ def _distributed(
 
 
 class ColwiseParallel(torch_styles.ColwiseParallel):
-    """Shard the output features of a `Linear` or `LayerNormLinear`; see torch's class of this name.
+    """Shard the output features of a `Linear` or `LayerNormLinear`; see torch's class with this name.
 
     The parameters of the norm of a `LayerNormLinear` are replicated.
     """
@@ -100,7 +100,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 
 
 class RowwiseParallel(torch_styles.RowwiseParallel):
-    """Shard the input features of a `Linear`; see torch's class of this name. The bias is replicated."""
+    """Shard the input features of a `Linear`; see torch's class with this name. The bias is replicated."""
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not _serves(module, "RowwiseParallel", (Linear,)):

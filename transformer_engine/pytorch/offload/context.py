@@ -1,4 +1,4 @@
-"""Offload of saved tensors: a context for the forward pass of each layer and a function for its output.
+"""Offloading saved tensors: a context for the forward pass of each layer and a function for its output.
 
 context, synchronize = get_cpu_offload_context(enabled=True, num_layers=6, model_layers=8)
 for layer in layers:
@@ -35,18 +35,18 @@ def get_cpu_offload_context(
 
     Args:
         enabled: Offload; False returns a context and a function without effect.
-        num_layers: Number of layers, from the first on, whose saved tensors are offloaded; None means all but the
-            last.
-        model_layers: Number of layers of a step.
+        num_layers: Layer count, from the first on, whose saved tensors are offloaded; None means
+            all but the last.
+        model_layers: Layers per step.
         manual_synchronization: Also return a ManualOffloadSynchronizer, whose methods start all copies.
         retain_pinned_cpu_buffers: Keep the host buffers from step to step, which CUDA graphs need.
-        offload_stream: Stream of the copies with `manual_synchronization`, by default a new one.
+        offload_stream: Copy stream with `manual_synchronization`, by default a new one.
         offload_activations: Offload the saved activations.
-        offload_weights: Option of earlier releases; weights are never offloaded.
-        double_buffering: Option of earlier releases, without effect.
+        offload_weights: Option from earlier releases; weights are never offloaded.
+        double_buffering: Option from earlier releases, without effect.
 
-    Without a GPU nothing is offloaded. With NVTE_CPU_OFFLOAD_V1=1 the results are those of the original's first
-    version.
+    Without a GPU nothing is offloaded. With NVTE_CPU_OFFLOAD_V1=1 the results follow the original's
+    first version.
     """
     enabled, offload_weights = to_bool("enabled", enabled), to_bool("offload_weights", offload_weights)
     offload_activations = to_bool("offload_activations", offload_activations)
@@ -73,7 +73,7 @@ def get_cpu_offload_context(
             raise ValueError(
                 "NVTE_CPU_OFFLOAD_V1=1 has no manual_synchronization; unset the variable, or leave the keyword out"
             )
-        if offloaded > model_layers - 1:  # the first version accepts all layers of a model
+        if offloaded > model_layers - 1:  # the first version accepts all layers in a model
             warn_once(
                 "NVTE_CPU_OFFLOAD_V1 with all layers offloaded",
                 f"num_layers={offloaded}: the backward pass begins with the last layer, which stays on the GPU; "

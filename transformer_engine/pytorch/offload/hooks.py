@@ -1,8 +1,8 @@
-"""Contexts that pass the saved tensors of a layer to a synchronizer, by torch's hooks of saved tensors.
+"""Contexts that pass the saved tensors of a layer to a synchronizer, by torch's saved-tensor hooks.
 
-The classes at the end are the original's first version (NVTE_CPU_OFFLOAD_V1=1): a layer ends where its group is
-committed. The schedule is that of `DefaultOffloadSynchronizer`; a node of the graph after each layer starts its steps
-instead of a hook on the layer's last node, so that the layer's output may come from any operation.
+The classes at the end are the original's first version (NVTE_CPU_OFFLOAD_V1=1): a layer ends where its group
+is committed. The schedule follows `DefaultOffloadSynchronizer`; a graph node after each layer starts its
+steps instead of a hook on the layer's last node, so that the layer's output may come from any operation.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class OffloadContext(ContextDecorator):
 
 
 def backward_hook(synchronizer: OffloadSynchronizer, layer: int) -> Callable[[Any], None]:
-    """Return a hook of a node that begins the backward of a layer, whose forward has just run."""
+    """Return a node hook that begins the backward of a layer whose forward has just run."""
     generation = synchronizer.layer_states[layer].generation
 
     def begin(gradients: Any) -> None:
@@ -85,12 +85,12 @@ def backward_hook(synchronizer: OffloadSynchronizer, layer: int) -> Callable[[An
 
 
 class SynchronizedGroupOffloadHandler(DefaultOffloadSynchronizer):
-    """One group of saved tensors per layer; the first num_offload_group of model_layers groups are offloaded.
+    """One saved-tensor group per layer; the first num_offload_group of model_layers groups are offloaded.
 
     Args:
-        num_offload_group: Number of layers whose saved tensors are offloaded.
-        model_layers: Number of layers; None is one more than are offloaded.
-        options: The other arguments of `DefaultOffloadSynchronizer`.
+        num_offload_group: Layer count whose saved tensors are offloaded.
+        model_layers: Layer count; None is one more than are offloaded.
+        options: Other arguments of `DefaultOffloadSynchronizer`.
     """
 
     def __init__(self, num_offload_group: int, model_layers: int | None = None, **options: Any):
@@ -103,7 +103,7 @@ class SynchronizedGroupOffloadHandler(DefaultOffloadSynchronizer):
 class AsyncDoubleBufferGroupOffloadHandler(SynchronizedGroupOffloadHandler):
     """The same as `SynchronizedGroupOffloadHandler`: copies overlap with the computation in both.
 
-    The other arguments are those of `SynchronizedGroupOffloadHandler`.
+    The other arguments are as in `SynchronizedGroupOffloadHandler`.
     """
 
 
@@ -142,6 +142,6 @@ class GroupCommitFunction(torch.autograd.Function):
 
 
 def context_of_groups(num_layers: int, model_layers: int) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """Return (context, commit) of the first version."""
+    """Return (context, commit) for the first version."""
     context = CpuOffloadHookWithOffloadHandler(AsyncDoubleBufferGroupOffloadHandler(num_layers, model_layers))
     return context, lambda tensor: GroupCommitFunction.apply(tensor, context)  # pyright: ignore[reportReturnType]

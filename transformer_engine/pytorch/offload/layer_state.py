@@ -1,4 +1,4 @@
-"""The states of one layer's saved tensors: on the device, being copied, on the host, being copied back.
+"""States of one layer's saved tensors: on the device, being copied, on the host, being copied back.
 
 ```text
 not_offloaded --start_offload--> offload_started --release_activation_forward_gpu_memory--> offload_finished
@@ -39,7 +39,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class _View:
-    """The layout of a saved tensor as a view of the copied tensor of that number."""
+    """Layout of a saved tensor as a view of the copied tensor with that number."""
 
     number: int
     shape: torch.Size
@@ -62,18 +62,18 @@ class _SavedQuantized:
 
 
 class OffloadableLayerState:
-    """The saved tensors of one layer: on the device, being copied to the host, on the host, or being copied back.
+    """One layer's saved tensors: on the device, being copied to the host, on the host, or being copied back.
 
     `state` is "not_offloaded", "offload_started", "offload_finished" or "reload_started". `start_offload`,
     `release_activation_forward_gpu_memory`, `start_reload` and `release_all_memory` lead from each state to the next;
     in another state a method raises RuntimeError.
 
     Args:
-        offload_stream: CUDA stream of the copies; None creates one.
-        retain_pinned_cpu_buffers: Reuse the layer's host buffers in the next step, whose tensors must have the same
-            shapes. Otherwise buffers of matching shapes are reused: PyTorch's cache of pinned memory reuses a buffer
-            only after the GPU has finished with it, so a host several steps ahead would pin new memory in each step,
-            for milliseconds.
+        offload_stream: CUDA copy stream; None creates one.
+        retain_pinned_cpu_buffers: Reuse the layer's host buffers in the next step, whose tensors
+            must have the same shapes. Otherwise buffers with matching shapes are reused: PyTorch's
+            pinned-memory cache reuses a buffer only after the GPU has finished with it, so a host
+            several steps ahead would pin new memory in each step, for milliseconds.
         link: Copies between device and host; None chooses by the machine.
     """
 
@@ -99,7 +99,7 @@ class OffloadableLayerState:
         self._coming_back: list[int] = []
 
     def push_tensor(self, tensor: Tensor) -> Any:
-        """Return the object to save for a tensor: a number, numbers of a quantized tensor, or a tensor that stays."""
+        """Return the object to save for a tensor: a number, a quantized tensor's numbers, or a tensor that stays."""
         self._demand(NOT_OFFLOADED)
         if isinstance(tensor, torch.nn.Parameter):
             return tensor
@@ -129,7 +129,7 @@ class OffloadableLayerState:
         return len(self._views) - 1
 
     def pop_tensor(self, tensor_or_tensor_id: Any) -> Tensor:
-        """Return the saved tensor of a result of `push_tensor`; the computation waits for its values."""
+        """Return the saved tensor for a `push_tensor` result; the computation waits for its values."""
         if isinstance(tensor_or_tensor_id, _SavedQuantized):
             parts = [None if part is None else self.pop_tensor(part) for part in tensor_or_tensor_id.parts]
             return tensor_or_tensor_id.kind.from_storage(
@@ -155,7 +155,7 @@ class OffloadableLayerState:
     def start_offload(self) -> None:
         """Begin to copy every tensor to the host; they stay on the device until they are released."""
         self._demand(NOT_OFFLOADED)
-        # One buffer per tensor, those of the last step if retained.
+        # One buffer per tensor, from the last step if retained.
         group = self.fwd_gpu_tensor_group
         tensors, kept = group.tensor_list, self.cpu_tensor_group.tensor_list
         if not self.retain_pinned_cpu_buffers or not kept:
@@ -180,7 +180,7 @@ class OffloadableLayerState:
         self.state = OFFLOAD_STARTED
 
     def _by_readiness(self) -> list[int]:
-        """Return the numbers of the tensors in the order in which their values became available."""
+        """Return the tensor numbers in the order in which their values became available."""
         moments = self.fwd_gpu_tensor_group.events
         return sorted(range(len(moments)), key=moments.__getitem__)
 
@@ -194,7 +194,7 @@ class OffloadableLayerState:
         self.state = OFFLOAD_FINISHED
 
     def start_reload(self) -> None:
-        """Begin to copy every tensor back, into new memory of the device."""
+        """Begin to copy every tensor back, into new device memory."""
         self._demand(OFFLOAD_FINISHED)
         host = self.cpu_tensor_group.tensor_list
         tensors: list[Any] = [None] * len(host)
@@ -206,7 +206,7 @@ class OffloadableLayerState:
         self.state = RELOAD_STARTED
 
     def release_all_memory(self) -> None:
-        """Release everything except reusable host buffers; results of `push_tensor` become invalid."""
+        """Release everything except reusable host buffers; `push_tensor` results become invalid."""
         for number in self._unread:  # a copy without a wait may still be writing memory that is freed here
             self.link.wait(self.bwd_gpu_tensor_group.events[number])
         self._unread = set()
@@ -220,7 +220,7 @@ class OffloadableLayerState:
         self.state = NOT_OFFLOADED
 
     def get_offloaded_total_size_mb(self) -> float:
-        """Return the MiB of the layer that are in host memory, or are being copied there."""
+        """Return how many MiB of the layer are in host memory, or are being copied there."""
         if self.state == NOT_OFFLOADED:
             return 0.0
         return sum(values.nbytes for values in self.cpu_tensor_group.tensor_list) / _MEBIBYTE

@@ -1,15 +1,15 @@
-"""Copies between the memory of a GPU and of the host that overlap with the computation.
+"""Copies between GPU and host memory that overlap with the computation.
 
-A `Link` is the interface of offloading to the hardware, with copies in the order of the calls. `CudaLink` copies on a
-separate stream; `NoLink`, for a machine without a GPU, accepts no tensor, so that nothing is copied. Tests use a link
-that records its calls. The methods are:
+A `Link` is the interface from offloading to the hardware, with copies in call order. `CudaLink`
+copies on a separate stream; `NoLink`, for a machine without a GPU, accepts no tensor, so that
+nothing is copied. Tests use a link that records its calls. The methods are:
 
 * `takes(values)`: whether a tensor is on the device.
 * `mark()`: the present moment of the computation, for which `to_host` waits; later moments are greater.
 * `to_host(values, buffer, after)`: copy values into a host buffer after a moment; return the moment at which the copy
   is complete.
 * `to_device(buffer, device)`: (new tensor with the values of a host buffer, moment at which they are complete).
-* `wait(moment)`: make the computation wait for a moment of the link.
+* `wait(moment)`: make the computation wait for a link moment.
 * `buffer(values)`: a new host buffer for these values.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class Moment(NamedTuple):
-    """A point of the computing stream; later points have greater numbers."""
+    """A point in the computing stream; later points have greater numbers."""
 
     number: int
     event: Any
@@ -33,7 +33,7 @@ _numbers = count()
 
 
 class CudaLink:
-    """Copies on one stream, the given one or a new one, in the order of the calls."""
+    """Copies on one stream, the given one or a new one, in call order."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None):
         self.stream = torch.cuda.Stream() if stream is None else stream
@@ -66,7 +66,7 @@ class CudaLink:
 
 
 class NoLink:
-    """The link of a machine without a GPU, which copies nothing."""
+    """The link for a machine without a GPU, which copies nothing."""
 
     def takes(self, values: Tensor) -> bool:
         return False

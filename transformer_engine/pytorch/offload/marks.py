@@ -1,12 +1,12 @@
-"""Marks of saved tensors: tensors that stay on the device, and the moment from which others may be copied.
+"""Marks on saved tensors: tensors that stay on the device, and the moment from which others may be copied.
 
-Four marks are attributes of a tensor, which autograd preserves:
+Four marks are tensor attributes, which autograd preserves:
 
 * `_TE_do_not_offload`: parameters, and tensors derived from them.
 * `start_reload_event`: the moment from which the values are complete.
 * `offload_base_tensor`: copy the base of this view once for all views; implied for views with gaps.
-* `_TE_cached_weight`: weights that are quantized once for several microbatches. The next step writes to their memory if
-  the number of references to it shows that no backward pass will read it.
+* `_TE_cached_weight`: weights that are quantized once for several microbatches. The next step
+  writes to their memory if its reference count shows that no backward pass will read it.
 
 Two more make copies overlap with the layer that saved their tensors: the moment at which a matrix is complete, well
 before the layer ends (`mark_ready`), and the moment at which a backward pass reads a tensor (`wait_for`).
@@ -29,7 +29,7 @@ from ..primitives.operand import Operand
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 
-# The copy of fewer elements costs more time than their memory is worth.
+# Copying fewer elements costs more time than their memory is worth.
 SMALLEST = 256 * 1024
 STAYS, READY, BY_BASE = "_TE_do_not_offload", "start_reload_event", "offload_base_tensor"
 CACHED = "_TE_cached_weight"
@@ -37,7 +37,7 @@ READY_MOMENT, READ_LATE = "_TE_ready_moment", "_TE_read_late"
 
 
 class _Active(threading.local):
-    """The synchronizer of the context that is open in this thread; None outside of all contexts.
+    """The synchronizer for the context that is open in this thread; None outside all contexts.
 
     Attributes:
         used: Whether a context was opened in any thread, because autograd runs backward passes in other threads.
@@ -50,7 +50,7 @@ class _Active(threading.local):
 
 
 class _DeferredWaits(threading.local):
-    """The waits of tensors that the running node has unpacked: {storage: function that waits for the values}."""
+    """Waits for tensors that the running node has unpacked: {storage: function that waits for the values}."""
 
     waits: dict[int, Callable[[], None]]
     open: bool = False
@@ -71,12 +71,12 @@ class ReadyMoment(NamedTuple):
 
 
 def is_cpu_offload_enabled() -> bool:
-    """Return whether a context of `get_cpu_offload_context` is open."""
+    """Return whether a `get_cpu_offload_context` context is open."""
     return active.synchronizer is not None
 
 
 def mark_not_offload(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
-    """Keep tensors on the device, also if a layer saves them inside of an offloading context.
+    """Keep tensors on the device, also if a layer saves them inside an offloading context.
 
     Args:
         tensors: Tensors or storages; None is skipped.
@@ -86,7 +86,7 @@ def mark_not_offload(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
 
 
 def mark_cached(parts: Sequence[Tensor | None]) -> None:
-    """Mark the tensors of a cached weight, of which `countable` makes aliases."""
+    """Mark the tensors of a cached weight, for which `countable` makes aliases."""
     type(active).caches = True
     for part in parts:
         if part is not None:
@@ -94,9 +94,9 @@ def mark_cached(parts: Sequence[Tensor | None]) -> None:
 
 
 def countable(tensor: Tensor | None) -> Tensor | None:
-    """Return an alias of a cached weight's tensor, for hooks that hold the tensor itself; another tensor unchanged.
+    """Return an alias for a cached weight's tensor, for hooks that hold the tensor itself; another tensor unchanged.
 
-    Python's references to a tensor do not increase the count of references to its memory, but every alias does.
+    Python's references to a tensor do not increase the reference count of its memory, but every alias does.
     """
     if tensor is None or not getattr(tensor, CACHED, False):
         return tensor
@@ -107,7 +107,7 @@ def countable(tensor: Tensor | None) -> Tensor | None:
 
 
 def mark_ready(saved: Any) -> None:
-    """Mark the saved input of a layer inside of a context as complete; without a context, do nothing."""
+    """Mark the saved input of a layer inside a context as complete; without a context, do nothing."""
     if active.synchronizer is None or torch.compiler.is_compiling():
         return
     link = active.synchronizer.link
@@ -121,7 +121,7 @@ def ready_moment(tensor: Tensor, link: Any) -> Any:
     ready = getattr(tensor, READY, None)
     if ready is not None:
         return ready
-    # Removed from the tensor, which may outlive the moment, for example the capture of a graph.
+    # Removed from the tensor, which may outlive the moment, for example a graph capture.
     marked = vars(tensor).pop(READY_MOMENT, None)
     return marked.moment if marked is not None and marked.version == tensor._version else link.mark()
 
@@ -144,9 +144,9 @@ def save_deferred(tensor: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def deferred_waits() -> Iterator[None]:
-    """Unpack tensors of `save_deferred` inside without their values; the caller calls `wait_for` for each.
+    """Unpack `save_deferred` tensors inside without their values; the caller calls `wait_for` for each.
 
-    Other tensors have their values: a checkpoint that recomputes one of them runs its function inside.
+    Other tensors have their values: a checkpoint that recomputes one runs its function inside.
     """
     _deferred.waits.clear()
     _deferred.open = True
@@ -157,7 +157,7 @@ def deferred_waits() -> Iterator[None]:
 
 
 def defer_wait(tensor: Tensor, wait: Callable[[], None]) -> bool:
-    """Defer a wait to the `wait_for` of a tensor of `save_deferred`; return False outside of `deferred_waits`."""
+    """Defer a wait to the `wait_for` of a `save_deferred` tensor; return False outside `deferred_waits`."""
     if _deferred.open:
         _deferred.waits[tensor.untyped_storage()._cdata] = wait
     return _deferred.open
@@ -179,7 +179,7 @@ def keep_weight(weight: Any) -> None:
 
 
 def tensors_of(saved: Any) -> list[Tensor]:
-    """Return the tensors of a saved operand or matrix that may be worth a copy, without a single maximum."""
+    """Return the tensors in a saved operand or matrix that may be worth a copy, without a single maximum."""
     if isinstance(saved, Operand):
         per_row = saved.format is not None and saved.format.row_scaled
         parts = (saved.codes, saved.scale, saved.amax if per_row else None)
@@ -207,7 +207,7 @@ def mark_activation_offload(*tensors: Tensor | QuantizedTensorStorage | None, of
 def start_offload(
     *tensors: Tensor | QuantizedTensorStorage | None, offload_base_tensor: bool = False
 ) -> None:
-    """Allow copies of these tensors from now on: later code does not change them.
+    """Allow copying these tensors from now on: later code does not change them.
 
     Args:
         tensors: Tensors, quantized tensors or None.
@@ -236,7 +236,7 @@ def moves(values: Tensor) -> bool:
 
 
 def memory_of(values: Tensor) -> Tensor | None:
-    """Return the dense memory [n] to copy for values: their own, or that of the base of a view.
+    """Return the dense memory [n] to copy for values: their own, or the view base's.
 
     A view with gaps keeps its whole base alive, so that the base is copied. None: values with gaps that have no base.
     """
@@ -266,7 +266,7 @@ def _is_dense(values: Tensor) -> bool:
 
 
 def _parts(tensors: tuple[Any, ...]) -> list[Tensor]:
-    """Return the plain tensors of tensors and quantized tensors."""
+    """Return the plain tensors in tensors and quantized tensors."""
     parts: list[Tensor] = []
     for given in tensors:
         if given is None:

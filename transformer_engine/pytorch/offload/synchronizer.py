@@ -1,6 +1,6 @@
 """The schedule on which each layer's saved tensors are copied to the host and back.
 
-`DefaultOffloadSynchronizer` has n layers, of which the first k are offloaded. Layer i
+`DefaultOffloadSynchronizer` has n layers; the first k are offloaded. Layer i
 
 * begins to be copied when the forward of layer i + 1 begins,
 * leaves the device when the forward of layer n - k + i begins,
@@ -17,8 +17,8 @@ so that saved tensors of at most n - k layers are on the device at any time. Wit
 | backward of 2 | the copy of 1 back begins |
 | backward of 1 | the copy of 0 back begins |
 
-These are the times at which the host queues copies, ahead of the device. On the device, a copy starts when the values
-of the tensor are complete, and its backward waits for this tensor alone (`marks`).
+These are the times at which the host queues copies, ahead of the device. On the device, a copy starts when
+the values of the tensor are complete, and its backward waits for this tensor alone (`marks`).
 
 A `ManualOffloadSynchronizer` copies when its methods are called.
 """
@@ -47,9 +47,9 @@ class _Begun(NamedTuple):
     """The last layer whose backward has begun.
 
     Args:
-        layer: Number of the layer.
+        layer: Layer number.
         generation: Generation of its saved tensors, which a later forward replaces.
-        graph_pass: Autograd's number of the backward pass, -1 outside of one.
+        graph_pass: Autograd's backward pass number, -1 outside one.
     """
 
     layer: int
@@ -58,17 +58,17 @@ class _Begun(NamedTuple):
 
 
 class OffloadSynchronizer:
-    """The saved tensors of num_layers layers, each called once per step, in the same order every time.
+    """Saved tensors for num_layers layers, each called once per step, in the same order every time.
 
-    Autograd does not report a backward pass that raises. So every begin of a layer's backward carries the generation
-    of the forward it belongs to, and the pass that it is part of. Only tensors of the same generation are released,
-    and only by the pass that read them. The tensors of a newer forward, and those of a layer in which a pass failed,
-    stay until the next step begins.
+    Autograd does not report a backward pass that raises. So every start of a layer's backward
+    carries the generation of its forward, and its pass. Only tensors with the same generation are
+    released, and only by the pass that read them. Tensors from a newer forward, and from a layer in
+    which a pass failed, stay until the next step begins.
 
     Args:
-        num_layers: Number of layers per step.
+        num_layers: Layers per step.
         retain_pinned_cpu_buffers: Reuse pinned host memory in the next step, whose tensors must have the same shapes.
-        offload_stream: CUDA stream of the copies; None creates one.
+        offload_stream: CUDA copy stream; None creates one.
         link: Copies between device and host; None chooses by the machine.
     """
 
@@ -119,8 +119,8 @@ class OffloadSynchronizer:
         """Begin the backward of a layer, and release the tensors of the layer whose backward ran before it.
 
         Args:
-            layer_num: Number of the layer.
-            generation: Generation of the layer's forward; None for the last one.
+            layer_num: Layer number.
+            generation: The layer's forward generation; None for the last one.
 
         Returns:
             False for the backward of an earlier forward, which changes nothing.
@@ -128,7 +128,7 @@ class OffloadSynchronizer:
         present = self.layer_states[layer_num].generation
         if generation is not None and generation != present:
             return False
-        graph_pass = torch._C._current_graph_task_id()  # -1 outside of a backward pass
+        graph_pass = torch._C._current_graph_task_id()  # -1 outside a backward pass
         if self._begun is not None and self._begun.graph_pass == graph_pass:
             self._forget_previous()
         self._begun = _Begun(layer_num, self.layer_states[layer_num].generation, graph_pass)
@@ -147,7 +147,7 @@ class OffloadSynchronizer:
         return tensor if pushed is tensor else Pushed(self._pushing, state.generation, pushed)
 
     def pop_tensor(self, tensor_or_tensor_id: Any) -> Tensor:
-        """Return the saved tensor; raise RuntimeError if a later forward of the layer has replaced it."""
+        """Return the saved tensor; raise RuntimeError if a later layer forward has replaced it."""
         if isinstance(tensor_or_tensor_id, Tensor):
             return tensor_or_tensor_id
         state = self.layer_states[tensor_or_tensor_id.layer]
@@ -176,13 +176,13 @@ class OffloadSynchronizer:
 class DefaultOffloadSynchronizer(OffloadSynchronizer):
     """Offloads the layers 0 to num_offloaded_layers - 1 while other layers compute.
 
-    The copy of layer i begins with the forward of layer i + 1. With n layers, of which k are offloaded, it leaves the
-    device when the forward of layer n - k + i begins, and its copy back begins with the backward of layer
-    n - 1 - k + i. Saved tensors of at most n - k layers are on the device at any time.
+    The copy of layer i begins with the forward of layer i + 1. With n layers and k offloaded, it leaves the
+    device when the forward of layer n - k + i begins, and its copy back begins with the backward of layer n -
+    1 - k + i. Saved tensors of at most n - k layers are on the device at any time.
 
     Args:
-        num_offloaded_layers: Number of leading layers that are offloaded; None is all but the last layer, which always
-            stays.
+        num_offloaded_layers: Leading layers that are offloaded; None is all but the last layer,
+            which always stays.
     """
 
     def __init__(
@@ -236,10 +236,10 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
     """Offloads layers only when its methods are called.
 
     Args:
-        num_layers: Number of layers of a step.
+        num_layers: Layers per step.
         retain_pinned_cpu_buffers: Keep the host buffers from step to step, which CUDA graphs need.
-        offload_stream: Stream of the copies, by default a new one.
-        link: Copies between device and host; by default those of the device.
+        offload_stream: Copy stream, by default a new one.
+        link: Copies between device and host; by default the device's.
     """
 
     def start_offload_layer(self, layer_id: int) -> None:

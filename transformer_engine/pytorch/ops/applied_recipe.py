@@ -1,7 +1,7 @@
-"""The recipe of a chain's operations in one call, and its scale updates, in eager mode and while a compiler traces.
+"""Recipe for a chain's operations in one call, and its scale updates, in eager mode and while a compiler traces.
 
-State that is created inside of a graph would be lost. A tracing compiler therefore executes the functions that create
-it. Such functions take strings only.
+State that is created inside a graph would be lost. A tracing compiler therefore executes the
+functions that create it. Such functions take strings only.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class AppliedRecipe(NamedTuple):
     """The recipe that operations use, by which a later call sees whether they still do.
 
     Attributes:
-        recipe, revision, group: The recipe of the autocast state, its revision, and the group.
-        applied: `_applied` of each operation.
+        recipe, revision, group: The recipe in the autocast state, its revision, and the group.
+        applied: `_applied` per operation.
         stateful: An operation has scales that change between calls.
         pools: The states that are updated together; another object after any has been registered.
     """
@@ -52,7 +52,7 @@ class AppliedRecipe(NamedTuple):
     pools: Any
 
     def is_current(self, recipe: Recipe | None, group: Any, ops: Sequence[RecipeSlots]) -> bool:
-        """Return whether operations use a recipe of a group already."""
+        """Return whether operations use a recipe and group already."""
         if recipe is not self.recipe or revision_of(recipe) is not self.revision:
             return False
         if recipe is not None and group is not self.group:
@@ -76,7 +76,7 @@ def _apply_recipe_while_tracing(key: str, recipe: str | None, group: Any) -> boo
 
 
 def scale_update(ops: Sequence[RecipeSlots], state: AutocastState) -> ScaleUpdate | None:
-    """Return the scale update after a backward pass of operations under delayed scaling, or None."""
+    """Return the scale update after a backward pass under delayed scaling, or None."""
     if not state.enabled:
         return None
     stateful = [op for op in ops if op.has_scaling_state()]
@@ -109,8 +109,8 @@ def _first_call_while_tracing(key: str) -> bool:
 def distinct_while_tracing(tensors: Sequence[Any]) -> list[Any]:
     """Return distinct tensors; torch 2.13 cannot trace an autograd function that receives one tensor twice.
 
-    The numbers of rows of two grouped layers, and shared parameters, are the same tensors. A graph that has read id()
-    of an input is compiled again for each other input.
+    Row counts shared by two grouped layers, and shared parameters, are the same tensors. A graph
+    that has read id() of an input is compiled again for each other input.
     """
     if not torch.compiler.is_compiling():
         return list(tensors)

@@ -11,9 +11,9 @@ from ..runtime.checks import MODULE_HOOKS
 
 
 def are_bare(operations: Sequence[Any]) -> bool:
-    """Whether calls of operations run no hook, no graph of `compile()` and no replaced `forward`, in no part of them.
+    """Whether operation calls run no hook, no `compile()` graph and no replaced `forward`, in any part.
 
-    It runs in each call of a chain: loops, because a generator would enter a function for each operation.
+    It runs in each chain call: loops, because a generator would enter a function for each operation.
     """
     if (
         every_module._global_forward_hooks

@@ -16,7 +16,7 @@ from .operation import BasicOperation
 
 
 class CallKeys:
-    """Computes the key for each call of a chain.
+    """Computes the key for each chain call.
 
     Args:
         basic_ops: The chain's operations. Each is a `PassOperation`.
@@ -30,7 +30,7 @@ class CallKeys:
     def key_and_inputs(
         self, state: AutocastState, x: Tensor, extra_inputs: Sequence[Tensor]
     ) -> tuple[tuple[Any, ...], list[Any]]:
-        """Return the key of a call, and the chain's inputs.
+        """Return the key for a call, and the chain's inputs.
 
         Both are collected in one loop over the operations, because it runs in every warm call.
 

@@ -44,7 +44,7 @@ _SHAPES = (tuple, torch.Size)  # saved values that are not tensors
 
 
 class ChainOutputs(NamedTuple):
-    """Results of a chain's forward pass.
+    """Forward results of a chain.
 
     Attributes:
         output: The main output.
@@ -56,12 +56,12 @@ class ChainOutputs(NamedTuple):
 
 
 class ChainGradients(NamedTuple):
-    """Results of a chain's backward pass.
+    """Backward results of a chain.
 
     Attributes:
-        input: Gradient of the input; None if it is not needed.
-        parameters: Gradients of the parameters by operation.
-        extra_inputs: Gradients of the extra inputs by operation; None for an absent one.
+        input: Input gradient; None if it is not needed.
+        parameters: Parameter gradients by operation.
+        extra_inputs: Extra input gradients by operation; None for an absent one.
     """
 
     input: Any
@@ -70,12 +70,12 @@ class ChainGradients(NamedTuple):
 
 
 class PackedValues(NamedTuple):
-    """Saved values of a forward pass, taken apart for `save_for_backward`.
+    """Saved forward-pass values, taken apart for `save_for_backward`.
 
     Attributes:
-        tensors: The tensors of all values.
+        tensors: The tensors in all values.
         forms: By value the non-tensor part of an operand (`saving.pack`).
-        shapes: {index: shape} of the values that are shapes.
+        shapes: {index: shape} for values that are shapes.
     """
 
     tensors: list[Any]
@@ -96,7 +96,7 @@ class PassState(NamedTuple):
     shapes: dict[int, Any]
 
 
-_unfused_blocks = 0  # number of open `unfused` blocks
+_unfused_blocks = 0  # open `unfused` block count
 
 
 def fusion_enabled() -> bool:
@@ -106,7 +106,7 @@ def fusion_enabled() -> bool:
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Run each operation by its own kernels inside of the block; tests compare fused chains with this."""
+    """Run each operation by its own kernels inside the block; tests compare fused chains with this."""
     global _unfused_blocks
     _unfused_blocks += 1
     try:
@@ -123,7 +123,7 @@ def build_passes(
     extra_inputs: Sequence[Sequence[Tensor]],
     options: Sequence[dict[str, Any]],
 ) -> tuple[list[OperationPasses], list[list[Tensor]]]:
-    """Build the `OperationPasses` of operations, and list the parameters of each. Arguments as in `run_forward`."""
+    """Build the `OperationPasses` for operations, and list their parameters. Arguments as in `run_forward`."""
     facts = InputFacts.of(x)
     state = current()
     passes: list[OperationPasses] = []
@@ -163,7 +163,7 @@ def check_options(op: Any, options: dict[str, Any]) -> None:
 def forward(
     passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OpTensors], fuse: bool
 ) -> tuple[ChainOutputs, list[Sequence[Any]]]:
-    """Compute the forward pass of consecutive operations.
+    """Compute the forward pass through consecutive operations.
 
     Args:
         passes: Their passes.
@@ -237,13 +237,13 @@ def backward(
     grads: Sequence[Sequence[Any]],
     fuse: bool,
 ) -> ChainGradients:
-    """Compute the backward pass of consecutive operations.
+    """Compute the backward pass through consecutive operations.
 
     Args:
         passes: Their passes.
-        dy: [gradient of the output]. The list is emptied, so that the gradient is freed after its last reader.
+        dy: [output gradient]. The list is emptied, so that the gradient is freed after its last reader.
         saved: By operation the values that its forward pass saved. The list is emptied.
-        grads: Gradients of the extra outputs by operation; None for an absent one.
+        grads: Extra output gradients by operation; None for an absent one.
         fuse: Kernels may compute several operations.
     """
     if runners:
@@ -292,7 +292,7 @@ def _backward(
 
 
 def _gradient_request(passes: Sequence[OperationPasses], earlier: Sequence[int]) -> ReaderCast | None:
-    """Return the cast that the previous operation requests for the gradient of its output.
+    """Return the cast that the previous operation requests for its output gradient.
 
     Args:
         passes: The passes of the chain.
@@ -315,7 +315,7 @@ def run_forward(
     """Compute the forward pass of consecutive operations and save what their backward pass reads in their contexts.
 
     Args:
-        ops: Operations of this package.
+        ops: This package's operations.
         ctxs: Their contexts.
         x: The input.
         extra_inputs: Extra inputs by operation.
@@ -351,14 +351,14 @@ def _save(ctx: Any, passes: OperationPasses, saved: Sequence[Any]) -> None:
 
 
 def pack_values(saved: Sequence[Any]) -> PackedValues:
-    """Split saved values into tensors, forms of operands, and shapes."""
+    """Split saved values into tensors, operand metadata, and shapes."""
     shapes = {i: value for i, value in enumerate(saved) if type(value) in _SHAPES}
     tensors, forms = pack(*[None if i in shapes else value for i, value in enumerate(saved)])
     return PackedValues(tensors, forms, shapes)
 
 
 def unpack_values(tensors: Sequence[Any], forms: list[Any], shapes: dict[int, Any]) -> list[Any]:
-    """Inverse of `pack_values`."""
+    """Invert `pack_values`."""
     values = unpack(tensors, forms)
     for i, shape in shapes.items():
         values[i] = shape
@@ -368,15 +368,15 @@ def unpack_values(tensors: Sequence[Any], forms: list[Any], shapes: dict[int, An
 def run_backward(
     ctxs: Sequence[Any], grad_output: Any, grad_extra_outputs: Sequence[Sequence[Tensor | None]]
 ) -> tuple[Any, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """Compute the backward pass of operations from the contexts of `run_forward`.
+    """Compute the backward pass through operations from the contexts of `run_forward`.
 
     Args:
         ctxs: Their contexts.
-        grad_output: Gradient of the last operation's output.
-        grad_extra_outputs: Gradients of the extra outputs by operation.
+        grad_output: The last operation's output gradient.
+        grad_extra_outputs: Extra output gradients by operation.
 
     Returns:
-        The gradient of the input, and by operation the gradients of the parameters and of the extra inputs.
+        The input gradient, and by operation the parameter and extra input gradients.
 
     Raises:
         RuntimeError: A context has no saved state.

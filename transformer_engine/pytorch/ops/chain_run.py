@@ -1,8 +1,8 @@
 """A call that runs a chain in segments: contexts, forward and backward pass, and the autograd function.
 
 A segment is a list of consecutive operations that run as one pass (`chain.py`), or a single operation that a user
-wrote, which runs by its own methods `fuser_forward` and `fuser_backward`. The writer and the reader of a channel belong
-to different segments. Each pass has segments of its own, because a registered fusion may replace one pass alone.
+wrote, which runs by its own methods `fuser_forward` and `fuser_backward`. The writer and reader of a channel belong
+to different segments. Each pass has its own segments, because a registered fusion may replace one pass alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def create_contexts(count: int, first: int, x: Tensor) -> list[OperationContext]
     """Create the contexts for a call.
 
     Args:
-        count: Number of operations.
+        count: Operation count.
         first: Index of the first operation that the backward pass reaches.
         x: The main input.
     """
@@ -56,7 +56,7 @@ class ChainRun:
         links: Their extra inputs and outputs.
         fused: The operations in the forward and in the backward pass, after the registered fusion functions.
         first: Index of the first operation that the backward pass reaches.
-        parameters: Number of parameters by operation.
+        parameters: Parameter count by operation.
         options: Keyword arguments by operation.
         state: The autocast state.
 
@@ -83,7 +83,7 @@ class ChainRun:
         self.forward_ops, self.backward_ops = fused
         self.first, self.parameters, self.options, self.state = first, parameters, options, state
         self.contexts: list[OperationContext] = []
-        # {index of an operation: user's fused operation that replaces it in the backward pass}
+        # {operation index: user's fused operation that replaces it in the backward pass}
         self._own_backward = {
             i: op
             for op, indices in self.backward_ops
@@ -158,8 +158,8 @@ class ChainRun:
     ) -> None:
         """Run this package's forward passes after a user's fused one, to save what the backward passes read.
 
-        A user's forward pass may save what it likes, but this package's backward passes read what its own forward
-        passes save. The output of this second run is discarded.
+        A user's forward pass may save what it likes, but this package's backward passes read what
+        its own forward passes save. The output of this second run is discarded.
 
         Raises:
             RuntimeError: Our passes would not repeat the user's forward pass.
@@ -193,8 +193,8 @@ class ChainRun:
     def _lacks_state(self, op: FusibleOperation, i: int) -> bool:
         """Whether a basic operation's backward pass may read state that a user's forward pass `op` did not save.
 
-        A fused operation with both passes saves what it reads. One with a backward pass alone may call
-        `fuser_backward` of its basic operations.
+        A fused operation with both passes saves what it reads. One with a backward pass alone may
+        call `fuser_backward` on its basic operations.
         """
         ctx = self.contexts[i]
         if not ctx.requires_grad or hasattr(ctx, "pass_state") or not has_backward_pass(self.basic_ops[i]):
@@ -291,7 +291,7 @@ def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> lis
     for ctx in contexts:
         begin, end = ctx._saved_range or (0, 0)
         made = ctx
-        if torch.compiler.is_compiling():  # a graph may write no object of its forward pass
+        if torch.compiler.is_compiling():  # a graph may write no object from its forward pass
             made = OperationContext(None, None, ctx.requires_grad, ctx.input_requires_grad)
             if hasattr(ctx, "pass_state"):
                 made.pass_state = ctx.pass_state  # pyright: ignore[reportAttributeAccessIssue]
@@ -316,12 +316,12 @@ def _keep_storage(tensors: Sequence[Any]) -> None:
             tensor._do_not_clear = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# A graph that torch 2.11 compiles does not add the gradients of two results that share memory, so they are cloned.
+# A graph that torch 2.11 compiles does not add gradients for two results that share memory, so they are cloned.
 _CLONES_SHARED_RESULTS = TorchVersion(torch.__version__) < "2.13"
 
 
 class SegmentedChain(Function):
-    KEEPS_AUTOCAST = True  # operations of users; `chain.py` turns it off for the package's own passes
+    KEEPS_AUTOCAST = True  # user operations; `chain.py` turns it off for the package's own passes
 
     @staticmethod
     def forward(ctx, x, call, *tensors):
@@ -355,8 +355,8 @@ class SegmentedChain(Function):
 def clone_shared_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     """Clone quantized results that occur twice, or that are themselves incoming gradients.
 
-    Autograd keeps the codes of a leaf's gradient only if nothing else refers to the tensor; otherwise it copies the
-    values, rounded to the dtype of the leaf.
+    Autograd keeps the codes of a leaf's gradient only if nothing else refers to the tensor;
+    otherwise it copies the values, rounded to the dtype of the leaf.
     """
     owned: list[Any] = []
     for result in results:
@@ -367,7 +367,7 @@ def clone_shared_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> 
 
 
 def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return results that are different objects, and none of the inputs, for autograd to attach its history to."""
+    """Return results that are different objects, and no input, for autograd to attach its history to."""
     made: list[Tensor] = []
     for result in results:
         for earlier in (*inputs, *made):

@@ -1,4 +1,4 @@
-"""Channels: names by which an operation's extra output becomes the extra input of a later operation of its chain."""
+"""Channels: names by which an operation's extra output becomes the extra input of a later operation in its chain."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Channels:
         """Read an extra input from the channel of an earlier operation instead of from the caller.
 
         Args:
-            index: Index of the extra input.
-            channel: Name of the channel; None for an input from the caller.
+            index: Extra input index.
+            channel: Channel name; None for an input from the caller.
 
         Returns:
             The operation.
 
         Raises:
-            IndexError: The index is not that of an extra input.
+            IndexError: No extra input has this index.
             ValueError: The name is not a string with characters.
             RuntimeError: A fuser has been built with the operation.
         """
@@ -42,15 +42,15 @@ class Channels:
         """Offer an extra output to later operations under a name.
 
         Args:
-            index: Index of the extra output.
-            channel: Name of the channel; None for no channel.
+            index: Extra output index.
+            channel: Channel name; None for no channel.
             output_to_caller: Whether the chain also returns the output.
 
         Returns:
             The operation.
 
         Raises:
-            IndexError: The index is not that of an extra output.
+            IndexError: No extra output has this index.
             ValueError: The name is not a string with characters.
             TypeError: `output_to_caller` is not a bool.
             RuntimeError: A fuser has been built with the operation.
@@ -66,7 +66,7 @@ class Channels:
         """Return an extra input that the caller gave as another type than a tensor, converted to a tensor.
 
         Args:
-            index: Index of the extra input.
+            index: Extra input index.
             value: The caller's value; without an override it is returned unchanged.
         """
         return value

@@ -1,4 +1,4 @@
-"""OperationFuser: runs a chain of operations as one autograd function.
+"""OperationFuser: runs an operation chain as one autograd function.
 
 A chain is a list of consecutive operations in a `Sequential`, or a single operation that is called by itself. There are
 two ways to run it:
@@ -74,15 +74,15 @@ class OperationFuser:
 
     Args:
         ops: The operations in order; a fused operation stands for its basic operations.
-        channels: Names of channels that connect these operations with others outside (see `Links`).
+        channels: Channel names that connect these operations with others outside (see `Links`).
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller passes.
-        first_op_requiring_backward: `first` of the last call.
-        recipe_type: Class of the active recipe; None without one.
-        forward_fusion_functions: Functions of `register_forward_fusion`.
-        backward_fusion_functions: Functions of `register_backward_fusion`.
-        forward_backward_fusion_functions: Functions of `register_forward_backward_fusion`.
+        first_op_requiring_backward: `first` in the last call.
+        recipe_type: Active recipe class; None without one.
+        forward_fusion_functions: Functions from `register_forward_fusion`.
+        backward_fusion_functions: Functions from `register_backward_fusion`.
+        forward_backward_fusion_functions: Functions from `register_forward_backward_fusion`.
     """
 
     forward_fusion_functions: list[Fusion] = []
@@ -115,7 +115,7 @@ class OperationFuser:
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
         self._registered = self._copy_registrations()
         self._applied_recipe = NOT_APPLIED
-        # Autocast state of the last call without gradients; see `_use_recipe`.
+        # Autocast state in the last call without gradients; see `_use_recipe`.
         self._state_without_gradients: AutocastState | None = None
 
     def _copy_registrations(self) -> Registrations:
@@ -170,7 +170,7 @@ class OperationFuser:
             chain, inputs = self._prepared_chain(input, extra_inputs)
             if chain is not None:
                 self._set_inspected_attributes(chain)
-                for check in chain.checks:  # `pre_fuser_forward` of the operations that override it
+                for check in chain.checks:  # `pre_fuser_forward` for operations that override it
                     check()
                 return chain(inputs)
         return self._run_segments(input, extra_inputs, basic_op_kwargs)
@@ -223,8 +223,8 @@ class OperationFuser:
         compares the recipes that the operations use.
 
         Raises:
-            RuntimeError: A reentrant checkpoint of another library runs the chain again under another autocast state
-                than in its first run.
+            RuntimeError: A reentrant checkpoint of another library runs the chain again under
+                another autocast state than in its first run.
         """
         # A reentrant checkpoint runs the chain twice: without gradients, then in the backward pass. A call without
         # gradients may be the first run, so its state is stored. A later call with another state may be the second run;
@@ -256,7 +256,7 @@ class OperationFuser:
     def _run_segments(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
     ) -> Any:
-        """Run a call that cannot be prepared, for one of the reasons in the header of this file."""
+        """Run a call that cannot be prepared, for a reason listed in the header of this file."""
         options = [{} for _ in self._basic_ops] if basic_op_kwargs is None else basic_op_kwargs
         check_parameters(self._basic_ops)
         state = current()
@@ -333,7 +333,7 @@ class OperationFuser:
         registered = self._copy_registrations()
         recipe_type = None if recipe is None else type(recipe)
         key = (length, override, first, *registered)
-        # torch 2.11 can trace `is` between classes, but not == of tuples that contain classes.
+        # torch 2.11 can trace `is` between classes, but not == on tuples that contain classes.
         if recipe_type is self.recipe_type and key == self._fusions_key:
             return
         both = apply_fusions(registered.both, self._basic_ops, self._basic_ops, recipe)
@@ -359,8 +359,8 @@ def register_forward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> No
     """Register a function that replaces operations by fused ones in forward passes.
 
     Args:
-        op_fusion_func: function(ops, recipe=recipe) -> ops, lists of operations in order. Each fused operation that it
-            introduces must represent exactly the basic operations that it replaces.
+        op_fusion_func: function(ops, recipe=recipe) -> ops, operation lists in order. Each fused operation
+            that it introduces must represent exactly the basic operations that it replaces.
         prepend: Apply the function before those registered earlier.
     """
     _register(OperationFuser.forward_fusion_functions, op_fusion_func, prepend)
@@ -396,5 +396,5 @@ def _register(functions: list[Fusion], function: Fusion, prepend: bool) -> None:
     functions.insert(0 if prepend else len(functions), function)
 
 
-# A single operation runs as a chain of one. The class is set here because operation.py cannot import this file.
+# A single operation runs as a one-operation chain. The class is set here because operation.py cannot import this file.
 FusibleOperation._fuser = OperationFuser

@@ -28,8 +28,8 @@ class LentParameters(torch.nn.Module):
     def give_parameters_to(self, owner: torch.nn.Module) -> None:
         """Move the parameters to a module, which owns them from now on; the operation reads them there.
 
-        torch's tools for modules, such as parametrizations and pruning, replace entries of `_parameters` and attributes
-        of the owner alone.
+        torch's tools for modules, such as parametrizations and pruning, replace entries of
+        `_parameters` and attributes of the owner alone.
         """
         names = tuple(self._parameters)
         for name in names:
@@ -39,6 +39,6 @@ class LentParameters(torch.nn.Module):
 
 
 def are_parametrized(operations: Iterable[LentParameters]) -> bool:
-    """Return whether torch.nn.utils.parametrize has added its child to an operation or to the owner of one."""
+    """Return whether torch.nn.utils.parametrize has added its child to an operation or its owner."""
     owners = [operation._owner or operation for operation in operations]
     return any("parametrizations" in owner._modules for owner in owners)

@@ -9,9 +9,9 @@ The passes of these operations compute y and the gradients: `BasicLinear.passes`
 passes of the product, `passes/linear.py` and `functions/linear.py` compute them, and a row of `passes/patterns.py` adds
 the bias in the epilogue of the product.
 
-`Linear` owns the parameters that these operations read, so that torch's tools find `weight` and `bias` as in
-torch.nn.Linear. State dicts have the keys of NVIDIA's Transformer Engine, which name the operations; torch.nn.Linear's
-keys load too.
+`Linear` owns the parameters that these operations read, so that torch's tools find `weight` and
+`bias` as in torch.nn.Linear. State dicts have NVIDIA Transformer Engine's keys, which name the
+operations; torch.nn.Linear's keys load too.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Linear(PassFusedOperation):
 
     State dicts have the keys "basic_ops.0.weight" and "basic_ops.1.bias"; "weight" and "bias" are loaded too.
 
-    In a row-parallel layer each rank has a bias [out_features] and adds it before the reduction, so y contains the sum
-    of all ranks' biases. `te.Linear` adds one bias, after the reduction.
+    In a row-parallel layer each rank has a bias [out_features] and adds it before the reduction, so
+    y contains the sum over all ranks' biases. `te.Linear` adds one bias, after the reduction.
 
     Args:
-        in_features: Last dimension of the input, over all ranks.
-        out_features: Last dimension of the output, over all ranks.
+        in_features: Last input dimension, over all ranks.
+        out_features: Last output dimension, over all ranks.
         bias: Add a bias.
-        device: Device of the parameters, by default the GPU if there is one; "meta" allocates them in the first forward
-            pass.
-        dtype: Dtype of the parameters, by default torch's default dtype.
+        device: Parameter device, by default the GPU if there is one; "meta" allocates them in the
+            first forward pass.
+        dtype: Parameter dtype, by default torch's default dtype.
         tensor_parallel_mode: None, "column" (out_features are sharded) or "row" (in_features are sharded).
         tensor_parallel_group: The tensor-parallel process group, by default the world group.
         sequence_parallel: Shard the activations between layers along their first dimension.
@@ -79,8 +79,8 @@ class Linear(PassFusedOperation):
         )
         has_bias = to_bool("bias", bias)
         is_row_parallel = boundary.mode == "row"
-        # A row-parallel BasicLinear would reduce its result itself, before the bias is added. Here it is an unsharded
-        # layer of this rank's input features, and a separate operation reduces after the bias.
+        # A row-parallel BasicLinear would reduce its result itself, before the bias is added. Here it is an
+        # unsharded layer over this rank's input features, and a separate operation reduces after the bias.
         linear = BasicLinear(
             in_features // boundary.size if is_row_parallel else in_features,
             out_features,
@@ -117,12 +117,12 @@ class Linear(PassFusedOperation):
 
     @property
     def in_features(self) -> int:
-        """Last dimension of the input, over all ranks."""
+        """Last input dimension, over all ranks."""
         return self._sizes[0]
 
     @property
     def out_features(self) -> int:
-        """Last dimension of the output, over all ranks."""
+        """Last output dimension, over all ranks."""
         return self._sizes[1]
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -56,12 +56,12 @@ class Slot(NamedTuple):
 
 
 class Links:
-    """Connects the extra inputs and outputs of consecutive operations with each other and with the caller.
+    """Connects extra inputs and outputs of consecutive operations with each other and with the caller.
 
     Args:
         ops: The basic operations in order.
-        outside: Names of channels that connect the operations with other chains. The caller gives what the operations
-            read from them, and receives what the operations write to them.
+        outside: Channel names that connect the operations with other chains. The caller gives what
+            the operations read from them, and receives what the operations write to them.
 
     Raises:
         ValueError: A channel has no producer, several, or one that is not earlier than its reader.
@@ -111,7 +111,7 @@ class Links:
                 self.sources[Slot(op, index)] = source
         extra_outputs = sum([operation.num_extra_outputs for operation in ops])
         self.has_channels = bool(self.sources) or len(self.public_outputs) < extra_outputs
-        # Places of the caller's extra inputs that an operation adds into.
+        # Places of caller extra inputs that an operation adds into.
         self._written = [
             place
             for place, slot in enumerate(self.public_inputs)
@@ -205,7 +205,7 @@ class Links:
     def gradients_of_outputs(
         self, op: int, given: dict[Slot, Tensor | None], extra_inputs: list[tuple[Any, ...]]
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each extra output of an operation, summed over all of its readers."""
+        """Return the gradient per extra output of an operation, summed over all its readers."""
         sums: list[Tensor | None] = []
         for index in range(self._ops[op].num_extra_outputs):
             slot = Slot(op, index)

@@ -1,10 +1,10 @@
-"""Base classes of fusible operations: FusibleOperation, BasicOperation, FusedOperation and OperationContext.
+"""Base classes for fusible operations: FusibleOperation, BasicOperation, FusedOperation and OperationContext.
 
 A basic operation has one main input and one main output, and optionally extra inputs and outputs. A fused operation
-stands for several consecutive basic operations. `Sequential` and `OperationFuser` run chains of them.
+stands for several consecutive basic operations. `Sequential` and `OperationFuser` run operation chains.
 
-To write an operation, derive from `BasicOperation` and implement `op_forward` and `op_backward`. The operations of this
-package have private passes instead (`pass_operation.py`).
+To write an operation, derive from `BasicOperation` and implement `op_forward` and `op_backward`.
+The operations of this package have private passes instead (`pass_operation.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OperationContext:
         saved_tensors: In the backward pass, the tensors that `save_for_backward` received.
         to_save: In the forward pass, the tensors to save.
         requires_grad: Whether a backward pass will reach the operation.
-        input_requires_grad: Whether the backward pass needs the gradient of the operation's input.
+        input_requires_grad: Whether the backward pass needs the operation's input gradient.
     """
 
     saved_tensors: tuple[Tensor | None, ...] | None = None
@@ -51,21 +51,21 @@ class OperationContext:
     _saved_range: tuple[int, int] | None = field(default=None, repr=False)
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Save tensors for the backward pass; a second call replaces those of the first."""
+        """Save tensors for the backward pass; a second call replaces the first call's tensors."""
         self.to_save = tensors
 
 
 class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
-    """An operation that can be part of a fused chain.
+    """An operation that can belong to a fused chain.
 
     Args:
-        args: Arguments of `torch.nn.Module`; subclasses define their own.
-        kwargs: Keyword arguments of `torch.nn.Module`.
+        args: `torch.nn.Module` arguments; subclasses define their own.
+        kwargs: `torch.nn.Module` keyword arguments.
     """
 
-    # Makes the `OperationFuser` of a chain; set by `fuser.py`, which is built of operations.
+    # Creates the `OperationFuser` for a chain; set by `fuser.py`, which is built on operations.
     _fuser: ClassVar[Callable[[list[Any], frozenset[str]], Callable[..., Any]]]
-    # Names of the channels that connect the operation with others of its container, where it is called by itself.
+    # Channel names that connect the operation with others in its container, where it is called by itself.
     _channels: frozenset[str] = NO_CHANNELS
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -93,7 +93,7 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         return None
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
-        """Return the quantizer that the operation applies to the gradient of its output, or None."""
+        """Return the quantizer that the operation applies to its output gradient, or None."""
         return None
 
     def fuser_forward(
@@ -106,18 +106,18 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         next_op_input_quantizer: Quantizer | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
-        """Compute the forward pass as part of a chain.
+        """Compute the forward pass within a chain.
 
         Args:
             basic_op_ctxs: One context per basic operation.
             input_: The main input.
-            basic_op_extra_inputs: Extra inputs of each basic operation.
-            prev_op_grad_output_quantizer: Quantizer of the previous operation's output gradient, or None.
-            next_op_input_quantizer: Quantizer of the next operation's input, or None.
-            basic_op_kwargs: Keyword arguments of each basic operation.
+            basic_op_extra_inputs: Extra inputs per basic operation.
+            prev_op_grad_output_quantizer: Quantizer for the previous operation's output gradient, or None.
+            next_op_input_quantizer: Quantizer for the next operation's input, or None.
+            basic_op_kwargs: Keyword arguments per basic operation.
 
         Returns:
-            The main output, and the extra outputs of each basic operation.
+            The main output, and the extra outputs per basic operation.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no forward pass; implement fuser_forward, or op_forward of a BasicOperation"
@@ -130,16 +130,16 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         *,
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
-        """Compute the backward pass as part of a chain.
+        """Compute the backward pass within a chain.
 
         Args:
-            basic_op_ctxs: The contexts of the forward pass.
-            grad_output: Gradient of the main output.
-            basic_op_grad_extra_outputs: Gradients of the extra outputs of each basic operation.
+            basic_op_ctxs: Forward-pass contexts.
+            grad_output: Main output gradient.
+            basic_op_grad_extra_outputs: Extra output gradients per basic operation.
 
         Returns:
-            The gradient of the main input, the gradients of each basic operation's parameters in the order of
-            `parameters()`, and the gradients of each basic operation's extra inputs.
+            The main input gradient, parameter gradients per basic operation in the order of
+            `parameters()`, and extra input gradients per basic operation.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no backward pass; implement fuser_backward, or op_backward of a BasicOperation"
@@ -155,10 +155,10 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         Args:
             input: The main input.
             *extra_inputs: The extra inputs.
-            **kwargs: Keyword arguments of the operation.
+            **kwargs: Operation keyword arguments.
 
         Returns:
-            The output, or a tuple of the output and the extra outputs.
+            The output, or a tuple with the output and the extra outputs.
         """
         members = self.basic_operations()
         if kwargs and len(members) != 1:
@@ -179,15 +179,15 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
     def connect(self, channels: frozenset[str]) -> None:
-        """Make calls of the operation by itself read and return the tensors of channels.
+        """Make separate calls to the operation read and return channel tensors.
 
         Args:
-            channels: Names of the channels that connect the operation with others of its container.
+            channels: Channel names that connect the operation with others in its container.
         """
         if channels != self._channels:
             object.__setattr__(
                 self, "_channels", channels
-            )  # no change of the operation's settings (`_revision`)
+            )  # no change to the operation's settings (`_revision`)
 
     # The `forward` of this class that computes the same as a fused chain; a user's class may have another one.
     _own_forward: ClassVar[Callable[..., Any]] = forward
@@ -204,19 +204,19 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
 
 
 class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta):
-    """An operation with one main input and one main output that is not made of other operations.
+    """An operation with one main input and one main output that does not consist of other operations.
 
     Derived classes implement `op_forward` and `op_backward`. A class with extra inputs or outputs sets
     `num_extra_inputs` and `num_extra_outputs`, and implements `fuser_forward` and `fuser_backward` instead. A class
     that quantizes tensors overrides `num_quantizers`.
 
     Attributes:
-        num_extra_inputs: Number of extra input tensors.
-        num_extra_outputs: Number of extra output tensors.
+        num_extra_inputs: Extra input tensor count.
+        num_extra_outputs: Extra output tensor count.
     """
 
     is_fused_op = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-    # Attributes that the representation shows, by the name of the argument.
+    # Attributes that the representation shows, by argument name.
     _shown: ClassVar[dict[str, str]] = {}
 
     # Another number after each write to an attribute; parameters and `training` are compared by themselves.
@@ -243,14 +243,14 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
         object.__setattr__(self, "_revision", next(_revisions))
 
     def own_tensors(self) -> list[Tensor]:
-        """Return the tensors that the operation reads as its parameters, in the order of their gradients.
+        """Return the tensors that the operation reads as its parameters, in gradient order.
 
         Each is a parameter, or what a parametrization, pruning or FSDP has put in its place.
         """
         return list(self.parameters())
 
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
-        """Return the dependencies of a call's passes other than attributes and metadata of inputs and parameters."""
+        """Return what a call's passes depend on besides attributes and input and parameter metadata."""
         return None
 
     def distributed_weight_unsupported_reason(self) -> str | None:
@@ -283,10 +283,10 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
         Args:
             ctx: Context, which saves the tensors that the backward pass reads.
             input_: The input.
-            prev_op_grad_output_quantizer: Quantizer of the previous operation's output gradient, or None.
-            next_op_input_quantizer: Quantizer of the next operation's input, or None. The operation may return its
-                output quantized by it.
-            **kwargs: Keyword arguments of the call.
+            prev_op_grad_output_quantizer: Quantizer for the previous operation's output gradient, or None.
+            next_op_input_quantizer: Quantizer for the next operation's input, or None. The
+                operation may return its output quantized by it.
+            **kwargs: Call keyword arguments.
 
         Returns:
             The output.
@@ -299,11 +299,11 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
         """Compute the backward pass.
 
         Args:
-            ctx: The context of the forward pass.
-            grad_output: Gradient of the output.
+            ctx: Forward-pass context.
+            grad_output: Output gradient.
 
         Returns:
-            The gradient of the input, and the gradients of the parameters in the order of `parameters()`.
+            The input gradient, and the parameter gradients in the order of `parameters()`.
         """
 
     def fuser_forward(
@@ -359,14 +359,14 @@ class FusedOperation(FusibleOperation):
 
     It holds neither parameters nor state. Derived classes implement `fuser_forward` or `fuser_backward`, or both. A
     class that replaces only the backward pass reads what the forward pass of the basic operations saves. A class that
-    replaces only the forward pass calls `fuser_forward` of the basic operations with their contexts; for operations of
+    replaces only the forward pass calls `fuser_forward` on the basic operations with their contexts; for operations of
     this package without saved state, the chain runs that forward pass again, and their gradients belong to its result.
 
     Args:
         basic_ops: The basic operations, in order.
 
     Raises:
-        ValueError: The list of basic operations is empty.
+        ValueError: The basic operation list is empty.
     """
 
     is_fused_op = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]

@@ -1,8 +1,8 @@
-"""The parts of a container, which are called one after another, and the extra tensors that pass between them.
+"""Parts of a container, which are called one after another, and the extra tensors that pass between them.
 
-A container is one part if all of its modules fuse. A hook on an operation, or a module that is no operation, divides it
-into several. Autograd sees each part as a function. A channel's tensor therefore leaves one part as an extra output and
-enters another one as an extra input.
+A container is one part if all its modules fuse. A hook on an operation, or a module that is no
+operation, divides it into several. Autograd sees each part as a function. A channel's tensor
+therefore leaves one part as an extra output and enters another one as an extra input.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ChainPart:
     Args:
         module: A fused chain (`OperationFuser`), an operation that is called by itself, or another module.
         basic_ops: Its basic operations; empty for another module.
-        channels: Names of channels that connect it with other parts.
+        channels: Channel names that connect it with other parts.
     """
 
     def __init__(self, module: Any, basic_ops: Sequence[Channels], channels: frozenset[str]) -> None:
@@ -89,11 +89,11 @@ class ChainPart:
 def connecting_channels(
     parts: Sequence[Sequence[Channels]], outside: frozenset[str] = NO_CHANNELS
 ) -> list[frozenset[str]]:
-    """Return for each part the names of channels that connect it with others.
+    """Return per part the channel names that connect it with others.
 
     Args:
         parts: Basic operations by part.
-        outside: Names of channels that connect these parts with further operations.
+        outside: Channel names that connect these parts with further operations.
 
     Raises:
         ValueError: A channel has no producer, several, or one that is not earlier than its reader.
@@ -122,8 +122,8 @@ def call_parts(
         input: The main input of the first part.
         extra_inputs: Extra inputs from the caller, in order.
         op_kwargs: {id(basic operation): keyword arguments}.
-        outside: Names of channels that connect the parts with further operations. The caller gives what the parts read
-            from them, and receives what the parts write to them.
+        outside: Channel names that connect the parts with further operations. The caller gives what
+            the parts read from them, and receives what the parts write to them.
 
     Returns:
         The output, or a tuple (output, *extra outputs).

@@ -23,8 +23,8 @@ class PassOperation(BasicOperation, metaclass=ABCMeta):
     methods instead, without fusion.
 
     Attributes:
-        parameter_names: Names of the parameters that the passes read.
-        option_names: Keyword arguments of a call that the operation accepts.
+        parameter_names: Parameter names that the passes read.
+        option_names: Call keyword arguments that the operation accepts.
     """
 
     parameter_names: tuple[str, ...] = ()
@@ -32,14 +32,14 @@ class PassOperation(BasicOperation, metaclass=ABCMeta):
 
     @abstractmethod
     def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
-        """The forward and the backward function of one kind of call.
+        """Forward and backward function for one call kind.
 
         Args:
-            x: Facts of the input.
-            call: Facts of the call.
+            x: Input metadata.
+            call: Call metadata.
 
         Returns:
-            The passes, and the facts of the output.
+            The passes, and the output metadata.
         """
 
     def pass_parameters(self) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class PassOperation(BasicOperation, metaclass=ABCMeta):
         return [tensor for tensor in tensors if tensor is not None]
 
     def required_parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that the operation requires."""
+        """Parameter names that the operation requires."""
         return self.parameter_names
 
     def pre_first_fuser_forward(self) -> None:

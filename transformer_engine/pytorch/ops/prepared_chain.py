@@ -1,8 +1,8 @@
-"""PreparedChain: the passes of a whole chain for one kind of call, and their autograd function.
+"""PreparedChain: the passes of a whole chain for one call kind, and their autograd function.
 
-A chain of operations of this package runs as one forward and one backward pass. Everything about these passes that does
-not depend on tensor values is prepared once per key of a call (`OperationFuser`): specs, quantizers, dtypes. On a GPU
-warm calls run the compiled passes of `fast/compiled.py`. Other chains go through `chain_run.py`.
+A chain of operations of this package runs as one forward and one backward pass. Everything about these passes that
+does not depend on tensor values is prepared once per call key (`OperationFuser`): specs, quantizers, dtypes. On a
+GPU warm calls run the compiled passes in `fast/compiled.py`. Other chains go through `chain_run.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .shard_places import ShardPlaces, places_of_shards
 
 
 class Fusions(NamedTuple):
-    """The operations of both passes, as clients inspect them; the class of the recipe, and the key of the fusion."""
+    """The operations in both passes, as clients inspect them; the recipe class, and the fusion key."""
 
     forward: Fused
     backward: Fused
@@ -41,7 +41,7 @@ class Fusions(NamedTuple):
 
 
 class TensorCounts(NamedTuple):
-    """Numbers of tensors of one operation in a call: parameters, extra inputs and extra outputs."""
+    """Tensor counts for one operation in a call: parameters, extra inputs and extra outputs."""
 
     parameters: int
     extra_inputs: int
@@ -52,11 +52,11 @@ class PreparedChain:
     """The passes of a chain for one key.
 
     Args:
-        passes: The passes of each operation.
-        counts: Numbers of tensors of each operation.
+        passes: Passes per operation.
+        counts: Tensor counts per operation.
         first: Index of the first operation that the backward pass reaches.
-        updates_scales: The backward pass ends with an update of delayed-scaling states.
-        device: Device of the tensors.
+        updates_scales: The backward pass ends with an update to delayed-scaling states.
+        device: Tensor device.
         fuses: Kernels may compute several operations.
         fusions: The operations that the fuser shows after a call.
         checks: Functions that check parameters before every call.
@@ -104,7 +104,7 @@ class PreparedChain:
         return compiled_passes(specs, device, _forward_pass, _backward_pass)
 
     def tensors_by_operation(self, tensors: Sequence[Any]) -> list[OpTensors]:
-        """Parameters and extra inputs of each operation among the tensors behind the main input."""
+        """Parameters and extra inputs per operation among the tensors behind the main input."""
         result: list[OpTensors] = []
         at = 1
         for parameters, extra, _ in self.counts:
@@ -117,11 +117,11 @@ class PreparedChain:
         """Run the chain.
 
         Args:
-            inputs: The main input, then the parameters and the extra inputs of each operation.
+            inputs: The main input, then the parameters and the extra inputs per operation.
             gathered: Distributed weights among the inputs are gathered already.
 
         Returns:
-            The main output, or a tuple of the main output and the extra outputs.
+            The main output, or a tuple with the main output and the extra outputs.
         """
         if self.shards.groups and not gathered:
             return self._with_gathered_weights(list(inputs))
@@ -140,7 +140,7 @@ class PreparedChain:
         return results if self.outputs > 1 else results[0]
 
     def _with_gathered_weights(self, inputs: list[Any]) -> Any:
-        """Run the chain on the full weights of distributed ones."""
+        """Run the chain on the full weights behind distributed ones."""
         shards = [[inputs[place] for place in places] for places in self.shards.groups]
         with whole_weights(shards, self.shards.fused, None) as wholes:
             for place, whole in zip(itertools.chain(*self.shards.groups), wholes, strict=True):
@@ -166,7 +166,7 @@ def prepare_chain(
         x: The main input.
         extra_inputs: Extra inputs by operation.
         parameters: Parameters by operation.
-        updates_scales: The backward pass ends with an update of delayed-scaling states.
+        updates_scales: The backward pass ends with an update to delayed-scaling states.
 
     Returns:
         The chain; None if a user's fused operation must run by its own methods.
@@ -182,7 +182,7 @@ def prepare_chain(
     records = torch.is_grad_enabled()
     passes, read_parameters = build_passes(basic_ops, contexts, x, records, extra_inputs, options)
     if not all(map(_same_tensors, read_parameters, parameters)):
-        return None  # gradients are returned in the order of the parameters
+        return None  # gradients are returned in parameter order
     # Checks that every call repeats, because they depend on more than the key (main_grad).
     checks = [
         partial(op.pre_fuser_forward, requires_grad=i >= first)
@@ -227,7 +227,7 @@ def _forward_pass(
 
 
 def _backward_pass(tensors: list[Any], chain: PreparedChain, ctx: Any) -> tuple[tuple[Any, ...], None]:
-    """Gradients of the forward pass' inputs from the gradients of its outputs and the saved tensors."""
+    """Forward-input gradients from the output gradients and the saved tensors."""
     forms, shapes, lengths = ctx.forms
     gradients = tensors[: chain.outputs]
     values = iter(unpack_values(tensors[chain.outputs :], forms, shapes))

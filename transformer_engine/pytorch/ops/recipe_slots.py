@@ -41,15 +41,13 @@ class RecipeSlots:
     """The quantizers of one operation; a mixin of `torch.nn.Module`.
 
     Attributes:
-        _fp8_metas: Recipe, group and recipe state of each mode, "forward" and "backward"; None before the first recipe.
-        _quantizers: Quantizers of each mode; empty while no recipe is active.
+        _fp8_metas: Recipe, group and recipe state per mode, "forward" and "backward"; None before the first recipe.
+        _quantizers: Quantizers per mode; empty while no recipe is active.
     """
 
     _fp8_metas: dict[str, dict[str, Any] | None]
     _quantizers: dict[str, list[Quantizer]]
-    _applied: tuple[Recipe, Any, Any] | None = (
-        None  # the recipe of the quantizers, its revision, and the group
-    )
+    _applied: tuple[Recipe, Any, Any] | None = None  # the quantizers' recipe, its revision, and the group
     _traced_name: str
 
     def _create_recipe_slots(self) -> None:
@@ -81,11 +79,11 @@ class RecipeSlots:
         return 0
 
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
-        """Return a quantizer of the active recipe; None without a recipe.
+        """Return a quantizer for the active recipe; None without a recipe.
 
         Args:
             mode: "forward" or "backward".
-            index: Index of the quantizer, less than `num_quantizers(mode)`.
+            index: Quantizer index, less than `num_quantizers(mode)`.
 
         Raises:
             ValueError: The quantizer does not exist.
@@ -103,7 +101,7 @@ class RecipeSlots:
         return [None] * self.num_quantizers(mode)
 
     def reset_recipe_state(self, *, recipe: Recipe | None = None) -> None:
-        """Create the quantizers of a recipe; scales and histories of delayed scaling continue.
+        """Create the quantizers for a recipe; delayed-scaling scales and histories continue.
 
         Args:
             recipe: The recipe; None removes the quantizers.
@@ -153,13 +151,13 @@ class RecipeSlots:
         self._quantizers[mode] = state.make_quantizers()
 
     def register_for_updates(self) -> None:
-        """Include the states of delayed scaling in the updates of scales; a repeated call costs next to nothing."""
+        """Include delayed-scaling states in scale updates; a repeated call costs next to nothing."""
         for meta in self._fp8_metas.values():
             if meta is not None:
                 FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
 
     def forward_quantizers(self) -> list[Quantizer]:
-        """Return the quantizers of the forward pass, for one call.
+        """Return the forward-pass quantizers, for one call.
 
         In the second run of a checkpointed function they repeat the scales of the first run.
 
@@ -177,7 +175,7 @@ class RecipeSlots:
         return self._applied is not None and any(self.delayed_states(mode) for mode in MODES)
 
     def delayed_states(self, mode: str) -> tuple[Any, ...]:
-        """Return the delayed-scaling states of a mode."""
+        """Return the delayed-scaling states in a mode."""
         meta = self._fp8_metas[mode]
         return () if meta is None else meta[KEYS[mode]].delayed_states
 
@@ -187,7 +185,7 @@ class RecipeSlots:
         return canonical_device("cuda")
 
     def _save_fp8_metas(self) -> dict[str, Any]:
-        """Return copies of the scales and histories of delayed scaling by mode; see `_load_fp8_metas`."""
+        """Copy delayed-scaling scales and histories by mode; see `_load_fp8_metas`."""
         return {
             mode: [(state.scale.clone(), state.amax_history.clone()) for state in self.delayed_states(mode)]
             for mode in MODES

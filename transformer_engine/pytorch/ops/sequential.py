@@ -35,7 +35,7 @@ class _Parts(NamedTuple):
     """The modules of a Sequential, divided into parts.
 
     Attributes:
-        modules: The values of `_modules`.
+        modules: `_modules` values.
         operations: The modules that are operations.
         fusible: The operations that may fuse, because nothing intercepts their calls (`are_bare`).
         parts: Fused chains and single modules, in order.

@@ -1,4 +1,4 @@
-"""Distributed weights of a chain: their places among the tensors of a call, and the checks of their operations."""
+"""Distributed weights in a chain: their places among the tensors of a call, and checks for their operations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .operation import BasicOperation
 
 
 class ShardPlaces(NamedTuple):
-    """The places of distributed weights among the tensors of a call: the input, then those of each operation.
+    """The places of distributed weights among the tensors of a call: the input, then the tensors per operation.
 
     Attributes:
-        groups: Places of the distributed weights of each operation that has any.
+        groups: Places of the distributed weights per operation that has any.
         fused: Weight gradients are accumulated into buffers.
     """
 
@@ -22,7 +22,7 @@ class ShardPlaces(NamedTuple):
 
 
 def places_of_shards(ops: Sequence[BasicOperation]) -> ShardPlaces:
-    """Return the places of the distributed weights of a chain.
+    """Return the places of the distributed weights in a chain.
 
     Raises:
         NotImplementedError: An operation does not accept distributed weights, or their gradients have different

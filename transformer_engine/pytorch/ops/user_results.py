@@ -1,4 +1,4 @@
-"""Checks of the tensors that operations and fusions of users return."""
+"""Checks for tensors that user operations and fusions return."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def forward_results(
 def backward_results(
     op: FusibleOperation, members: Sequence[BasicOperation], returned: Any, needs_input: bool
 ) -> tuple[Any, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """Gradients of the input, the parameters and the extra inputs that a user's backward pass returned.
+    """Input, parameter and extra input gradients that a user's backward pass returned.
 
     Args:
         op: The operation.
         members: Its basic operations.
         returned: The return value.
-        needs_input: An earlier operation needs the gradient of the input.
+        needs_input: An earlier operation needs the input gradient.
 
     Raises:
         TypeError: The return value has another structure, or a gradient is neither a tensor nor None.
@@ -124,7 +124,7 @@ def apply_fusions(
         recipe: The active recipe; None without one.
 
     Raises:
-        TypeError: A function did not return a sequence of operations.
+        TypeError: A function did not return an operation sequence.
         RuntimeError: The operations do not cover the basic operations.
     """
     ops = list(ops)
@@ -147,7 +147,7 @@ def fused_operations(function: Any, returned: Any) -> list[FusibleOperation]:
     """Operations that a registered fusion function returned.
 
     Raises:
-        TypeError: The return value is not a sequence of operations.
+        TypeError: The return value is not an operation sequence.
     """
     name = getattr(function, "__name__", type(function).__name__)
     if not isinstance(returned, Iterable):

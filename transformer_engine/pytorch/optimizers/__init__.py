@@ -1,4 +1,4 @@
-"""Optimizers that step all parameters at once, and the operations on lists of tensors that they are made of."""
+"""Optimizers that step all parameters at once, and the tensor-list operations that they use."""
 
 from .fused_adam import FusedAdam
 from .fused_muon import FusedMuon

@@ -1,4 +1,4 @@
-"""States of FusedAdam (moments and master weights in any dtype): reading, writing, saving and loading."""
+"""FusedAdam states (moments and master weights in any dtype): reading, writing, saving and loading."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AdamStates(CopiedWhole):
         """Return a state in float32 (remainders: int16), with the placements of the parameter.
 
         Args:
-            param: A parameter of the optimizer.
+            param: A parameter in the optimizer.
             state_name: "exp_avg", "exp_avg_sq" or "master_param".
             skip_unscale: Return the stored state without unscaling it.
         """
@@ -131,10 +131,10 @@ class AdamStates(CopiedWhole):
         return self._scales.get(param, {}).get(state_name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict of torch's form, with every state in float32 (remainders: int16).
+        """Return a state dict in torch's form, with every state in float32 (remainders: int16).
 
-        Groups hold the number of steps. torch.optim.AdamW reads it from the parameters' states, and therefore cannot
-        resume from this state dict.
+        Groups hold the step count. torch.optim.AdamW reads it from the parameters' states, and
+        therefore cannot resume from this state dict.
         """
         found = super().state_dict()
         found["state"] = {
@@ -148,7 +148,7 @@ class AdamStates(CopiedWhole):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of `state_dict` into states of any dtype, or a state dict of torch.optim.AdamW.
+        """Load a `state_dict` result into states with any dtype, or a torch.optim.AdamW state dict.
 
         torch counts steps per parameter; ValueError unless they are equal in a group. A state that cannot be loaded is
         rejected before any state changes.
@@ -173,7 +173,7 @@ class AdamStates(CopiedWhole):
                     upper, master = halves(master.float())
                     local.copy_(upper)
                 self.set_scaled_state(parameter, "master_param", master if keeps else master.float())
-        # Groups of torch's optimizers have no count of steps: use that of their parameters.
+        # Groups in torch's optimizers have no step count: use their parameters' count.
         for group, saved, step in zip(self.param_groups, state_dict["param_groups"], steps, strict=True):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -208,7 +208,7 @@ def _is_own(local: Tensor) -> bool:
 
 
 def numbers_of(parameter: Tensor) -> Tensor:
-    """Return the values of a parameter of fewer bits in float32."""
+    """Return the values of a lower-precision parameter in float32."""
     if isinstance(parameter, QuantizedTensor):
         return parameter.dequantize(dtype=torch.float32)
     return parameter.to(torch.float32)

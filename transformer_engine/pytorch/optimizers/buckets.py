@@ -1,4 +1,4 @@
-"""Buckets of parameters with one device and dtype, which one launch steps, and their step with cached checks."""
+"""Parameter buckets with one device and dtype, which one launch steps, and their step with cached checks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .multi_tensor_apply import Checked, local_of, local_tensors, worked_on
 class CheckedAdamStep:
     """The step of a bucket, an operation for `multi_tensor_applier`: (chunk_size, flag, lists, rates, how, skips).
 
-    Every list has passed `check`, all lists of a step before the first of them is stepped.
+    Every list has passed `check`, all lists in a step before the first list is stepped.
 
-    A step of a thousand tensors takes the host about a millisecond. So parameters and states are not checked again
-    while they are the same tensors as in the last call. The caller compares size, dtype, device and layout of the
-    parameters (`BucketKey`); of the states, the addresses are compared here, which change where a caller assigns
-    `state.data`. Gradients can be new tensors in every step. Autograd guarantees that `.grad` has the shape and the
-    device of its parameter.
+    Stepping a thousand tensors takes the host about a millisecond. So parameters and states are not
+    checked again while they are the same tensors as in the last call. The caller compares size,
+    dtype, device and layout of the parameters (`BucketKey`); for states, the addresses are compared
+    here, which change where a caller assigns `state.data`. Gradients can be new tensors in every
+    step. Autograd guarantees that `.grad` has the shape and device of its parameter.
 
     Args:
-        held: The gradients are `.grad` attributes, of one dtype.
+        held: The gradients are `.grad` attributes with one dtype.
     """
 
     def __init__(self, held: bool) -> None:
@@ -41,7 +41,7 @@ class CheckedAdamStep:
         self.extents = Extents(())
 
     def check(self, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]]) -> Checked:
-        """Return the lists of stored tensors; raise ValueError or TypeError if they cannot be stepped."""
+        """Return the stored tensor lists; raise ValueError or TypeError if they cannot be stepped."""
         grads, *others = tensor_lists
         local = local_tensors(grads)
         known = len(others) == len(self.known) and all(
@@ -91,7 +91,7 @@ _DESCRIPTIONS: tuple[Callable[[Tensor], Any], ...] = (
 
 
 class Bucket(NamedTuple):
-    """Parameters of a group that one launch steps.
+    """Parameters in a group that one launch steps.
 
     Attributes:
         members: Their indices in the group.
@@ -99,8 +99,8 @@ class Bucket(NamedTuple):
         parameters: The local tensors of this rank.
         quantized: The parameters are quantized: float32 numbers are stepped instead, and then quantized.
         own: The parameters are float32, and their own masters.
-        states: States of each parameter.
-        step: The step, with the checks of the bucket's lists.
+        states: States per parameter.
+        step: The step, with the bucket's list checks.
     """
 
     members: tuple[int, ...]
@@ -115,15 +115,15 @@ class Bucket(NamedTuple):
 class BucketKey(NamedTuple):
     """The properties that determine the buckets of a group: equal keys give equal buckets.
 
-    A caller can replace `parameter.data` by a tensor of another size, dtype, layout or device, and the local tensor of
-    a distributed parameter by another one. Neither changes the identity of the parameter, so every step compares them.
+    A caller can replace `parameter.data` by a tensor with another size, dtype, layout or device, and a distributed
+    parameter's local tensor by another one. Neither changes the parameter's identity, so every step compares them.
 
     Attributes:
         params: The parameters of the group, compared by identity.
-        local: The local tensor of each, compared by identity.
+        local: Each local tensor, compared by identity.
         described: Sizes, dtypes, devices and contiguity of the local tensors, and with master weights their addresses:
             a float32 parameter is its own master, so that the master is an alias of its memory.
-        grads: Dtype of each parameter's gradient; None without a gradient.
+        grads: Each parameter's gradient dtype; None without a gradient.
         master_weights: Whether there are master weights.
         decoupled: Whether gradients are read from `decoupled_grad`.
     """
@@ -139,7 +139,7 @@ class BucketKey(NamedTuple):
     def of(
         cls, params: Sequence[Tensor], grads: Sequence[Tensor | None], master_weights: bool, decoupled: bool
     ) -> BucketKey:
-        """Return the key of a group's parameters and their gradients."""
+        """Return the key for a group's parameters and their gradients."""
         local = local_tensors(params)
         attributes = (*_DESCRIPTIONS, Tensor.data_ptr) if master_weights else _DESCRIPTIONS
         described = tuple([list(map(attribute, local)) for attribute in attributes])
@@ -147,7 +147,7 @@ class BucketKey(NamedTuple):
         return cls(list(params), list(local), described, dtypes, master_weights, decoupled)
 
     def equal(self, other: BucketKey) -> bool:
-        """Return whether both keys are of the same tensors, in the same state."""
+        """Return whether both keys describe the same tensors, in the same state."""
         return (
             self[2:] == other[2:]
             and len(self.params) == len(other.params)
@@ -170,7 +170,7 @@ def buckets_of(
     keeps_remainder: Callable[[Tensor], bool],
     held: bool,
 ) -> list[Bucket]:
-    """Group the parameters that have gradients by device, dtypes and kind of states; held: see CheckedAdamStep."""
+    """Group the parameters that have gradients by device, dtypes and state kind; held: see CheckedAdamStep."""
     members: dict[tuple[Any, ...], list[int]] = {}
     for place, (parameter, grad) in enumerate(zip(params, grads, strict=True)):
         if grad is None:

@@ -1,4 +1,4 @@
-"""Checks of optimizers: settings, numbers of groups, parameters, gradients, states and saved states."""
+"""Optimizer checks: settings, group numbers, parameters, gradients, states and saved states."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, captu
 
 
 def check_states(parameter: Tensor, states: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise ValueError if a state belongs to a parameter of another size or device than the present one."""
+    """Raise ValueError if a state belongs to a parameter with another size or device than the present one."""
     local = local_of(parameter)
     for name in names:
         state = states.get(name)
@@ -153,15 +153,15 @@ def check_states(parameter: Tensor, states: Mapping[str, Any], names: Sequence[s
 
 
 Group = dict[str, Any]
-# Settings of torch's optimizers in groups that are unsupported here.
+# Group settings of torch's optimizers that are unsupported here.
 UNSUPPORTED = ("maximize", "amsgrad", "differentiable")
 
 
 class GroupChecks:
     """The check of the numbers of each group, repeated only when a group holds other objects.
 
-    A caller may write into the groups of an optimizer between any two steps. A number that can change while it stays
-    the same object, in a list or in a tensor on the host, is checked in every step.
+    A caller may write into the groups of an optimizer between any two steps. A number that can change while
+    it stays the same object, in a list or in a tensor on the host, is checked in every step.
     """
 
     def __init__(self, names: Sequence[str], check_group: Callable[[Group], None]) -> None:
@@ -185,7 +185,7 @@ class GroupChecks:
 
 
 def reject_unsupported(group: Group, ours: str, theirs: str) -> None:
-    """Raise RuntimeError for a setting of torch's optimizers that changes a step."""
+    """Raise RuntimeError for a torch optimizer setting that changes a step."""
     for name in UNSUPPORTED:
         if group.get(name):
             raise RuntimeError(
@@ -209,7 +209,7 @@ _PARTS = ("exp_avg", "exp_avg_sq", "master_param")
 def check_saved(
     saved: dict[str, Any], groups: Sequence[dict[str, Any]], defaults: dict[str, Any], masters: bool
 ) -> list[int | None]:
-    """Check a saved state of Adam before any part of it is loaded; return the steps of `step_of_torchs` per group.
+    """Check a saved Adam state before any part is loaded; return the steps of `step_of_torchs` per group.
 
     Args:
         saved: The saved state.
@@ -237,7 +237,7 @@ def check_saved(
 
 
 def step_of_torchs(group: dict[str, Any], of_parameters: dict[Any, dict[str, Any]]) -> int | None:
-    """Return the number of steps of a saved group of torch's optimizers, which count per parameter; None if absent."""
+    """Return the step count for a saved group from torch's optimizers, which count per parameter; None if absent."""
     if "step" in group:
         return None
     counts = [of_parameters.get(place, {}).get("step") for place in group["params"]]

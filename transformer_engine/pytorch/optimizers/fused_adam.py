@@ -42,35 +42,35 @@ class FusedAdam(AdamStates):
     A quantized parameter (`quantized_model_init`) requires master_weights=True. An FP8 parameter with delayed scaling
     may do without, unless capturable is set; it loses updates that are smaller than the step between two codes.
 
-    Between steps, `parameter.data` may be replaced by a tensor of another dtype or memory: the moments stay, and a
-    master of another kind is created from the parameter. Replacements of another size or device raise ValueError
-    before any state changes. A captured CUDA graph keeps the addresses of parameters, gradients and states, so
-    capture again after a replacement.
+    Between steps, `parameter.data` may be replaced by a tensor with another dtype or memory: the
+    moments stay, and another kind of master is created from the parameter. Replacements with
+    another size or device raise ValueError before any state changes. A captured CUDA graph keeps
+    parameter, gradient and state addresses, so capture again after a replacement.
 
-    Steps are counted per group, in its "step". A parameter whose first gradient comes late is corrected for all steps
-    of its group, while torch.optim.AdamW counts the steps of each parameter and cannot load this state_dict().
+    Steps are counted per group, in its "step". A parameter whose first gradient comes late is corrected for all
+    steps of its group, while torch.optim.AdamW counts steps per parameter and cannot load this state_dict().
 
     Args:
         params: Parameters or parameter groups.
         lr: Learning rate; a tensor with capturable.
-        betas: Decay of the first and of the second moment.
+        betas: Decay of the first and second moment.
         eps: Added to the square root of the second moment.
         weight_decay: Weight decay.
         amsgrad: Unsupported; True raises RuntimeError.
         bias_correction: Correct the moments for their initial zeros.
         adam_w_mode: Decay parameters (AdamW); False adds the decay to the gradients.
         capturable: Keep lr and the step on the device, for CUDA graphs; an overflow skips the step.
-        master_weights: Update high-precision masters of 16-bit and quantized parameters, which are copies of them.
+        master_weights: Update high-precision masters of 16-bit and quantized parameters; the parameters copy them.
         master_weight_dtype: float32, or float16 with one scale per tensor.
-        exp_avg_dtype: Dtype of the first moment: float32, bfloat16, or float16 and uint8 (FP8) with one scale.
-        exp_avg_sq_dtype: Dtype of the second moment, like exp_avg_dtype.
+        exp_avg_dtype: First moment dtype: float32, bfloat16, or float16 and uint8 (FP8) with one scale.
+        exp_avg_sq_dtype: Second moment dtype, like exp_avg_dtype.
         use_decoupled_grad: Read parameter.decoupled_grad instead of .grad.
-        store_param_remainders: Store only the lower 16 bits of the masters of bfloat16 parameters. Both halves are the
-            float32 number, and the parameter is that number, rounded half up.
+        store_param_remainders: Store only the lower 16 bits of the masters for bfloat16 parameters.
+            Both halves are the float32 number, and the parameter is that number, rounded half up.
         set_grad_none: Deprecated; use `zero_grad(set_to_none=...)`.
 
     Raises:
-        RuntimeError: The combination of options is unsupported.
+        RuntimeError: The option combination is unsupported.
     """
 
     SETTINGS = (
@@ -168,13 +168,13 @@ class FusedAdam(AdamStates):
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes of a copy or a pickle; caches start empty."""
+        """Restore the attributes of a copy or pickle; caches start empty."""
         super().__setstate__(state)
         self._layouts, self._known_states = {}, []
         self._checked = GroupChecks(NUMBERS, check_numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group after a check of its numbers; see torch.optim.Optimizer."""
+        """Add a parameter group after checking its numbers; see torch.optim.Optimizer."""
         if isinstance(param_group, dict):
             check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -183,7 +183,7 @@ class FusedAdam(AdamStates):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        """Make one step of every parameter that has a gradient, and return the result of closure().
+        """Step every parameter that has a gradient, and return closure()'s result.
 
         Args:
             closure: Called before the step, with gradients enabled; or None.
@@ -208,7 +208,7 @@ class FusedAdam(AdamStates):
                 inverse = scale.to(torch.float64).reciprocal().to(torch.float32).view(1)
         known = self._known_states
         if len(self.state) != len(known) or not all(map(is_, self.state.values(), known)):
-            # The caller has replaced the dictionaries of the states since the last step.
+            # The caller has replaced the state dictionaries since the last step.
             self._layouts.clear()
             if known and not self.state:  # all states were cleared: their steps no longer count
                 for group in self.param_groups:
@@ -232,7 +232,7 @@ class FusedAdam(AdamStates):
             else:
                 group["step"] = int(group.get("step", 0)) + 1
             devices = {bucket.parameters[0].device for bucket in layout.buckets}
-            # The ten numbers of `adam_step` for a step of the group, on each device.
+            # The ten `adam_step` numbers for a group step, on each device.
             betas, eps = pair_of(group["betas"]), float(group["eps"])
             step: Any = group["step"]
             rest = (to_bool("bias_correction", group["bias_correction"]), float(group["weight_decay"]))
@@ -262,7 +262,7 @@ class FusedAdam(AdamStates):
         return bucket.step.check(flag, lists)
 
     def _names(self, bucket: Bucket) -> tuple[str, ...]:
-        """Return the states that a step of the bucket changes."""
+        """Return the states that a bucket step changes."""
         return NAMES if self.master_weights and not bucket.own else NAMES[:2]
 
     def _step_bucket(self, bucket: Bucket, lists: Checked, rates: dict[Any, Tensor], may_skip: bool) -> None:
@@ -284,7 +284,7 @@ class FusedAdam(AdamStates):
             *how,
         )
         for state, name, values in zip(kept, names, read, strict=True):
-            if self.name_to_dtype_map[name] in states.RANGES:  # float32 numbers of `_read`
+            if self.name_to_dtype_map[name] in states.RANGES:  # float32 numbers from `_read`
                 for parameter, stored, numbers in zip(bucket.params, state, values, strict=True):
                     states.store(numbers, local_of(stored), self._scale(parameter, name))
         if bucket.quantized:
@@ -298,7 +298,7 @@ class FusedAdam(AdamStates):
                         parameter.quantize_(values)
 
     def _read(self, members: list[Tensor], kept: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-        """Return a state of each parameter: itself where the kernel supports its dtype, otherwise float32 numbers."""
+        """Return a state per parameter: itself where the kernel supports its dtype, otherwise float32 numbers."""
         if self.name_to_dtype_map[name] not in states.RANGES or kept[0].dtype == torch.int16:
             return kept
         return [

@@ -1,4 +1,4 @@
-"""Muon: p -= lr * orthogonal factor of the momentum, for the matrices of hidden layers, stacked by shape.
+"""Muon: p -= lr * orthogonal factor of the momentum, for matrices in hidden layers, stacked by shape.
 
 For a gradient g [M, N] the step is
 
@@ -7,9 +7,9 @@ For a gradient g [M, N] the step is
     o = Newton-Schulz iterations of u / max(||u||, eps)
     p = (1 - lr * weight_decay) p - adjusted(lr) o
 
-with the numbers of torch.optim.Muon (https://kellerjordan.github.io/posts/muon/, arXiv:2502.16982). Matrices of equal
-shape are iterated in batched products. A matrix that is sharded over devices is gathered, since the orthogonal factor
-depends on all of it.
+with the numbers of torch.optim.Muon (https://kellerjordan.github.io/posts/muon/, arXiv:2502.16982).
+Equally shaped matrices are iterated in batched products. A matrix that is sharded over devices is
+gathered, since the orthogonal factor depends on the full matrix.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class _Update(NamedTuple):
 
 
 class FusedMuon(CopiedWhole):
-    """Muon over the matrices of hidden layers: float32, 16-bit and quantized, sharded or not, and stacks of experts.
+    """Muon over matrices in hidden layers: float32, 16-bit and quantized, sharded or not, and stacked experts.
 
-    Parameters are matrices [out, in], or stacks of matrices [experts, out, in], of which each is orthogonalized.
-    Optimize embeddings, heads, norms and biases with another optimizer, such as `FusedAdam`.
+    Parameters are matrices [out, in], or matrix stacks [experts, out, in], where each matrix is
+    orthogonalized. Optimize embeddings, heads, norms and biases with another optimizer, such as `FusedAdam`.
 
-    Parameters of FSDP2 (DTensor) are gathered over their mesh, and those with the attributes `tensor_model_parallel`
+    FSDP2 parameters (DTensor) are gathered over their mesh, and parameters with the attributes `tensor_model_parallel`
     and `partition_dim` over `tp_group`; every rank computes the orthogonal factor of the whole matrix.
 
     Args:
@@ -74,21 +74,21 @@ class FusedMuon(CopiedWhole):
         weight_decay: Decoupled weight decay.
         momentum: Weight of the earlier momentum, in [0, 1).
         nesterov: Use Nesterov momentum.
-        ns_coefficients: (a, b, c) of every Newton-Schulz iteration, or a sequence of such triples, of which the last
-            one is repeated (`get_coefficients`).
+        ns_coefficients: (a, b, c) for every Newton-Schulz iteration, or a sequence of such triples,
+            whose last one is repeated (`get_coefficients`).
         eps: Least norm that a momentum is divided by.
-        ns_steps: Number of iterations.
+        ns_steps: Iteration count.
         adjust_lr_fn: "original" (default) multiplies lr by sqrt(max(1, out / in)), "match_rms_adamw" by
             0.2 sqrt(max(out, in)).
-        split: Rows of matrices that a fused weight consists of, each with an orthogonal factor of its own: (ffn, ffn)
-            for gate and up, (heads / groups * d, d, d) for queries, keys and values in groups. The pattern repeats
-            along the rows. With tensor parallelism these are the rows on one rank.
-        master_weights: Update float32 masters of 16-bit and quantized parameters, which are copies of them.
-        ns_dtype: Dtype of the iterations: torch.bfloat16 or torch.float32.
-        tp_group: Process group of tensor parallelism.
+        split: Rows of the matrices in a fused weight, each with its own orthogonal factor: (ffn, ffn) for
+            gate and up, (heads / groups * d, d, d) for queries, keys and values in groups. The pattern
+            repeats along the rows. With tensor parallelism these are the rows on one rank.
+        master_weights: Update float32 masters of 16-bit and quantized parameters; the parameters copy them.
+        ns_dtype: Iteration dtype: torch.bfloat16 or torch.float32.
+        tp_group: Tensor-parallel process group.
 
     Raises:
-        ValueError: A parameter is not a matrix or a stack of matrices, or a setting is out of its range.
+        ValueError: A parameter is not a matrix or a matrix stack, or a setting is out of its range.
         TypeError: A setting has another type.
     """
 
@@ -132,12 +132,12 @@ class FusedMuon(CopiedWhole):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes of a copy or a pickle."""
+        """Restore the attributes of a copy or pickle."""
         super().__setstate__(state)
         self._checked = GroupChecks(NUMBERS, check_numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group after a check of its settings and shapes; see torch.optim.Optimizer."""
+        """Add a parameter group after checking its settings and shapes; see torch.optim.Optimizer."""
         if isinstance(param_group, dict):
             group = {**self.defaults, **param_group}
             check_numbers(group)
@@ -151,7 +151,7 @@ class FusedMuon(CopiedWhole):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of `state_dict`, or a state dict of torch.optim.Muon; states keep their saved dtype."""
+        """Load a `state_dict` result, or a torch.optim.Muon state dict; states keep their saved dtype."""
         super().load_state_dict(state_dict)
         saved = [place for group in state_dict["param_groups"] for place in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -166,7 +166,7 @@ class FusedMuon(CopiedWhole):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of every parameter that has a gradient, and return the result of closure().
+        """Step every parameter that has a gradient, and return closure()'s result.
 
         Raises:
             RuntimeError: A gradient is sparse, or a parameter has an unsupported dtype, before any change.
@@ -248,7 +248,7 @@ class FusedMuon(CopiedWhole):
                 local.copy_(update.target)
 
     def _momentum(self, parameter: Tensor, grad: Tensor) -> Tensor:
-        """The local momentum, of zeros before the first step."""
+        """The local momentum, zeros before the first step."""
         state = self.state[parameter]
         if MOMENTUM not in state:
             state[MOMENTUM] = like(parameter, torch.zeros_like(grad, memory_format=torch.contiguous_format))
@@ -305,7 +305,7 @@ def _scale(tensors: list[Tensor], factor: float) -> None:
 
 
 def _adjustment(name: str | None, part: Tensor) -> float:
-    """Factor of the learning rate for matrices [n, rows, columns], or [n, repeats, rows, columns]."""
+    """Learning rate factor for matrices [n, rows, columns], or [n, repeats, rows, columns]."""
     rows, columns = math.prod(part.shape[1:-1]), part.shape[-1]
     if name == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -313,7 +313,7 @@ def _adjustment(name: str | None, part: Tensor) -> float:
 
 
 def _gathered(shard: Tensor, dimension: int, group: dist_group_type | None) -> Tensor:
-    """The whole matrix of equal shards along a dimension."""
+    """The whole matrix from equal shards along a dimension."""
     first = shard.movedim(dimension, 0).contiguous()
     return gather_along_first_dim(first, group)[0].movedim(0, dimension)
 

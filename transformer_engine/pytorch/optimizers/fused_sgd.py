@@ -25,7 +25,7 @@ _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Parameters of a group that one launch steps; first: they have no momenta yet."""
+    """Parameters in a group that one launch steps; first: they have no momenta yet."""
 
     group: dict[str, Any]
     params: list[Tensor]
@@ -34,7 +34,7 @@ class _Bucket:
 
 
 class FusedSGD(CopiedWhole):
-    """Gradient descent with momentum, dampening, Nesterov momentum and weight decay; the numbers of torch.optim.SGD.
+    """Gradient descent with momentum, dampening, Nesterov momentum and weight decay; torch.optim.SGD's numbers.
 
     Gradients are divided once by the attribute most_recent_scale. scale_set_by_backward is cleared with it.
 
@@ -42,7 +42,7 @@ class FusedSGD(CopiedWhole):
         params: Parameters or parameter groups.
         lr: Learning rate.
         momentum: Momentum factor.
-        dampening: Dampening of the momentum.
+        dampening: Momentum dampening.
         weight_decay: Weight decay, an L2 penalty.
         nesterov: Use Nesterov momentum.
         wd_after_momentum: Add the weight decay after the momentum.
@@ -99,18 +99,18 @@ class FusedSGD(CopiedWhole):
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes of a copy or a pickle."""
+        """Restore the attributes of a copy or pickle."""
         super().__setstate__(state)
         self._checked = GroupChecks(NUMBERS, check_numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group after a check of its numbers; see torch.optim.Optimizer."""
+        """Add a parameter group after checking its numbers; see torch.optim.Optimizer."""
         if isinstance(param_group, dict):
             check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of torch.optim.SGD, after a check of all its entries."""
+        """Load a state dict from this class or torch.optim.SGD, after checking all its entries."""
         for group, into in zip(state_dict["param_groups"], self.param_groups, strict=False):
             check_numbers({**self.defaults, **group})
             for place, parameter in zip(group["params"], into["params"], strict=False):
@@ -128,12 +128,12 @@ class FusedSGD(CopiedWhole):
                         )
         super().load_state_dict(state_dict)
         for state in self.state.values():
-            if "momentum_buffer" in state and state["momentum_buffer"] is None:  # torch's, of no momentum
+            if "momentum_buffer" in state and state["momentum_buffer"] is None:  # torch's, without momentum
                 del state["momentum_buffer"]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of every parameter that has a gradient, and return the result of closure()."""
+        """Step every parameter that has a gradient, and return closure()'s result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -18,12 +18,12 @@ _MODULE = "torch.distributed.tensor"
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The rank's shard of a DTensor, the memory of a group of plain matrices; any other tensor itself."""
+    """Shard of a DTensor on this rank, memory of a plain matrix group; any other tensor itself."""
     return tensor._local_tensor if is_distributed(tensor) else memory_of(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor that is distributed like the parameter, from the local tensor of this rank."""
+    """Return a tensor that is distributed like the parameter, from the local tensor on this rank."""
     if not is_distributed(parameter):
         return local
     placed: Any = parameter
@@ -35,7 +35,7 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Call an operation on lists of local tensors: shards of distributed tensors, without empty ones.
+    """Call an operation on local tensor lists: distributed tensors' shards, without empty ones.
 
     Args:
         chunk_size: Passed to the operation, where it has no effect.
@@ -54,12 +54,12 @@ class MultiTensorApply:
         tensor_lists: Sequence[Sequence[Tensor]],
         *args: Any,
     ) -> Any:
-        """Return the result of `op`, None if all tensors are empty; raise RuntimeError for lists of several lengths.
+        """Return `op`'s result, None if all tensors are empty; raise RuntimeError for lists with different lengths.
 
         Args:
-            op: Function of (chunk_size, noop_flag, tensor_lists, *args), such as `multi_tensor_adam`.
+            op: Function with arguments (chunk_size, noop_flag, tensor_lists, *args), such as `multi_tensor_adam`.
             noop_flag_buffer: The operation's flag, int32 [1].
-            tensor_lists: Parallel lists of tensors; DTensors are replaced by their local shards.
+            tensor_lists: Parallel tensor lists; DTensors are replaced by their local shards.
             args: The operation's other arguments.
         """
         lists = worked_on(tensor_lists)
@@ -75,7 +75,7 @@ class Checked(tuple[Sequence[Tensor], ...]):
 
 
 def worked_on(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """Return the local tensors of the lists without empty ones; raise RuntimeError for lists of different lengths."""
+    """Return the local tensors in the lists without empty ones; raise RuntimeError for lists with different lengths."""
     if isinstance(tensor_lists, Checked):
         return tensor_lists.worked
     lists = [local_tensors(tensors) for tensors in tensor_lists]
@@ -94,7 +94,7 @@ def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)
-"""Return the result of `op` on the local tensors of the lists, without empty tensors; None if all tensors are empty.
+"""Return the result of `op` on the local tensors in the lists, without empty tensors; None if all tensors are empty.
 
-Lists of different lengths raise RuntimeError.
+Lists with different lengths raise RuntimeError.
 """

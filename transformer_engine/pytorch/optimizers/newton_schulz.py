@@ -1,9 +1,9 @@
 """Newton-Schulz iterations: the orthogonal factor of a matrix, on one device or over the ranks of a group.
 
-One iteration with coefficients (a, b, c) is X <- a X + (b A + c A^2) X with A = X X^T, an odd polynomial of the
-singular values of X. Repeated iterations move all singular values towards 1. The optimizer Muon applies them to
-momenta (https://kellerjordan.github.io/posts/muon/). The original computes the products with cuSolverMp; here they are
-PyTorch's products, and the Gram matrix is summed over the group.
+One iteration with coefficients (a, b, c) is X <- a X + (b A + c A^2) X with A = X X^T, an odd polynomial in
+the singular values of X. Repeated iterations move all singular values towards 1. The optimizer Muon applies
+them to momenta (https://kellerjordan.github.io/posts/muon/). The original computes the products with
+cuSolverMp; here they are PyTorch's products, and the Gram matrix is summed over the group.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ CoeffT = tuple[float, float, float]
 NSCoeffT = Literal["simple", "quintic", "polar_express", "cans", "aol"]
 CoeffIterMode = Literal["cycle", "repeat_last"]
 
-# CoeffT of the original's sets, by name. Iterations beyond the end of a set repeat the set, or its last member
-# for the sets that converge to a fixed polynomial.
+# The original's CoeffT sets, by name. Iterations beyond the end of a set repeat it, or its last
+# member for the sets that converge to a fixed polynomial.
 _SETS: dict[str, tuple[CoeffT, ...]] = {
     # Muon, https://kellerjordan.github.io/posts/muon/: the largest slope at 0 with results in about [0.7, 1.2].
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -83,12 +83,12 @@ _REPEAT_LAST = frozenset({"polar_express", "cans"})
 def get_coefficient_iterator(
     steps: int, coefficient_sets: Sequence[CoeffT], mode: str = "cycle"
 ) -> Iterator[CoeffT]:
-    """Return the coefficients (a, b, c) of each of a number of iterations.
+    """Return the coefficients (a, b, c) for each iteration.
 
     Args:
-        steps: Number of iterations.
-        coefficient_sets: CoeffT of the first iterations.
-        mode: "cycle" starts again at the end of the sets, "repeat_last" repeats the last one.
+        steps: Iteration count.
+        coefficient_sets: CoeffT for the first iterations.
+        mode: "cycle" starts again after the last set, "repeat_last" repeats the last one.
 
     Raises:
         ValueError: The sets are empty, or the mode is unknown.
@@ -106,7 +106,7 @@ def get_coefficients(steps: int, coefficient_type: str = "quintic") -> list[Coef
     """Return the coefficients of a named polynomial for a number of iterations.
 
     Args:
-        steps: Number of iterations.
+        steps: Iteration count.
         coefficient_type: "simple", "quintic", "polar_express", "cans" or "aol".
 
     Raises:
@@ -118,10 +118,10 @@ def get_coefficients(steps: int, coefficient_type: str = "quintic") -> list[Coef
 
 
 class CusolverMpCtx:
-    """The group over which the columns of a matrix are sharded; the name is that of the original's library handle.
+    """The group over which the columns of a matrix are sharded, named like the original's library handle.
 
     Args:
-        group: Process group of any backend; None for one device.
+        group: Process group with any backend; None for one device.
     """
 
     @suggests_keywords
@@ -155,16 +155,16 @@ def newton_schulz(
 ) -> Tensor:
     """Replace a matrix [M, N] by its approximate orthogonal factor, in place.
 
-    Singular values must be at most about 1, so divide the matrix by its Frobenius norm before the call. Every rank of
-    the group holds a shard of the columns and makes the same call. Products are in the dtype of `x`; the sums of the
-    group and the update are float32.
+    Singular values must be at most about 1, so divide the matrix by its Frobenius norm before the
+    call. Every rank in the group holds a column shard and makes the same call. Products are in the
+    dtype of `x`; the sums of the group and the update are float32.
 
     Args:
         x: Matrix [M, N], or the shard [M, N / ranks] of its columns, float32 or bfloat16, contiguous.
-        ctx: Group of the ranks that hold the other columns; None for a whole matrix.
-        num_iterations: Number of iterations.
-        coefficients: (a, b, c) of each iteration, as pairs of three or as 3 * num_iterations numbers; by default
-            `get_coefficients(num_iterations)`.
+        ctx: Group whose ranks hold the other columns; None for a whole matrix.
+        num_iterations: Iteration count.
+        coefficients: (a, b, c) for each iteration, as triples or as 3 * num_iterations numbers; by
+            default `get_coefficients(num_iterations)`.
 
     Returns:
         `x`.
@@ -183,7 +183,7 @@ def newton_schulz(
             "columns are sharded; call newton_schulz_tp, which transposes it"
         )
     with torch.no_grad():
-        # Without a group the smaller of the two Gram matrices is used: (b A + c A^2) X = X (b B + c B^2), B = X^T X.
+        # Without a group the smaller Gram matrix is used: (b A + c A^2) X = X (b B + c B^2), B = X^T X.
         wide = group is not None or x.shape[0] <= x.shape[1]
         matrix = x if wide else x.t().contiguous()
         for a, b, c in steps:
@@ -212,11 +212,11 @@ def newton_schulz_tp(
     Args:
         x: The whole matrix, equal on every rank, or this rank's shard along `partition_dim`; see `newton_schulz`.
         ctx: Group of the ranks; None for one device.
-        num_iterations: Number of iterations.
+        num_iterations: Iteration count.
         coefficients: See `newton_schulz`.
         partition_dim: Dimension that is sharded over the ranks, 0 or 1; None: x is the whole matrix.
-        tp_mode: With `partition_dim`: "duplicated" gathers the matrix, so that each rank computes a shard of its
-            longer dimension; "distributed" computes on the given shards.
+        tp_mode: With `partition_dim`: "duplicated" gathers the matrix, so that each rank computes a
+            longer-dimension shard; "distributed" computes on the given shards.
 
     Raises:
         ValueError: The longer dimension does not divide by the ranks, `partition_dim` is not the longer dimension in
@@ -258,7 +258,7 @@ def newton_schulz_tp(
 def _orthogonalize_whole(
     x: Tensor, ctx: CusolverMpCtx, num_iterations: int, coefficients: Sequence[Any] | None
 ) -> None:
-    """Orthogonalize a matrix that all ranks hold; each rank computes a shard of the longer dimension."""
+    """Orthogonalize a matrix that all ranks hold; each rank computes a longer-dimension shard."""
     wide = x if x.shape[0] <= x.shape[1] else x.t().contiguous()
     if wide.shape[1] % ctx.nranks:
         raise ValueError(
@@ -283,7 +283,7 @@ def _check_matrix(x: Tensor, num_iterations: int) -> None:
 
 
 def _checked(coefficients: Sequence[Any] | None, num_iterations: int) -> list[CoeffT]:
-    """Return (a, b, c) of each iteration; raise ValueError for another number of coefficients."""
+    """Return (a, b, c) for each iteration; raise ValueError for another coefficient count."""
     if coefficients is None:
         return get_coefficients(num_iterations)
     numbers: list[float] = []

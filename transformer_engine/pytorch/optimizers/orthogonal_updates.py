@@ -1,4 +1,4 @@
-"""Orthogonal factors of the matrices in updates: views of the matrices, stacks by shape, Newton-Schulz iterations."""
+"""Orthogonal factors for matrices in updates: matrix views, stacks by shape, Newton-Schulz iterations."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from .newton_schulz import CoeffT, get_coefficient_iterator
 
-# Elements of the matrices that are stacked for one batch of products; a larger matrix is iterated by itself.
+# Element count of the matrices stacked for one product batch; a larger matrix is iterated by itself.
 _STACKED = 1 << 26
 
 
 def matrices_of(full: Tensor, split: Sequence[int] | None) -> list[Tensor]:
-    """Views of the n matrices of each part of a parameter [.., out, in].
+    """Views of the n matrices in each part of a parameter [.., out, in].
 
     Returns:
-        [n, rows, columns] of whole matrices; [n, repeats, rows, columns] of each part of `split`, whose repeats are
-        one matrix, such as the queries of all groups.
+        [n, rows, columns] for whole matrices; [n, repeats, rows, columns] for each part of `split`,
+        whose repeats are one matrix, such as the queries of all groups.
     """
     stack = full.view(-1, *full.shape[-2:])
     if split is None:
@@ -54,7 +54,7 @@ def _iterate(
     eps: float,
     dtype: torch.dtype,
 ) -> None:
-    """Iterate matrices of one shape in batched products, and write the results over them."""
+    """Iterate equally shaped matrices in batched products, and write the results over them."""
     x = torch.cat([matrix.reshape(-1, *shape).to(dtype) for matrix in batch])
     wide = shape[0] <= shape[1]
     if not wide:
@@ -73,6 +73,6 @@ def _iterate(
 
 
 def iteration_coefficients(given: Sequence[Any], steps: int) -> list[CoeffT]:
-    """(a, b, c) of each iteration."""
+    """(a, b, c) for each iteration."""
     sets = [tuple(given)] if isinstance(given[0], (int, float)) else [tuple(one) for one in given]
     return list(get_coefficient_iterator(steps, sets, "repeat_last"))  # pyright: ignore[reportArgumentType]

@@ -1,8 +1,8 @@
-"""States of optimizers: float32 numbers in fewer bits, by the dtype of the state, and optimizers with full copies.
+"""Optimizer states: float32 numbers in fewer bits, by state dtype, and optimizers with full copies.
 
 * float32: unchanged.
 * bfloat16: rounded.
-* float16: x / scale, scale = max|x| / 32752: half of the largest float16, so that a sum of two still fits.
+* float16: x / scale, scale = max|x| / 32752: half the largest float16, so that a sum of two still fits.
 * uint8: FP8 (E4M3) codes of x / scale, scale = max|x| / 448.
 * int16: the lower 16 bits of float32 numbers; the bfloat16 parameter is the number, rounded half up.
 """
@@ -21,7 +21,7 @@ RANGES = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.
 
 
 def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a state of zeros with the shape of a tensor."""
+    """Return a zero state with the shape of a tensor."""
     if dtype == torch.uint8:
         nothing = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
         return Float8Tensor.from_storage(_writer(like.device).encode(nothing, True, False))
@@ -71,8 +71,8 @@ def store(values: Tensor, state: Tensor, scale: Tensor | None) -> None:
 class CopiedWhole(torch.optim.Optimizer):
     """torch.optim.Optimizer whose copy.deepcopy and pickle include the attributes named in SETTINGS.
 
-    Those of torch include only parameter groups and states. Other attributes are omitted: a scheduler replaces the
-    `step` of an optimizer by a closure, and hooks are closures.
+    torch's pickles include only parameter groups and states. Other attributes are omitted: a
+    scheduler replaces the `step` of an optimizer by a closure, and hooks are closures.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""Operand: a matrix [rows, K] of a product, quantized or in high precision."""
+"""Operand: a matrix [rows, K] in a product, quantized or in high precision."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Operand(NamedTuple):
 
     Attributes:
         codes: FP8 in a torch float8 dtype, NVFP4 packed in uint8, or high precision if format is None.
-        scale: Factor of the codes: float32 [1], [rows, ceil(K/128)] or [ceil(rows/128), ceil(K/128)]; MXFP8: uint8
-            exponents [rows, ceil(K/32)]; NVFP4: float8_e4m3fn [rows, ceil(K/16)].
-        format: Format of the codes; None: high precision.
+        scale: Code factor: float32 [1], [rows, ceil(K/128)] or [ceil(rows/128), ceil(K/128)];
+            MXFP8: uint8 exponents [rows, ceil(K/32)]; NVFP4: float8_e4m3fn [rows, ceil(K/16)].
+        format: Code format; None: high precision.
         amax: NVFP4 only: float32 [1], the absolute maximum that determines the second-level scale; [rows] if the format
             has one scale per row.
         dtype: Nominal high-precision dtype of the values.
@@ -44,7 +44,7 @@ class Operand(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Return K, the number of contracted elements."""
+        """Return K, the contracted length."""
         packing = 1 if self.format is None else self.format.packing
         return self.codes.shape[1] * packing
 

@@ -1,4 +1,4 @@
-"""The order of scales that matrix instructions read: tiles of 128 x 4 bytes, which follow each other row by row."""
+"""The scale order that matrix instructions read: tiles of 128 x 4 bytes, which follow each other row by row."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TILE = (128, 4)
 
 
 def tiled_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Return the shape of the swizzled scales [rows, columns]."""
+    """Return the swizzled shape for scales [rows, columns]."""
     return round_up(rows, TILE[0]), round_up(columns, TILE[1])
 
 
 def swizzled(scale: Tensor) -> Tensor:
     """Swizzle one-byte scales [R, C]; the result is uint8, padded with zeros to multiples of 128 rows and 4 columns.
 
-    Byte (r, c) of a tile of 128 x 4 is at (r % 32) * 16 + r // 32 * 4 + c; the tiles follow each other row by row.
+    Byte (r, c) in a 128 x 4 tile is at (r % 32) * 16 + r // 32 * 4 + c; the tiles follow each other row by row.
     """
     rows, columns = scale.shape
     scale = scale.view(torch.uint8)

@@ -1,6 +1,6 @@
 """codes_t [K, M] = codes [M, K].T, contiguous, one byte per element: codes are moved, not changed.
 
-There is no cast: codes of the transpose of values are the columnwise direction of a `QuantizeSpec`.
+There is no cast: codes of transposed values are the columnwise direction of a `QuantizeSpec`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """autocast: the modules called inside a block compute in the low precision of a recipe.
 
-The block pushes one immutable record, `current()`, that a module reads once at the start of its forward pass.
-A block belongs to the thread that entered it, and to the tasks and threads that run in a copy of its context.
+The block pushes one immutable record, `current()`, that a module reads once when its forward pass starts. A
+block belongs to the thread that entered it, and to the tasks and threads that run in a copy of its context.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OUTSIDE = AutocastState()
 
 _Entered = tuple[AutocastState, int]
 
-# The innermost record and the number of enabled blocks of the active context.
+# The innermost record and the enabled block count in the active context.
 _entered: ContextVar[_Entered] = ContextVar("transformer_engine_autocast", default=(OUTSIDE, 0))
 
 
@@ -83,7 +83,7 @@ class _ThreadState:
 
 
 class _AutocastThread(threading.local):
-    """The state of each thread; a thread that starts in a copied context begins with the state of that context."""
+    """State per thread; a thread that starts in a copied context begins with the state of that context."""
 
     def __init__(self) -> None:
         self.holder = _ThreadState(_entered.get())
@@ -108,7 +108,7 @@ def eager_thread_state() -> _ThreadState:
 
 
 def current() -> AutocastState:
-    """Return the record of the innermost autocast block; outside of all blocks, a record that is not enabled."""
+    """Return the record of the innermost autocast block; outside all blocks, a record that is not enabled."""
     return here().state
 
 
@@ -125,7 +125,7 @@ def reinstate(moment: tuple[AutocastState, bool]) -> None:
 
 
 def reset() -> None:
-    """Drop all blocks of this thread, also open ones."""
+    """Drop all blocks in this thread, also open ones."""
     holder = here()
     holder.enter(OUTSIDE, 0, _is_compiling())
     holder.first_module = False
@@ -134,17 +134,17 @@ def reset() -> None:
 class autocast(ContextDecorator):
     """Context manager and decorator: layers inside compute in the low precision of a recipe.
 
-    Blocks nest; a disabled one inside an enabled one computes in high precision. Leaving a thread's outermost
-    enabled block updates the forward scales of delayed scaling, unless gradients are off, the block raised, or this
-    is the second run of a checkpointed function. An update is a collective of its group: the ranks of the group have to
-    update the same layers equally often.
+    Blocks nest; a disabled one inside an enabled one computes in high precision. Leaving a thread's
+    outermost enabled block updates the forward scales of delayed scaling, unless gradients are off,
+    the block raised, or this is the second run of a checkpointed function. An update is a
+    collective in its group: the ranks of the group have to update the same layers equally often.
 
     Args:
         enabled: Quantize by the recipe.
         calibrating: With enabled=False compute in high precision, but record the maxima of delayed scaling.
-        recipe: An instance of a recipe class, by default `get_default_recipe()`.
-        amax_reduction_group: Process group over which delayed scaling takes the maximum of absolute values. None: all
-            ranks, if torch.distributed is initialized. A recipe with `reduce_amax=False` takes no maxima over ranks.
+        recipe: A recipe instance, by default `get_default_recipe()`.
+        amax_reduction_group: Process group over which delayed scaling takes the absolute maximum. None: all ranks,
+            if torch.distributed is initialized. A recipe with `reduce_amax=False` takes no maxima over ranks.
         others: Unknown arguments, which raise TypeError with the name to use.
 
     Raises:
@@ -184,7 +184,7 @@ class autocast(ContextDecorator):
         return self._outer is not None
 
     def _recreate_cm(self) -> autocast:
-        """Return a new block for each call of a decorated function, so that recursion works."""
+        """Return a new block for each decorated function call, so that recursion works."""
         state = self.state
         return autocast(state.enabled, state.calibrating, state.recipe, state.group, state.graph)
 
@@ -235,7 +235,7 @@ def _checked_state(state: AutocastState, others: dict[str, Any]) -> AutocastStat
 
 
 def _update_scales(holder: _ThreadState, state: AutocastState, traced: bool) -> None:
-    """Update the forward scales of delayed scaling at the end of a thread's outermost enabled block."""
+    """Update the forward scales of delayed scaling when a thread's outermost enabled block ends."""
     if export_mode.onnx or state.graph:
         return
     if holder.recomputing and not traced:  # a traced update is left out when the graph runs
@@ -252,7 +252,7 @@ def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None,
     fp8_group: dist_group_type | None = None, _graph: bool = False, **others: Any,
 ) -> autocast:  # fmt: skip
-    """Deprecated name of `autocast`.
+    """Deprecated alias for `autocast`.
 
     Args:
         enabled: Quantize by the recipe.

@@ -1,9 +1,9 @@
-"""Replayed scales of compiled functions that a checkpoint recomputes.
+"""Replayed scales for compiled functions that a checkpoint recomputes.
 
-A checkpoint that is not reentrant matches the tensors that both runs save by their order, so both runs must call the
-same graph. The graph reads scales through the operator `repeated_scale`, which knows the run only while it executes: in
-the first run it copies the present scale, and in the second run it returns that copy. Writes of the second run to
-scales and histories are undone at its end.
+A checkpoint that is not reentrant matches the tensors that both runs save by their order, so both runs must
+call the same graph. The graph reads scales through the operator `repeated_scale`, which knows the run only
+while it executes: in the first run it copies the present scale, and in the second run it returns that copy.
+Writes of the second run to scales and histories are undone at its end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..runtime.tracing import hidden_from_selective_checkpoints
 
 
 class _Run:
-    """One run of a recomputed function: the first copies scales, a second reads the copies and undoes its writes."""
+    """A recomputed function's run: the first copies scales, a second reads the copies and undoes its writes."""
 
     def __init__(self, copies: dict[str, list[Tensor]], again: bool):
         self.copies = copies
@@ -69,12 +69,12 @@ def is_recomputed() -> bool:
 
 
 def is_second_run() -> bool:
-    """Return whether any of this thread's recomputed functions is in its second run."""
+    """Return whether any recomputed function in this thread is in its second run."""
     return any([run.again for run in _thread.runs])  # noqa: C419 compilers trace a list
 
 
 class compiled_run(AbstractContextManager):
-    """Context of one run of a recomputed function.
+    """Context for a recomputed function's run.
 
     Args:
         copies: Scales of the first run by state, which it fills and second runs read.
@@ -103,12 +103,12 @@ class compiled_run(AbstractContextManager):
     "transformer_engine::repeated_scale", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
 def repeated_scale(scale: torch.Tensor, history: torch.Tensor, state: str) -> torch.Tensor:
-    """Copy of a scale, float32 [n]: the present scale in the first run, and again the first run's scale in second runs.
+    """Copy a scale, float32 [n]: the present scale in the first run, and again the first run's scale in second runs.
 
     Args:
         scale: Scales of a state, float32 [n].
         history: Its maxima, float32 [length, n], which the second run must not change.
-        state: Key of the state.
+        state: State key.
     """
     for run in _thread.runs:
         scale = run.scale(scale, history, state)

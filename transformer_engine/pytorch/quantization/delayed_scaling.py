@@ -1,14 +1,14 @@
-"""scale = (fp8_max / amax) / 2^margin, from the histories of amaxes of earlier steps.
+"""scale = (fp8_max / amax) / 2^margin, from the amax histories of earlier steps.
 
-This scale is the multiplier of values before rounding, the inverse of the scale of an operand (`functions/linear.py`).
+This scale multiplies values before rounding, the inverse of the scale of an operand (`functions/linear.py`).
 
-An amax history is float32 [length, n], one column per tensor. Row 0 collects the running step; an update turns
-it into the last row, drops the oldest (row 1) and clears row 0. States that share direction, recipe and group
-share a pool: one reduction over the group and one set of kernels for all. Nothing reads a value on the host.
+An amax history is float32 [length, n], one column per tensor. Row 0 collects the running step; an update turns it
+into the last row, drops the oldest (row 1) and clears row 0. States that share direction, recipe and group share a
+pool: one reduction over the group and one kernel set for all. Nothing reads a value on the host.
 
 A pool holds weak references to its states, so that a deleted module costs nothing. Ranks that reduce together must
-agree on the layout of the reduced tensor, but collect garbage at different times: the columns of a deleted state remain
-as a gap of zeros, at its index in the order of registration. A state that a module replaces leaves no gap.
+agree on the layout of the reduced tensor, but collect garbage at different times: the columns of a deleted state
+remain as a zero gap, at its index in registration order. A state that a module replaces leaves no gap.
 
 **torch.compile.** Scales have the bits of eager mode. These steps differ:
 
@@ -49,12 +49,12 @@ Algorithm = str | Callable[..., Tensor]
 _default_sf_compute = scale_of  # the original's name
 
 
-# (group, forward, columns, device) of a reduction of maxima. `before_reductions` alone appends.
+# (group, forward, columns, device) for a maxima reduction. `before_reductions` alone appends.
 _checks: list[Callable[[dist_group_type, bool, int, torch.device], None]] = []
 
 
 def before_reductions(check: Callable[[dist_group_type, bool, int, torch.device], None]) -> None:
-    """Register a function that every rank calls before a reduction of maxima, except in compiled graphs.
+    """Register a function that every rank calls before a maxima reduction, except in compiled graphs.
 
     Args:
         check: `check(group, forward, columns, device)`, with the direction of the scales and the number of maxima.
@@ -75,7 +75,7 @@ def _reduce(histories: Sequence[Tensor], group: dist_group_type, gaps: Sequence[
     Args:
         histories: Amax histories [length, n].
         group: Process group.
-        gaps: Number of columns of deleted states, before each history and after the last; empty without deleted states.
+        gaps: Column counts for deleted states, before each history and after the last; empty without deleted states.
     """
     pieces: list[Tensor] = []
     places: list[int] = []
@@ -193,7 +193,7 @@ def reduction_group(recipe: DelayedScaling, group: dist_group_type | None) -> di
 
 
 def histories_agree(recipe: Any, group: dist_group_type | None, members: dist_group_type) -> bool:
-    """Return whether the updates of a recipe's scales take maxima over all members of a group.
+    """Return whether updating a recipe's scales takes maxima over all group members.
 
     Args:
         recipe: The recipe. Only delayed scaling has histories.
@@ -232,14 +232,14 @@ def update_states(
 
 
 class _Member(NamedTuple):
-    """A state, or the number of columns of a deleted state."""
+    """A state, or the column count of a deleted state."""
 
     state: weakref.ref[Any]
     columns: int
 
 
 class Pool:
-    """The delayed-scaling states of one direction, recipe, group and device, in the order of their registration."""
+    """The delayed-scaling states for one direction, recipe, group and device, in registration order."""
 
     def __init__(
         self, forward: bool, recipe: DelayedScaling, group: dist_group_type | None, device: torch.device
@@ -327,7 +327,7 @@ _updating = threading.Lock()
 
 
 def autocast_key(recipe: DelayedScaling, group: dist_group_type | None) -> str:
-    """Return the key of regions whose amaxes are reduced together."""
+    """Return the key for regions whose amaxes are reduced together."""
     return f"{recipe!r}:{0 if group is None else id(group)}"
 
 
@@ -337,7 +337,7 @@ def buffer_key(forward: bool, recipe: DelayedScaling, group: dist_group_type | N
 
 
 def register(state: Any, forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> None:
-    """Register a state with the pool of (forward, recipe, group) on its device, and with no other pool."""
+    """Register a state with the (forward, recipe, group) pool on its device, and with no other pool."""
     held = state.registration
     if held is not None and held.pools is registry.pools and held.recipe is recipe and held.group is group:
         return
@@ -378,7 +378,7 @@ def _drop_empty(pools: dict[str, Pool]) -> None:
 
 
 def update_all(forward: bool) -> None:
-    """Update every pool of one direction, in order of registration; one thread at a time."""
+    """Update every pool in one direction, in registration order; one thread at a time."""
     if torch.compiler.is_compiling():  # the pools may be traced before a module registers its states
         _update_all(forward)
         return

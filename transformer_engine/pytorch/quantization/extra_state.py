@@ -1,9 +1,9 @@
 """bytes in a uint8 tensor = encode_extra_state(fp8_meta): a module's recipe, scales and histories.
 
-The bytes are a pickle, because that is the format of existing checkpoints, but a checkpoint is never trusted:
-`pickle_reader.py` substitutes an inert record for every class that the pickle names, in linear time.
-This file rejects names that are not on a short list, and builds recipes and tensors from the records afterwards. No
-callable that the pickle names ever runs.
+The bytes are a pickle, because existing checkpoints have that format, but a checkpoint is never
+trusted: `pickle_reader.py` substitutes an inert record for every class that the pickle names, in
+linear time. This file rejects names that are not on a short list, and builds recipes and tensors
+from the records afterwards. No callable that the pickle names ever runs.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _TORCH_FUNCTIONS = (
     ("torch", "Size"),
     ("collections", "OrderedDict"),
 )
-MAXIMUM_HISTORY = 1 << 16  # steps of a history that is not in the checkpoint
+MAXIMUM_HISTORY = 1 << 16  # history steps when it is not in the checkpoint
 _UNSAVED = ("fp8_checkpoint_recompute", "global_fp8_buffer_pos_fwd_recompute", BUFFER_INFO)
-# The exceptions of the pickle and zipfile modules on malformed input, by their documentation and source.
+# Exceptions from the pickle and zipfile modules on malformed input, by their documentation and source.
 _MALFORMED = (
     pickle.UnpicklingError,
     EOFError,
@@ -76,7 +76,7 @@ _MALFORMED = (
 
 
 def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
-    """Return a uint8 CPU tensor of the module's recipe, and its scales and histories under delayed scaling.
+    """Encode the module's recipe, and its scales and histories under delayed scaling, as a uint8 CPU tensor.
 
     It is empty without a recipe, and for a custom recipe, whose factory is code: no checkpoint may hold it.
     """
@@ -109,7 +109,7 @@ def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
 def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | None:
     """Return the encoded dict; None for an empty state. Raise ExtraStateError if it is damaged or not harmless.
 
-    Reads what any version of the original wrote: bytes in a uint8 tensor, or an io.BytesIO of torch.save.
+    Reads what any version of the original wrote: bytes in a uint8 tensor, or an io.BytesIO from torch.save.
     """
     if state is None:
         return None
@@ -175,8 +175,8 @@ def check_extra_state(decoded: dict[str, Any], slots: dict[str, int]) -> None:
     """Raise ExtraStateError unless scales and histories fit the module. Nothing is changed.
 
     Args:
-        decoded: Result of `decode_extra_state`.
-        slots: Number of quantizers of each direction, "fwd" and "bwd".
+        decoded: Result from `decode_extra_state`.
+        slots: Quantizer count per direction, "fwd" and "bwd".
     """
     for direction, count in slots.items():
         for name, dimensions in (("scale", 1), ("amax_history", 2)):
@@ -202,7 +202,7 @@ def check_extra_state(decoded: dict[str, Any], slots: dict[str, int]) -> None:
 def load_extra_state(decoded: dict[str, Any], fp8_meta: dict[str, Any]) -> None:
     """Copy decoded values into fp8_meta and into its states in place; the states must exist already.
 
-    Histories of another length are truncated or padded with zeros. Other shapes are rejected before a change.
+    Histories with another length are truncated or padded with zeros. Other shapes are rejected before a change.
     """
     states = {
         direction: fp8_meta[f"scaling_{direction}"].delayed_states
@@ -272,7 +272,7 @@ def _load(data: bytes) -> Any:
 
 
 def _is_allowed(module: str, name: str) -> bool:
-    """Return whether a checkpoint may contain an object of this module and name."""
+    """Return whether a checkpoint may contain an object with this module and name."""
     if module == _RECIPE_MODULE:
         known = ("Format", "_OverrideLinearPrecision", *_DATA_CLASSES)
         return name in known or any(name == kind.__name__ for kind in _recipe_classes())
@@ -296,10 +296,10 @@ def _drop_functions(content: Any, foreign: set[type[Record]]) -> None:
 
 
 class _Builder:
-    """Builder of recipes, containers and tensors from inert records.
+    """Builds recipes, containers and tensors from inert records.
 
-    A shared object is built once per reference, so that results share no memory. The number of objects, their depth and
-    the size of all tensors are limited.
+    A shared object is built once per reference, so that results share no memory. Object count,
+    depth and total tensor size are limited.
     """
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ def _params(recipe: Float8CurrentScaling | Float8BlockScaling, mode: str, tensor
 
 
 def _of_tensor(mode: str, tensor: str, of_input: T, of_weight: T, of_gradient: T) -> T:
-    """Return the setting of a recipe for the kind of tensor of a slot."""
+    """Return the recipe setting for the tensor kind of a slot."""
     if mode == "backward":
         return of_gradient
     return of_weight if tensor == "weight" else of_input
@@ -273,7 +273,7 @@ check_nvfp4_support = support.check("nvfp4")
 
 
 class FormatChecks:
-    """The checks as static methods of `FP8GlobalStateManager`."""
+    """The checks as `FP8GlobalStateManager` static methods."""
 
     is_bf16_available = staticmethod(check_bf16_support)
     is_fp8_available = staticmethod(check_fp8_support)

@@ -1,6 +1,6 @@
-"""Family: the properties of one kind of recipe, as a table row; the rows are in `families`.
+"""Family: properties of one recipe kind, as a table row; the rows are in `families`.
 
-Only the rows depend on the class of a recipe: all other code reads the row of `family_of(recipe)`.
+Only the rows depend on the class of a recipe: all other code reads the row from `family_of(recipe)`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..tensor.quantizer import Quantizer
 
 
 class Requirement(NamedTuple):
-    """Hardware that supports a kind of format: a capability of the table of hardware, and a version of CUDA."""
+    """Hardware that supports a format kind: a capability in the hardware table, and a CUDA version."""
 
     title: str
     capability: Capability
@@ -41,19 +41,19 @@ class FormatSample(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Properties of one kind of recipe. The defaults suit scales that are computed from the tensor itself.
+    """Properties of one recipe kind. The defaults suit scales that are computed from the tensor itself.
 
     Attributes:
         recipe: The public class; recipes derived from it belong to the family.
         name: Name on command lines and in reports.
         state: `state(recipe, mode=, num_quantizers=, device=, roles=)` returns a RecipeState.
-        quantizer: `quantizer(recipe, mode, tensor, device)` returns the quantizer of a slot; None: the state creates
-            the quantizers.
-        kind: Name of the hardware requirement (see `support`).
+        quantizer: `quantizer(recipe, mode, tensor, device)` returns the quantizer of a slot; None:
+            the state creates the quantizers.
+        kind: Hardware requirement name (see `support`).
         needs: The hardware requirement; None: no requirement.
         alignment: `alignment(recipe)` returns the multiple to which a group's rows are padded before quantization.
         samples: Formats of the family, which are measured one by one.
-        attention: Scaling of FP8 attention: "delayed", "current", "mxfp8" or "block"; None: unsupported.
+        attention: FP8 attention scaling: "delayed", "current", "mxfp8" or "block"; None: unsupported.
         measured_as: Name of the product measurements in `functions/precision.py`; None: not measured.
         stateful: Whether its states take part in scale updates.
         follows_history: Whether scales depend on earlier steps, and so change between the forward and backward passes.
@@ -92,18 +92,18 @@ def unregister(family: Family) -> None:
 
 
 def all_families() -> Sequence[Family]:
-    """Return the rows, in the order of registration."""
+    """Return the rows, in registration order."""
     return tuple(_FAMILIES.values())
 
 
 def family_of(recipe: Recipe) -> Family:
-    """Return the row of the recipe's class or of the nearest registered base class."""
+    """Return the row for the recipe's class or its nearest registered base class."""
     row = _FAMILIES.get(type(recipe))
     return _inherited_family(recipe) if row is None else row
 
 
 def _inherited_family(recipe: Recipe) -> Family:
-    """Return the row of the nearest registered base class of a recipe's class."""
+    """Return the row for the nearest registered base class of a recipe's class."""
     for base in type(recipe).__mro__[1:]:
         row = _FAMILIES.get(base)
         if row is not None:
@@ -114,7 +114,7 @@ def _inherited_family(recipe: Recipe) -> Family:
 
 
 def family_named(name: str) -> Family:
-    """Return the row with that name; raise ValueError with the list of names if there is no such row."""
+    """Return the row with that name; raise ValueError that lists the names if there is no such row."""
     for row in _FAMILIES.values():
         if row.name == name:
             return row

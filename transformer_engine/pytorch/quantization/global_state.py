@@ -22,7 +22,7 @@ from .family import all_families
 
 
 class StateAttributes(type):
-    """Read-only class attributes of earlier releases; `autocast` and `quantized_model_init` write their values."""
+    """Read-only class attributes from earlier releases; `autocast` and `quantized_model_init` write their values."""
 
     @property
     def FP8_ENABLED(cls) -> bool:
@@ -64,7 +64,7 @@ class StateAttributes(type):
     def FP8_AUTOCAST_DEPTH(cls) -> int:
         return here().enabled_blocks
 
-    # {key of a pool: [a tensor of each of its states]}; of amaxes, the row of the running step.
+    # {pool key: [a tensor per state]}; for amaxes, the row of the running step.
     @property
     def global_amax_buffer(cls) -> dict[str, list[Tensor]]:
         return _of_pools(lambda state: state.amax_history[0])
@@ -90,7 +90,7 @@ def _support(kind: str, part: int) -> property:
     return property(lambda cls: support.check(kind)()[part])
 
 
-# <kind>_available and reason_for_no_<kind>, of every kind that a recipe needs.
+# <kind>_available and reason_for_no_<kind>, for every kind that a recipe needs.
 for _kind in dict.fromkeys(row.kind for row in all_families() if row.kind is not None):
     setattr(StateAttributes, f"{_kind}_available", _support(_kind, 0))
     setattr(StateAttributes, f"reason_for_no_{_kind}", _support(_kind, 1))
@@ -125,12 +125,12 @@ class FP8GlobalState:
 
     def __init__(self) -> None:
         self.skip_fp8_weight_update_tensor: Tensor | None = None
-        # One queue of (scale, amax_history) copies a module, oldest forward pass first.
+        # One (scale, amax_history) copy queue per module, oldest forward pass first.
         self.recompute_buffers: list[deque[list[tuple[Tensor, Tensor]]]] = []
 
 
 class FP8GlobalStateManager(FormatChecks, metaclass=StateAttributes):
-    """Class methods on the state of `autocast`, `delayed_scaling` and `model_init`."""
+    """Class methods on the `autocast`, `delayed_scaling` and `model_init` state."""
 
     quantization_state = FP8GlobalState()
 
@@ -166,7 +166,7 @@ class FP8GlobalStateManager(FormatChecks, metaclass=StateAttributes):
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
-        """Return whether `make_graphed_callables` or another capture of the current stream is recording."""
+        """Return whether `make_graphed_callables` or another capture on the current stream is recording."""
         return is_captured(current())
 
     @classmethod
@@ -298,7 +298,7 @@ class FP8GlobalStateManager(FormatChecks, metaclass=StateAttributes):
 
     @classmethod
     def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
-        """Queue copies of the forward scales and histories, for the recomputation of this forward pass."""
+        """Queue copies of the forward scales and histories, for recomputing this forward pass."""
         copies = [(d.scale.clone(), d.amax_history.clone()) for d in fp8_meta["scaling_fwd"].delayed_states]
         buffers = cls.quantization_state.recompute_buffers
         if _RECOMPUTE_POSITION not in fp8_meta:
@@ -308,7 +308,7 @@ class FP8GlobalStateManager(FormatChecks, metaclass=StateAttributes):
 
     @classmethod
     def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
-        """Save the present forward values, and copy in those of the oldest queued forward pass."""
+        """Save the present forward values, and copy in the values of the oldest queued forward pass."""
         delayed = fp8_meta["scaling_fwd"].delayed_states
         fp8_meta[_UPDATED] = [(d.scale.clone(), d.amax_history.clone()) for d in delayed]
         position = fp8_meta.get(_RECOMPUTE_POSITION)

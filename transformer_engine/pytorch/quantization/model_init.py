@@ -14,7 +14,7 @@ from .support import check_block, check_recipe_support, default_recipe
 
 @dataclass(frozen=True)
 class ModelInitState:
-    """The settings of the innermost block, as constructors of modules read them."""
+    """Settings of the innermost block, as module constructors read them."""
 
     enabled: bool = False
     recipe: Recipe | None = None
@@ -29,12 +29,12 @@ _entered: ContextVar[ModelInitState] = ContextVar("transformer_engine_model_init
 
 
 def current_model_init() -> ModelInitState:
-    """Return the record of the innermost block; outside of all blocks, a record that is not enabled."""
+    """Return the record of the innermost block; outside all blocks, a record that is not enabled."""
     return _entered.get()
 
 
 def reset() -> None:
-    """Drop all blocks of this context, also open ones."""
+    """Drop all blocks in this context, also open ones."""
     _entered.set(_OUTSIDE)
 
 
@@ -43,7 +43,7 @@ class quantized_model_init:
 
     Args:
         enabled: Quantize the weights.
-        recipe: An instance of a recipe class, by default `get_default_recipe()`.
+        recipe: A recipe instance, by default `get_default_recipe()`.
         preserve_high_precision_init_val: Keep the initial values on the CPU until an optimizer has fetched them.
 
     Raises:
@@ -94,6 +94,6 @@ class quantized_model_init:
 def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> quantized_model_init:
-    """Deprecated name of `quantized_model_init`. The other arguments are those of `quantized_model_init`."""
+    """Deprecated alias for `quantized_model_init`. The other arguments are as in `quantized_model_init`."""
     warn_deprecated("fp8_model_init", "quantized_model_init with the same arguments")
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

@@ -1,8 +1,8 @@
-"""Read the pickle of an untrusted checkpoint as inert records, in time and memory proportional to its length.
+"""Read the pickle in an untrusted checkpoint as inert records, in time and memory proportional to its length.
 
-No callable that the pickle names runs. Every stream of opcodes is checked before it is read: Python's unpickler hashes
-keys without a limit on depth and allocates its memo by the largest index, so a few bytes could cost hours, gigabytes or
-the process. Files of torch.save, in both formats, are read here too, because torch.load has no such limits.
+No callable that the pickle names runs. Every opcode stream is checked before it is read: Python's unpickler hashes keys
+without a limit on depth and allocates its memo by the largest index, so a few bytes could cost hours, gigabytes or the
+process. torch.save files, in both formats, are read here too, because torch.load has no such limits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...common.numbers import with_article
 
-MAXIMUM_BYTES = 1 << 28  # of a state; a module with 1,000 quantizers and 1,024 steps of history has 4 MiB
+MAXIMUM_BYTES = 1 << 28  # of a state; a module with 1,000 quantizers and 1,024 history steps has 4 MiB
 MAXIMUM_OPCODES = 100_000  # a state has about 200
 MAXIMUM_DEPTH = 100
 _INTEGER_BITS = 80  # the magic number of torch.save has 77
@@ -51,7 +51,7 @@ class ExtraStateError(ValueError):
 
 
 class Record:
-    """An inert record of an object of the pickle: its arguments, attributes and entries."""
+    """An inert record for a pickled object: its arguments, attributes and entries."""
 
     target: tuple[str, str] = ("", "")
 
@@ -71,7 +71,7 @@ class Record:
 
 
 class StoredTensor:
-    """The elements of a storage of a torch.save file, without shape: `data` is set when the file's end is read."""
+    """Elements of a storage in a torch.save file, without shape: `data` is set when the file's end is read."""
 
     def __init__(self, dtype: torch.dtype, count: int):
         self.dtype, self.count, self.data = dtype, count, b""
@@ -91,12 +91,12 @@ class Unpickler(pickle.Unpickler):
     """Unpickler that creates inert records; each record class exists for one load only.
 
     Args:
-        file: File at the beginning of a pickle.
-        is_allowed: Whether a checkpoint may contain an object of this module and name.
+        file: File positioned where a pickle begins.
+        is_allowed: Whether a checkpoint may contain an object with this module and name.
 
     Attributes:
-        foreign: Record classes of other names.
-        storages: Storages of a torch.save file, by their keys.
+        foreign: Record classes for other names.
+        storages: Storages in a torch.save file, by key.
     """
 
     def __init__(self, file: io.BytesIO, is_allowed: Callable[[str, str], bool]):
@@ -132,9 +132,9 @@ class Unpickler(pickle.Unpickler):
 def check_pickle(file: io.BytesIO) -> None:
     """Raise ExtraStateError if the pickle at the file's position exceeds a limit; leave the position unchanged.
 
-    The opcodes are followed with the depth of each object in place of the object. Keys and items of sets must be plain
-    values, because nested tuples are hashed in time that is exponential in their depth. The depth of a list that grows
-    after it was stored elsewhere is underestimated, so readers of the result limit the depth again.
+    The opcodes are followed with the depth of each object in place of the object. Keys and set items must be plain
+    values, because nested tuples are hashed in time that is exponential in their depth. The depth of a list that
+    grows after it was stored elsewhere is underestimated, so readers of the result limit the depth again.
     """
     start = file.tell()
     stack: list[int] = []
@@ -167,7 +167,7 @@ def check_pickle(file: io.BytesIO) -> None:
 
 
 def _follow(opcode: pickletools.OpcodeInfo, stack: list[int]) -> None:
-    """Replace the operands of an opcode on the stack of depths by its results."""
+    """Replace the operands of an opcode on the depth stack by its results."""
     before, name = opcode.stack_before, opcode.name
     operands: list[int] = []
     if pickletools.markobject in before:
@@ -178,7 +178,7 @@ def _follow(opcode: pickletools.OpcodeInfo, stack: list[int]) -> None:
     operands.reverse()
     if _MARK in operands:
         raise ExtraStateError("extra state is not a readable pickle: a mark is used as a value")
-    # The container itself is the first operand of the opcodes that extend one.
+    # The container itself is the first operand for opcodes that extend one.
     container, items = (operands[0], operands[1:]) if name in _IN_PLACE else (0, operands)
     if name in ("SETITEM", "SETITEMS", "DICT"):
         keys = items[::2]
@@ -217,7 +217,7 @@ def read_archive(data: bytes, is_allowed: Callable[[str, str], bool]) -> tuple[A
 
 
 def read_legacy_file(data: bytes, is_allowed: Callable[[str, str], bool]) -> tuple[Any, Unpickler]:
-    """Read torch.save's file of several pickles: magic number, protocol, machine, object, keys; then the storages."""
+    """Read torch.save's file with several pickles: magic number, protocol, machine, object, keys; then the storages."""
     file = io.BytesIO(data)
     header = [Unpickler(file, is_allowed).load() for _ in range(3)]
     if header[:2] != [_LEGACY_MAGIC, _LEGACY_PROTOCOL]:

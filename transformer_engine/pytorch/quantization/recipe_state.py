@@ -79,7 +79,7 @@ class RecipeState:
         device: torch.device | str | int | None = None,
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> RecipeState:
-        """Return a state of the recipe's family."""
+        """Return a state in the recipe's family."""
         state = family_of(recipe).state
         return state(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
@@ -94,7 +94,7 @@ class RecipeState:
     ) -> RecipeState:
         """Return previous if recipe and device are the same, else a state that continues its scales and histories.
 
-        place: mode and device, as of `create`.
+        place: mode and device, as in `create`.
         """
         as_many = previous is not None and previous.num_quantizers == num_quantizers
         if (
@@ -112,11 +112,11 @@ class RecipeState:
 
     @property
     def delayed_states(self) -> tuple[DelayedScalingRecipeState, ...]:
-        """The delayed-scaling states inside, each of which takes part in scale updates."""
+        """The delayed-scaling states inside, which each take part in scale updates."""
         return ()
 
     def inherit(self, previous: RecipeState) -> None:
-        """Copy scales and histories from a state of as many quantizers; this class has none."""
+        """Copy scales and histories from a state with equally many quantizers; this class has none."""
 
     def make_quantizers(self) -> list[Quantizer]:
         """Return one quantizer per slot, built by the recipe's family."""
@@ -187,7 +187,7 @@ class DelayedScalingRecipeState(RecipeState):
         return {**self.__dict__, "registration": None}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        """Restore the attributes of a copy, which has a key of its own."""
+        """Restore the attributes of a copy; the copy has its own key."""
         self.__dict__.update(attributes, key=f"state {next(_numbers)}")
 
     @property
@@ -210,7 +210,7 @@ class DelayedScalingRecipeState(RecipeState):
         self.amax_history.zero_()
 
     def load_history(self, history: Tensor) -> None:
-        """Copy a history of any length: its first rows, and zeros where it is shorter."""
+        """Copy a history with any length: its first rows, and zeros where it is shorter."""
         rows = min(history.shape[0], self.amax_history.shape[0])
         self.amax_history.zero_()
         self.amax_history[:rows].copy_(history[:rows])
@@ -240,7 +240,7 @@ class CustomRecipeState(RecipeState):
 
     @property
     def scale(self) -> Tensor:
-        """The scales of the slots with a delayed-scaling request, if all requests are equal."""
+        """The scales for slots with a delayed-scaling request, if all requests are equal."""
         return self._one_delayed("scale").scale
 
     @property

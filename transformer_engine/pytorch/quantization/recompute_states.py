@@ -1,4 +1,4 @@
-"""States of quantizers in the first run of a recomputed function, which its second run reads.
+"""Quantizer states in the first run of a recomputed function, which its second run reads.
 
 A `ReplayStates` belongs to the graph node that will run the function again: the first run fills it, every second run
 reads it from its beginning, and it is freed with the node. Modules hold no states. A forward pass that is dropped or
@@ -21,8 +21,8 @@ from ..tensor.quantizer import Quantizer
 from .autocast import here, reinstate, snapshot
 from .compiled_runs import compiled_run
 
-# Results of `Quantizer.replay_state`, for every product of one call of a module and every quantizer of the product, or
-# the tensors of each scaling state of a module with a hand-written forward pass.
+# `Quantizer.replay_state` results, for every product in a module call and every product quantizer,
+# or the tensors of each scaling state in a module with a hand-written forward pass.
 CallStates = Sequence[tuple[Any, ...]]
 
 
@@ -37,7 +37,7 @@ class ReplayStates:
         self._calls.setdefault(module, []).append(states)
 
     def call(self, module: str, number: int) -> CallStates | None:
-        """Return the states of a module's call, counted from 0; None if the first run had no such call."""
+        """Return the states for a module's call, counted from 0; None if the first run had no such call."""
         calls = self._calls.get(module, ())
         return calls[number] if number < len(calls) else None
 
@@ -72,7 +72,7 @@ class FirstInFirstOut(ReplayStates):
 
 
 class RecomputedRun:
-    """One run of a recomputed function: the states that it writes or reads, and the number of reads per module."""
+    """One run of a recomputed function: the states that it writes or reads, and the read count per module."""
 
     def __init__(self, states: ReplayStates, again: bool):
         self.states = states
@@ -102,7 +102,7 @@ def runs() -> list[RecomputedRun]:
 
 
 class running(AbstractContextManager[Any]):
-    """Context of one run of a recomputed function, in this thread.
+    """Context for a recomputed function's run, in this thread.
 
     Args:
         states: States that the run writes or reads.
@@ -133,7 +133,7 @@ class running(AbstractContextManager[Any]):
 
 
 class RepeatedContext(AbstractContextManager[Any]):
-    """Base class of contexts that may be entered repeatedly and within each other."""
+    """Base class for contexts that may be entered repeatedly and within each other."""
 
     def __init__(self) -> None:
         self._entered: list[AbstractContextManager[Any]] = []
@@ -152,7 +152,7 @@ class RepeatedContext(AbstractContextManager[Any]):
 
 
 class SecondRun(RepeatedContext):
-    """Context of second runs: the autocast state of this object's creation, and the scales of the first run.
+    """Context for second runs: the autocast state from this object's creation, and the scales of the first run.
 
     Attributes:
         states: Scales that modules used in the first run.
@@ -179,8 +179,8 @@ def repeated_values(kind: str, module: str, values: Sequence[tuple[Tensor, ...]]
 
     Args:
         kind: Class name of the module, for messages.
-        module: Key of the module.
-        values: Present values of each state.
+        module: Module key.
+        values: Present values per state.
 
     Raises:
         RuntimeError: The second run calls the module more often than the first one.
@@ -207,7 +207,7 @@ _MORE_OFTEN = (
 def repeated_quantizers(
     kind: str, module: str, products: Sequence[Sequence[Quantizer]]
 ) -> Sequence[Sequence[Quantizer]]:
-    """Forward quantizers of a call in a recomputed function, by product: second runs replay the states of first runs.
+    """Forward quantizers for a call in a recomputed function, by product: second runs replay first-run states.
 
     In compiled functions the quantizers read their scales by an operator that replays them; see `compiled_runs`.
 

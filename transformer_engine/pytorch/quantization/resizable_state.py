@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint reads a checkpoint into the tensors of a state dict in place and rejects other sizes. A
 module that never ran has no state yet, and the bytes of a state depend on the recipe. ResizableState implements the
-library's methods of sharded tensors so that it reads all saved bytes; otherwise it behaves as a plain tensor.
+library's sharded tensor methods so that it reads all saved bytes; otherwise it behaves as a plain tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IGNORED = torch.nn.Module.set_extra_state
 
 
 class AnyLength(Sequence[int]):
-    """A size that equals every size of as many dimensions; torch.Size cannot be subclassed."""
+    """A size that equals every size with equally many dimensions; torch.Size cannot be subclassed."""
 
     def __init__(self, size: torch.Size):
         self._size = size
@@ -122,7 +122,7 @@ def check_states(root: torch.nn.Module, state_dict: Mapping[str, Any], prefix: s
     Args:
         root: Module that is about to be loaded.
         state_dict: State dict that holds the module's entries.
-        prefix: Prefix of the module's entries, empty or with a dot at its end.
+        prefix: The module's entry prefix, empty or with a dot at its end.
     """
     for name, module in root.named_modules(remove_duplicate=False):
         read = getattr(module, "read_extra_state", None)

@@ -1,4 +1,4 @@
-"""Roles, the arguments of a custom recipe's factory, and requests, which it may return instead of a quantizer."""
+"""Roles, a custom recipe's factory arguments, and requests, which it may return instead of a quantizer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ BACKWARD_TENSORS = ("grad_output", "grad_input")
 
 
 class QuantizerRole(str):
-    """The tensor of a module that a quantizer is for, passed to the factory of a custom recipe.
+    """The module tensor that a quantizer is for, passed to the factory of a custom recipe.
 
     A role equals the string "linear_" + tensor_type, with which earlier factories compare it. Two roles are equal when
     all three fields are.
 
     Args:
         module_type: "linear", "grouped_linear" or "dpa"; "" if unknown.
-        tensor_type: "input", "weight", "output", "grad_output" or "grad_input"; of an attention
+        tensor_type: "input", "weight", "output", "grad_output" or "grad_input"; for an attention
             "qkv", "s", "do" or "dp".
-        name: Name of the module, or "". Results of attention end in ".dpa_output" and ".dpa_grad_input".
+        name: Module name, or "". Attention results end in ".dpa_output" and ".dpa_grad_input".
     """
 
     module_type: str
@@ -58,7 +58,7 @@ class QuantizerRole(str):
     __hash__ = str.__hash__
 
     def __str__(self) -> str:
-        """ "module_type=..|tensor_type=..|name=..", of the fields that are set."""
+        """ "module_type=..|tensor_type=..|name=..", with the fields that are set."""
         fields = zip(("module_type", "tensor_type", "name"), self._key(), strict=True)
         return "|".join(f"{name}={value}" for name, value in fields if value) or "QuantizerRole()"
 
@@ -70,17 +70,17 @@ class QuantizerRole(str):
 
 
 class QuantizerRequest:
-    """Base class of requests, which a factory returns for a quantizer whose state the module owns."""
+    """Base class for requests, which a factory returns for a quantizer whose state the module owns."""
 
 
 @dataclass(frozen=True)
 class DelayedScalingRequest(QuantizerRequest):
-    """Request of a quantizer with delayed scaling. Slots with equal requests share one history of maxima.
+    """Request for a quantizer with delayed scaling. Slots with equal requests share one maxima history.
 
     Args:
-        fp8_format: Formats of the forward and the backward pass.
+        fp8_format: Forward and backward formats.
         margin: Powers of two between the scaled maximum and the largest code.
-        amax_history_len: Number of steps in the history.
+        amax_history_len: Step count in the history.
         amax_compute_algo: "max", "most_recent" or callable(history [len, n]) -> amax [n].
         scaling_factor_compute_algo: Callable(amax, old_scale, fp8_max, recipe) -> scale.
         reduce_amax: Take the maximum over the amax_reduction_group of `autocast`.
@@ -112,9 +112,9 @@ def tensor_types(mode: str, count: int, roles: Sequence[QuantizerRole | None] | 
 def factory_roles(
     mode: str, count: int, roles: Sequence[QuantizerRole | None] | None
 ) -> list[QuantizerRole | None]:
-    """Return the arguments of a custom recipe's factory, slot by slot: the module's roles, which may be None.
+    """Return a custom recipe's factory arguments, slot by slot: the module's roles, which may be None.
 
-    Without roles of the module, warn, and use roles without fields.
+    Without module roles, warn, and use roles without fields.
     """
     if roles is not None:
         return list(roles)

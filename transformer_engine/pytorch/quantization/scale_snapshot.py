@@ -1,8 +1,8 @@
-"""scale_snapshot(scale): the copy of a scale that a compiled graph saves for its backward pass.
+"""scale_snapshot(scale): the scale copy that a compiled graph saves for its backward pass.
 
-A partitioner that recomputes a cast in the backward pass would save `scale` itself, which changes at the end of the
-autocast block in between. It never recomputes a registered operator, and so saves this copy, unless the operator is
-within torch.utils.checkpoint, which marks each node for recomputation.
+A partitioner that recomputes a cast in the backward pass would save `scale` itself, which changes when the
+autocast block in between ends. It never recomputes a registered operator, and so saves this copy, unless the
+operator is within torch.utils.checkpoint, which marks each node for recomputation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .compiled_runs import is_recomputed, repeated_scale
 
 @torch.library.custom_op("transformer_engine::copied_scale", mutates_args=())
 def _copied_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the present scale."""
+    """Copy the present scale."""
     return scale.clone()
 
 
@@ -37,7 +37,7 @@ scale_snapshot = torch.ops.transformer_engine.scale_snapshot.default
 
 
 def _scale_snapshot(scale: Tensor) -> Tensor:
-    """Return a copy of the present scale, which a compiled graph saves."""
+    """Copy the present scale, which a compiled graph saves."""
     meta = torch.fx.traceback.current_meta
     before = meta.get("recompute")
     with hidden_from_selective_checkpoints() as hidden:

@@ -52,7 +52,7 @@ _requested = env.watch("TE_EMULATE")
 
 
 class emulate:
-    """Enable emulation of formats that the hardware lacks, at once; a `with` block restores the previous state.
+    """Enable emulation for formats that the hardware lacks, at once; a `with` block restores the previous state.
 
     Args:
         enabled: False disables emulation.
@@ -114,7 +114,7 @@ def _reason_for(kind: str, hardware: Hardware, cuda: tuple[int, int]) -> str:
 
 
 def kinds() -> tuple[str, ...]:
-    """Return the kinds of formats: bfloat16, and the kinds of all families."""
+    """Return the format kinds: bfloat16, and the kinds in all families."""
     return ("bf16", *dict.fromkeys(family.kind for family in all_families() if family.kind is not None))
 
 
@@ -128,7 +128,7 @@ def _requirement(kind: str) -> Requirement:
 
 
 def support_of(kind: str) -> Support:
-    """Return the support of this machine for a format of `kinds()`."""
+    """Return the support on this machine for a format in `kinds()`."""
     reason = _hardware_reason(kind)
     native = reason == ""
     return Support(kind, native, not native and is_emulating(), reason)
@@ -144,8 +144,8 @@ def _check(kind: str) -> tuple[bool, str]:
 def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
     """Return (available, reason) for the formats of a recipe; a custom recipe is always available.
 
-    A recipe that the original does not offer on this GPU is available, with a warning, if a backend multiplies each of
-    its formats natively: MXFP8 on compute capability 12.x, 1x128 and 128x128 blocks on 8.9.
+    A recipe that the original does not offer on this GPU is available, with a warning, if a backend
+    multiplies all its formats natively: MXFP8 on compute capability 12.x, 1x128 and 128x128 blocks on 8.9.
     """
     kind = family_of(recipe).kind
     if kind is None or _switch.forced:
@@ -156,7 +156,7 @@ def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
 
 @constant_while_tracing
 def _multiplies_natively(kind: str) -> bool:
-    """Return whether a backend multiplies every format of a kind natively on the current GPU; warn once if so."""
+    """Return whether a backend multiplies every format in a kind natively on the current GPU; warn once if so."""
     if not has_cuda():
         return False
     formats = [sample.format for family in all_families() if family.kind == kind for sample in family.samples]
@@ -180,7 +180,7 @@ def check_block(enabled: Any, recipe: Recipe | None) -> bool:
     """Check the arguments of a context manager, and return `enabled` as a bool.
 
     Raises:
-        TypeError: `enabled` has no truth value, or `recipe` is neither an instance of a recipe class nor None.
+        TypeError: `enabled` has no truth value, or `recipe` is neither a recipe instance nor None.
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
@@ -215,7 +215,7 @@ class IsAvailable(Protocol):
 
 @functools.cache
 def check(kind: str) -> Check:
-    """The function check_<kind>_support() -> (available, reason) of one of `kinds()`."""
+    """The function check_<kind>_support() -> (available, reason) for one of `kinds()`."""
 
     def check() -> tuple[bool, str]:
         return _check(kind)
@@ -225,7 +225,7 @@ def check(kind: str) -> Check:
 
 @functools.cache
 def availability(kind: str) -> IsAvailable:
-    """The function is_<kind>_available(return_reason=False) -> available, or (available, reason), of a kind."""
+    """The function is_<kind>_available(return_reason=False) -> available, or (available, reason), for a kind."""
 
     def is_available(return_reason: bool = False) -> bool | tuple[bool, str]:
         checked = _check(kind)
@@ -241,13 +241,13 @@ def _named(function: Any, name: str, documentation: str) -> Any:
     return function
 
 
-# torch.compile cannot trace the construction of a recipe, so that the default recipes are built in advance. If the
+# torch.compile cannot trace recipe construction, so that the default recipes are built in advance. If the
 # environment's defaults are invalid, they are not built, and the first request for one raises an error.
 _DEFAULTS: dict[str, Recipe] = {}
 
 
 def prepare_default(family: Family) -> None:
-    """Build the shared instance of a family that may be the default."""
+    """Build the shared instance for a family that may be the default."""
     if defaults_are_readable():
         _DEFAULTS[family.name] = family.recipe(backward_override=None)  # pyright: ignore[reportCallIssue]
 
@@ -258,12 +258,12 @@ def _default_name() -> str:
 
 
 def default_recipe() -> Recipe:
-    """Return the shared instance of the default recipe for the formats of the hardware, without emulation."""
+    """Return the shared instance of the default recipe for the hardware formats, without emulation."""
     if not _DEFAULTS:
         demand_readable_defaults()
     return _DEFAULTS[_default_name()]
 
 
 def get_default_recipe() -> Recipe:
-    """Return a new instance of the default recipe: the latest family that the hardware computes natively."""
+    """Return a new default recipe instance: the latest family that the hardware computes natively."""
     return type(default_recipe())()

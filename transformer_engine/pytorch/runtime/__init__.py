@@ -1,1 +1,1 @@
-"""The interface to torch: devices, tracing, threads, kernel launches, and checks of values."""
+"""The interface to torch: devices, tracing, threads, kernel launches, and value checks."""

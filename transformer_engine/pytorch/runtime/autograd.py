@@ -1,11 +1,11 @@
 """Autograd functions: their base class, torch's autocast and transforms.
 
-torch.autocast chooses the dtype of activations, which the layers read before they compute. Inside a computation it
-would change more: float32 products of dequantized codes would become bfloat16 products, and sums of half-precision
-tensors float32 tensors. `without_autocast` therefore turns it off, in backward passes too.
+torch.autocast chooses the activation dtype, which the layers read before they compute. Inside a computation
+it would change more: float32 products from dequantized codes would become bfloat16 products, and
+half-precision sums float32 tensors. `without_autocast` therefore turns it off, in backward passes too.
 
-Kernels read memory. The transforms of torch.func and forward-mode differentiation pass wrapped tensors, whose tangents
-or samples a kernel does not see. `check_transforms` raises instead.
+Kernels read memory. The transforms in torch.func and forward-mode differentiation pass wrapped
+tensors, whose tangents or samples a kernel does not see. `check_transforms` raises instead.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
 def without_autocast(function: F) -> F:
     """Decorate a function that computes with torch.autocast off, whether or not its caller has turned it on.
 
-    No effect while a compiler traces: it may trace a backward pass twice, and the state of the first, abandoned trace
-    would then remain active. Traced code calls `matrix_product` instead.
+    No effect while a compiler traces: it may trace a backward pass twice, and the state of the
+    first, abandoned trace would then remain active. Traced code calls `matrix_product` instead.
     """
 
     @functools.wraps(function)
@@ -57,8 +57,8 @@ def check_transforms(operation: str, *values: Any) -> None:
     """Raise RuntimeError if torch.func transforms a value, or forward mode differentiates it.
 
     Args:
-        operation: Name of the operation, for the message.
-        values: Tensors, containers of tensors, and other values, which are ignored.
+        operation: Operation name, for the message.
+        values: Tensors, tensor containers, and other values, which are ignored.
     """
     level = forward_ad._current_level
     if torch.compiler.is_compiling() or (level < 0 and not _transforms_are_active()):
@@ -79,11 +79,11 @@ def check_transforms(operation: str, *values: Any) -> None:
 
 
 class Function(torch.autograd.Function):
-    """Base class of this package's autograd functions, whose passes run with torch.autocast off.
+    """Base class for this package's autograd functions, whose passes run with torch.autocast off.
 
     Attributes:
-        OPERATION: Name in messages, by default the argument of `once_differentiable` or the name of the class.
-        KEEPS_AUTOCAST: The passes call code of users, which runs under the user's torch.autocast.
+        OPERATION: Name in messages, by default the argument of `once_differentiable` or the class name.
+        KEEPS_AUTOCAST: The passes call user code, which runs under the user's torch.autocast.
     """
 
     OPERATION: str = ""
@@ -101,7 +101,7 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Compute the function, as a node of autograd's graph; see `check_transforms`."""
+        """Compute the function, as a node in autograd's graph; see `check_transforms`."""
         transformed = _transforms_are_active()
         if transformed or forward_ad._current_level >= 0:
             check_transforms(cls.OPERATION, args)
@@ -112,17 +112,17 @@ class Function(torch.autograd.Function):
 
 
 def in_forward_mode() -> bool:
-    """Return whether a level of forward-mode differentiation is active."""
+    """Return whether a forward-mode differentiation level is active."""
     return forward_ad._current_level >= 0
 
 
 def in_transform() -> bool:
-    """Return whether a transform of torch.func (grad, vmap, ...) is active."""
+    """Return whether a torch.func transform (grad, vmap, ...) is active."""
     return _transforms_are_active()
 
 
 class _Product(Function):
-    """a @ b; the smaller of two leading shapes is broadcast."""
+    """a @ b; the smaller leading shape is broadcast."""
 
     OPERATION = "a product"
 
@@ -156,8 +156,8 @@ def recorded_product(a: Tensor, b: Tensor) -> Tensor:
 def in_first_run() -> bool:
     """Return whether an autograd function computes its forward pass, such as the first run of a reentrant checkpoint.
 
-    torch disables gradients and forward-mode gradients there, for the checkpoints of every library; `torch.no_grad()`
-    leaves the second mode enabled, and inference mode admits no backward pass.
+    torch disables gradients and forward-mode gradients there, for checkpoints in every library;
+    `torch.no_grad()` leaves the second mode enabled, and inference mode admits no backward pass.
     """
     return not torch.is_grad_enabled() and gradients_expected(training=False)
 
@@ -165,7 +165,7 @@ def in_first_run() -> bool:
 def gradients_expected(training: bool) -> bool:
     """Return whether a call without recorded gradients may have a second run with them, whose results must be equal.
 
-    True for modules in training mode and for the first run of a reentrant checkpoint, outside of inference mode.
+    True for modules in training mode and for the first run of a reentrant checkpoint, outside inference mode.
     """
     if torch.compiler.is_compiling():
         return training  # the compiler traces neither mode

@@ -1,7 +1,7 @@
 """Recording and replay of work: the interface of the rest of the package to CUDA graphs.
 
-A `Recorder` runs a body and records the work of the device. The `Recording` repeats this work on the same memory
-without Python, and its results overwrite those of the body. Tests use a recorder that runs the body again.
+A `Recorder` runs a body and records the device's work. The `Recording` repeats this work on the same memory
+without Python, and its results overwrite the body's. Tests use a recorder that runs the body again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Results = Sequence[Tensor | None]
 
 
 class Recording(Protocol):
-    """Recorded work. `results` are those of the body, overwritten by every replay."""
+    """Recorded work. `results` are the body's, overwritten by every replay."""
 
     @property
     def results(self) -> Results: ...
@@ -30,7 +30,7 @@ class Recording(Protocol):
 
 
 class Recorder(Protocol):
-    """Records bodies, which are replayed in the order of their recording.
+    """Records bodies, which are replayed in recording order.
 
     Attributes:
         warming: Context for all code that runs before the first recording.
@@ -108,14 +108,14 @@ _INVALIDATED = (
 
 
 def _is_invalidation(error: BaseException) -> bool:
-    """Return whether CUDA stopped a capture because of work outside of the captured stream."""
-    messages = "during capture", "depend on a capturing blocking stream"  # the second: of the default stream
+    """Return whether CUDA stopped a capture because of work outside the captured stream."""
+    messages = "during capture", "depend on a capturing blocking stream"  # the second: on the default stream
     return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
 
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all recorders of a device: libraries keep one workspace per stream that they have used."""
+    """Return the stream for all recorders on a device: libraries keep one workspace per stream that they have used."""
     return torch.cuda.Stream(device)
 
 
@@ -123,7 +123,7 @@ class CudaRecorder:
     """Records CUDA graphs that share a memory pool.
 
     Args:
-        pool: A result of torch.cuda.graph_pool_handle(); None: a new pool.
+        pool: A torch.cuda.graph_pool_handle() result; None: a new pool.
         generators: Random generators of the bodies, in addition to torch's default ones.
     """
 
@@ -171,8 +171,8 @@ class CudaRecorder:
                 results = body()
         except BaseException as error:
             torch.cuda.set_stream(here)
-            # torch resets random generators only at the end of a successful capture; until then, they raise an error.
-            # An empty capture that succeeds resets them.
+            # torch resets random generators only when a capture ends successfully; until then, they
+            # raise an error. An empty capture that succeeds resets them.
             empty = torch.cuda.CUDAGraph()
             for generator in self.generators:
                 empty.register_generator_state(generator)
@@ -203,7 +203,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def unowned(values: Tensor) -> Tensor:
-    """Return a tensor on the same memory that does not keep it alive, for memory of a pool with another owner."""
+    """Return a tensor on the same memory that does not keep it alive, for memory from a pool with another owner."""
     storage = torch._C._construct_storage_from_data_pointer(  # pyright: ignore[reportAttributeAccessIssue]
         values.untyped_storage().data_ptr(), values.device, values.untyped_storage().nbytes()
     )

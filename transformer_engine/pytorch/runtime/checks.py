@@ -1,4 +1,4 @@
-"""Checks of single values with torch types: tensors, dtypes, devices and process groups."""
+"""Checks for single values with torch types: tensors, dtypes, devices and process groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_GROUP = (bool, int, float, str, bytes, list, tuple, dict, set, Tensor, torch
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Return whether a value is a DTensor, without the import of its module, which takes half a second."""
+    """Return whether a value is a DTensor, without importing its module, which takes half a second."""
     if type(tensor) in PLAIN_TENSORS or _DISTRIBUTED not in sys.modules:
         return False
     return isinstance(tensor, sys.modules[_DISTRIBUTED].DTensor)
@@ -44,14 +44,14 @@ def tensor_or_none(name: str, value: Any) -> None:
 
 
 def floating(name: str, value: Any) -> None:
-    """Raise TypeError unless value is a tensor of floating-point values."""
+    """Raise TypeError unless value is a floating-point tensor."""
     tensor(name, value)
     if not value.is_floating_point():
         raise TypeError(f"{name} is {value.dtype}; give floating-point values, for example {name}.float()")
 
 
 def integers(name: str, value: Any) -> None:
-    """Raise TypeError unless value is a tensor of int32 or int64."""
+    """Raise TypeError unless value is an int32 or int64 tensor."""
     tensor(name, value)
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is {value.dtype}; give int32 values, for example {name}.int()")
@@ -66,7 +66,7 @@ def same_shape(name: str, value: Tensor, other_name: str, other: Tensor) -> None
 
 
 def same_device(name: str, value: Tensor, other_name: str, device: torch.device) -> None:
-    """Raise ValueError unless a tensor is on the device of another one."""
+    """Raise ValueError unless a tensor is on the same device as another one."""
     if value.device != device:
         raise ValueError(
             f"{name} is on {value.device}, {other_name} on {device}; move one of them with .to()"
@@ -85,14 +85,14 @@ def parameter_dtype(name: str, value: Any) -> None:
 
 
 def tensor_dtype(name: str, value: Any) -> None:
-    """Raise TypeError unless value is a dtype of values that are not quantized."""
+    """Raise TypeError unless value is an unquantized dtype."""
     if value is None:
         raise TypeError(f"{name}=None is not a dtype; give torch.bfloat16, torch.float16 or torch.float32")
     parameter_dtype(name, value)
 
 
 def device(name: str, value: Any) -> None:
-    """Raise ValueError or TypeError unless value is the name of a device."""
+    """Raise ValueError or TypeError unless value is a device name."""
     canonical_device(value, name)
 
 
@@ -105,7 +105,7 @@ def group_or_none(name: str, value: Any) -> None:
 
 
 def groups_or_none(name: str, value: Any) -> None:
-    """Check a process group, or a list of process groups; see `group_or_none`."""
+    """Check a process group, or a process group list; see `group_or_none`."""
     for member in value if isinstance(value, list) and value else [value]:
         group_or_none(name, member)
 
@@ -120,10 +120,10 @@ def values_dtype(name: str, value: Any) -> None:
 
 
 def extents(name: str, value: Any) -> tuple[int, ...]:
-    """Convert a shape to a tuple of integers of at least 0.
+    """Convert a shape to a tuple of nonnegative integers.
 
     Raises:
-        TypeError: The value is not a sequence, or one of its sizes is not a whole number.
+        TypeError: The value is not a sequence, or a size is not a whole number.
         ValueError: A size is below 0.
     """
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping, Set)):
@@ -135,7 +135,7 @@ def extents(name: str, value: Any) -> tuple[int, ...]:
 
 
 def flag_tensor(name: str, value: Any) -> None:
-    """Raise TypeError or ValueError unless value is None or a tensor of one element."""
+    """Raise TypeError or ValueError unless value is None or a one-element tensor."""
     if value is None:
         return
     tensor(name, value)

@@ -1,4 +1,4 @@
-"""Whether results must have the same bits in every run; read by the tables of backends and by autotuning."""
+"""Whether results must have the same bits in every run; read by the backend tables and by autotuning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...common import dispatch, env
 from .tracing import constant_while_tracing
 
 _NAME = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-OFF, WARNS, RAISES = 0, 1, 2  # values of torch.get_deterministic_debug_mode()
+OFF, WARNS, RAISES = 0, 1, 2  # torch.get_deterministic_debug_mode() values
 _written = env.watch(_NAME)  # value of the variable; None if it is unset
 
 
@@ -20,14 +20,14 @@ def is_demanded() -> bool:
 
 
 def torch_determinism() -> int:
-    """Mode of `torch.use_deterministic_algorithms`: OFF, WARNS (warn_only=True) or RAISES.
+    """`torch.use_deterministic_algorithms` mode: OFF, WARNS (warn_only=True) or RAISES.
 
-    With WARNS, PyTorch's attention keeps the non-deterministic algorithm of its backward pass.
+    With WARNS, PyTorch's attention keeps its non-deterministic backward algorithm.
     """
     return _enabled_mode() if torch.are_deterministic_algorithms_enabled() else OFF
 
 
-@constant_while_tracing  # the compiler guards both switches, and traces the reads of the first only
+@constant_while_tracing  # the compiler guards both switches, and traces reads of the first only
 def _enabled_mode() -> int:
     return WARNS if torch.is_deterministic_algorithms_warn_only_enabled() else RAISES
 

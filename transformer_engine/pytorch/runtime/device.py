@@ -26,8 +26,8 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """Return the compute capability (major, minor) of the current CUDA device; (0, 0) without one."""
-    # Compilers can trace torch's query of the current device, but not the query of the number of devices.
+    """Return the compute capability of the current CUDA device (major, minor); (0, 0) without one."""
+    # Compilers can trace torch's query for the current device, but not the query for the device count.
     return _capability(torch.cuda.current_device()) if has_cuda() else (0, 0)
 
 
@@ -49,17 +49,17 @@ def _current_architecture() -> tuple[str, str]:
 
 
 def current_hardware() -> Hardware:
-    """Hardware-table row of the current CUDA device; `NO_GPU` without one."""
+    """Hardware-table row for the current CUDA device; `NO_GPU` without one."""
     # Traced code can have a string as a constant, but not a row, so the row is looked up by its key.
     return TABLE[_current_architecture()]
 
 
-# Whether torch.autocast is active on any kind of device: 0.1 us; the query for one kind takes 0.5 us.
+# Whether torch.autocast is active on any device kind: 0.1 us; the query for one kind takes 0.5 us.
 autocast_is_active = torch._C._is_any_autocast_enabled
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
-    """Return the dtype of torch.autocast on a kind of device, such as "cuda", while autocast is active there."""
+    """Return the torch.autocast dtype on a device kind, such as "cuda", while autocast is active there."""
     # Meta tensors have no autocast.
     if not autocast_is_active() or kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -75,7 +75,7 @@ _CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def in_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Cast plain floating-point tensors to the dtype of torch.autocast where it is active; float64 stays."""
+    """Cast plain floating-point tensors to the torch.autocast dtype where it is active; float64 stays."""
     results: list[Tensor | None] = []
     for x in tensors:
         dtype = autocast_dtype(x.device.type) if type(x) is Tensor else None
@@ -84,7 +84,7 @@ def in_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 @functools.cache
-@constant_while_tracing  # compilers cannot trace the query of the number of devices
+@constant_while_tracing  # compilers cannot trace the device count query
 def _device_count() -> int:
     return torch.cuda.device_count() if has_cuda() else 0
 
@@ -103,7 +103,7 @@ def is_current_device(index: int | None) -> bool:
 
 @functools.cache
 def get_cudnn_version() -> tuple[int, int, int]:
-    """Return the version (major, minor, patch) of the cuDNN that torch loads; (0, 0, 0) without one."""
+    """Return the cuDNN version (major, minor, patch) that torch loads; (0, 0, 0) without one."""
     encoded = torch.backends.cudnn.version() if has_cuda() else None
     if not encoded:
         return (0, 0, 0)
@@ -113,7 +113,7 @@ def get_cudnn_version() -> tuple[int, int, int]:
 
 @functools.cache
 def cuda_version() -> tuple[int, int]:
-    """Return the CUDA toolkit version (major, minor) of the torch build; (0, 0) for a CPU build."""
+    """Return the CUDA toolkit version of the torch build (major, minor); (0, 0) for a CPU build."""
     if torch.version.cuda is None:
         return (0, 0)
     major, minor = torch.version.cuda.split(".")[:2]
@@ -121,7 +121,7 @@ def cuda_version() -> tuple[int, int]:
 
 
 def _check_available(device: torch.device, name: str) -> None:
-    """Raise ValueError unless this build of torch allocates tensors on a device."""
+    """Raise ValueError unless this torch build allocates tensors on a device."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
@@ -154,10 +154,10 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
 
     Args:
         device: A device in any form that torch accepts.
-        name: Name of the argument, for messages.
+        name: Argument name, for messages.
 
     Raises:
-        TypeError, ValueError: The value is not a device, or is the index of a GPU that does not exist.
+        TypeError, ValueError: The value is not a device, or is a GPU index that does not exist.
     """
     device = _to_device("cuda" if device is None else device, name)
     if device.type not in ("cuda", "cpu", "meta"):

@@ -1,10 +1,10 @@
 """demand(rule, tensors, *facts): checks numbers in tensors without waiting for a device.
 
-A rule is a function of numbers on the host (lists as returned by `Tensor.tolist`) that raises ValueError. For tensors
-on the CPU it runs at once, before anything is changed. Numbers on a GPU are not checked by default, because the host
+A rule is a function on host numbers (lists as returned by `Tensor.tolist`) that raises ValueError. For tensors on
+the CPU it runs at once, before anything is changed. Numbers on a GPU are not checked by default, because the host
 would have to wait for them. With TE_CHECK=1, they are copied to pinned memory on the stream, and the rule runs in a
-later call that finds the copy finished, in `check()`, or at the end of the process. The checked call itself continues,
-and a kernel that reads outside of its tensors may end the process first. With TE_CHECK=2, the call waits and runs the
+later call that finds the copy finished, in `check()`, or when the process ends. The checked call itself continues,
+and a kernel that reads outside its tensors may end the process first. With TE_CHECK=2, the call waits and runs the
 rule before anything else. Nothing is checked while a compiler traces or a CUDA graph is captured.
 """
 
@@ -28,7 +28,7 @@ _switch = env.watch_in_eager_mode("TE_CHECK")
 _PLAIN = (
     Tensor,
     torch.nn.Parameter,
-)  # the classes of tracers are excluded, because their tensors hold no numbers
+)  # tracer classes are excluded, because their tensors hold no numbers
 
 
 class Waiting(NamedTuple):
@@ -47,10 +47,10 @@ _registered = False
 
 
 def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
-    """Run rule(*numbers of tensors, *facts) at once; for tensors on a GPU as TE_CHECK selects: never, later or at once.
+    """Run rule(*tensor numbers, *facts) at once; for tensors on a GPU as TE_CHECK selects: never, later or at once.
 
-    A tensor that is None stays None. Raises the ValueError of the rule, or of an earlier check whose numbers have been
-    copied.
+    A tensor that is None stays None. Raises the ValueError of the rule, or of an earlier check
+    whose numbers have been copied.
     """
     if torch.compiler.is_compiling():
         return
@@ -121,7 +121,7 @@ def _settle(wait: bool) -> None:
 
 
 def _at_exit() -> None:
-    """Print the errors of pending checks: at the end of the process, no caller could catch an exception."""
+    """Print the errors of pending checks: at process end, no caller could catch an exception."""
     try:
         _settle(wait=True)
     except ValueError as error:

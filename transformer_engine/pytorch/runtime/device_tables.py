@@ -1,7 +1,7 @@
 """DeviceTables: small tensors on a device that kernels read, cached by the numbers that they contain.
 
-A stream must not read a table that another stream still fills, and the memory of an evicted table may be reused by the
-stream that allocated it. Every stream therefore has its own tables.
+A stream must not read a table that another stream still fills, and the memory of an evicted table
+may be reused by the stream that allocated it. Every stream therefore has its own tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DeviceTables(Generic[K, V]):
 
     Args:
         build: build(key) -> the value, on the device for which it is requested.
-        most: Maximum number of values that no captured graph reads.
+        most: Maximum value count that no captured graph reads.
     """
 
     def __init__(self, build: Callable[[K], V], most: int):
@@ -41,8 +41,8 @@ class DeviceTables(Generic[K, V]):
     def get(self, key: K, device: torch.device) -> V | None:
         """Return the value of a key; None if a graph is being captured and no earlier call has built the value.
 
-        A capture cannot copy numbers from the host. It begins with a synchronization, so that it may read the tables of
-        every stream.
+        A capture cannot copy numbers from the host. It begins with a synchronization, so that it
+        may read the tables of every stream.
         """
         entry = (key, stream_of(device))
         value = self._values.get(entry)
@@ -65,7 +65,7 @@ class DeviceTables(Generic[K, V]):
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the handle of the device's current stream; 0 on a CPU."""
+    """Return the handle for the device's current stream; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -83,7 +83,7 @@ def keep_if_captured(value: V, device: torch.device) -> V:
 
 
 def get_cached_ones_tensor(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of ones [num_elements], the same object for the same arguments; do not write to it."""
+    """Return an all-ones tensor [num_elements], the same object for the same arguments; do not write to it."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())  # another GPU has another tensor

@@ -1,12 +1,12 @@
-"""Gradients of gradients: correct, or an error that names the operation.
+"""Second-order gradients: correct, or an error that names the operation.
 
-A backward pass with create_graph=True is itself recorded by autograd. Autograd records torch operations, but no
-kernels, codes or saved copies, and would silently treat those as constants. Therefore every autograd function of this
-package uses one of three functions:
+A backward pass with create_graph=True is itself recorded by autograd. Autograd records torch
+operations, but no kernels, codes or saved copies, and would silently treat those as constants.
+Therefore every autograd function in this package uses one of three functions:
 
 * `@once_differentiable("Linear")`: differentiating the gradients raises an error with that name.
 * `replayed(program, tensors, grads)`: the gradients of the same function, written in torch operations.
-* `transposed(there, back, *grads)`: for a backward pass that is a linear map of its gradients.
+* `transposed(there, back, *grads)`: for a backward pass that is linear in its gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_recorded() -> bool:
 
 
 def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate `backward` of an autograd function whose gradients cannot be differentiated.
+    """Decorate `backward` for an autograd function whose gradients cannot be differentiated.
 
     The gradients do not depend on create_graph. A later backward pass that reaches them, through the gradients from
     which they were computed or through any leaf below the operation, raises RuntimeError with the operation's name. A
@@ -52,8 +52,8 @@ def _without_derivative(operation: str, made: Any, ctx: Any, grads: Sequence[Any
     """Return the gradients of a node behind an autograd node that raises an error.
 
     Args:
-        operation: Name of the operation, for the error.
-        made: Gradient, or tuple of gradients.
+        operation: Operation name, for the error.
+        made: Gradient, or gradient tuple.
         ctx: The node that computed them.
         grads: The gradients from which it computed them.
     """
@@ -128,12 +128,12 @@ def replayed(
     tensors: Sequence[Tensor | None],
     grads: Tensor | Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """Return the gradient of program(*tensors) for each tensor, as a graph; None for tensors without a gradient.
+    """Return program(*tensors)'s gradient for each tensor, as a graph; None for tensors without a gradient.
 
     Args:
         program: The operation in differentiable torch operations.
         tensors: The operation's arguments as saved by the forward pass, which autograd connects with their origin.
-        grads: Gradients of the results.
+        grads: Result gradients.
     """
     with torch.enable_grad():
         # Aliases: if one argument was computed from another one, the gradients remain partial derivatives.

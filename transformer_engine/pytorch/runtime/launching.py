@@ -27,7 +27,7 @@ _DTYPES = {
 
 
 class Processors(NamedTuple):
-    """The number of multiprocessors, and the shared memory in bytes that is available to one program."""
+    """Multiprocessor count, and the shared memory in bytes that is available to one program."""
 
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     shared_memory: int
@@ -53,7 +53,7 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _listed(launch: Launch, first: Symbol, inputs: Sequence[Any]) -> list[Any]:
-    """Append a launch to the instructions of a pass; return the symbols of its outputs."""
+    """Append a launch to the instructions of a pass; return its output symbols."""
     instructions = first.instructions
     makers = makers_of(launch, instructions.device)
     outputs = [None if maker is None else instructions.allocate_by(maker) for maker in makers]
@@ -74,9 +74,9 @@ def perform(program: Program, inputs: Sequence[Tensor | None]) -> tuple[Any, ...
 class Performed:
     """A program on one device, prepared so that a call only allocates and launches.
 
-    A call takes the inputs, followed by the caller's buffers, and returns the results. Buffers that the program
-    allocates have known dtypes and are aligned to 16 bytes, so that the arguments determine the compiled kernels of all
-    steps.
+    A call takes the inputs, followed by the caller's buffers, and returns the results. Buffers that
+    the program allocates have known dtypes and are aligned to 16 bytes, so that the arguments
+    determine the compiled kernels of all steps.
     """
 
     def __init__(self, program: Program, device: torch.device):
@@ -126,7 +126,7 @@ class Performed:
         return self.results(buffers)
 
     def _listed(self, first: Symbol, given: Sequence[Any]) -> tuple[Any, ...]:
-        """Append the program to the instructions of a pass; return the symbols of its results."""
+        """Append the program to the instructions of a pass; return its result symbols."""
         instructions = first.instructions
         made = [instructions.allocate_by(maker) for maker in self.makers]
         buffers = (None, *given, *made, *instructions.numbers(self.zeroed))
@@ -142,8 +142,8 @@ class _Planned(NamedTuple):
         launches: The launches of the steps.
         makers: Functions that allocate the buffers.
         zeroed: For every number, float32 [1], whether it must be 0; all numbers are allocated together.
-        places: For every step, the indices of its kernel's arguments.
-        results: Indices of the results.
+        places: For every step, its kernel's argument indices.
+        results: Result indices.
     """
 
     launches: tuple[Launch, ...]
@@ -158,7 +158,7 @@ def _planned(program: Program, device: torch.device) -> _Planned:
     given = len(program.inputs) + len(program.into)
     makers: list[Callable[[], Tensor]] = []
     zeroed: list[bool] = []
-    # By a program's index of an output: the index of a buffer or, from -1 down, of a number.
+    # By a program's output index: a buffer index or, from -1 down, a number index.
     outputs: list[int] = []
     for (launch, _), caller_allocated in zip(steps, program.caller_allocated, strict=True):
         for place, output in enumerate(launch.outputs):
@@ -264,7 +264,7 @@ def unsupported_elementwise(device: torch.device, *dtypes: torch.dtype) -> str |
 
 
 def unsupported_casts(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason why Triton casts of a dtype do not match the reference's bits on this device, or None."""
+    """Return the reason why Triton casts to a dtype do not match the reference's bits on this device, or None."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the values are on {device.type}"
     if (reason := missing(current_hardware())) is not None:
@@ -275,13 +275,13 @@ def unsupported_casts(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class TorchOperator(NamedTuple):
-    """An operator of torch, and the allocation of its results; both are functions of the schema's arguments."""
+    """A torch operator, and its result allocation; both take the schema's arguments."""
 
     call: Callable[..., Any]
     results: Callable[..., Any]
 
     def given(self, **constants: Any) -> Operator:
-        """Return the operator of one request, whose properties are these arguments."""
+        """Return the operator for one request, whose properties are these arguments."""
         return Operator(
             functools.partial(self.call, **constants), functools.partial(self.results, **constants)
         )
@@ -291,8 +291,8 @@ def operator(schema: str, eager: Callable[..., Any], results: Callable[..., Any]
     """Register transformer_engine::schema, which a tracing compiler does not trace: it runs `eager`, on a GPU.
 
     Args:
-        schema: Schema of the operator.
+        schema: Operator schema.
         eager: The implementation.
-        results: Allocates tensors of the shapes and dtypes that `eager` returns, without computing them.
+        results: Allocates tensors with the shapes and dtypes that `eager` returns, without computing them.
     """
     return TorchOperator(define_operator("transformer_engine", schema, "cuda", eager, results), results)

@@ -1,4 +1,4 @@
-"""Definition of torch operators that a second import of the package replaces."""
+"""torch operator definitions that importing the package again replaces."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def define_operator(
     caller has removed them from `sys.modules`; the operator then runs the functions of the new modules.
 
     Args:
-        namespace: Namespace of the operator.
+        namespace: Operator namespace.
         schema: Name, arguments and results of the operator.
         devices: Device type or dispatch key of the implementation; "default" for every device.
         eager: The implementation.
-        results: Allocates tensors of the shapes and dtypes that `eager` returns, without computing them.
+        results: Allocates tensors with the shapes and dtypes that `eager` returns, without computing them.
         tags: Tags besides `pt2_compliant_tag`.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Plugins of the environment: importing this module loads NVTE_PLUGIN's module, and warns about removed variables.
+"""Environment plugins: importing this module loads NVTE_PLUGIN's module, and warns about removed variables.
 
-A plugin may put a module of its own into `sys.modules["transformer_engine_torch"]`. This package's extension is then
-importable as `transformer_engine_torch_nv`, which is loaded when one of its names is first read: the extension is built
-on `transformer_engine.pytorch`, which imports plugins first.
+A plugin may put its own module into `sys.modules["transformer_engine_torch"]`. This package's
+extension is then importable as `transformer_engine_torch_nv`, which is loaded when any of its names
+is first read: the extension is built on `transformer_engine.pytorch`, which imports plugins first.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ REMOVED = {
 EXTENSION = "transformer_engine_torch"
 ALIAS = f"{EXTENSION}_nv"
 _ROOT = str(Path(__file__).parents[3])
-# Names of a plugin's extension that replace attention in the original.
+# Names in a plugin's extension that replace attention in the original.
 _REPLACEMENTS = ("flash_attention", "get_attention_backend")
 
 
 class _Alias(ModuleType):
-    """The extension of this package under its second name."""
+    """This package's extension under its second name."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
@@ -102,7 +102,7 @@ def load_plugin() -> None:
 
 
 def warn_removed() -> None:
-    """Warn about variables that release 2.20 of the original no longer has."""
+    """Warn about variables that the original no longer has since release 2.20."""
     for name, reason in REMOVED.items():
         if name in os.environ:
             warnings.warn(

@@ -1,4 +1,4 @@
-"""Ranges in the timeline of NVIDIA's profilers, which NVTE_NVTX_ENABLED=1 switches on."""
+"""Ranges in NVIDIA profiler timelines, which NVTE_NVTX_ENABLED=1 switches on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nvtx_range_pop(msg: str | None = None) -> None:
     """End the innermost profiler range, with NVTE_NVTX_ENABLED=1 on a GPU; otherwise do nothing.
 
     Args:
-        msg: Message of the range that should end; None for any.
+        msg: Message for the range that should end; None for any.
 
     Raises:
         RuntimeError: No range is open.
@@ -46,7 +46,7 @@ def get_nvtx_range_context(msg: str) -> Iterator[None]:
     """Mark a block as a profiler range, also if it raises an exception; see `nvtx_range_push`.
 
     Args:
-        msg: Name of the range in the timeline.
+        msg: Range name in the timeline.
     """
     nvtx_range_push(msg)
     try:

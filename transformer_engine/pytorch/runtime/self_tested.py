@@ -1,11 +1,11 @@
-"""Results of `te doctor --self-test` on this machine, which enable backends that no test has run on such a GPU.
+"""`te doctor --self-test` results on this machine, which enable backends that no test has run on such a GPU.
 
 A backend or a layout that was compiled for a GPU, but never run on it, is used there once its path has passed:
 
     if (reason := untested_reason("fp8 products in all layouts")) is not None: ...
 
-The key of a result contains the GPU, the driver and the versions of all libraries that compute. A new version of any
-of them makes the machine untested again.
+The key of a result contains the GPU, the driver and the versions of all libraries that compute. Any
+new version makes the machine untested again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _version(name: str) -> str | None:
 
 
 def machine_facts() -> dict[str, str]:
-    """GPU, driver and versions of the current device, in the order in which reports print them."""
+    """GPU, driver and versions for the current device, in the order in which reports print them."""
     facts = {"gpu": "none"}
     if has_cuda():
         index = torch.cuda.current_device()
@@ -95,10 +95,10 @@ def testing(path: str) -> Iterator[None]:
 
 @constant_while_tracing
 def untested_reason(path: str) -> str | None:
-    """Reason that a path of the self-test has not passed on the current device with these versions, or None.
+    """Reason that a self-test path has not passed on the current device with these versions, or None.
 
     Args:
-        path: Name of the path, as the column "path" of the self-test prints it, such as "mxfp8 products".
+        path: Path name, as the column "path" in the self-test prints it, such as "mxfp8 products".
     """
     if not has_cuda():
         return f"there is no GPU on which {path} could be tested"

@@ -57,8 +57,8 @@ def in_eager_mode(reason: str) -> Callable[[F], F]:
 def hidden_from_selective_checkpoints() -> Iterator[bool]:
     """Hide operators from selective checkpoints; yields whether one is active.
 
-    Selective checkpointing matches the operators of a function's two runs by their order. Operators on state that only
-    one run copies or updates would shift that order.
+    Selective checkpointing matches operators between a function's two runs by their order.
+    Operators on state that only one run copies or updates would shift that order.
     """
     hidden: list[Any] = []
     while isinstance(_get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
@@ -71,22 +71,22 @@ def hidden_from_selective_checkpoints() -> Iterator[bool]:
 
 
 def warn_deprecated(name: str, instead: str) -> None:
-    """Issue a DeprecationWarning at the caller of the function of that name; none while a compiler traces."""
+    """Issue a DeprecationWarning at the caller of the function with that name; none while a compiler traces."""
     if not torch.compiler.is_compiling():
         warnings.warn(f"{name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)
 
 
 def result_as(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return y in a dtype, for results of an autograd function; while a compiler traces, always a distinct tensor.
+    """Return y in a dtype, for autograd function results; while a compiler traces, always a distinct tensor.
 
-    torch 2.11 loses the gradient of a traced function's result that it knows under two names, as it would y if the
-    dtype is y's.
+    torch 2.11 loses the gradient for a traced function's result that it knows under two names, as
+    it would y if the dtype is y's.
     """
     return y.to(dtype, copy=torch.compiler.is_compiling())
 
 
 def result_in(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return y in another shape, for results of an autograd function: not a view for autograd, because y is not one.
+    """Return y in another shape, for autograd function results: not a view for autograd, because y is not one.
 
     A view that is created within an autograd function cannot be written in place. The result shares y's memory but not
     its version counter: everything else that saves y must save the result instead. A compiler tracks views by itself.
@@ -98,9 +98,9 @@ def result_in(y: Tensor, shape: Sequence[int]) -> Tensor:
 
 @constant_while_tracing
 def number_while_tracing(text: str) -> float:
-    """Return the number of a text from `float.hex`.
+    """Return the number from a `float.hex` text.
 
-    In a graph of dynamic shapes a float is a symbol, on which no choice can depend.
+    In a graph with dynamic shapes a float is a symbol, on which no choice can depend.
     """
     return float.fromhex(text)
 
@@ -108,8 +108,8 @@ def number_while_tracing(text: str) -> float:
 def specialized(value: Any) -> Any:
     """Return the number of a symbol, for which the compiler then specializes the graph; other values unchanged.
 
-    For settings that decide how a graph is built, such as a softcap or the fields of a recipe. Eager mode returns every
-    value unchanged.
+    For settings that decide how a graph is built, such as a softcap or recipe fields. Eager mode
+    returns every value unchanged.
 
     Raises:
         TypeError: The value is a tensor, whose number is unknown while a compiler traces.

@@ -1,4 +1,4 @@
-"""Tensors of one float32 on a device: zeros in which kernels store a maximum, and uninitialized scalars."""
+"""One-element float32 tensors on a device: zeros in which kernels store a maximum, and uninitialized scalars."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _slots: dict[tuple[int, int], list[Tensor]] = {}
 def zero(device: torch.device) -> Tensor:
     """Return float32 [1] that holds 0; it is never returned again.
 
-    Clearing four bytes takes a launch, 1.5 us of the GPU and 4 us of the host, so that 512 are cleared at a time. A
-    captured graph clears its own numbers in every replay.
+    Clearing four bytes takes a launch, 1.5 us on the GPU and 4 us on the host, so that 512 are
+    cleared at a time. A captured graph clears its own numbers in every replay.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.float32, device=device)
@@ -39,7 +39,7 @@ def numbers(device: torch.device, zeroed: Sequence[bool]) -> list[Tensor]:
 
 
 def _slots_of(device: torch.device) -> list[Tensor]:
-    """Return the unused slots of the device's current stream."""
+    """Return the unused slots for the device's current stream."""
     return _slots.setdefault((device.index, current_stream(device.index)), [])
 
 
@@ -48,8 +48,8 @@ def _popped(slots: list[Tensor], device: torch.device) -> Tensor:
         return slots.pop()
     except IndexError:  # not checked before the pop, because two threads can share a stream
         with torch.inference_mode(False), torch.no_grad():
-            # 16 bytes apart, for alignment; .data, so that a write to one does not change the version counters of the
-            # others.
+            # 16 bytes apart, for alignment; .data, so that a write to one does not change the
+            # version counters of the others.
             cleared = torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)
             first, *rest = (slot.data for slot in cleared[:, :1].unbind(0))
             slots.extend(rest)

@@ -50,7 +50,7 @@ __all__ += formats.__all__
 
 keep_quantized_parameters()
 
-# The names in checkpoints of quantized tensors: torch.load(weights_only=True) builds no other objects.
+# Names in checkpoints of quantized tensors: torch.load(weights_only=True) builds no other objects.
 torch.serialization.add_safe_globals(
     [
         DType,

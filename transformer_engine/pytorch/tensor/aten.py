@@ -1,7 +1,7 @@
 """Torch operations on quantized tensors: a table; every other operation dequantizes, runs and quantizes its results.
 
-Operations that only move bytes keep the codes: detach, clone, copy_ between equal layouts, a change of nominal
-dtype or device, views and row slices that cut no block of one scale. Operations named `*_like` and `new_*` ask for
+Operations that only move bytes keep the codes: detach, clone, copy_ between equal layouts, a nominal dtype or
+device change, views and row slices that cut no scale block. Operations named `*_like` and `new_*` ask for
 plain tensors (an optimizer's state), except `new_zeros`, which sharded data parallelism fills with codes.
 """
 
@@ -75,14 +75,14 @@ def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _values(leaf: Any, dtype: torch.dtype | None) -> Any:
-    """The values of a quantized tensor or a part of one in a dtype, None for the nominal one, rounded at most once."""
+    """Values of a quantized tensor or its part in a dtype, None for the nominal one, rounded at most once."""
     if isinstance(leaf, QuantizedTensorStorage):
         return leaf.decode(leaf.dtype if dtype is None else decoded_dtype(dtype))
     return cut_views.read(leaf, dtype)
 
 
 def like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
-    """Return a tensor of the same class around a storage's payload."""
+    """Return a tensor with the same class around a storage's payload."""
     made = type(tensor).from_storage(storage, shape=tensor.shape if shape is None else shape)
     if OUT_OF_DATE in vars(tensor):
         setattr(made, OUT_OF_DATE, True)
@@ -90,7 +90,7 @@ def like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | No
 
 
 def _view_like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
-    """Return `like` of a view: in inference mode, it is an inference tensor only if the tensor is one."""
+    """Return `like` for a view: in inference mode, it is an inference tensor only if the tensor is one."""
     if torch.is_inference_mode_enabled() and not tensor.is_inference():
         with torch.inference_mode(False):
             return like(tensor, storage, shape)
@@ -244,7 +244,7 @@ def _rows(tensor: Any, start: int, stop: int) -> Any:
 
 @_handles(aten.as_strided.default)
 def _as_strided(tensor: Any, shape: Sequence[int], strides: Sequence[int], storage_offset: int = 0) -> Any:
-    """Return a view; quantized tensors support the identity and ranges of whole rows."""
+    """Return a view; quantized tensors support the identity and whole-row ranges."""
     if tuple(strides) != tensor.stride() or not shape or tuple(shape[1:]) != tuple(tensor.shape[1:]):
         return NotImplemented
     start, rest = divmod(storage_offset or 0, max(tensor.stride(0), 1))
@@ -272,7 +272,7 @@ def _new_zeros(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> Any:
-    """Return a quantized tensor of zero codes in the tensor's directions, if the format supports the shape.
+    """Return a quantized tensor with zero codes in the tensor's directions, if the format supports the shape.
 
     The result has the tensor's scale if one scale applies to all rows.
 

@@ -1,4 +1,4 @@
-"""The base of block-scaled quantizers: codes, scales = quantize(x [M, K], spec), packed into their storage."""
+"""Base class for block-scaled quantizers: codes, scales = quantize(x [M, K], spec), packed into their storage."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class BlockScalingQuantizer(Quantizer):
     """Quantizer without state. Quantizers with equal settings are equal.
 
     Attributes:
-        TENSOR: Class of the quantized tensors.
-        MULTIPLE: Divisor of the last dimension and, column-wise, of the product of the others.
+        TENSOR: Quantized tensor class.
+        MULTIPLE: Divisor of the last dimension and, column-wise, of the product of the other dimensions.
         VECTORS: Whether tensors of fewer than two dimensions are supported, as a matrix of one row.
     """
 
@@ -53,7 +53,7 @@ class BlockScalingQuantizer(Quantizer):
     dtype: DType
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
-        """Return the settings of the quantize operation."""
+        """Settings for the quantize operation."""
         raise NotImplementedError
 
     def constants(self) -> dict[str, Any]:
@@ -81,20 +81,20 @@ class BlockScalingQuantizer(Quantizer):
 
     @property
     def makes_tiles(self) -> bool:
-        """Whether `tiled_operands` is supported: the format has scales of one byte, and `encode` is this class's."""
+        """Whether `tiled_operands` is supported: the format has one-byte scales, and `encode` is this class's."""
         return type(self).encode is BlockScalingQuantizer.encode and self.spec(True, False).format.swizzled
 
     @property
     def _swizzles(self) -> bool:
-        """Whether results have scales in the order of matrix instructions."""
+        """Whether results have scales in matrix-instruction order."""
         return self.optimize_for_gemm and self.makes_tiles
 
     def tiled_operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
-        """Return `operands` with scales in the order of matrix instructions, which no other code can split or join."""
+        """Return `operands` with scales in matrix-instruction order, which no other code can split or join."""
         return self._operands(matrix, _tiled(self.spec(rowwise, columnwise)))
 
     def _operands(self, matrix: Tensor, spec: QuantizeSpec) -> Operands:
-        """Quantize a matrix [M, K]; the operands have the codes and scales of `quantize`, without padding."""
+        """Quantize a matrix [M, K]; codes and scales are as from `quantize`, without padding."""
         reason = self.unsupported_shape_reason(matrix.shape, spec.rowwise, spec.columnwise)
         if reason is not None:
             raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(matrix.shape)}: {reason}")
@@ -124,7 +124,7 @@ class BlockScalingQuantizer(Quantizer):
         return storage.mapped(Tensor.pin_memory) if pin_memory else storage
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the values of column-wise codes of a tensor [..., K]: [K, ...], or [..., K]."""
+        """Return the shape of the column-wise values for a tensor [..., K]: [K, ...], or [..., K]."""
         storage = self.TENSOR.STORAGE
         assert issubclass(storage, BlockScaledStorage)
         return (*shape[-1:], *shape[:-1]) if storage.COLUMNS_TRANSPOSED else tuple(shape)
@@ -141,7 +141,7 @@ class BlockScalingQuantizer(Quantizer):
     def shard_granularity(self, columnwise: bool) -> int | None:
         spec = self.spec(True, columnwise)
         block = spec.format.block
-        # A subclass may quantize differently. The maxima of row-scaled formats are not those of the shards.
+        # A subclass may quantize differently. Row-scaled formats' maxima differ from the shards' maxima.
         if type(self).encode is not BlockScalingQuantizer.encode or block is None or spec.format.row_scaled:
             return None
         return block[1] if columnwise or spec.two_dimensional else block[0]

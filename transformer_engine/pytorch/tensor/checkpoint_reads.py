@@ -1,10 +1,10 @@
-"""Reads of a distributed checkpoint into a quantized tensor whose saved shards have other rows than the tensor.
+"""Distributed checkpoint reads into a quantized tensor whose saved shards have different rows.
 
 torch.distributed.checkpoint reads a tensor shard by shard, as `tensor.narrow(..).copy_(saved)`. A quantized tensor
-cannot be written that way. One scale can belong to all rows, so that each write would quantize the other rows again,
-and a shard can end inside a block. `ShardTarget` therefore presents a tensor whose narrowed parts collect the saved
-shards. The last shard completes the tensor: its codes and scales are those of the shards, joined as a gather joins
-them. Shards with different scales, or without codes, are decoded, and the whole tensor is quantized.
+cannot be written that way. One scale can belong to all rows, so that each write would quantize the other rows
+again, and a shard can end inside a block. `ShardTarget` therefore presents a tensor whose narrowed parts collect
+the saved shards. The last shard completes the tensor: its codes and scales are the shards', joined as a gather
+joins them. Shards with different scales, or without codes, are decoded, and the whole tensor is quantized.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLLECTED = "_collected_shards"  # attribute of the tensor that is read into, un
 
 
 class ShardTarget(Tensor):
-    """A part of a quantized tensor that accepts only `narrow`, `detach` and `copy_`, which collects its argument."""
+    """Part of a quantized tensor that accepts only `narrow`, `detach` and `copy_`, which collects its argument."""
 
     _whole: Any
     _offsets: Offsets
@@ -94,7 +94,7 @@ def collect(whole: Any, offsets: Offsets, source: Tensor) -> None:
         if storage is not None:
             whole.copy_(type(whole).from_storage(storage))
             return
-        # float32 holds the product of a code and its scale with the least rounding.
+        # float32 holds code times scale with the least rounding.
         quantized = any(isinstance(shard, QuantizedTensorStorage) for shard in shards.values())
         dtype = torch.float32 if quantized else next(iter(shards.values())).dtype
         values = torch.empty(whole.shape, dtype=dtype, device=whole.device)
@@ -107,7 +107,7 @@ def collect(whole: Any, offsets: Offsets, source: Tensor) -> None:
 
 
 def _joined(whole: Any, shards: dict[Offsets, Tensor]) -> QuantizedTensorStorage | None:
-    """Return the payload of shards that are quantized rows with equal scales of the whole; None for other shards."""
+    """Return the joined payload if shards are quantized rows with equal whole-tensor scales; None for other shards."""
     ordered = [(place, shards[place]) for place in sorted(shards)]
     first: Any = ordered[0][1]
     sent, payloads, row = [], [], 0

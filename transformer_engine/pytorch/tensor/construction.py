@@ -1,4 +1,4 @@
-"""Construction of quantized tensors: checks of arguments, strides, straight-through gradients, saving for autograd."""
+"""Quantized tensor construction: argument checks, strides, straight-through gradients, saving for autograd."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def restore_from_saved(
     saved_tensors: Sequence[Tensor | None],
     return_saved_tensors: bool = False,
 ) -> list[Any] | tuple[list[Any], list[Tensor | None]]:
-    """Restore the plain tensors of `prepare_for_saving` to its objects, in order.
+    """Restore plain tensors from `prepare_for_saving` to its objects, in order.
 
     Args:
         tensors: The objects.
@@ -94,7 +94,7 @@ def restore_from_func_ctx(
 
 
 def check_keywords(cls: type[Any], by_place: tuple[Any, ...]) -> None:
-    """Raise TypeError for a class without a payload, and for parts of a payload that are not keywords."""
+    """Raise TypeError for a class without a payload, and for payload parts that are not keywords."""
     if not hasattr(cls, "STORAGE"):
         raise TypeError(
             f"{cls.__name__} names no STORAGE, the class of its payload; let a custom quantizer return a "
@@ -122,7 +122,7 @@ def check_shape(shape: Sequence[int] | None, of_payload: Sequence[int]) -> None:
 
 
 def nominal_strides(stride: Sequence[int] | None, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return strides of a shape as a tuple, by default those of contiguous values.
+    """Return strides for a shape as a tuple, by default contiguous strides.
 
     Raises:
         ValueError: There is not one stride for each dimension.
@@ -156,7 +156,7 @@ class StraightThroughQuantize(Function):
 
 
 class StraightThroughDequantize(Function):
-    """The values of a quantized tensor in a dtype; the gradient has the tensor's nominal dtype."""
+    """Quantized tensor values in a dtype; the gradient has the tensor's nominal dtype."""
 
     OPERATION = "dequantize"
 

@@ -1,4 +1,4 @@
-"""Mixins of quantizers that scale a tensor by its own maximum: recording of the last scale, reduction over a group."""
+"""Mixins for quantizers that scale a tensor by its own maximum: recording the last scale, reduction over a group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RecordsScale:
 
     @property
     def amax(self) -> Tensor:
-        """max|x| of the last tensor, float32 [1]; 0 before."""
+        """max|x| over the last tensor, float32 [1]; 0 before."""
         return self._buffers()[0]
 
     @amax.setter
@@ -52,7 +52,7 @@ class RecordsScale:
         self._recorded = (amax, scale)
 
     def copy(self) -> Any:
-        """Return a quantizer whose usages can change alone, with copies of the buffers."""
+        """Return a quantizer whose usages can change alone, with copied buffers."""
         twin: Any = super().copy()  # pyright: ignore[reportAttributeAccessIssue]
         if self._recorded is not None:
             amax, scale = self._recorded
@@ -98,7 +98,7 @@ class ReducesMaximum:
         return together
 
     def reduce_amax(self, maxima: torch.Tensor) -> torch.Tensor:
-        """Replace the maxima of this rank's shard by those of the group."""
+        """Replace this rank's shard maxima by the group's maxima."""
         return reduce_maxima(maxima, self.amax_reduction_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,12 +107,12 @@ class ReducesMaximum:
 
 
 def reduce_maxima(maxima: Any, group: Any, matrix: Any = None) -> Any:
-    """Replace maxima by those over the ranks of a group, in place, and return them.
+    """Replace maxima by the maxima over the ranks of a group, in place, and return them.
 
     Args:
-        maxima: Tensor, or a symbol of one.
+        maxima: Tensor, or a symbol for one.
         group: Process group.
-        matrix: The matrix whose maxima these are; a symbol if the pass of a layer is being listed.
+        matrix: The matrix whose maxima these are; a symbol while the pass of a layer is traced.
     """
 
     def reduce(tensor: Tensor) -> tuple[()]:
@@ -128,13 +128,13 @@ def reduce_maxima(maxima: Any, group: Any, matrix: Any = None) -> Any:
 
 
 def all_reduce_maxima(maxima: Sequence[Any], group: Any, elements: int) -> tuple[Any, ...]:
-    """Return maxima over the ranks of a group, by one collective for all of them.
+    """Return maxima over the ranks of a group, by one collective for all.
 
     Args:
-        maxima: Tensors float32 [1], or symbols of such tensors.
+        maxima: Tensors float32 [1], or symbols for such tensors.
         group: Process group.
-        elements: Number of elements of the collective, the same on every rank. A rank with fewer maxima adds zeros,
-            which leave the maxima of the other ranks unchanged.
+        elements: Number of elements in the collective, the same on every rank. A rank with fewer
+            maxima adds zeros, which leave the maxima of other ranks unchanged.
 
     Returns:
         float32 [1] for each element.
@@ -150,5 +150,5 @@ def _all_reduce_joined(group: Any, elements: int, *maxima: Tensor) -> tuple[Tens
     zeros = [torch.zeros_like(maxima[0])] * (elements - len(maxima))
     joined = torch.cat([*maxima, *zeros])
     torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
-    # Clone: an element of `joined` other than the first is not aligned to 16 bytes, which kernels rely on.
+    # Clone: elements of `joined` after the first are not aligned to 16 bytes, which kernels rely on.
     return tuple([maximum.clone() for maximum in joined.split(1)])

@@ -1,8 +1,8 @@
 """CustomOperand: a matrix [rows, K] in a format that only the quantizer of a custom recipe can multiply.
 
-Such a quantizer multiplies by `qgemm(qx, qw, m_params, out_dtype, sx, sw, bias, gemm_type=, qresult_x=, qresult_w=)`,
-qx @ qw.T, and its tensors have `data` and `scale` of its rows, `data_t` and `scale_t` of its columns. One without
-`qgemm` makes tensors that can `dequantize()`: their values are multiplied.
+Such a quantizer multiplies by `qgemm(qx, qw, m_params, out_dtype, sx, sw, bias, gemm_type=, qresult_x=,
+qresult_w=)`, qx @ qw.T, and its tensors have `data` and `scale` for rows, `data_t` and `scale_t` for columns.
+One without `qgemm` makes tensors that can `dequantize()`: their values are multiplied.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class GEMMType(enum.Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """Options of a product."""
+    """Product options."""
 
     out_dtype: torch.dtype | None = None
     use_split_accumulator: bool = True
 
 
 class Halves(NamedTuple):
-    """Codes and scale of one direction."""
+    """Codes and scale for one direction."""
 
     data: Tensor
     scale: Tensor | None
@@ -114,7 +114,7 @@ def _halves(made: Any, axis: str) -> Halves:
 
 
 def contracted(made: Any, axis: str, quantizer: Any) -> Operand:
-    """Return the operand of a custom quantizer's tensor along an axis."""
+    """Return a custom quantizer's tensor as an operand along an axis."""
     if hasattr(quantizer, "qgemm"):
         return CustomOperand.of(made, axis)
     values = made.dequantize()
@@ -123,7 +123,7 @@ def contracted(made: Any, axis: str, quantizer: Any) -> Operand:
 
 
 def saved_attributes(made: Any) -> tuple[str, ...]:
-    """Return the attributes of TENSORS; for a class of another library without it, all attributes with a tensor."""
+    """Return the attributes in TENSORS; for a class of another library without it, all attributes with a tensor."""
     if hasattr(made, "TENSORS"):
         return tuple(made.TENSORS)
     found = tuple(name for name, value in vars(made).items() if isinstance(value, Tensor))

@@ -1,4 +1,4 @@
-"""Views of quantized tensors that share no codes: decoded copies, to which a write raises."""
+"""Quantized tensor views that share no codes: decoded copies, to which a write raises."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .promotion import decoded_dtype, read_arguments, writes
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """The quantized tensor that cut views are parts of, as it was when the views were taken.
+    """The quantized tensor behind cut views, as it was when the views were taken.
 
     Attributes:
         name: Class and shape, for errors.
-        decode: Function of a dtype that returns all values.
+        decode: Function that returns all values in a dtype.
         like: The decoded values in the nominal dtype, on the meta device: their shape, strides and offset.
     """
 
@@ -29,7 +29,7 @@ class _Whole:
     like: Tensor
 
     def part(self, view: Tensor, dtype: torch.dtype) -> Tensor:
-        """Values of a view of the decoded values in another dtype, rounded once."""
+        """A view of the decoded values in another dtype, rounded once."""
         like = self.like
         values = self.decode(dtype)
         if values.stride() != like.stride():
@@ -41,10 +41,10 @@ class _Whole:
 
 
 class CutView(Tensor):
-    """A decoded copy of a part of a quantized tensor that is not a view of its codes; a write to it raises.
+    """Decoded copy of a part of a quantized tensor that cannot be a view of its codes; a write to it raises.
 
-    Rows that cut a block of one scale, columns, a transpose or a single element have no codes and scales, so that
-    indexing returns a copy. Results of operations are plain tensors, except views.
+    Rows that cut a scale block, columns, a transpose or a single element have no codes and scales,
+    so that indexing returns a copy. Results of operations are plain tensors, except views.
 
     The copy has the nominal dtype. Operations that read it in another dtype decode the tensor's codes again, so that
     master weights in float32 receive every bit.
@@ -97,7 +97,7 @@ def _check_not_written(func: Any, target: Any) -> None:
 
 
 def read(leaf: Any, dtype: torch.dtype | None) -> Any:
-    """The values of a cut view in a dtype, rounded once; any other object is returned unchanged."""
+    """Values of a cut view in a dtype, rounded once; any other object is returned unchanged."""
     if not isinstance(leaf, CutView):
         return leaf
     whole = leaf._whole
@@ -114,7 +114,7 @@ def _marked(values: Tensor, whole: _Whole) -> CutView:
 
 
 def cut_view(result: Any, values: Tensor, tensor: Any) -> Any:
-    """Mark the results of a view operation on a tensor's decoded values as CutView.
+    """Mark view operation results on a tensor's decoded values as CutView.
 
     torch.compile does not see the subclass. Values that share the payload's memory are written directly.
     """

@@ -1,4 +1,4 @@
-"""Scale and maximum of a quantizer of delayed scaling: separate tensors, or a slot of a recipe state."""
+"""Scale and maximum of a delayed-scaling quantizer: separate tensors, or a slot in a recipe state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .elements import check_scalar
 
 
 class ScalingState(Protocol):
-    """Delayed scaling of n tensors.
+    """Delayed-scaling state for n tensors.
 
     Attributes:
-        scale: Multipliers [n] of the values before rounding; while compiling, a copy.
+        scale: Value multipliers [n] before rounding; while compiling, a copy.
         scale_in_place: The multipliers [n] that updates write.
         amax_history: Maxima [length, n]. Row 0 collects the running step; the other rows are complete steps, the oldest
             in row 1 and the newest in the last row.
@@ -28,7 +28,7 @@ class ScalingState(Protocol):
 
 
 class DelayedScale:
-    """Mixin of quantizers that read their scale from, and record maxima in, the tensors of a recipe state."""
+    """Mixin for quantizers that read their scale from, and record maxima in, the tensors of a recipe state."""
 
     _state: ScalingState | None
     _index: int
@@ -38,7 +38,7 @@ class DelayedScale:
 
     @property
     def scale(self) -> Tensor:
-        """float32 [1], the multiplier of the values: codes = round(x * scale), x = codes / scale."""
+        """float32 [1], the value multiplier: codes = round(x * scale), x = codes / scale."""
         if self._state is not None:
             return self._state.scale[self._index : self._index + 1]
         assert self._scale is not None
@@ -46,12 +46,12 @@ class DelayedScale:
 
     @scale.setter
     def scale(self, scale: Tensor) -> None:
-        """Use another tensor from now on; a quantizer of a recipe state no longer reads its scale from the state."""
+        """Use another tensor from now on; a quantizer in a recipe state no longer reads its scale from the state."""
         self._leave_state(scale, None if self._state is None and self._amax is None else self.amax)
 
     @property
     def amax(self) -> Tensor:
-        """float32 [1]: max|x| of everything quantized since the owner reset it."""
+        """float32 [1]: max|x| over everything quantized since the owner reset it."""
         if self._state is not None:
             return self._state.amax_history[0, self._index : self._index + 1]
         assert self._amax is not None
@@ -63,7 +63,7 @@ class DelayedScale:
         self._leave_state(None if self._state is None and self._scale is None else self.scale, amax)
 
     def _leave_state(self, scale: Tensor | None, amax: Tensor | None) -> None:
-        """Read and write these tensors instead of a slot of a recipe state."""
+        """Read and write these tensors instead of a slot in a recipe state."""
         check_scalar("scale", scale)
         check_scalar("amax", amax)
         self._scale, self._amax, self._state, self._slot = scale, amax, None, None

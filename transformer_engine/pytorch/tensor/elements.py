@@ -1,4 +1,4 @@
-"""The element formats of quantized tensors by number, their torch dtypes, and the allocation of codes and scales."""
+"""Element formats of quantized tensors by number, their torch dtypes, and code and scale allocation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCALE_DTYPES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.fl
 def empty_quantized(
     spec: QuantizeSpec, rows: int, depth: int, device: torch.device | str | None
 ) -> Quantized:
-    """Allocate the codes and scales of a matrix [rows, depth], shaped as `quantize` returns them."""
+    """Allocate codes and scales for a matrix [rows, depth], shaped as `quantize` returns them."""
     form, block = spec.format, spec.format.block
     buffers: dict[str, Tensor] = {}
     for used, suffix, m, k in ((spec.rowwise, "", rows, depth), (spec.columnwise, "_t", depth, rows)):
@@ -90,7 +90,7 @@ def nominal_dtype(fake_dtype: torch.dtype | None, dtype: torch.dtype | None) -> 
 
 
 def check_scalar(name: str, value: Tensor | None) -> None:
-    """Raise TypeError or ValueError unless value is a float32 tensor of one element, or None."""
+    """Raise TypeError or ValueError unless value is a one-element float32 tensor, or None."""
     if value is None:
         return
     tensor(name, value)
@@ -102,7 +102,7 @@ def check_scalar(name: str, value: Tensor | None) -> None:
 def float8_spec(
     dtype: DType, rowwise: bool, columnwise: bool, power_of_two: bool = False, epsilon: float = 0.0
 ) -> QuantizeSpec:
-    """Description of a quantization with one scale."""
+    """Describe a quantization with one scale."""
     return QuantizeSpec(
         FLOAT8, element_of(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=epsilon
     )

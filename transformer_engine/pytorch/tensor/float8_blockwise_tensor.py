@@ -38,7 +38,7 @@ _PICKLED = (*DIRECTIONS, "fp8_dtype", "dtype", "shape", "quantizer", "is_2D_scal
 
 
 class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-    """A tensor of FP8 codes with float32 scales of blocks. The other arguments are those of `QuantizedTensor`."""
+    """FP8 codes with float32 block scales. The other arguments are as in `QuantizedTensor`."""
 
     STORAGE = Float8BlockwiseQTensorStorage
 
@@ -57,10 +57,10 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
         fp8_dtype: kFloat8E4M3 or kFloat8E5M2.
         amax_epsilon: Least maximum that a scale is computed from.
         force_pow_2_scales: Round scales down to powers of two.
-        block_scaling_dim: 1 for blocks of 1 x 128 values, 2 for 128 x 128, whose directions are exact transposes.
+        block_scaling_dim: 1 for 1 x 128 blocks, 2 for 128 x 128, whose directions are exact transposes.
         all_gather_usage: Accepted for compatibility; the layout is the same.
 
-    The other arguments are those of `Quantizer`.
+    The other arguments are as in `Quantizer`.
     """
 
     TENSOR = Float8BlockwiseQTensor

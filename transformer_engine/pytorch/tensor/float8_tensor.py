@@ -35,7 +35,7 @@ __all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "
 
 
 def code_directions(rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
-    """Directions in which a kernel writes FP8 codes for these operands of a product."""
+    """Directions in which a kernel writes FP8 codes for these product operands."""
     # Without a GPU, no product reads all layouts; `has_cuda` is cached.
     one_copy = columnwise and not torch.compiler.is_compiling() and has_cuda() and reads_all_layouts()
     return (True, False) if one_copy else (rowwise, columnwise)
@@ -44,7 +44,8 @@ def code_directions(rowwise: bool, columnwise: bool) -> tuple[bool, bool]:
 def _operands(
     quantized: Quantized, dtype: torch.dtype, rowwise: bool = True, columnwise: bool = True
 ) -> Operands:
-    """Operands of codes in the directions of `code_directions`; without transposed codes, a view of the others."""
+    """Operands from codes in the directions of `code_directions`; without transposed codes, a view of the row-wise
+    codes."""
     codes, scale, codes_t, scale_t, _, _ = quantized
     if codes_t is None and codes is not None and columnwise and reads_all_layouts():
         codes_t, scale_t = codes.t(), scale
@@ -55,7 +56,7 @@ def _operands(
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-    """A tensor of FP8 codes with one scale. The other arguments are those of `QuantizedTensor`."""
+    """FP8 codes with one scale. The other arguments are as in `QuantizedTensor`."""
 
     STORAGE = Float8TensorStorage
 
@@ -77,7 +78,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # pyright: ignore[rep
 
 
 class _PerTensorQuantizer(Quantizer):
-    """The base of delayed and current scaling: one FP8 element, one scale."""
+    """Base class for delayed and current scaling: one FP8 element, one scale."""
 
     TENSOR = Float8Tensor
 
@@ -97,7 +98,7 @@ class _PerTensorQuantizer(Quantizer):
         requires_grad: bool = False,
         internal: bool = False,
     ) -> Float8Tensor | Float8TensorStorage:
-        """Return a tensor of uint8 codes [..., K] that were computed elsewhere with this quantizer's scale."""
+        """Return a tensor from uint8 codes [..., K] that were computed elsewhere with this quantizer's scale."""
         if data.dtype not in (torch.uint8, float8_dtype(self.dtype)):
             raise TypeError(
                 f"codes are uint8 or {float8_dtype(self.dtype)}, not {data.dtype}; view them as uint8"
@@ -124,7 +125,7 @@ class _PerTensorQuantizer(Quantizer):
         return None if known else f"{type(self).__name__} has its own encode"
 
     def _group_scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
-        """(maxima, multipliers), float32 [n], of groups with these maxima."""
+        """(maxima, multipliers), float32 [n], for groups with these maxima."""
         raise NotImplementedError
 
     def encode_groups(self, x: Tensor, groups: PaddedGroups) -> dict[str, Tensor]:
@@ -148,7 +149,7 @@ class _PerTensorQuantizer(Quantizer):
 
 
 class _StateViews(NamedTuple):
-    """A state's tensors, and the views of one of its columns."""
+    """A state's tensors, and views of one column."""
 
     all_scales: Tensor
     history: Tensor
@@ -159,7 +160,7 @@ class _StateViews(NamedTuple):
 class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
     """Quantizer to FP8 with one scale from earlier steps, as in delayed scaling.
 
-    The other arguments are those of `Quantizer` and `Float8BlockQuantizer`.
+    The other arguments are as in `Quantizer` and `Float8BlockQuantizer`.
 
     Args:
         scale: Scale float32 [1] from earlier steps, or part of a recipe's state (`from_state`).
@@ -199,7 +200,7 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> Float8Quantizer:
-        """Return a quantizer of slot `index` of a state, which reads the state's tensors at every use."""
+        """Return a quantizer for slot `index` of a state, which reads the state's tensors at every use."""
         self = cls(None, None, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         self._state = state
         self._index = index
@@ -236,7 +237,7 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         return Cast(float8_spec(self.dtype, *code_directions(rowwise, columnwise)), *self._views())
 
     def _views(self) -> tuple[Tensor, Tensor]:
-        """Return scale and amax, float32 [1]; views of a state are cached while the state has the same tensors."""
+        """Return scale and amax, float32 [1]; views of a state are cached while it has the same tensors."""
         state = self._state
         if state is None:
             # No view of a vector: selective checkpointing counts the operators of a second run, which reads no state.
@@ -265,7 +266,7 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         return together
 
     def sharing_scale(self, group: torch.distributed.ProcessGroup) -> Float8Quantizer:
-        """Return a copy whose scale is the least of the ranks of a group; it records maxima as this quantizer does."""
+        """Return a copy whose scale is the least over a group's ranks; it records maxima as this quantizer does."""
         scale = self.scale.clone()
         torch.distributed.all_reduce(scale, torch.distributed.ReduceOp.MIN, group)
         together = copy.copy(self)
@@ -304,11 +305,11 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
 class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuantizer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Quantizer to FP8 with one scale from the maximum of the tensor itself, as in current scaling.
 
-    The other arguments are those of `Float8Quantizer`, `Float8BlockQuantizer` and `NVFP4Quantizer`.
+    The other arguments are as in `Float8Quantizer`, `Float8BlockQuantizer` and `NVFP4Quantizer`.
 
     Args:
         device: Accepted for compatibility; the device of the input counts.
-        use_existing_amax: Use the maximum in `amax` instead of that of the tensor.
+        use_existing_amax: Use the maximum in `amax` instead of the tensor's.
     """
 
     RECIPE = recipes.Float8CurrentScaling

@@ -1,6 +1,6 @@
-"""The quantizers and containers of every format: the names in `__all__` of each `<format>_tensor.py`.
+"""Quantizers and containers for every format: the names in `__all__` of each `<format>_tensor.py`.
 
-The list is written out for type checkers. `MODULES` also has the functions that pickles of the containers call.
+The list is written out for type checkers. `MODULES` also has the functions that container pickles call.
 """
 
 from . import (

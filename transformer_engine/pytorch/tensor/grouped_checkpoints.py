@@ -23,13 +23,13 @@ def join_members(members: Sequence[Tensor]) -> GroupedTensor:
 def convert_state(
     state_dict: MutableMapping[str, Any], prefix: str, single: Mapping[str, bool], count: int
 ) -> None:
-    """Convert parameters of a state dict, in place, that were saved in the other form.
+    """Convert state dict parameters, in place, that were saved in the other form.
 
     Args:
         state_dict: The state dict.
-        prefix: Prefix of the layer's names.
-        single: By kind ("weight", "bias"), whether the layer has one parameter of all groups.
-        count: Number of groups.
+        prefix: The layer's name prefix.
+        single: By kind ("weight", "bias"), whether the layer has one parameter for all groups.
+        count: Group count.
     """
     for kind, whole_wanted in single.items():
         whole = prefix + kind

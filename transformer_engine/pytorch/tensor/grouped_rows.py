@@ -1,4 +1,4 @@
-"""GroupedTensors of consecutive groups of rows, quantized without reading the numbers of rows on the host."""
+"""GroupedTensors of consecutive row groups, quantized without reading row counts on the host."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .storage.grouped_tensor_storage import GroupedTensorStorage
 def quantize_rows(
     x: Tensor, quantizer: Any, first_dims: Tensor, tensor_offsets: Tensor | None = None
 ) -> GroupedTensor:
-    """Quantize consecutive groups of rows without reading their numbers on the host.
+    """Quantize consecutive row groups without reading their row counts on the host.
 
     Args:
         x: Values [total, K].
-        quantizer: Quantizer of every group, without a `groups_unsupported_reason`.
-        first_dims: Rows of each group, integers [n] on the device of x; rows behind the last group are ignored.
-        tensor_offsets: First element of each group and the end, int64 [n + 1]; computed if missing.
+        quantizer: Quantizer for every group, without a `groups_unsupported_reason`.
+        first_dims: Rows per group, integers [n] on the device of x; rows behind the last group are ignored.
+        tensor_offsets: First element per group and the end, int64 [n + 1]; computed if missing.
 
     Returns:
         The group, with the logical shape of x.
@@ -48,7 +48,7 @@ def quantize_stack(x: Tensor, quantizer: Any) -> GroupedTensor:
 
     Args:
         x: Values.
-        quantizer: Quantizer of delayed or current scaling.
+        quantizer: Delayed or current scaling quantizer.
     """
     count, rows, depth = x.shape
     each = torch.full((count,), rows, dtype=torch.int64, device=x.device)
@@ -64,7 +64,7 @@ def quantize_blocks_of_stack(x: Tensor, quantizer: Any) -> GroupedTensor:
 
     Args:
         x: Values.
-        quantizer: Quantizer of every matrix, without a `groups_unsupported_reason`.
+        quantizer: Quantizer for every matrix, without a `groups_unsupported_reason`.
     """
     count, rows, depth = x.shape
     each = torch.full((count,), rows, dtype=torch.int64, device=x.device)

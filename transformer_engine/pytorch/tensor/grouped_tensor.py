@@ -1,6 +1,6 @@
 """GroupedTensor: the matrices of n groups in one buffer, a tensor [n, M, N] if their shapes are equal.
 
-The buffer holds plain values, or codes of one format. Each matrix then has its own quantizer's codes and scales.
+The buffer holds plain values, or codes in one format. Each matrix then has its own quantizer's codes and scales.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
     """The matrices as a tensor: [n, M, N] for equal shapes, otherwise their logical shape. Results are plain tensors.
 
     Args:
-        requires_grad: As of `torch.Tensor`.
-        stride: Nominal strides; by default those of a contiguous tensor.
-        buffers: Other arguments of `GroupedTensorStorage`, by name.
+        requires_grad: As for `torch.Tensor`.
+        stride: Nominal strides; contiguous by default.
+        buffers: Other `GroupedTensorStorage` arguments, by name.
     """
 
     STORAGE = GroupedTensorStorage
@@ -54,10 +54,10 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         """Wrap buffers that were allocated elsewhere.
 
         Args:
-            requires_grad: As of `torch.Tensor`.
-            stride: Nominal strides; by default those of a contiguous tensor.
+            requires_grad: As for `torch.Tensor`.
+            stride: Nominal strides; contiguous by default.
 
-        The other arguments are those of `GroupedTensorStorage`.
+        The other arguments are as in `GroupedTensorStorage`.
         """
         storage = GroupedTensorStorage(shape, dtype, num_tensors=num_tensors, **buffers)
         return cls.from_storage(storage, requires_grad=requires_grad, stride=stride)
@@ -66,7 +66,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
     def of_members(
         cls, members: Sequence[Tensor], group_extents: Mapping[str, Any] | None = None
     ) -> GroupedTensor:
-        """Return a group with copies of these matrices, all plain or all of one format; codes are copied unchanged.
+        """Copy these matrices into a group, all plain or all in one format; codes are copied unchanged.
 
         Args:
             members: The matrices.
@@ -99,7 +99,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> GroupedTensor:
-        """Return uninitialized matrices of these shapes, each with the format of the quantizer."""
+        """Return uninitialized matrices with these shapes, each in the format of the quantizer."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
         if len(shapes) != num_tensors or not shapes:
             raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one per tensor")
@@ -149,7 +149,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         dtype: torch.dtype | None = None,
         internal: bool = False,
     ) -> GroupedTensor | GroupedTensorStorage:
-        """Return num_tensors matrices of one shape in a buffer; with `internal`, as a storage instead of a tensor."""
+        """Return num_tensors equally shaped matrices in a buffer; with `internal`, as a storage instead of a tensor."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
         tensor("rowwise_data", rowwise_data)
         if dtype is not None and dtype != rowwise_data.dtype:
@@ -167,7 +167,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         return cls.from_storage(GroupedTensorStorage.around(shapes, stack.detach(), StackQuantizer(None)))
 
     def _set_data(self, value: Tensor) -> None:
-        """Adopt the memory of plain values of the same shape and dtype; otherwise as `QuantizedTensor.data`."""
+        """Adopt the memory of plain values with the same shape and dtype; otherwise as `QuantizedTensor.data`."""
         fits = (value.shape, value.dtype) == (self.shape, self.dtype) and value.is_contiguous()
         if self.holds_values and fits and not isinstance(value, QuantizedTensor):
             value = GroupedTensor.of_stack(value)
@@ -192,7 +192,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
 
 
 class _GroupValues(Function):
-    """Values of a group of plain matrices as a plain tensor; the gradient passes through."""
+    """Plain matrices of a group as a plain tensor; the gradient passes through."""
 
     @staticmethod
     def forward(ctx: Any, group: GroupedTensor) -> Tensor:
@@ -211,12 +211,12 @@ def _shared(group: GroupedTensor) -> Tensor:
     return memory
 
 
-# (buffer, view) of groups that optimizers step: they compare tensors by identity from step to step.
+# (buffer, view) for groups that optimizers step: they compare tensors by identity from step to step.
 _views: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def memory_of(tensor: Any) -> Any:
-    """The memory of a group of plain matrices as a tensor without gradient, the same in each call; or the tensor."""
+    """The memory of a plain group as a tensor without gradient, the same in each call; or the tensor."""
     if not isinstance(tensor, GroupedTensor) or not tensor.holds_values:
         return tensor
     cached: Any = _views.get(tensor)
@@ -226,7 +226,7 @@ def memory_of(tensor: Any) -> Any:
 
 
 def plain_stack(parameter: Any) -> Any:
-    """Values of a group of plain matrices as a plain tensor on the same memory; any other tensor unchanged."""
+    """Plain matrices of a group as a plain tensor on the same memory; any other tensor unchanged."""
     if not isinstance(parameter, GroupedTensor) or not parameter.holds_values:
         return parameter
     if torch.is_grad_enabled() and parameter.requires_grad:
@@ -239,7 +239,7 @@ class StackQuantizer(Quantizer):
 
     Args:
         quantizers: One per matrix; None: plain values.
-        shapes: Shapes of the matrices; None: those of a stack [n, M, N].
+        shapes: Matrix shapes; None: from a stack [n, M, N].
     """
 
     TENSOR = GroupedTensor
@@ -296,7 +296,7 @@ class StackQuantizer(Quantizer):
         return None
 
     def copy(self) -> StackQuantizer:
-        """Return a copy whose usages, and those of its members' quantizers, are independent."""
+        """Return a copy with independent usages, also in its members' quantizers."""
         twin = copy.copy(self)
         twin.quantizers = None if self.quantizers is None else tuple(q.copy() for q in self.quantizers)
         return twin
@@ -308,10 +308,10 @@ class StackQuantizer(Quantizer):
 def stack_quantizer(
     quantizer: Quantizer | None, shapes: Shapes, stacked: bool | None = None
 ) -> StackQuantizer:
-    """Quantizer of a group whose matrices all use (a copy of) one quantizer; None: plain values.
+    """Quantizer for a group whose matrices all use (a copy of) one quantizer; None: plain values.
 
     Args:
-        quantizer: The quantizer of every matrix.
+        quantizer: The quantizer for every matrix.
         shapes: Their shapes.
         stacked: Whether the group is presented as a stack [n, M, N]; by default if all shapes are equal.
     """
@@ -321,7 +321,7 @@ def stack_quantizer(
 
 
 def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:
-    """Return one size per matrix; if none are given, `logical` or an equal share of it."""
+    """Return one size per matrix; if none are given, `logical` or an equal share."""
     if given is None:
         if is_sum and logical % max(count, 1):
             raise ValueError(f"num_tensors={count} does not divide the logical extent {logical}; give {name}")
@@ -337,7 +337,7 @@ def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_su
 def _make_grouped_tensor_in_reduce_ex(
     members: Sequence[Tensor], group_extents: Mapping[str, Any] | None = None
 ) -> GroupedTensor:
-    """Return a GroupedTensor from its pickle; pickles of earlier releases have no extents."""
+    """Return a GroupedTensor from its pickle; pickles from earlier releases have no extents."""
     return GroupedTensor.of_members(members, group_extents)
 
 

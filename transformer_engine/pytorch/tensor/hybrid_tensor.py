@@ -22,9 +22,9 @@ COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
 
 
 class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-    """A tensor with a format per direction. The values are those of the row-wise part.
+    """A tensor with a format per direction. The row-wise part has the values.
 
-    The other arguments are those of `QuantizedTensor`.
+    The other arguments are as in `QuantizedTensor`.
     """
 
     STORAGE = HybridQuantizedTensorStorage
@@ -40,13 +40,13 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # p
 
 
 class HybridQuantizer(Quantizer):
-    """Quantizes each direction with a quantizer of its own.
+    """Quantizes each direction with its own quantizer.
 
     Args:
-        rowwise_quantizer: Quantizer of the row-wise codes.
-        columnwise_quantizer: Quantizer of the column-wise codes.
-        columnwise_source: Source of the column-wise codes: "original", the tensor, or "rowwise_dequantized", the values
-            of its row-wise codes, so that the backward pass differentiates the forward computation.
+        rowwise_quantizer: Row-wise quantizer.
+        columnwise_quantizer: Column-wise quantizer.
+        columnwise_source: Source for the column-wise codes: "original", the tensor, or "rowwise_dequantized", the
+            values of its row-wise codes, so that the backward pass differentiates the forward computation.
         rowwise: Make row-wise codes; this replaces the setting of rowwise_quantizer.
         columnwise: Make column-wise codes; this replaces the setting of columnwise_quantizer.
 
@@ -55,7 +55,7 @@ class HybridQuantizer(Quantizer):
     """
 
     TENSOR = HybridQuantizedTensor
-    columnwise_source = "original"  # of pickles that do not say
+    columnwise_source = "original"  # for pickles that do not say
 
     def __init__(
         self, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, *, columnwise_source: str = "original",
@@ -110,7 +110,7 @@ class HybridQuantizer(Quantizer):
         )
 
     def is_requantization_safe(self) -> bool:
-        """Return whether all quantizers of the enabled directions are safe."""
+        """Return whether all quantizers for the enabled directions are safe."""
         used = []
         if self.rowwise_usage or (self.columnwise_usage and self.columnwise_source == "rowwise_dequantized"):
             used.append(self.rowwise_quantizer)

@@ -1,4 +1,4 @@
-"""No quantization: encode(x [..., K]) = x. The null object of everything that takes a quantizer."""
+"""No quantization: encode(x [..., K]) = x. The null object wherever a quantizer is expected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """High-precision values with the interface of a quantized tensor.
 
-    The other arguments are those of `QuantizedTensor`.
+    The other arguments are as in `QuantizedTensor`.
     """
 
     STORAGE = IdentityTensorStorage
@@ -37,7 +37,7 @@ class IdentityQuantizer(Quantizer):
     """Keeps high-precision values where a quantized tensor is expected.
 
     Args:
-        dtype: Dtype of the values; None keeps that of the input.
+        dtype: Value dtype; None keeps the input's dtype.
         rowwise: Accepted for compatibility; the values serve both directions.
         columnwise: Like rowwise.
 
@@ -47,7 +47,7 @@ class IdentityQuantizer(Quantizer):
 
     TENSOR = IdentityTensor
     is_identity = True
-    dtype: torch.dtype | None = None  # of pickles that do not say
+    dtype: torch.dtype | None = None  # for pickles that do not say
 
     def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True):
         super().__init__(rowwise=rowwise, columnwise=columnwise)

@@ -15,7 +15,7 @@ VALUES = "_high_precision_init_val"
 
 
 def keep_initial_values(param: Any, values: Tensor | None) -> None:
-    """Attach accessors of the values, which are kept on the CPU for an optimizer's master weights; None: cleared."""
+    """Attach accessors for the values, which are kept on the CPU for an optimizer's master weights; None: cleared."""
     if values is not None:
         setattr(param, VALUES, values.detach().cpu().clone())
     param.get_high_precision_init_val = MethodType(initial_values_of, param)

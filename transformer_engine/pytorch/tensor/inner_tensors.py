@@ -1,7 +1,7 @@
-"""The tensors and metadata of quantized tensors that a quantizer would return, without their values.
+"""Tensors and metadata that the results of a quantizer would have, without values.
 
-Operators of torch return plain tensors: they allocate the inner tensors of a result, and their callers put them into a
-quantized tensor. `transformer_engine.pytorch.dynamo.TensorSpec` does both.
+Operators of torch return plain tensors: they allocate the inner tensors of a result, and their
+callers put them into a quantized tensor. `transformer_engine.pytorch.dynamo.TensorSpec` does both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, str, enum.Enum, type(None))
 
 
 class DescribesTensors:
-    """Methods of quantizers that describe and allocate the tensors of results, from `empty`."""
+    """Quantizer methods that describe and allocate result tensors, from `empty`."""
 
     TENSOR: Any
     internal: bool
@@ -33,7 +33,7 @@ class DescribesTensors:
         raise NotImplementedError
 
     def inner_tensor_specs(self, shape: Sequence[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """{attribute: (shape, dtype)} of the tensors of a result with this shape, in the directions of the usages."""
+        """{attribute: (shape, dtype)} for the tensors in a result with this shape, in the directions of the usages."""
         tensors = _tensors(self.empty(extents("shape", shape), torch.float32, "meta", False))
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
@@ -45,7 +45,7 @@ class DescribesTensors:
         return _tensors(self.empty(extents("shape", shape), torch.float32, place, False))
 
     def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
-        """{"cls", "nontensor_kwargs"}: the class of the storage of results, and its keywords except the tensors.
+        """{"cls", "nontensor_kwargs"}: the storage class of the results, and its keywords except the tensors.
 
         Args:
             fake_dtype: Nominal dtype of the results.
@@ -59,7 +59,7 @@ class DescribesTensors:
     def create_metadata(
         self, _shape: Sequence[int], *, dtype: torch.dtype, requires_grad: bool = False
     ) -> dict[str, Any]:
-        """Metadata of a result: its class, whether it is a torch.Tensor, and the keywords of `storage_metadata`.
+        """Metadata of a result: its class, whether it is a torch.Tensor, and the `storage_metadata` keywords.
 
         Args:
             dtype: Nominal dtype.
@@ -78,11 +78,11 @@ class DescribesTensors:
         }
 
     def _value_fields(self) -> tuple[str, ...]:
-        """Names of the attributes that determine codes and scales."""
+        """Attribute names that determine codes and scales."""
         return tuple([name for name in vars(self) if name != "device" and not name.startswith("_")])
 
     def _value_key(self) -> Hashable:
-        """Key that is equal for quantizers of one class with equal settings.
+        """Key that is equal for quantizers with the same class and settings.
 
         Raises:
             TypeError: An attribute is not a plain value, for example a process group.

@@ -1,7 +1,7 @@
 """Quantized weights [M, K] written from flat shards of their high-precision masters, scaled as if from the whole.
 
-Each rank of a group owns a run of a weight's elements. Maxima are reduced over the group in one collective, so that
-every rank holds all scales, and the codes of its run; the caller gathers the codes.
+Each rank of a group owns a run of a weight's elements. Maxima are reduced over the group in one collective,
+so that every rank holds all scales, and the codes of its run; the caller gathers the codes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_sha
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements start .. start + len(values) of a flattened weight.
+    """Elements start .. start + len(values) in a flattened weight.
 
     Attributes:
         weight: The quantized weight, or one direction of a hybrid weight.
@@ -46,7 +46,7 @@ class Shard:
 
 
 def write_shards(shards: Sequence[Shard], group: Any) -> None:
-    """Quantize every shard into its weight, with maxima of the whole group (None: of this process)."""
+    """Quantize every shard into its weight, with maxima over the whole group (None: over this process)."""
     writers = [_writer(shard) for shard in shards]
     maxima = [amax for writer in writers for amax in writer.maxima()]
     if group is not None and maxima:
@@ -154,17 +154,15 @@ class _TensorScaled:
 class _BlockScaled:
     """Quantize with one scale per block.
 
-    Elements of other ranks are replaced by their block's maximum, so that blocks at the ends of a shard have the scales
-    of the whole weight; the codes of these elements are not written."""
+    Other ranks' elements are replaced by their block's maximum, so that blocks at a shard's ends
+    have the whole weight's scales; the codes of these elements are not written."""
 
     def __init__(self, shard: Shard, quantizer: BlockScalingQuantizer):
         weight: Any = shard.weight
         self.shard = shard
         usages = weight.get_usages()
         self.axes = (False,) if weight.transposable and usages["rowwise"] else (False, True)
-        if not (
-            usages["rowwise"] and usages["columnwise"]
-        ):  # part of a hybrid weight, or a dropped direction
+        if not (usages["rowwise"] and usages["columnwise"]):  # a hybrid weight's part, or a dropped direction
             self.axes = (False,) if usages["rowwise"] else (True,)
         self.spec = quantizer.spec(True, False)
         if True in self.axes and weight.COLUMNS_TRANSPOSED:
@@ -221,13 +219,13 @@ class _BlockScaled:
 
 
 def _write_run(codes: Tensor, shard: Shard, direction: int, data: Tensor, packing: int = 1) -> None:
-    """Copy the codes of a shard's run into its target, or into their place in the weight's codes."""
+    """Copy a shard's codes into its target, or into their place in the weight's codes."""
     codes = codes.reshape(-1).view(torch.uint8)
     target = shard.targets[direction]
     if target is not None:
         target.view(-1).copy_(codes)
         return
-    flat = data.reshape(-1)  # a view, except of column-wise MXFP8 codes, which lie transposed
+    flat = data.reshape(-1)  # a view, except for column-wise MXFP8 codes, which are stored transposed
     flat[shard.start // packing : shard.stop // packing].copy_(codes)
     if flat.data_ptr() != data.data_ptr():
         data.copy_(flat.view(data.shape))

@@ -1,4 +1,4 @@
-"""Quantized parameters of modules: plain state dictionaries for files of tensors, and conversion of dtypes.
+"""Quantized parameters of modules: plain state dictionaries for tensor files, and dtype conversion.
 
 `plain_state_dict` stores a quantized parameter `weight` under `weight::Float8Tensor.E4M3::_data` and
 `weight::Float8Tensor.E4M3::_scale_inv`: the class, the element and the attribute. safetensors and similar formats hold
@@ -51,11 +51,11 @@ def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], stri
 
     Args:
         module: Module to load into.
-        tensors: {name: tensor} of `plain_state_dict`, or plain values.
+        tensors: {name: tensor} from `plain_state_dict`, or plain values.
         strict: As in torch.nn.Module.load_state_dict.
 
     Raises:
-        ValueError: Codes of another format than the parameter, or an incomplete payload. Nothing is loaded.
+        ValueError: Codes in another format than the parameter, or an incomplete payload. Nothing is loaded.
     """
     own = module.state_dict()
     state: dict[str, Any] = {}
@@ -72,7 +72,7 @@ def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], stri
 
 
 def _kind(tensor: QuantizedTensor) -> str:
-    """Return the class and the element of the codes, which bytes do not contain; of a group, those of members too."""
+    """Return the class and the element of the codes, which bytes do not contain; for a group, of its members too."""
     if isinstance(tensor, GroupedTensor):
         member = tensor.split_into_quantized_tensors()[0]
         inner = _kind(member) if isinstance(member, QuantizedTensor) else str(tensor.dtype).rpartition(".")[2]
@@ -87,7 +87,7 @@ def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def _together(name: str, own: Any, payload: dict[str, Tensor]) -> Any:
-    """Return a tensor of own's kind with this payload."""
+    """Return a tensor like own with this payload."""
     kinds = sorted({key.partition(_BETWEEN)[0] for key in payload})
     wanted = _kind(own) if isinstance(own, QuantizedTensor) else "plain"
     if kinds != [wanted]:
@@ -119,7 +119,7 @@ _MARK = "_keeps_quantized_parameters"
 def keep_quantized_parameters() -> None:
     """Replace `float`, `half` and `bfloat16` of torch.nn.Module by methods that keep quantized parameters quantized.
 
-    `tensor.float()` of a quantized tensor dequantizes, and torch's modules convert parameters through that method. The
+    `tensor.float()` dequantizes a quantized tensor, and torch's modules convert parameters through that method. The
     new methods change only the nominal dtype of quantized parameters, and behave the same for every other tensor.
     """
 

@@ -35,7 +35,7 @@ _PICKLED = (
 
 
 class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-    """A tensor of FP8 codes with one exponent per 32 values. The other arguments are those of `QuantizedTensor`."""
+    """FP8 codes with one exponent per 32 values. The other arguments are as in `QuantizedTensor`."""
 
     STORAGE = MXFP8TensorStorage
 
@@ -58,7 +58,7 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         fp8_dtype: kFloat8E4M3 or kFloat8E5M2.
         with_2d_quantization: Share scales over 32 x 32 values, equal in both directions.
 
-    The other arguments are those of `Quantizer`.
+    The other arguments are as in `Quantizer`.
     """
 
     TENSOR = MXFP8Tensor
@@ -97,14 +97,14 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         fp8_dtype: DType | torch.dtype | None = None,
         requires_grad: bool = False,
     ) -> MXFP8Tensor:
-        """Return a tensor of existing row-wise codes [..., K] and padded exponents.
+        """Return a tensor from existing row-wise codes [..., K] and padded exponents.
 
         Args:
             data: Codes [..., K].
             scale_inv: Exponents, padded as by this quantizer.
             fake_dtype: Nominal dtype.
-            fp8_dtype: Element of the codes; None: the quantizer's.
-            requires_grad: As of `torch.Tensor`.
+            fp8_dtype: Code element; None: the quantizer's.
+            requires_grad: As for `torch.Tensor`.
         """
         constants = self.constants()
         if fp8_dtype is not None:

@@ -57,7 +57,7 @@ _REMEDIES = {
 
 
 class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-    """A tensor of packed FP4 codes with two levels of scales. The other arguments are those of `QuantizedTensor`."""
+    """Packed FP4 codes with two scale levels. The other arguments are as in `QuantizedTensor`."""
 
     STORAGE = NVFP4TensorStorage
 
@@ -109,11 +109,11 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
     """Quantizer for training in NVFP4 after arXiv:2509.25149.
 
     Args:
-        fp4_dtype: Element of the codes; E2M1 is the only one.
+        fp4_dtype: Code element; E2M1 is the only one.
         rowwise: Make the row-wise direction.
         columnwise: Make the column-wise direction.
         with_amax_reduction: Take maxima over `amax_reduction_group`. With `row_scaled_nvfp4` no reduction is possible.
-        amax_reduction_group: Process group of that reduction.
+        amax_reduction_group: Process group for that reduction.
         with_rht: Hadamard transform the column direction before it is quantized.
         with_post_rht_amax: Scale the transformed direction by its own maximum; `with_rht` requires it.
         with_2d_quantization: Share a scale among 16 x 16 elements, so that both directions hold the same values.
@@ -124,7 +124,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         nvfp4_e4m3_max: Largest block scale, 448 or 256. With 448, the scale that maps a block's maximum to 4 saturates
             in the blocks with the largest values.
         nvfp4_4over6_err_mode: "MAE" (sum of absolute errors) or "MSE" (sum of squared errors), by which 4over6 chooses.
-            With NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1 errors are measured in units of the second-level scale.
+            With NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1 errors are measured relative to the second-level scale.
         with_random_sign_mask: Apply the fixed sign vector of the Hadamard transform.
 
     Raises:
@@ -222,7 +222,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         return not self.row_scaled_nvfp4 and super().is_quantizable(inp)
 
     def convert_shape_for_fp4(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the bytes of values [..., K], two per byte: [..., K / 2]."""
+        """Return the byte shape for values [..., K], two per byte: [..., K / 2]."""
         return (*shape[:-1], shape[-1] // 2)
 
     def constants(self) -> dict[str, Any]:
@@ -242,10 +242,10 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
     def _quantized(self, matrix: Tensor, spec: QuantizeSpec) -> Quantized:
         amax = amax_t = None
         if self.with_amax_reduction:
-            # Maxima over the group, each float32 [1], in one collective. Its number of elements depends on settings
-            # that the ranks share, not on the directions: a rank may need only one where another rank needs both.
+            # Maxima over the group, each float32 [1], in one collective. Its element count depends on settings that
+            # the ranks share, not on the directions: a rank may need only one where another rank needs both.
             if spec.format.row_scaled:
-                amax_t = self.reduce_amax(maximum(matrix))  # the maxima per row stay those of the rank
+                amax_t = self.reduce_amax(maximum(matrix))  # per-row maxima stay local to the rank
             elif self.with_rht:
                 amax, amax_t = self._all_reduce_directions(matrix, spec)
             else:
@@ -260,9 +260,9 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         return quantize(matrix, spec, amax=amax, amax_t=amax_t, random=random)
 
     def _all_reduce_directions(self, matrix: Tensor, spec: QuantizeSpec) -> tuple[Any, Any]:
-        """Return the maxima over the group of the values and of the transformed columns.
+        """Return the maxima over the group, of the values and of the transformed columns.
 
-        A rank without the column-wise direction adds no maximum of its columns; its second result is not used.
+        A rank without the column-wise direction adds no column maximum; its second result is not used.
         """
         maxima = [maximum(matrix)]
         if spec.columnwise:
@@ -277,7 +277,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         return super().groups_unsupported_reason()
 
     def encode_groups(self, x: Tensor, groups: PaddedGroups) -> dict[str, Tensor]:
-        # Both directions are rows of 16 values, each with the maximum of its group.
+        # Both directions are 16-value rows, each with the maximum of its group.
         x = groups.padded(x)
         group, _ = groups.padded_groups()
         amax = maxima_of_groups(row_maxima(x), groups, group)
@@ -302,7 +302,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         return buffers
 
     def _rows_with_maxima(self, x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """Packed codes [R, K / 2] and block scales [R, K / 16] of rows with these maxima [R]."""
+        """Packed codes [R, K / 2] and block scales [R, K / 16] for rows with these maxima [R]."""
         spec = self.spec(True, False)
         if self.stochastic_rounding:
             uniform = torch.rand(x.shape, dtype=torch.float32, device=x.device)

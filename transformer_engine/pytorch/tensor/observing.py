@@ -16,12 +16,12 @@ Record = Callable[[Tensor, Operand | None], None]
 
 
 def _forwarded(name: str) -> Any:
-    """Return a method that calls the method of the same name of the observed quantizer."""
+    """Return a method that calls the method with the same name on the observed quantizer."""
     return lambda self, *args, **kwargs: getattr(self.quantizer, name)(*args, **kwargs)
 
 
 class Observing(Quantizer):
-    """A quantizer with the results of another; it calls record(x [M, K], operand of x) for each matrix.
+    """A quantizer with another's results; it calls record(x [M, K], operand of x) for each matrix.
 
     It has no `cast`, because the values must exist for the comparison; codes in two steps are equal. It records nothing
     while torch.compile traces, nor in quantizers that repeat a call.
@@ -79,7 +79,7 @@ class Observing(Quantizer):
         return Observing(self.quantizer.reducing_over(group), self.record)
 
     def sharing_scale(self, group: torch.distributed.ProcessGroup) -> Quantizer:
-        """Observe a copy of the delayed-scaling quantizer with the least scale of the ranks of a group."""
+        """Observe a copy of the delayed-scaling quantizer with the least scale over the ranks of a group."""
         return Observing(self.quantizer.sharing_scale(group), self.record)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
@@ -87,7 +87,7 @@ class Observing(Quantizer):
         return self.quantizer.column_signs
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the observed quantizer, for example its scale or dtype."""
+        """Return the observed quantizer's attribute, for example its scale or dtype."""
         if name == "quantizer":
             raise AttributeError(name)
         return getattr(self.quantizer, name)

@@ -1,8 +1,8 @@
-"""Quantization of consecutive groups of rows without reading the groups' sizes on the host.
+"""Quantization of consecutive row groups without reading group sizes on the host.
 
-Groups are copied into a matrix in which each group begins at a multiple of 128 rows, the largest block of a format.
-One quantization of this matrix has the bits of one quantization per group. Every shape follows from the numbers of
-groups and rows alone, so a CUDA graph can capture the call.
+Groups are copied into a matrix in which each group begins at a multiple of 128 rows, the largest
+block of any format. Quantizing this matrix once gives the same bits as quantizing each group. Every
+shape follows from the group and row counts alone, so a CUDA graph can capture the call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ TILE = 128
 
 @dataclass(frozen=True)
 class PaddedGroups:
-    """Positions of n consecutive groups of rows in a matrix [total, K], as int64 tensors on its device.
+    """Positions of n consecutive row groups in a matrix [total, K], as int64 tensors on its device.
 
     Attributes:
-        rows: Rows of each group [n].
-        starts: First row of each group, and the end [n + 1].
+        rows: Rows per group [n].
+        starts: First row per group, and the end [n + 1].
         padded_starts: The same in a matrix whose groups begin at multiples of 128 rows.
         total: Rows of the matrix; rows behind the last group belong to none.
     """
@@ -36,7 +36,7 @@ class PaddedGroups:
 
     @classmethod
     def of(cls, rows: Tensor, total: int) -> PaddedGroups:
-        """Compute the positions of groups with these numbers of rows."""
+        """Compute the positions of groups with these row counts."""
         rows = rows.to(torch.int64)
         tiles = (rows + TILE - 1) // TILE
         return cls(rows, _starts(rows), _starts(tiles * TILE), total)
@@ -47,7 +47,7 @@ class PaddedGroups:
 
     @property
     def padded_total(self) -> int:
-        """Upper bound of the padded rows, which does not depend on the groups' rows."""
+        """Upper bound on the padded rows, which does not depend on the groups' rows."""
         return (self.total // TILE + self.count) * TILE
 
     def group_of(self, positions: Tensor, starts: Tensor) -> Tensor:
@@ -65,13 +65,13 @@ class PaddedGroups:
         return position.clamp(max=max(self.padded_total - 1, 0))
 
     def padded_groups(self) -> tuple[Tensor, Tensor]:
-        """(group, row in the group) of each row of the padded matrix; group `count` behind the last one."""
+        """(group, row in the group) for each padded row; group `count` behind the last one."""
         numbers = self.numbers(self.padded_total)
         group = self.group_of(numbers, self.padded_starts)
         return group, numbers - self.padded_starts[group.clamp(max=self.count - 1)]
 
     def padded(self, x: Tensor) -> Tensor:
-        """Copy x [total, K] into the padded matrix, with zeros in rows of no group."""
+        """Copy x [total, K] into the padded matrix, with zeros in rows outside the groups."""
         group, local = self.padded_groups()
         inside = group.clamp(max=self.count - 1)
         used = (group < self.count) & (local < self.rows[inside])
@@ -81,7 +81,7 @@ class PaddedGroups:
         return torch.where(used[:, None], x.index_select(0, source), x.new_zeros(()))
 
     def transposed_row_scales(self, scale: Tensor) -> Tensor:
-        """Scales of padded rows [padded rows, blocks] as [blocks, rows padded to 4] of each group, flat."""
+        """Scales of padded rows [padded rows, blocks] as [blocks, rows padded to 4] per group, flat."""
         group, local = self.padded_groups()
         used = local < self.rows[group.clamp(max=self.count - 1)]
         widths, size = (self.rows + 3) // 4 * 4, self.total + 3 * self.count
@@ -97,13 +97,13 @@ def _starts(extents: Tensor) -> Tensor:
 
 
 def maxima_of_groups(maxima: Tensor, groups: PaddedGroups, group_of: Tensor) -> Tensor:
-    """Largest of the maxima of each group, float32 [n]; 0 for a group without rows, NaN where one is NaN."""
+    """Largest maximum per group, float32 [n]; 0 for a group without rows, NaN where one is NaN."""
     largest = torch.zeros(groups.count + 1, dtype=torch.float32, device=maxima.device)
     return largest.scatter_reduce(0, group_of, maxima, "amax")[: groups.count]
 
 
 def by_group(values: Tensor, group_of: Tensor) -> Tensor:
-    """The value [n] of each position's group; 1 for positions of no group."""
+    """Each position's group value, from [n]; 1 for positions outside the groups."""
     return torch.cat((values, values.new_ones(1)))[group_of]
 
 
@@ -114,8 +114,8 @@ def columns_of_groups(matrix: Tensor, group: Tensor, local: Tensor, widths: Tens
         matrix: [D, C], whose columns belong to groups.
         group: Group of each column [C]; n for none.
         local: Index of each column in its group [C].
-        widths: Columns of each group's result [n]; columns with local >= width are dropped.
-        size: Columns of the result in all, an upper bound.
+        widths: Columns in each group's result [n]; columns with local >= width are dropped.
+        size: Total result columns, an upper bound.
 
     Returns:
         Flat matrices [D, widths[g]], at most D * size elements; zeros behind the last one.
@@ -138,7 +138,7 @@ def transposed_codes(codes_t: Tensor, groups: PaddedGroups, packing: int = 1) ->
 
 
 def transposed_scales(scale_t: Tensor, groups: PaddedGroups, rows: int) -> Tensor:
-    """Scales [K', padded rows / rows] of the transpose, as [K', blocks padded to 4] of each group."""
+    """Transposed scales [K', padded rows / rows], as [K', blocks padded to 4] per group."""
     group, local = (each[::rows] for each in groups.padded_groups())
     blocks = (groups.rows + rows - 1) // rows
     widths, size = (blocks + 3) // 4 * 4, scale_t.shape[1] + 3 * groups.count
@@ -152,7 +152,7 @@ def transposed_scales(scale_t: Tensor, groups: PaddedGroups, rows: int) -> Tenso
 def scaled_groups(
     x: Tensor, groups: PaddedGroups, scale: Tensor, element: Element, rowwise: bool, columnwise: bool
 ) -> dict[str, Tensor]:
-    """FP8 codes saturate(x * scale of its group) of x [total, K], by the keyword of `GroupedTensorStorage`."""
+    """FP8 codes saturate(x * scale of its group) for x [total, K], by the keyword of `GroupedTensorStorage`."""
     group = groups.group_of_row()
     codes = cast(x.to(torch.float32) * by_group(scale, group)[:, None], element).view(torch.uint8)
     inverse, buffers = scale.reciprocal(), {"scale": scale}
@@ -166,15 +166,15 @@ def scaled_groups(
 
 
 class EncodesGroups:
-    """The methods of quantizers that read groups of rows without their numbers on the host."""
+    """Methods for quantizers that read row groups without their row counts on the host."""
 
     def groups_unsupported_reason(self) -> str | None:
         """Reason why `encode_groups` is unsupported, or None."""
         return f"{type(self).__name__} quantizes one tensor at a time"
 
     def encode_groups(self, x: Tensor, groups: PaddedGroups) -> dict[str, Tensor]:
-        """Codes and scales of groups of rows of x [total, K] by the keyword of `GroupedTensorStorage`, row-major.
+        """Codes and scales for row groups of x [total, K] by `GroupedTensorStorage` keyword, row-major.
 
-        The bits are those of `encode` per group.
+        The bits equal `encode` per group.
         """
         raise NotImplementedError(self.groups_unsupported_reason())

@@ -1,4 +1,4 @@
-"""Dtypes in which operations read quantized values: the dtype of the computation instead of the nominal dtype."""
+"""Dtypes in which operations read quantized values: the computation dtype instead of the nominal dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 aten = torch.ops.aten
 
-# Operations without the tag `pointwise` that promote the dtypes of their arguments.
+# Operations without the tag `pointwise` that promote argument dtypes.
 _PROMOTING = frozenset({aten.cat.default, aten.stack.default})
 _DECODED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -25,15 +25,15 @@ def read_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace the arguments of an operation by their values in the dtype that it computes in.
 
-    An operation that promotes dtypes reads values in the promoted dtype, and a copy in the dtype of its target. The
-    nominal dtype would round them first: master weights in float32 would lose bits. Tensors that the operation writes
-    to have their nominal dtype.
+    An operation that promotes dtypes reads values in the promoted dtype, and a copy in the dtype of
+    its target. The nominal dtype would round them first: master weights in float32 would lose bits.
+    Tensors that the operation writes to have their nominal dtype.
 
     Args:
         func: The operation.
         args: Its positional arguments.
         kwargs: Its keywords.
-        read: Function of a leaf of the arguments and a dtype, None for the nominal one.
+        read: Function of an argument leaf and a dtype, None for the nominal one.
     """
     arguments = func._schema.arguments
     written = {argument.name for argument in arguments if writes(argument)}
@@ -43,7 +43,7 @@ def read_arguments(
     def values(name: str, argument: Any) -> Any:
         if name in written or not (foreach and isinstance(argument, (list, tuple))):
             return tree_map(lambda leaf: read(leaf, None if name in written else dtype), argument)
-        # Each entry of the lists is a computation of its own.
+        # Each list entry is a separate computation.
         return [
             read(leaf, _computed_dtype(func, *_entry_arguments(args, kwargs, index)))
             for index, leaf in enumerate(argument)
@@ -56,7 +56,7 @@ def read_arguments(
 def _entry_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], index: int
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of one entry of a foreach operation: this entry of every list, and the arguments without entries."""
+    """Arguments of a foreach operation for one entry: this entry from every list, and the arguments without entries."""
 
     def entry(argument: Any) -> Any:
         if not isinstance(argument, (list, tuple)):
@@ -74,7 +74,7 @@ def decoded_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def writes(argument: Any) -> bool:
-    """Whether an operation writes to an argument of its schema."""
+    """Whether an operation writes to an argument in its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 

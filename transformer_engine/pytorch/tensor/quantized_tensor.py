@@ -1,4 +1,4 @@
-"""QuantizedTensor: a torch.Tensor of values [..., K] whose bytes are codes and scales.
+"""QuantizedTensor: a torch.Tensor with values [..., K] whose bytes are codes and scales.
 
 The wrapper presents the nominal shape and dtype; `aten` defines its operations.
 """
@@ -56,12 +56,12 @@ def _rebuild_trained(
     """Return make(*arguments) as a parameter, or with requires_grad, as it was pickled."""
     tensor = make(*arguments)
     if is_parameter:
-        tensor._is_param = True  # how torch marks parameters of other tensor classes
+        tensor._is_param = True  # how torch marks parameters with other tensor classes
     return tensor.requires_grad_(requires_grad)
 
 
 def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
-    """Return the shared payload of a tensor or storage; torch.compile would not trace a method of the tensor."""
+    """Return the shared payload of a tensor or storage; torch.compile would not trace a tensor method."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     cls = type(tensor)
@@ -78,8 +78,8 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         dtype: Nominal dtype.
         parts: The payload by position, in the order of the storage class.
         requires_grad: Record operations for autograd.
-        device: Device of the payload, by default that of its first tensor.
-        fake_dtype: Another name of dtype.
+        device: Payload device, by default as its first tensor.
+        fake_dtype: Alias for dtype.
         stride: Nominal strides; contiguous by default.
         storage_offset: Nominal offset of the first element.
         payload: The arguments of the storage class.
@@ -102,14 +102,14 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         """Wrap a payload that was made elsewhere.
 
         Args:
-            shape: Shape of the values; None means the payload's.
+            shape: Value shape; None means the payload's.
             dtype: Nominal dtype; float32 by default.
-            requires_grad: As of `torch.Tensor`.
+            requires_grad: As for `torch.Tensor`.
             device: Checked only; the tensor is on the device of its payload.
             fake_dtype: The nominal dtype under the original's keyword.
-            stride: Nominal strides; by default those of a contiguous tensor. The payload has its own layout.
+            stride: Nominal strides; contiguous by default. The payload has its own layout.
             storage_offset: Nominal storage offset.
-            payload: Keywords of the storage class, such as `data` and `fp8_scale_inv`.
+            payload: Storage class keywords, such as `data` and `fp8_scale_inv`.
         """
         check_keywords(cls, (shape, dtype, *parts))
         dtype = nominal_dtype(fake_dtype, dtype) or torch.float32
@@ -237,7 +237,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
     def _set_data(self, value: Tensor) -> None:
         """Adopt value's payload (shape and nominal dtype included), or quantize a tensor into this one's payload.
 
-        A tensor of another format is dequantized first. A tensor of another shape gets a new payload.
+        A tensor in another format is dequantized first. A tensor with another shape gets a new payload.
         """
         if isinstance(value, QuantizedTensor) and not isinstance(value, type(self)):
             value = value.dequantize()
@@ -262,7 +262,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
             return
         # In float32: values in the nominal dtype would be rounded before they are quantized again.
         values = self.dequantize(dtype=torch.float32)
-        # `float` is exact; assignments by lists of indices need equal dtypes.
+        # `float` is exact; assignments by index lists need equal dtypes.
         values[index] = value.float() if isinstance(value, Tensor) else value
         self.copy_(values)
 
@@ -286,7 +286,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         for name, value in aten.attributes(self).items():
             setattr(twin, name, copy.deepcopy(value, memo))
         if isinstance(self, torch.nn.Parameter):
-            twin._is_param = True  # how torch marks parameters of other tensor classes
+            twin._is_param = True  # how torch marks parameters with other tensor classes
         twin.requires_grad_(self.requires_grad)
         return twin
 
@@ -325,7 +325,8 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
 
     @classmethod
     def __metadata_guard__(cls, seen: dict[str, Any], found: dict[str, Any]) -> bool:
-        """Return whether code compiled for one tensor is valid for another; quantizers have guards of their use."""
+        """Return whether code compiled for one tensor is valid for another; quantizers have guards where they are
+        used."""
         return all(seen[name] == found[name] for name in seen if name != "_quantizer")
 
     def fsdp_pre_all_gather(
@@ -333,7 +334,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
     ) -> tuple[tuple[Tensor, ...], GatheredPayload]:
         """Return the bytes to gather along dimension 0, and the metadata to read them again.
 
-        From now on the shard is quantized with the scale of the whole tensor, so that its bytes match other shards.
+        From now on the shard is quantized with the whole tensor's scale, so that its bytes match other shards.
         """
         if mesh is not None and mesh.size() > 1:
             self._quantizer = self.writer().reducing_over(mesh.get_group(mesh.ndim - 1))
@@ -347,7 +348,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         *,
         out: Tensor | None = None,
     ) -> Any:
-        """Return (tensor, its inner tensors) of the whole tensor from the gathered bytes, or None if out is filled.
+        """Return (whole tensor, its inner tensors) from the gathered bytes, or None if out is filled.
 
         `out` keeps its tensors, and the directions that derive from gathered bytes: operands that a forward pass saved
         are views of them.

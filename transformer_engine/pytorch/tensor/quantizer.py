@@ -1,4 +1,4 @@
-"""Quantizer: codes, scales = quantize(x [..., K]); the settings of quantization, separate from its results."""
+"""Quantizer: codes, scales = quantize(x [..., K]); quantization settings, separate from results."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class Operands(NamedTuple):
 
 
 class Quantizer(EncodesGroups, DescribesTensors):
-    """Base class of quantizers. `encode` is the functional core; everything else is defined by it.
+    """Base class for quantizers. `encode` is the functional core; everything else is defined by it.
 
     A custom quantizer may define `quantize_impl(tensor)` instead, or `update_quantized` and `make_empty`. Their results
     are tensors of this package, objects with `dequantize()`, or objects that the quantizer's `qgemm` multiplies; see
     `custom_operand`. The attribute `internal` returns bare storages, which are cheaper and invisible to autograd.
-    `optimize_for_gemm` states that results are only multiplied: MXFP8 and NVFP4 scales are in the order of matrix
-    instructions (`_with_gemm_swizzled_scales`). Slices, gathers and copies of such tensors convert the order.
+    `optimize_for_gemm` states that results are only multiplied: MXFP8 and NVFP4 scales are in matrix-instruction order
+    (`_with_gemm_swizzled_scales`). Slices, gathers and copies of such tensors convert the order.
 
     Args:
         rowwise: Make codes for products along the last dimension; the attribute `rowwise_usage`.
         columnwise: Make codes for products along the other dimensions; the attribute `columnwise_usage`.
     """
 
-    TENSOR: ClassVar[Any] = None  # the class of the tensors that `wrap` returns; None: bare storages
+    TENSOR: ClassVar[Any] = None  # the tensor class that `wrap` returns; None: bare storages
     RECIPE: ClassVar[type[recipes.Recipe] | None] = None  # the recipe for whose weights it is made; None: any
     is_identity = False  # `encode` leaves values unchanged
     stochastic_rounding: bool = False  # `encode` draws random numbers
@@ -101,9 +101,9 @@ class Quantizer(EncodesGroups, DescribesTensors):
         return self._quantize(tensor, None)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
-        """Return the operands of a matrix [M, K]: [M, K] row-wise and [K, M] column-wise, where requested.
+        """Quantize a matrix [M, K] to operands: [M, K] row-wise and [K, M] column-wise, where requested.
 
-        Codes and scales equal those of `encode`, without a storage.
+        Codes and scales equal `encode`'s, without a storage.
         """
         storage = self.encode(matrix, rowwise, columnwise)
         if not isinstance(storage, QuantizedTensorStorage):
@@ -120,13 +120,13 @@ class Quantizer(EncodesGroups, DescribesTensors):
         return None
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
-        """Return the operands of codes that were computed by `cast`, of values in dtype."""
+        """Return the operands from codes that `cast` computed, for values in dtype."""
         raise TypeError(f"{type(self).__name__} cannot run inside another kernel")
 
     def adopted(
         self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor | QuantizedTensorStorage:
-        """Return the tensor of these codes, with this shape and nominal dtype."""
+        """Return the tensor with these codes, this shape and nominal dtype."""
         raise TypeError(f"{type(self).__name__} cannot run inside another kernel")
 
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Any:
@@ -138,7 +138,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> QuantizedTensorStorage:
-        """Return an uninitialized storage for values of this shape, in this quantizer's directions."""
+        """Return an uninitialized storage for values with this shape, in this quantizer's directions."""
         if type(self).make_empty is Quantizer.make_empty:
             raise TypeError(f"{type(self).__name__} makes no empty tensors; define make_empty(shape, ..)")
         return self.make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
@@ -176,7 +176,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
             return self._wrapped(
                 tensor.detach() if tensor.requires_grad or self.is_identity else tensor, dtype
             )
-        # torch.no_grad() as a context takes as long as the launch of a kernel.
+        # torch.no_grad() as a context takes as long as a kernel launch.
         set_grad_enabled(False)
         try:
             return self._wrapped(
@@ -186,7 +186,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
             set_grad_enabled(True)
 
     def _wrapped(self, values: Tensor, dtype: torch.dtype | None) -> Any:
-        """Return the tensor, or bare storage, of values without a gradient."""
+        """Return the tensor, or bare storage, for values without a gradient."""
         storage = self.encode(values, self.rowwise_usage, self.columnwise_usage)
         if dtype is not None:
             storage._dtype = dtype
@@ -198,15 +198,15 @@ class Quantizer(EncodesGroups, DescribesTensors):
         return self.quantize(tensor, out=out, dtype=dtype)
 
     def multi_quantize(self, list_of_tensors: Sequence[Tensor]) -> list[Tensor | QuantizedTensorStorage]:
-        """Quantize each tensor of a list with this quantizer, in order."""
+        """Quantize each tensor in a list with this quantizer, in order."""
         return [self.quantize(tensor) for tensor in list_of_tensors]
 
     def is_requantization_safe(self) -> bool:
         """Return whether quantizing the same values again later gives the same codes and scales.
 
-        False if the result depends on state that changes between calls, as with delayed scaling, or on random numbers,
-        as with stochastic rounding. A quantizer of another library is assumed to be safe unless it overrides this
-        method.
+        False if the result depends on state that changes between calls, as with delayed scaling, or
+        on random numbers, as with stochastic rounding. A quantizer from another library is assumed
+        to be safe unless it overrides this method.
         """
         return not (self.stateful or self.stochastic_rounding)
 
@@ -247,13 +247,13 @@ class Quantizer(EncodesGroups, DescribesTensors):
         return storage if self.internal else self.wrap(storage, requires_grad=requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Select the directions of later quantizations; None leaves a direction unchanged."""
+        """Select the directions for later quantizations; None leaves a direction unchanged."""
         rows = self.rowwise_usage if rowwise is None else to_bool("rowwise", rowwise)
         columns = self.columnwise_usage if columnwise is None else to_bool("columnwise", columnwise)
         self.rowwise_usage, self.columnwise_usage = rows, columns
 
     def get_usages(self) -> dict[str, bool]:
-        """Return the directions of later quantizations: {"rowwise": bool, "columnwise": bool}."""
+        """Return the directions for later quantizations: {"rowwise": bool, "columnwise": bool}."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
     def copy(self) -> Quantizer:
@@ -273,7 +273,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
         """Record statistics of a tensor without quantizing it; most formats have none."""
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Return whether the format supports a tensor of this shape."""
+        """Return whether the format supports a tensor with this shape."""
         return self.unsupported_shape_reason(inp.shape, self.rowwise_usage, self.columnwise_usage) is None
 
     def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
@@ -292,7 +292,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
         return ()
 
     def replaying(self, state: tuple[Tensor, ...]) -> Quantizer:
-        """Return a quantizer that repeats `encode` with the state of `replay_state`, and records nothing."""
+        """Return a quantizer that repeats `encode` with the state from `replay_state`, and records nothing."""
         return self
 
     def _get_compatible_recipe(self) -> type[recipes.Recipe] | None:
@@ -300,7 +300,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
         return self.RECIPE
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
-        """Return the quantizer of a shard whose tensor is sharded over a group: one tensor has one scale."""
+        """Return the quantizer for a shard whose tensor is sharded over a group: one tensor has one scale."""
         return self
 
     def supports_only_rowwise_all_gather(self) -> bool:
@@ -308,15 +308,15 @@ class Quantizer(EncodesGroups, DescribesTensors):
         return False
 
     def shard_granularity(self, columnwise: bool) -> int | None:
-        """Return the multiple of rows at which the codes of shards are those of the whole matrix, joined along rows.
+        """Return the row multiple at which joining the shards' codes along rows gives the whole matrix's codes.
 
-        One scale per tensor must then be that of all shards; see `reducing_over`. With `columnwise` the column
-        direction is joined too. None if codes cannot be joined.
+        One scale per tensor must then be shared by all shards; see `reducing_over`. With
+        `columnwise` the column direction is joined too. None if codes cannot be joined.
         """
         return None
 
     def joins_shards_of(self, kind: type) -> bool:
-        """Return whether the codes of a caller's shards of this class are joined as this quantizer's are."""
+        """Return whether codes from a caller's shards of this class join like this quantizer's."""
         return False
 
     def __eq__(self, other: object) -> bool:
@@ -346,7 +346,7 @@ def _check_source(name: str, values: Any) -> None:
 
 
 def amax_floor(amax_epsilon: Any) -> float:
-    """Convert the lower bound of a quantizer's absolute maximum; a negative bound has no effect."""
+    """Convert the lower bound for a quantizer's absolute maximum; a negative bound has no effect."""
     floor = to_float("amax_epsilon", amax_epsilon)
     number("amax_epsilon", floor)
     if floor < 0:

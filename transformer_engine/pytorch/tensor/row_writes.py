@@ -1,10 +1,10 @@
-"""Writes into parts of a quantized tensor that keep its other parts correct: rows, and column-wise codes.
+"""Writes to parts of a quantized tensor that keep its other parts correct: rows, and column-wise codes.
 
 A row slice shares its codes with the whole tensor. Where the format has one scale (or maximum) for the whole tensor, a
-new scale of the rows would change every other row, so that the whole tensor is quantized again. Where blocks have their
-own scales, the codes and scales of the rows are written into the whole tensor, as a slice may hold a padded copy of its
-scales. Column-wise codes of a weight whose row-wise codes were written alone are marked by an attribute, which aliases
-and copies of the tensor have too; `update_usage` computes them before they are read.
+new scale for the rows would change every other row, so that the whole tensor is quantized again. Where blocks have
+their own scales, the rows' codes and scales are written into the whole tensor, as a slice may hold a padded copy of its
+scales. A weight's column-wise codes are marked by an attribute if its row-wise codes were written alone; the tensor's
+aliases and copies have the attribute too; `update_usage` computes them before they are read.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .storage.block_scaled import BlockScaledStorage
 from .storage.fsdp import row_slice, row_views
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
-OUT_OF_DATE = "_columns_out_of_date"  # attribute of a marked weight; others lack it
-ROWS_OF = "_rows_of"  # the attribute of a row slice; None on a tensor whose slices are to be independent
+OUT_OF_DATE = "_columns_out_of_date"  # attribute on a marked weight; others lack it
+ROWS_OF = "_rows_of"  # attribute on a row slice; None on a tensor whose slices are to be independent
 
 
 class _Place(NamedTuple):
@@ -30,7 +30,7 @@ class _Place(NamedTuple):
 
 
 def remember_place(part: Any, whole: Any, start: int) -> Any:
-    """Return part, the rows of whole from start on, with a record of the tensor whose rows it is."""
+    """Return part, the rows of whole from start on, with a record of its base tensor."""
     if ROWS_OF in vars(whole):
         outer = getattr(whole, ROWS_OF)
         if outer is None:
@@ -42,14 +42,14 @@ def remember_place(part: Any, whole: Any, start: int) -> Any:
 
 
 def same_place(tensor: Any, view: Any) -> Any:
-    """Return a view of all of tensor's elements, with tensor's record of the tensor whose rows it is."""
+    """Return a view of all tensor elements, with tensor's record of its base tensor."""
     if ROWS_OF in vars(tensor):
         setattr(view, ROWS_OF, getattr(tensor, ROWS_OF))
     return view
 
 
 def write(values: Tensor, target: Any) -> None:
-    """Quantize values, of target's shape, into target and, if it is rows of another tensor, into that one."""
+    """Quantize values, shaped like target, into target and, if target is a row slice, into its base tensor."""
     place: _Place | None = vars(target).get(ROWS_OF)
     if place is None:
         target.writer().update_quantized(values, target)
@@ -75,7 +75,7 @@ def write(values: Tensor, target: Any) -> None:
         if whole is not place.whole:
             place.whole.copy_from_storage(whole)
         place.whole.join_claims(fresh)
-    # The target may hold copies of padded scales: copy them from the whole tensor.
+    # The target may hold padded scale copies: copy them from the whole tensor.
     current = row_slice(place.whole, place.start, place.stop)
     assert current is not None
     shape: Sequence[int] = target.shape

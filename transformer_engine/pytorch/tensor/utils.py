@@ -1,4 +1,4 @@
-"""Functions of distributed optimizers for quantized weights: replace buffers, and write weights from masters."""
+"""Distributed optimizer functions for quantized weights: replace buffers, and write weights from masters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_custom(value: Any = None) -> bool:
 
 
 def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:
-    """Move the row-wise codes into another buffer of the same shape, which tensor uses from then on."""
+    """Move the row-wise codes into another buffer with the same shape, which tensor uses from then on."""
     name = "_data" if isinstance(tensor, Float8Tensor) else "_rowwise_data"
     old = getattr(tensor, name, None)
     if old is None:
@@ -56,9 +56,9 @@ def quantize_master_weights(
     """Write codes of master_weights[i], a flat run of model_weights[i] from start_offsets[i], or None when not owned.
 
     Values are rounded to the weight's nominal dtype first, as unquantized training would do. Scales come from maxima
-    over the group; None: over all ranks, where torch.distributed is initialised. fsdp_shard_model_weights[i], flat
-    uint8 codes of the run (MXFP8: row-wise and column-wise in a tuple or list), is written instead of its own codes.
-    The weights' initial values of high precision, if they were preserved, are dropped.
+    over the group; None: over all ranks, where torch.distributed is initialised. fsdp_shard_model_weights[i], the run's
+    flat uint8 codes (MXFP8: row-wise and column-wise in a tuple or list), is written instead of its own codes. The
+    weights' high-precision initial values, if they were preserved, are dropped.
 
     Column-wise codes that follow from the row-wise ones are dropped, and made again by the next forward. With
     manual_post_all_gather_processing they stay, out of date, until the caller calls `post_all_gather_processing`, or
@@ -99,7 +99,7 @@ cast_master_weights_to_fp8 = quantize_master_weights
 
 
 def clear_columnwise_cache(tensor: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
-    """Drop column-wise codes that can be made again from row-wise ones, of one weight or several."""
+    """Drop column-wise codes that can be made again from row-wise ones, for one weight or several."""
     for weight in _weights(tensor):
         usages = weight.get_usages()
         if weight.transposable and usages["rowwise"] and usages["columnwise"]:
@@ -107,7 +107,7 @@ def clear_columnwise_cache(tensor: QuantizedTensor | Sequence[QuantizedTensor]) 
 
 
 def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None:
-    """Make column-wise codes from row-wise ones that were gathered, of one weight or several; plain ones have none.
+    """Make column-wise codes from row-wise ones that were gathered, for one weight or several; plain ones have none.
 
     Codes that are there are overwritten in place: a forward that has run since the weights were written, and a graph
     that was captured, hold these very tensors for their backward.
@@ -119,6 +119,6 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
 
 
 def _weights(given: Tensor | Sequence[Tensor]) -> list[QuantizedTensor]:
-    """Return the quantized weights of one weight or several."""
+    """Return the quantized weights among one weight or several."""
     several = [given] if isinstance(given, Tensor) else given
     return [weight for weight in several if isinstance(weight, QuantizedTensor)]

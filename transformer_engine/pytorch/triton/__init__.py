@@ -1,4 +1,4 @@
-"""The original's paths of functions on Triton kernels, computed by the primitives of this package on any device.
+"""The original's paths for functions on Triton kernels, computed by the primitives of this package on any device.
 
 | module | functions |
 | --- | --- |
@@ -27,13 +27,13 @@ absent.install_getter(__name__)
 
 
 def group_sums(x: Tensor, offsets: Tensor, num_groups: int, *, out: Tensor | None = None) -> Tensor:
-    """Sum the rows of each group in float32; the host does not wait for the device.
+    """Sum the rows per group in float32; the host does not wait for the device.
 
     Args:
-        x: Matrix [T, N] of floating-point values.
-        offsets: First row of each group and the end of the last one, integers [num_groups + 1]. Rows outside are
-            ignored.
-        num_groups: Number of groups G.
+        x: Floating-point matrix [T, N].
+        offsets: First row per group and the end of the last one, integers [num_groups + 1]. Rows
+            outside are ignored.
+        num_groups: Group count G.
         out: float32 [G, N] to which the sums are added.
 
     Returns:
@@ -48,7 +48,7 @@ def group_sums(x: Tensor, offsets: Tensor, num_groups: int, *, out: Tensor | Non
 
 
 def check_float32(name: str, value: Tensor | None, shape: Sequence[int]) -> None:
-    """Raise AssertionError, as the original does, unless a buffer is None or float32 of the shape."""
+    """Raise AssertionError, as the original does, unless a buffer is None or float32 with the shape."""
     if value is not None and (value.dtype != torch.float32 or tuple(value.shape) != tuple(shape)):
         raise AssertionError(
             f"{name} is {value.dtype} {list(value.shape)}; give float32 {list(shape)}, or None"

@@ -1,4 +1,4 @@
-"""Loss and gradient of a cross-entropy over a sharded vocabulary, as two functions without autograd.
+"""Cross-entropy loss and gradient over a sharded vocabulary, as two functions without autograd.
 
 `te.parallel_cross_entropy` is the differentiable function. It stores two numbers per row for its backward pass, while
 `cross_entropy_forward` returns the whole gradient in float32.
@@ -26,12 +26,12 @@ def cross_entropy_forward(
     """Compute the loss and its gradient; the logits are not changed.
 
     Args:
-        inp: Logits [B, S, V], of this rank's share of the vocabulary.
+        inp: Logits [B, S, V], for this rank's vocabulary share.
         target: Ids [B, S].
-        label_smoothing: Share of the wanted probability that all ids receive.
+        label_smoothing: Target probability share that all ids receive.
         reduce_loss: Return the mean over rows that count.
-        dist_process_group: Group of the ranks that hold the other shares; None for one device.
-        ignore_idx: Target of rows that do not count.
+        dist_process_group: Group whose ranks hold the other shares; None for one device.
+        ignore_idx: Target for rows that do not count.
 
     Returns:
         `(loss float32 [B, S], or a scalar, gradient float32 [B, S, V])`.
@@ -46,11 +46,11 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(grad: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
-    """Multiply the gradient of `cross_entropy_forward` by the gradient of the loss, in place.
+    """Multiply the gradient from `cross_entropy_forward` by the loss gradient, in place.
 
     Args:
         grad: Gradient [B, S, V].
-        grad_output: Gradient of the loss: one number, or one for each row.
+        grad_output: Loss gradient: one number, or one for each row.
         is_cg_capturable: Has no effect; the host does not read `grad_output`.
 
     Returns:

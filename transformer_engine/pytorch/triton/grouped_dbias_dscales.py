@@ -1,4 +1,4 @@
-"""Gradients of the biases of grouped products, and of scales that multiply the rows of their biases."""
+"""Gradients for grouped product biases, and for scales that multiply their biases' rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["compute_grouped_dbias", "compute_grouped_dbias_dscales"]
 def compute_grouped_dbias(
     dy: Tensor, offsets: Tensor, num_groups: int, dbias: Tensor | None = None
 ) -> Tensor:
-    """Sum the rows of each group, the gradient of its bias.
+    """Sum each group's rows, its bias gradient.
 
     Args:
-        dy: Gradient [T, N] of the products' results.
-        offsets: First row of each group and the end of the last one, integers [num_groups + 1].
-        num_groups: Number of groups G.
+        dy: The products' result gradient [T, N].
+        offsets: Each group's first row and the last group's end, integers [num_groups + 1].
+        num_groups: Group count G.
         dbias: float32 [G, N] to which the sums are added.
 
     Returns:
@@ -39,19 +39,19 @@ def compute_grouped_dbias_dscales(
     dbias: Tensor | None = None,
     dscales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of bias and scales of y[t] = product[t] + scales[t] * bias[group of t].
+    """Compute the bias and scale gradients of y[t] = product[t] + scales[t] * bias[group of t].
 
     Args:
-        dy: Gradient [T, N] of y.
-        scales: Scale of each row, [T].
+        dy: y's gradient [T, N].
+        scales: Scale per row, [T].
         bias: Biases [G, N].
-        offsets: First row of each group and the end of the last one, integers [G + 1].
-        dbias: float32 [G, N] to which the gradient of the biases is added.
-        dscales: float32 [T] to which the gradient of the scales is added.
+        offsets: Each group's first row and the last group's end, integers [G + 1].
+        dbias: float32 [G, N] to which the bias gradient is added.
+        dscales: float32 [T] to which the scale gradient is added.
 
     Returns:
-        `(dbias float32 [G, N], dscales float32 [T])`: the sum of dy * scale over the rows of a group, and the sum of
-        dy * bias over the columns. Rows of no group have the gradient 0.
+        `(dbias float32 [G, N], dscales float32 [T])`: dy * scale summed over a group's rows, and dy
+        * bias summed over the columns. Rows outside the groups have gradient 0.
 
     Raises:
         AssertionError: A buffer has another dtype or shape.

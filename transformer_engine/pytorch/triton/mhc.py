@@ -90,15 +90,15 @@ def mhc_fused_scale(
     """Scale the projection by the root mean square, and apply the activations of the three mixings.
 
     Args:
-        H: Projection [M, at least n (n + 2)]: n columns of H_pre, n of H_post, and n * n of H_res.
-        alpha: Factors [3] of the three parts.
+        H: Projection [M, at least n (n + 2)]: n columns for H_pre, n for H_post, and n * n for H_res.
+        alpha: Factors [3] for the three parts.
         beta: Offsets [1, n (n + 2)].
-        ms: Mean squares [M] of `mhc_fused_projection`.
-        n: Number of streams.
+        ms: Mean squares [M] from `mhc_fused_projection`.
+        n: Stream count.
 
     Returns:
-        `(H_pre [M, n], H_post [M, n], H_res [M, n * n])` in the dtype of `H`, computed in float32, with
-        z = H alpha / sqrt(ms) + beta: sigmoid(z), 2 sigmoid(z) and z.
+        `(H_pre [M, n], H_post [M, n], H_res [M, n * n])` in the dtype of `H`, computed in float32,
+        with z = H alpha / sqrt(ms) + beta: sigmoid(z), 2 sigmoid(z) and z.
     """
     sizes = (n, n, n * n)
     normalized = H[:, : sum(sizes)].float() * torch.rsqrt(ms.float())[:, None]
@@ -117,9 +117,9 @@ def mhc_fused_sinkhorn(H_res: Tensor, n: int = 4, recompute_hist: bool = True, i
 
     Args:
         H_res: Logits [s, b, n, n].
-        n: Number of streams.
+        n: Stream count.
         recompute_hist: Recompute the iterations in the backward pass instead of saving them.
-        iters: Number of iterations; each normalizes the rows and then the columns.
+        iters: Iteration count; each normalizes the rows and then the columns.
 
     Returns:
         Matrices [s, b, n, n] in the dtype of `H_res`, computed in log space in float32.
@@ -151,7 +151,7 @@ def mhc_fused_aggregate(
     Args:
         x: Hidden states [s, b, C, n].
         H_pre: Weights [s, b, n].
-        n: Number of streams.
+        n: Stream count.
         use_tf32: Has no effect.
         fused_grad_x_acc_buffer: Has no effect.
 
@@ -176,12 +176,12 @@ def mhc_fused_expand_combine(
     """Compute the next hidden states (f + bias) H_post^T + x H_res.
 
     Args:
-        f: Output [s, b, C] of the layer.
-        bias: Bias [C] of the layer's output; None for no bias.
+        f: Layer output [s, b, C].
+        bias: Bias [C] on the layer's output; None for no bias.
         H_post: Weights [s, b, n].
         x: Hidden states [s, b, C, n].
         H_res: Mixing matrices [s, b, n, n].
-        n: Number of streams.
+        n: Stream count.
         use_tf32: Has no effect.
         fused_grad_x_acc_buffer: Has no effect.
 
@@ -191,7 +191,7 @@ def mhc_fused_expand_combine(
     _check(False, fused_grad_x_acc_buffer)
     output = f.float() if bias is None else f.float() + bias.float()
     expanded = output[..., None] * H_post.float().reshape(*x.shape[:2], 1, n)
-    # Sums of n products, term by term: a product of matrices would depend on the precision settings of the device.
+    # Sums of n products, term by term: a matrix product would depend on the precision settings of the device.
     mixing = H_res.float().reshape(*x.shape[:2], 1, n, n)
     mixed = (x.float()[..., None] * mixing).sum(-2)
     return (expanded + mixed).to(x.dtype)
@@ -207,12 +207,12 @@ def mhc_generate_mix_and_aggregate(
     fused_grad_x_acc_buffer: Tensor | None = None,
     use_split_k: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the mixings of hidden states and the layer's input: projection, scale, normalization and aggregation.
+    """Compute the hidden-state mixings and the layer's input: projection, scale, normalization and aggregation.
 
     Args:
         x: Hidden states [s, b, C, n].
 
-    The other arguments are those of `mhc_fused_projection` and `mhc_fused_scale`.
+    The other arguments are as in `mhc_fused_projection` and `mhc_fused_scale`.
 
     Returns:
         `(layer input [s, b, C], H_post float32 [s, b, n], H_res float32 [s, b, n, n])`.

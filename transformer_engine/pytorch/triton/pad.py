@@ -1,7 +1,7 @@
-"""Layouts of block scales: padding to whole tiles, and the order in which block-scaled products read a tile.
+"""Block-scale layouts: padding to whole tiles, and the order in which block-scaled products read a tile.
 
-Blackwell's tensor cores read scales in tiles of 128 x 4 whose element (i, j) is at 16 (i % 32) + 4 (i // 32) + j
-(PyTorch names this order SWIZZLE_32_4_4). Tensors of this package keep their scales row by row.
+Blackwell's tensor cores read scales in tiles of 128 x 4 whose element (i, j) is at 16 (i % 32) + 4 (i // 32)
++ j (PyTorch names this order SWIZZLE_32_4_4). Tensors of this package keep their scales row by row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pad_columnwise_scale_inv(inp: Tensor) -> Tensor:
         Scales uint8, M / 32 rounded up to a multiple of 4 and K to a multiple of 128.
 
     Raises:
-        ValueError: `inp` has another dtype or number of axes.
+        ValueError: `inp` has another dtype or axis count.
     """
     if inp.dim() != 2 or inp.dtype != torch.uint8:
         raise ValueError(f"inp is {inp.dtype} {list(inp.shape)}; give uint8 scales [M / 32, K]")
@@ -36,10 +36,10 @@ def pad_columnwise_scale_inv(inp: Tensor) -> Tensor:
 
 
 def swizzled_scales(scales: Tensor) -> Tensor:
-    """Return scales [128 r, 4 c] in the order of block-scaled products, as a tensor of the same shape.
+    """Return scales [128 r, 4 c] in block-scaled product order, as a tensor with the same shape.
 
     Args:
-        scales: Scales of one byte each, row by row; rows are those of the operand, columns its blocks.
+        scales: One-byte scales, row by row; rows are the operand's, columns its blocks.
 
     Raises:
         ValueError: The scales do not fill whole tiles.

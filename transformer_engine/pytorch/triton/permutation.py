@@ -1,4 +1,4 @@
-"""Permutation of tokens by a mask and of chunks, with the arguments of the original's Triton wrappers.
+"""Token permutation by mask and by chunks, with the original's Triton wrapper arguments.
 
 `transformer_engine.pytorch.permutation` has the differentiable functions, which check their arguments.
 """
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
-    """Return the map int32 [T, 2 E + 1] of a mask.
+    """Return the map int32 [T, 2 E + 1] for a mask.
 
     Args:
         routing_map: Mask [T, E]: not 0 if an expert processes a token.
@@ -57,9 +57,9 @@ def permute_with_mask_map(
         pad_offsets: int64 [E], added to the rows of each expert.
         num_tokens: T.
         num_experts: E.
-        num_out_tokens: Rows of the result.
-        hidden_size: Elements of a token.
-        scale_hidden_dim: Scales of a token.
+        num_out_tokens: Result rows.
+        hidden_size: Elements per token.
+        scale_hidden_dim: Scales per token.
 
     Returns:
         `(rows [num_out_tokens, hidden_size], their scales or None, their probabilities [num_out_tokens] or None)`.
@@ -80,12 +80,12 @@ def unpermute_with_mask_map(
     Args:
         inp: Rows [R, hidden_size].
         row_id_map: Returned by `make_row_id_map`.
-        merging_probs: Weights [T, E] of the rows.
+        merging_probs: Row weights [T, E].
         permuted_probs: Values [R] that are copied back to their tokens and experts.
         pad_offsets: int64 [E], added to the rows of each expert.
         num_tokens: T.
         num_experts: E.
-        hidden_size: Elements of a row.
+        hidden_size: Elements per row.
 
     Returns:
         `(tokens [T, hidden_size], the values [T, E] or None)`; a value without a row is 0.
@@ -102,14 +102,14 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 
     Args:
         row_id_map: Map that `make_row_id_map` returned.
-        merging_probs: Probabilities of the forward pass [T, E].
-        pad_offsets: Rows of padding before each expert [E], or None.
+        merging_probs: Forward-pass probabilities [T, E].
+        pad_offsets: Padding rows before each expert [E], or None.
         num_tokens: T.
         num_experts: E.
-        num_out_tokens: Rows of `fwd_input`.
-        hidden_size: Features of a token.
-        fwd_output_grad: Gradient [T, hidden_size] of the tokens.
-        fwd_input: Rows [num_out_tokens, hidden_size] of the forward pass.
+        num_out_tokens: `fwd_input` rows.
+        hidden_size: Features per token.
+        fwd_output_grad: Token gradient [T, hidden_size].
+        fwd_input: Forward-pass rows [num_out_tokens, hidden_size].
 
     Returns:
         `(gradient of the rows [num_out_tokens, hidden_size], gradient of merging_probs [T, E])`.
@@ -125,10 +125,10 @@ def make_chunk_sort_map(
     """Return the map int32 [T] that moves chunk sorted_indices[i] to place i: the new row of each row.
 
     Args:
-        split_sizes: Rows of each chunk, [num_splits].
-        sorted_indices: Order of the chunks, [num_splits].
+        split_sizes: Rows per chunk, [num_splits].
+        sorted_indices: Chunk order, [num_splits].
         num_tokens: T.
-        num_splits: Number of chunks.
+        num_splits: Chunk count.
     """
     return rows_of_chunks(split_sizes.view(num_splits), sorted_indices.view(num_splits), num_tokens)
 
@@ -136,14 +136,14 @@ def make_chunk_sort_map(
 def sort_chunks_by_map(
     inp: Tensor, row_id_map: Tensor, probs: Tensor | None, num_tokens: int, hidden_size: int, is_forward: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Move rows to the places of `make_chunk_sort_map`, or back.
+    """Move rows as `make_chunk_sort_map` maps them, or back.
 
     Args:
         inp: Rows [T, hidden_size].
         row_id_map: Returned by `make_chunk_sort_map`.
         probs: Values [T] that are moved with the rows.
         num_tokens: T.
-        hidden_size: Elements of a row.
+        hidden_size: Elements per row.
         is_forward: False moves the rows back.
 
     Returns:

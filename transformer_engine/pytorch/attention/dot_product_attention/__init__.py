@@ -1,4 +1,4 @@
-"""Attention of queries, keys and values: arguments, choice of a backend, and backends."""
+"""Attention of queries, keys and values: arguments, backend choice, and backends."""
 
 from ...primitives.attention.layout import get_qkv_layout
 from . import context_parallel as context_parallel

@@ -1,4 +1,4 @@
-"""Checks and conversions of the arguments of attention layers."""
+"""Checks and conversions for attention layer arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .settings import AttentionArguments, AttentionConfig, TensorFacts
 
-# Whether policies of packed sequences mask the whole buffer, if a backend can, or gather their tokens first.
+# Whether policies for packed sequences mask the whole buffer, if a backend can, or gather their tokens first.
 DISPATCHES = ("auto", "grouped")
 
 # Rules for constructor arguments that only attention layers have.
@@ -51,7 +51,7 @@ def check_heads(heads: int, groups: int, tp_size: int) -> None:
 def unpacked(
     q: Tensor | None, k: Tensor | None, v: Tensor | None, qkv: Tensor | None, kv: Tensor | None, axis: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v, given one by one or as views of packed buffers.
+    """Return q, k, v, given one by one or as packed buffer views.
 
     Raises:
         ValueError: A tensor is missing, or given twice.
@@ -95,10 +95,10 @@ def _parts(name: str, packed: Tensor, count: int, axis: int) -> tuple[Tensor, ..
 
 
 def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArguments:
-    """Return the arguments of a call in the types of their annotations, without arguments that the call ignores.
+    """Convert the arguments of a call to their annotated types, without arguments that the call ignores.
 
-    Two calls whose arguments compare equal afterwards are computed alike, so the arguments can be parts of a key.
-    Tensors of lengths are checked where they are read.
+    Two calls whose arguments compare equal afterwards are computed alike, so the arguments can be
+    key parts. Length tensors are checked where they are read.
 
     Raises:
         TypeError: A setting has a type that cannot be used.
@@ -155,9 +155,9 @@ def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArgument
 def used_mask(config: AttentionConfig, a: AttentionArguments) -> Any:
     """Return the attention mask of a call as bool tensors, or None where the mask type does not read one.
 
-    Only padding and arbitrary mask types read a mask. A mask of integers masks where it is not 0, and so does a
-    floating-point padding mask. A floating-point mask of the arbitrary type is not converted: it might be meant to be
-    added to the scores.
+    Only padding and arbitrary mask types read a mask. An integer mask masks where it is not 0, and
+    so does a floating-point padding mask. A floating-point arbitrary mask is not converted: it
+    might be meant to be added to the scores.
     """
     name = config.attn_mask_type if a.attn_mask_type is None else canonical_name(a.attn_mask_type)
     mask: Any = a.attention_mask
@@ -177,7 +177,7 @@ def used_mask(config: AttentionConfig, a: AttentionArguments) -> Any:
 
 
 def _as_bool(mask: Any, padding: bool) -> Any:
-    """Return one mask as a bool tensor; objects of other kinds and additive masks are left to `_check_masks`."""
+    """Return one mask as a bool tensor; other objects and additive masks are left to `_check_masks`."""
     if not isinstance(mask, Tensor) or mask.dtype == torch.bool:
         return mask
     if mask.is_complex() or (mask.is_floating_point() and not padding):
@@ -186,7 +186,7 @@ def _as_bool(mask: Any, padding: bool) -> Any:
 
 
 def whole_length(name: str, size: Any) -> int | None:
-    """Return max_seqlen_* as an int of at least 0, from a number in any form."""
+    """Convert max_seqlen_*, a number in any form, to a nonnegative int."""
     if size is None or torch.compiler.is_compiling():
         return size
     try:
@@ -201,7 +201,7 @@ def whole_length(name: str, size: Any) -> int | None:
 
 
 def check_cache_kind(inference_params: Any) -> None:
-    """Raise TypeError for an object that is not a cache of keys and values."""
+    """Raise TypeError for an object that is not a key-value cache."""
     if not hasattr(inference_params, "step"):
         raise TypeError(
             f"inference_params={described(inference_params)} is {with_article(type(inference_params))}; give an "
@@ -210,10 +210,10 @@ def check_cache_kind(inference_params: Any) -> None:
 
 
 def accepted_angles(rotary_pos_emb: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the angles of a rotary embedding: one table, or a pair for queries and keys.
+    """Return rotary embedding angles: one table, or a pair for queries and keys.
 
     Raises:
-        TypeError: A table is not a tensor of floating-point values.
+        TypeError: A table is not a floating-point tensor.
         ValueError: There are neither one nor two tables.
     """
     if not isinstance(rotary_pos_emb, (tuple, list)):
@@ -304,7 +304,7 @@ def check_tensors(q: Any, k: Any, v: Any, qkv_format: str, config: AttentionConf
 
 
 def sink_of(softmax_type: str, offset: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
-    """Return the logit [h] of a key without a value for a type of softmax; None for "vanilla"."""
+    """Return the logit [h] for a key without a value, by softmax type; None for "vanilla"."""
     if softmax_type == "off-by-one":
         return torch.zeros(heads, dtype=torch.float32, device=device)
     if softmax_type != "learnable":

@@ -1,7 +1,7 @@
-"""The AttentionCall of the arguments of an attention, after every check that needs no values of tensors.
+"""The AttentionCall for the arguments of an attention, after every check that needs no tensor values.
 
-Shapes, names and modes decide, so q, k, v and the arguments may be descriptions of tensors: an attention layer checks
-its core attention's call before its projections compute, and the result is cached.
+Shapes, names and modes decide, so q, k, v and the arguments may be tensor descriptions: an attention layer
+checks its core attention's call before its projections compute, and the result is cached.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def describe_sequences(
     """Resolve the mask and the sequences of a call.
 
     Args:
-        config: Settings of the attention.
+        config: Attention settings.
         qkv: q, k and v, or descriptions of them.
-        a: Arguments of the call.
-        cached: Metadata of the cached keys and values; None with inference_params if only a custom manager has it.
-        same_lengths: Result of `are_same`.
+        a: Call arguments.
+        cached: Metadata for the cached keys and values; None with inference_params if only a custom manager has it.
+        same_lengths: Result from `are_same`.
 
     Raises:
         TypeError, ValueError: An argument does not fit the layer or another argument.
@@ -68,13 +68,13 @@ def describe_call(
     cached: Cached | None = None,
     same_lengths: bool = True,
 ) -> tuple[AttentionCall, Sequences]:
-    """Return the AttentionCall of the arguments of an attention, and its sequences.
+    """Return the AttentionCall for the arguments of an attention, and its sequences.
 
     Args:
-        gradient: A gradient of an input is needed, or may be needed in a second run of the call.
+        gradient: An input gradient is needed, or may be needed in a second run of the call.
         deterministic: torch_determinism().
 
-    The other arguments are those of `describe_sequences`; so are the errors.
+    The other arguments and the errors are as in `describe_sequences`.
     """
     mask, sequences = describe_sequences(config, qkv, a, cached, same_lengths)
     q_format = kv_format = config.qkv_format if a.qkv_format is None else a.qkv_format
@@ -132,10 +132,10 @@ def describe_call(
 def whole_sequence(
     config: AttentionConfig, tensor_format: str, qkv: tuple[Any, Any, Any], a: AttentionArguments
 ) -> tuple[tuple[Any, Any, Any], AttentionArguments]:
-    """Describe the tensors of all ranks that share a sequence, given those of one rank.
+    """Describe the whole tensors that ranks share, given one rank's tensors.
 
-    Lengths and padding masks are those of the whole sequences already. A bias and an arbitrary mask have the rank's
-    queries as rows, and all keys as columns.
+    Lengths and padding masks already describe whole sequences. A bias and an arbitrary mask have
+    the rank's queries as rows, and all keys as columns.
     """
     context = config.context
     assert context is not None
@@ -173,10 +173,10 @@ def mask_name(config: AttentionConfig, a: AttentionArguments) -> str:
 def known(size: int) -> int:
     """Return a size as a number where a tracing compiler has a symbol, which guards the graph.
 
-    A backend is chosen for numbers: each longest sequence has a separate graph. The tokens of packed sequences, on
-    which no choice depends, stay a symbol.
+    A backend is chosen for numbers: each longest sequence has a separate graph. Packed token
+    counts, on which no choice depends, stay symbolic.
     """
-    # Every version of the tracer needs a number for the bounds of a range.
+    # Every tracer version needs a number for range bounds.
     return len(range(size)) if torch.compiler.is_compiling() and not export_mode.onnx else size
 
 

@@ -41,12 +41,12 @@ from .utils import AttentionLogging
 
 __all__ = ["DotProductAttention", "_attention_backends"]
 
-ONE = 1  # default of num_splits; True equals it but is another object
-NAMES = (type(None), str)  # types of names that can be part of a key
+ONE = 1  # num_splits default; True equals it but is another object
+NAMES = (type(None), str)  # name types that can be part of a key
 
 
 def _same_as(name: str) -> property:
-    """Return a property that is another name of a setting."""
+    """Return a property that is an alias for a setting."""
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
 
 
@@ -58,28 +58,28 @@ def _divided(layer: Any, name: str, value: Any) -> None:
 
 @configured(AttentionConfig, written=_divided, rules=RULES)
 class DotProductAttention(TransformerEngineBaseModule):
-    """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v over the visible keys; 0 for a query without any.
-    The other arguments are those of `Linear`.
+    """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v over the visible keys; 0 for a
+    query without any. The other arguments are as in `Linear`.
 
     Args:
-        num_attention_heads: Query heads, of all ranks of tp_group.
+        num_attention_heads: Query heads on all ranks of tp_group.
         kv_channels: Head size, or (of queries and keys, of values).
         num_gqa_groups: Key and value heads, by default all heads; query head i reads i // (heads / groups).
-        attention_dropout: Dropout rate of the softmax; get_rng_state_tracker is forked unless sequence_parallel.
+        attention_dropout: Softmax dropout rate; get_rng_state_tracker is forked unless sequence_parallel.
         qkv_format: "sbhd", "bshd" or "thd" (packed sequences, with a padding mask and cu_seqlens).
         attn_mask_type: no_mask, arbitrary, padding, or (padding_)causal(_bottom_right); forward() can override it.
         window_size: (left, right) keys that a query sees besides its own; -1 is unlimited.
-        bottom_right_diagonal: Windows of masks that are not causal end at the last query and key; default True.
+        bottom_right_diagonal: Windows in masks that are not causal end at the last query and key; default True.
         softcap: c * tanh(s / c) limits the scaled scores s, a pre_scale_bias included; 0.0: no limit.
-        layer_number: Number of the layer, which identifies its cache.
+        layer_number: Layer number, which identifies its cache.
         attention_type: "self" or "cross"; with "self" keys have the queries' lengths by default.
-        cp_group: Ranks that share a sequence, as of `set_context_parallel_group`.
+        cp_group: Ranks that share a sequence, as in `set_context_parallel_group`.
         cp_global_ranks: Has no effect, because groups contain their ranks.
-        cp_stream: CUDA stream for transfers of a ring.
+        cp_stream: CUDA stream for ring transfers.
         cp_comm_type: "p2p", "all_gather", "a2a" or "a2a+p2p".
-        softmax_scale: Default 1 / sqrt(head size of queries and keys).
+        softmax_scale: Default 1 / sqrt(query and key head size).
         softmax_type: "off-by-one" adds 1 to the softmax's denominator, "learnable" exp(softmax_offset [h]).
-        return_max_logit: Return (out, the largest logit of each head [h]).
+        return_max_logit: Return (out, the largest logit per head [h]).
         score_mod: score_mod(score, b, h, i, j) or score_mod(graph, score, tensors), pointwise, after scale and bias.
     """
 
@@ -179,7 +179,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     @property
     def heads(self) -> int:
-        """Query heads of this tensor-parallel rank."""
+        """Query heads on this tensor-parallel rank."""
         return self._config.heads
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
@@ -192,11 +192,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         """Set the ranks that share each sequence: rank r of n holds the chunks r and 2 n - 1 - r of its 2 n chunks.
 
         Args:
-            cp_group: Group of the ranks, "a2a+p2p": [group that exchanges heads, ring]; None for whole sequences.
-            cp_stream: CUDA stream for transfers of a ring. cp_global_ranks has no effect.
+            cp_group: Group of ranks, "a2a+p2p": [group that exchanges heads, ring]; None for whole sequences.
+            cp_stream: CUDA stream for ring transfers. cp_global_ranks has no effect.
             cp_comm_type: "p2p", "all_gather", "a2a" or "a2a+p2p".
-            load_balancing_strategy: NO_LOAD_BALANCE for contiguous pieces of packed sequences, with "all_gather" and a
-                causal mask.
+            load_balancing_strategy: NO_LOAD_BALANCE for contiguous packed sequence pieces, with
+                "all_gather" and a causal mask.
         """
         groups = context_groups(cp_group, cp_stream, cp_comm_type, load_balancing_strategy)
         if groups is None and cp_stream is not None:
@@ -235,16 +235,16 @@ class DotProductAttention(TransformerEngineBaseModule):
         Args:
             query_layer: Queries [s, b, h, d], [b, s, h, d] or [t, h, d], by qkv_format.
             key_layer: Keys in the same layout, with num_gqa_groups heads.
-            value_layer: Values in the same layout, with num_gqa_groups heads of the value's size.
+            value_layer: Values in the same layout, with num_gqa_groups heads of the value size.
             attention_mask: True = masked out: padding masks [b, 1, 1, s] (a pair for cross attention), or a mask
                 broadcastable to [b, h, s_q, s_kv] for "arbitrary".
-            cu_seqlens_q: Cumulative lengths of the sequences of queries, int32 [b + 1], instead of padding masks.
-            cu_seqlens_kv: The same of keys and values.
-            cu_seqlens_q_padded: Starts of the sequences in a thd tensor of queries, int32 [b + 1], if there are
+            cu_seqlens_q: Cumulative query sequence lengths, int32 [b + 1], instead of padding masks.
+            cu_seqlens_kv: The same for keys and values.
+            cu_seqlens_q_padded: Sequence starts in a thd query tensor, int32 [b + 1], if there are
                 tokens between them that belong to no sequence.
-            cu_seqlens_kv_padded: The same of keys and values. Context-parallel ranks pass bounds of whole sequences.
-            max_seqlen_q: Length of the longest sequence of queries (thd); by default read from the device.
-            max_seqlen_kv: The same of keys and values.
+            cu_seqlens_kv_padded: The same for keys and values. Context-parallel ranks pass whole sequence bounds.
+            max_seqlen_q: Longest query sequence length (thd); by default read from the device.
+            max_seqlen_kv: The same for keys and values.
             core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
             core_attention_bias: Broadcastable to [b, h, s_q, s_kv]; added before or after the scores are scaled.
             alibi_slopes: float32 [h] or [b, h] for "alibi", which adds -slope * |distance from the diagonal|.
@@ -253,26 +253,26 @@ class DotProductAttention(TransformerEngineBaseModule):
             checkpoint_core_attention: Save only the inputs, and recompute the attention in the backward pass.
             qkv_layer: Packed [.., 3, h, d] (qkv_interleave_dim=-3) or [.., h, 3, d] (-2) instead of q, k and v.
             kv_layer: Packed [.., 2, h, d] or [.., h, 2, d] instead of k and v.
-            num_splits: Parts in which a long row of keys is processed; None lets the backend choose.
+            num_splits: Parts in which a long key row is processed; None lets the backend choose.
             pad_between_seqs: Whether a thd tensor has tokens that belong to no sequence; by default determined from
                 the bounds.
-            qkv_interleave_dim: Axis of the 3 or 2 in qkv_layer or kv_layer.
-            fp8_output: Return a Float8Tensor. Like bf16_backward, for FP8 attention, which the recipe of autocast
-                requests by fp8_dpa or fp8_mha.
-            bf16_backward: Compute the gradients of FP8 attention in high precision; by default NVTE_FP8_DPA_BWD
-                decides.
-            score_mod_tensors: Named tensors of score_mod, passed as keywords or as the third argument of a graph.
-            score_mod_bprop: Gradient of score_mod, in either form; by default that of autograd.
+            qkv_interleave_dim: Axis with the 3 or 2 in qkv_layer or kv_layer.
+            fp8_output: Return a Float8Tensor. Like bf16_backward, for FP8 attention, which the
+                recipe of autocast requests by fp8_dpa or fp8_mha.
+            bf16_backward: Compute FP8 attention gradients in high precision; by default
+                NVTE_FP8_DPA_BWD decides.
+            score_mod_tensors: Named tensors for score_mod, passed as keywords or as the third argument with a graph.
+            score_mod_bprop: score_mod's gradient, in either form; by default by autograd.
             score_mod_bprop_tensors: Named tensors, passed to score_mod_bprop.
             fast_zero_fill: Has no effect.
-            thd_attention_policies: Masks and windows of groups of packed sequences, see `policies`.
+            thd_attention_policies: Masks and windows for packed sequence groups, see `policies`.
             thd_attention_policy_dispatch: "auto", or "grouped" to gather the tokens of each policy.
 
-        The other arguments are those of `DotProductAttention`.
+        The other arguments are as in `DotProductAttention`.
 
         Raises:
-            ValueError: An argument cannot be used; nothing has been written or drawn. Lengths and offsets on a GPU are
-                only checked with TE_CHECK=1 (see `device_checks`); wrong ones read outside of the tensors.
+            ValueError: An argument cannot be used; nothing has been written or drawn. Lengths and offsets on a GPU
+                are only checked with TE_CHECK=1 (see `device_checks`); wrong ones read outside the tensors.
         """
         if not (checkpoint_core_attention is fp8_output is bf16_backward is False):
             checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)

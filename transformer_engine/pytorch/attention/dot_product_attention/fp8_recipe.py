@@ -26,7 +26,7 @@ from ...quantization.family import all_families, family_of
 
 
 def _from_environment(texts: tuple[str | None, ...]) -> Recipe | None:
-    """Return the recipe that NVTE_DPA_FP8_RECIPE names; None for F16. texts are the values of _VARIABLES."""
+    """Return the recipe that NVTE_DPA_FP8_RECIPE names; None for F16. texts are the _VARIABLES values."""
     kind = env.get("NVTE_DPA_FP8_RECIPE")
     common: dict[str, Any] = {
         "fp8_format": Format[str(env.get("NVTE_DPA_FP8_FORMAT"))],
@@ -59,7 +59,7 @@ _RECIPES: Memory[tuple[str | None, ...], Recipe | None] = Memory(_from_environme
 
 
 def attention_recipe(recipe: Recipe | None) -> Recipe | None:
-    """Return the recipe of an attention under a recipe of its layers; None without FP8 attention."""
+    """Return the recipe for an attention under the recipe of its layers; None without FP8 attention."""
     if recipe is None:
         return None
     if _requested_recipe() is not None and env.get(_VARIABLES[0]):
@@ -84,10 +84,10 @@ def outputs_codes(state: AutocastState) -> bool:
 def projects_codes(projection: Linear | LayerNormLinear, state: AutocastState, x: Tensor) -> bool:
     """Return whether a projection of x computes in FP8, so that its output slot can produce codes, row-wise only.
 
-    False under delayed scaling, whose scales depend on the values that a slot has seen: compiled calls and calls with a
-    cache use the attention's own slot, so all calls have to. False in training with a backward pass in 16 bits, which
-    would dequantize the codes: on an H200 (2 sequences of 2048, 32 query and 8 key heads of 128) both passes of the
-    layer take 1.94 ms instead of 1.76 with codes, while a forward pass alone takes 0.50 instead of 0.55.
+    False under delayed scaling, whose scales depend on the values that a slot has seen: compiled calls and calls
+    with a cache use the attention's own slot, so all calls have to. False in training with a 16-bit backward pass,
+    which would dequantize the codes: on an H200 (2 sequences of 2048, 32 query and 8 key heads of 128) both layer
+    passes take 1.94 ms instead of 1.76 with codes, while a forward pass alone takes 0.50 instead of 0.55.
     """
     assert state.recipe is not None
     if family_of(state.recipe).follows_history or (projection.training and not env.flag("NVTE_FP8_DPA_BWD")):
@@ -112,7 +112,7 @@ def scaling_of(recipe: Recipe) -> str:
     """Return "delayed", "current", "mxfp8" or "block".
 
     Args:
-        recipe: Recipe of the attention.
+        recipe: Attention recipe.
 
     Raises:
         ValueError: The tensors of the recipe are not FP8.
@@ -134,15 +134,15 @@ def fp8_attention(
     fp8_output: bool,
     requested: bool | None,
 ) -> tuple[Attending, FP8Attention]:
-    """Build the FP8 attention of a call with the quantizers of a layer, and its part on this rank.
+    """Build the FP8 attention for a call with the quantizers of a layer, and its part on this rank.
 
     Args:
-        layer: The layer, which owns the state of the quantizers.
-        state: State of autocast, with the recipe of the attention.
+        layer: The layer, which owns the quantizer state.
+        state: autocast state, with the attention recipe.
         call: The attention.
         backend: Backend of the call in 16 bits, or its division among context-parallel ranks.
         fp8_output: Return a Float8Tensor.
-        requested: Result of `requested_backward`.
+        requested: Result from `requested_backward`.
     """
     if isinstance(backend, ContiguousAttention):
         raise UnsupportedStrategy("NO_LOAD_BALANCE with FP8 attention; set fp8_dpa and fp8_mha to False")
@@ -165,10 +165,10 @@ def fp8_attention(
 
 
 def attention_roles(name: str, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-    """Roles of the quantizers of an attention's products.
+    """Quantizer roles for an attention's products.
 
-    All slots of a product have the role of the one that the attention uses. The output and the gradients of the inputs
-    belong to no layer: their roles have no module_type.
+    All slots of a product have the same role as the slot that the attention uses. The output and
+    the input gradients belong to no layer: their roles have no module_type.
     """
     qkv, softmax, grad_output, grad_softmax = (
         QuantizerRole("dpa", tensor, name) for tensor in ("qkv", "s", "do", "dp")

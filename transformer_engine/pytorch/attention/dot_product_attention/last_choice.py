@@ -1,7 +1,7 @@
-"""last_choice["use_fused_attention"] and similar keys: the backend of the last attention call of this process.
+"""last_choice["use_fused_attention"] and similar keys: the backend used by the last attention call in this process.
 
-The values are those of the original's dictionary of that name, computed when they are read: a call stores two
-references only. Calls inside compiled code store none.
+The values follow the original's dictionary with that name, computed when they are read: a call
+stores two references only. Calls inside compiled code store none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LastChoice(Mapping[str, Any]):
 
     Attributes:
         seen: Begins with the last call and its backend or FP8 attention.
-        renewals: How often a new choice of all layers was requested; part of the keys of their plans.
+        renewals: How often a new choice was requested for all layers; part of the keys of their plans.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class LastChoice(Mapping[str, Any]):
     def requires_update(self) -> bool:
         """Value of ["backend_selection_requires_update"]: True until the next call of a layer.
 
-        All layers then choose again. A change of NVTE_* variables takes effect without it.
+        All layers then choose again. Changed NVTE_* variables take effect without it.
         """
         return self._requested_after is not None and self._requested_after[0] is self.seen
 

@@ -1,7 +1,7 @@
-"""AttentionPlan: the AttentionCall of an attention with its backend, cached by everything that both depend on.
+"""AttentionPlan: an AttentionCall with its backend, cached by everything that both depend on.
 
-A layer plans before its projections compute and passes the plan to its core attention; otherwise the core attention
-plans itself. No value of a tensor is part of a plan: equal calls share it.
+A layer plans before its projections compute and passes the plan to its core attention; otherwise
+the core attention plans itself. No tensor value is part of a plan: equal calls share it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_SCORE_MODS = 64
 
 
 class AttentionPlan(NamedTuple):
-    """A call, the backend bound to it, and how lengths of sequences follow from the arguments.
+    """A call, the backend bound to it, and how sequence lengths follow from the arguments.
 
     Attributes:
         tensors: Shapes, dtypes and devices of q, k and v, as at the end of `PlanKey`; () while a compiler traces.
@@ -67,11 +67,11 @@ class PlanKey(NamedTuple):
     """Everything that a plan depends on.
 
     Attributes:
-        config, training: Settings of the layer, and its mode.
-        gradient: A gradient of an input is needed, or may be needed in a second run of the call.
+        config, training: The layer's settings and mode.
+        gradient: An input gradient is needed, or may be needed in a second run of the call.
         deterministic: torch_determinism().
         environment: env.generation().
-        renewed: How often callers requested a new choice of all backends.
+        renewed: How often callers requested a new choice for all backends.
         qkv_format, attn_mask_type: Names given to the call.
         given: `facts_of` the arguments; None if no others than the two names are given.
         cached, same_lengths: See `describe_sequences`.
@@ -132,15 +132,15 @@ SCORE_MOD_PLANS: Memory[Key, AttentionPlan] = Memory(plan_of, MAX_SCORE_MODS)
 
 
 class CheckedArguments(NamedTuple):
-    """The arguments of a call in the types of a key, checked as far as a key cannot hold them.
+    """Call arguments in key types, checked as far as a key cannot hold them.
 
     Attributes:
         arguments: The arguments.
         facts: `facts_of` the arguments; None if nothing is given, and while a compiler traces.
-        same_lengths: `are_same` of the arguments.
+        same_lengths: `are_same` for the arguments.
         upcoming: Keys and values that the cache will return, before anything is written; None without a cache, and
             if only a custom manager knows them.
-        cached: Metadata of `upcoming`.
+        cached: `upcoming` metadata.
         ahead: Plan that an attention layer made for the results of its projections.
         sequences: Sequences whose values a layer has checked already.
     """
@@ -163,7 +163,7 @@ def check_arguments(
     qkv: Callable[[], tuple[Any, Any, Any]],
     tracing: bool = False,
 ) -> CheckedArguments:
-    """Check and convert the arguments of a call; qkv() returns the three tensors or descriptions of them.
+    """Check and convert the arguments of a call; qkv() returns the three tensors or their descriptions.
 
     Raises:
         TypeError, ValueError: An argument cannot be used.
@@ -183,7 +183,7 @@ def check_arguments(
     if a.inference_params is not None:
         upcoming, cached = _upcoming(config, a, tensor_format, qkv, tracing)
     elif tensor_format == "thd" and (a.max_seqlen_q is None or a.max_seqlen_kv is None):
-        # Finding the lengths of the longest sequences waits for the device.
+        # Finding the longest sequence lengths waits for the device.
         tensors = tensors_of(describe_sequences(config, qkv(), a, None, same_lengths)[1], a)
         size_q, size_kv = a.max_seqlen_q, a.max_seqlen_kv
         if size_q is None:
@@ -246,13 +246,13 @@ def prepare(
 
     Args:
         memory: Plans of the layer; None while a compiler traces.
-        config: Settings of the layer.
-        training: Mode of the layer.
+        config: Layer settings.
+        training: Layer mode.
         offset: The layer's learnable softmax_offset.
         qkv: Queries, keys and values.
-        checked: Result of `check_arguments`, or PLAIN.
+        checked: Result from `check_arguments`, or PLAIN.
         joint: q, k and v are views, unknown to autograd, of a projection that needs a gradient.
-        names: qkv_format and attn_mask_type of a call with PLAIN.
+        names: qkv_format and attn_mask_type for a call with PLAIN.
 
     Returns:
         The plan, the tensors, and a function that writes a step's keys and values into its cache once nothing can
@@ -327,7 +327,7 @@ def _find(
         chosen = choose_when_exported(call) if export_mode.onnx else choose_when_traced(call)
         return AttentionPlan(call, chosen, sequences)
     q, k, v = qkv
-    # A plain tuple, which is created in half the time of a PlanKey.
+    # A plain tuple, which is created twice as fast as a PlanKey.
     key = (
         *settings,
         deterministic,
@@ -354,7 +354,7 @@ def _find(
 
 @in_eager_mode("attention of context-parallel ranks communicates")
 def _shared_outside_of_graphs(config: AttentionConfig, *described: Any) -> AttentionPlan:
-    """Plan an attention of context-parallel ranks in eager mode: it communicates, which ends a compiled graph."""
+    """Plan a context-parallel attention in eager mode: it communicates, which ends a compiled graph."""
     call, sequences = describe_call(config, *described)
     assert config.context is not None
     return AttentionPlan(call, choose_shared(call, config.context), sequences)
@@ -367,7 +367,7 @@ def _step(
     checked: CheckedArguments,
     plan: AttentionPlan,
 ) -> tuple[AttentionPlan, CachedKeysValues, Append | None]:
-    """Return the plan of a step over a cache, its keys and values, and the function that writes the new ones."""
+    """Return the plan for a step over a cache, its keys and values, and the function that writes the new ones."""
     (config, _, _), (_, k, v), a = settings, qkv, checked.arguments
     cache: Any = a.inference_params
     assert config.layer_number is not None
@@ -381,7 +381,7 @@ def _step(
 
 
 def _slopes(config: AttentionConfig, a: AttentionArguments, device: torch.device) -> Tensor:
-    """Return the ALiBi slopes of this rank's heads, given or the usual ones."""
+    """Return the ALiBi slopes for this rank's heads, given or the usual ones."""
     if a.alibi_slopes is not None:
         return a.alibi_slopes
     rank = torch.distributed.get_rank(config.tp_group) if config.tp_group is not None else 0

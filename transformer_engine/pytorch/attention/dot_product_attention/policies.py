@@ -56,14 +56,14 @@ def check_policies(
     """Check the policies of a call, as far as shapes and settings decide.
 
     Args:
-        config: Settings of the attention.
-        a: Arguments of the call.
-        device: Device of the queries.
-        state: State of autocast.
+        config: Attention settings.
+        a: Call arguments.
+        device: Query device.
+        state: autocast state.
         fp8_output: The output is requested as a Float8Tensor.
 
     Raises:
-        ValueError: A policy or another argument of the call cannot be used.
+        ValueError: A policy or another call argument cannot be used.
     """
     given: Any = a.thd_attention_policies
     if not isinstance(given, (list, tuple)) or not given:
@@ -132,14 +132,14 @@ def _checked(index: int, policy: Any, a: AttentionArguments, device: torch.devic
     )
 
 
-# By the ids of the first policy: weak references to all ids, their versions, and the number of sequences.
+# By the ids of the first policy: weak references to all ids, their versions, and the sequence count.
 _COVERED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def check_coverage(ids: list[Tensor], batch: int) -> None:
-    """Check that the ids of all policies contain each of `batch` sequences once, in ascending order.
+    """Check that the ids of the policies contain each of `batch` sequences once, in ascending order.
 
-    The first check of the same unchanged tensors reads them on the host.
+    The first check for the same unchanged tensors reads them on the host.
 
     Raises:
         RuntimeError: A CUDA graph is captured, and the tensors were not checked before.
@@ -197,7 +197,7 @@ define_operator(
 
 
 class _Packed(NamedTuple):
-    """Tensors of queries, or of keys and values, with lengths [b] and starts [b + 1] of their sequences."""
+    """Query tensors, or key and value tensors, with their sequences' lengths [b] and starts [b + 1]."""
 
     tensors: tuple[Tensor, ...]
     lengths: Tensor
@@ -207,16 +207,16 @@ class _Packed(NamedTuple):
 def attend_by_policies(
     attend: Attend, policies: list[Policy], qkv: tuple[Tensor, Tensor, Tensor], a: AttentionArguments
 ) -> Tensor:
-    """Compute an attention whose sequences have the masks of their policies.
+    """Compute attention whose sequences are masked by their policies.
 
     Args:
-        attend: Computes an attention of q, k, v with masks and bounds by keyword.
-        policies: Result of `check_policies`.
+        attend: Computes attention for q, k, v with masks and bounds by keyword.
+        policies: Result from `check_policies`.
         qkv: Queries [t, h, d], keys [t, g, d] and values [t, g, d_v].
-        a: Arguments of the call.
+        a: Call arguments.
 
     Returns:
-        Output [t, h * d_v]; zero for tokens of no sequence.
+        Output [t, h * d_v]; zero for tokens outside the sequences.
     """
     if a.softcap is not None:
         warn_once(
@@ -259,7 +259,7 @@ def _zeros(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _in_place_or_gathered(
     attend: Attend, policy: Policy, queries: _Packed, keys: _Packed, a: AttentionArguments
 ) -> Tensor:
-    """Attention of a policy's sequences, in the whole buffer if a backend supports other tokens between sequences."""
+    """Attention for a policy's sequences, in the whole buffer if a backend supports other tokens between sequences."""
     if torch.compiler.is_compiling():
         return _in_place(attend, policy, queries, keys, a)
     try:
@@ -301,7 +301,7 @@ def _attend(
 def _in_place(
     attend: Attend, policy: Policy, queries: _Packed, keys: _Packed, a: AttentionArguments
 ) -> Tensor:
-    """Attention of a policy's sequences in the whole buffer; the other sequences are empty, their tokens padding."""
+    """Attention for a policy's sequences in the whole buffer; the other sequences are empty, their tokens padding."""
 
     def policy_bounds(side: _Packed) -> Tensor:
         return cumulative(side.lengths * torch.zeros_like(side.lengths).index_fill(0, policy.ids.long(), 1))

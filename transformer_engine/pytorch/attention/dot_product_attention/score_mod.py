@@ -1,9 +1,9 @@
 """score_mod of an attention, in either contract, with its tensors bound.
 
-score_mod(score, b, h, i, j, **tensors) takes indices. score_mod(graph, score, tensors) builds a graph of cuDNN. The
-backend cudnn adds the recorded graph to its own; for other backends, `ScoreGraph` computes the operations on tensors.
-score_mod_bprop computes the gradient of the scores in the same contract: score_mod_bprop(gradient, score, b, h, i, j,
-**tensors), or score_mod_bprop(graph, gradient, tensors).
+score_mod(score, b, h, i, j, **tensors) takes indices. score_mod(graph, score, tensors) builds a cuDNN graph.
+The backend cudnn adds the recorded graph to its own; for other backends, `ScoreGraph` computes the operations
+on tensors. score_mod_bprop computes the score gradient in the same contract: score_mod_bprop(gradient, score,
+b, h, i, j, **tensors), or score_mod_bprop(graph, gradient, tensors).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Places = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class BoundScoreMod:
-    """A score_mod with named tensors; equal to another one of the same functions and the same tensor objects.
+    """A score_mod with named tensors; equal to another with the same functions and tensor objects.
 
     `bprop` computes its gradient and reads `bprop_tensors`; None: autograd computes the gradient.
     """
@@ -66,7 +66,7 @@ class BoundScoreMod:
         return self.function(score, *places, **self.tensors)
 
     def backward(self, score: Tensor, gradient: Tensor, places: Places) -> Tensor:
-        """Return the gradient of the scores, from that of the modified scores."""
+        """Return the score gradient, from the modified scores' gradient."""
         assert self.bprop is not None
         return self.bprop(gradient, score, *places, **self.bprop_tensors)
 
@@ -106,7 +106,7 @@ class GraphScoreMod(BoundScoreMod):
         return self.function(ScoreGraph(torch, places), score, tensors)
 
     def backward(self, score: Tensor, gradient: Tensor, places: Places) -> Tensor:
-        """Return the gradient of the scores; bprop may read the function's results, as in one graph."""
+        """Return the score gradient; bprop may read the function's results, as in one graph."""
         assert self.bprop is not None
         program = self.recorded.program
         if isinstance(program, ScoreProgram) and program.configures:

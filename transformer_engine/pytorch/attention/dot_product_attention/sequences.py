@@ -1,4 +1,4 @@
-"""Lengths [b] and starts [b + 1] of the sequences of a batch, from padding masks, cu_seqlens or a cache."""
+"""Lengths [b] and starts [b + 1] of the sequences in a batch, from padding masks, cu_seqlens or a cache."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class Side(NamedTuple):
-    """The sequences of queries, or of keys and values, as far as shapes determine them.
+    """Query sequences, or key and value sequences, as far as shapes determine them.
 
     Attributes:
         size: Longest sequence by the tensor or the caller; None if only the values of the lengths determine it.
-        lengths: Source of the lengths: "bounds" (cu_seqlens), "mask", "queries" (equal to the queries'), "cache", None.
-        starts: Source of the starts in a packed tensor: "padded" (cu_seqlens_padded), "bounds", "lengths", None.
+        lengths: Length source: "bounds" (cu_seqlens), "mask", "queries" (equal to the queries'), "cache", None.
+        starts: Start source in a packed tensor: "padded" (cu_seqlens_padded), "bounds", "lengths", None.
         masked: A mask tensor hides single tokens.
-        tokens: Tokens of a packed tensor.
+        tokens: Tokens in a packed tensor.
     """
 
     batch: int
@@ -45,8 +45,8 @@ class Sequences(NamedTuple):
 
     Attributes:
         padded_between: There are tokens between sequences that belong to no sequence.
-        arbitrary: A mask tensor hides single pairs of queries and keys.
-        bounded: Values of cumulative lengths are read, and must be those of sequences in the tensors.
+        arbitrary: A mask tensor hides single query-key pairs.
+        bounded: Cumulative length values are read, and must delimit sequences in the tensors.
     """
 
     queries: Side
@@ -57,7 +57,7 @@ class Sequences(NamedTuple):
 
 
 class SequenceTensors(NamedTuple):
-    """The lengths, starts and masks of AttentionInputs."""
+    """Lengths, starts and masks for AttentionInputs."""
 
     lengths_q: Tensor | None = None
     lengths_kv: Tensor | None = None
@@ -74,10 +74,10 @@ NO_TENSORS = SequenceTensors()
 def parse_sequences(
     q: Any, k: Any, tensor_format: str, mask: Mask, attention_type: str, a: AttentionArguments, same: bool
 ) -> Sequences:
-    """Return the sequences that the arguments of an attention describe; arguments may be descriptions of tensors.
+    """Return the sequences that the arguments of an attention describe; arguments may be tensor descriptions.
 
     Args:
-        same: Result of `are_same`.
+        same: Result from `are_same`.
 
     Raises:
         ValueError: The arguments contradict each other or the tensors.
@@ -126,7 +126,7 @@ def parse_sequences(
 
 
 def are_same(a: AttentionArguments) -> bool:
-    """Return whether lengths and masks of queries and keys, where both are given, are the same memory."""
+    """Return whether query and key lengths and masks, where both are given, are the same memory."""
     cu_q, cu_kv = a.cu_seqlens_q, a.cu_seqlens_kv
     if cu_q is not cu_kv and not (cu_q is None or cu_kv is None or _same(cu_q, cu_kv)):
         return False
@@ -135,7 +135,7 @@ def are_same(a: AttentionArguments) -> bool:
 
 
 def tensors_of(s: Sequences, a: AttentionArguments) -> SequenceTensors:
-    """Return the tensors of given sequences, whose lengths have been checked."""
+    """Return the tensors for given sequences, whose lengths have been checked."""
     mask: Any = a.attention_mask
     if s.queries.lengths is None and s.keys.lengths is None:
         return SequenceTensors(masked=mask) if s.arbitrary else NO_TENSORS
@@ -158,7 +158,7 @@ def tensors_of(s: Sequences, a: AttentionArguments) -> SequenceTensors:
 
 
 def demand_lengths(s: Sequences, a: AttentionArguments) -> None:
-    """Check the values of lengths that are read: they must be those of sequences in the tensors.
+    """Check the length values that are read: they must fit sequences in the tensors.
 
     Not for a compiler, which has no values; torch 2.11 cannot trace the identity of None.
     """
@@ -177,11 +177,11 @@ def demand_lengths(s: Sequences, a: AttentionArguments) -> None:
 
 
 class Cached(NamedTuple):
-    """Metadata of the keys and values that a cache returns for a step.
+    """Metadata for the keys and values that a cache returns for a step.
 
     Attributes:
-        longest: Largest number of new tokens of a sequence.
-        limits: Limits of the new keys and values; None if a custom manager has checked them.
+        longest: Most new tokens in a sequence.
+        limits: Limits for the new keys and values; None if a custom manager has checked them.
     """
 
     key: TensorFacts
@@ -213,7 +213,7 @@ class Cached(NamedTuple):
 
 
 def cached_sequences(q: Any, q_format: str, max_seqlen_q: int | None, cached: Cached) -> Sequences:
-    """Return the sequences of a step's queries and of all cached keys."""
+    """Return the sequences for a step's queries and all cached keys."""
     if q_format == "thd":
         given = whole_length("q", max_seqlen_q)
         if given and given < cached.longest:
@@ -247,7 +247,7 @@ def unknown_sequences(q: Any, q_format: str) -> Sequences:
 
 
 def _extents(x: Any, tensor_format: str) -> tuple[int, int]:
-    """Return (sequences, tokens of each) of a tensor that is not packed."""
+    """Return (sequences, tokens per sequence) for an unpacked tensor."""
     return (x.shape[1], x.shape[0]) if tensor_format == "sbhd" else (x.shape[0], x.shape[1])
 
 
@@ -261,7 +261,7 @@ def _side(
     max_seqlen: int | None,
     padding: bool,
 ) -> Side:
-    """Return the sequences of the queries, or those of the keys and values."""
+    """Return the query sequences, or the key and value sequences."""
     for bounds in (cu_seqlens, starts):
         if bounds is not None:
             _check_cumulative(name, bounds, x)
@@ -357,7 +357,7 @@ def longest_of(name: str, lengths: Tensor | None) -> int:
 
 
 def _check_masks(attention_mask: Any) -> None:
-    """Raise ValueError unless a mask is None, a bool tensor or a pair of bool tensors."""
+    """Raise ValueError unless a mask is None, a bool tensor or two bool tensors."""
     if attention_mask is None:
         return
     masks = attention_mask if is_pair(attention_mask) else (attention_mask,)

@@ -1,4 +1,4 @@
-"""Settings of an attention layer, the arguments of one call, and metadata of tensors."""
+"""Attention layer settings, one call's arguments, and tensor metadata."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..inference import InferenceParams
 
 @dataclass(frozen=True, eq=False)
 class AttentionConfig(ModuleConfig):
-    """Settings of a DotProductAttention under the names of its constructor.
+    """DotProductAttention settings under its constructor's names.
 
     Attributes:
         attn_mask_type: Canonical name.
         window_size: As given; each call resolves it together with its mask type.
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy: Arguments of
-            `set_context_parallel_group`.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy:
+            `set_context_parallel_group` arguments.
         _scale_text, _dropout_text, _softcap_text: Numbers as text, for a tracing compiler.
     """
 
@@ -71,12 +71,12 @@ class AttentionConfig(ModuleConfig):
 
     @property
     def heads(self) -> int:
-        """Query heads of this tensor-parallel rank."""
+        """Query heads on this tensor-parallel rank."""
         return self.num_attention_heads // self.tp_size
 
     @property
     def context(self) -> ContextGroups | None:
-        """Groups of the ranks that share a sequence; None if this rank has all of it."""
+        """Groups for the ranks that share a sequence; None if this rank has all of it."""
         return self._context
 
     def scale_and_dropout(self, training: bool) -> tuple[float, float]:
@@ -87,7 +87,7 @@ class AttentionConfig(ModuleConfig):
         return self.softmax_scale, self.attention_dropout if training else 0.0
 
     def softcap_of_call(self, softcap: float | None) -> float:
-        """Return the softcap of a call, by default the layer's; a constant in a graph."""
+        """Return a call's softcap, by default the layer's; a constant in a graph."""
         if torch.compiler.is_compiling():
             return number_while_tracing(self._softcap_text) if softcap is None else specialized(softcap)
         return self.softcap if softcap is None else softcap
@@ -125,7 +125,7 @@ class AttentionArguments(NamedTuple):
     def as_keywords(self) -> dict[str, Any]:
         """Return the keywords that MultiheadAttention.forward takes too, for a module with hooks or another class.
 
-        Arguments of release 2.20 are left out if they have their defaults: modules for earlier releases lack them.
+        Arguments from release 2.20 are left out if they have their defaults: modules for earlier releases lack them.
         """
         named = dict(zip(self._fields[:_OF_LAYERS], self, strict=False))
         if self.softcap is None:
@@ -136,7 +136,7 @@ class AttentionArguments(NamedTuple):
 
 
 NO_ARGUMENTS = AttentionArguments()
-# The first fields of AttentionArguments are tensors; the last ones are not arguments of attention layers.
+# The first fields of AttentionArguments are tensors; the last ones are not attention layer arguments.
 _TENSORS, _CACHE = 7, 7
 _OF_LAYERS = AttentionArguments._fields.index("qkv_format")
 
@@ -150,10 +150,10 @@ def pack_arguments(*fields: Any) -> AttentionArguments:
 
 
 def facts_of(a: AttentionArguments) -> tuple[Any, ...]:
-    """Return the arguments as part of a key: metadata of tensors, and whether there is a cache.
+    """Return the arguments as part of a key: tensor metadata, and whether there is a cache.
 
     Raises:
-        AttributeError: An argument is an object of another kind in the place of a tensor.
+        AttributeError: An argument is another object in a tensor's place.
     """
     mask: Any = a.attention_mask
     if type(mask) is tuple:
@@ -180,7 +180,7 @@ def described_arguments(facts: tuple[Any, ...]) -> AttentionArguments:
 
 
 class TensorFacts(NamedTuple):
-    """Metadata of a tensor, for checks before the tensor exists."""
+    """Tensor metadata, for checks before the tensor exists."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -189,24 +189,24 @@ class TensorFacts(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """Axis count."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Element count."""
         return math.prod(self.shape)
 
 
 def described_of(x: Tensor) -> TensorFacts:
-    """Return the metadata of a tensor."""
+    """Return a tensor's metadata."""
     return TensorFacts(x.shape, x.dtype, x.device, x.requires_grad)
 
 
 def is_tensor(x: object) -> bool:
-    """Return whether an object is a tensor or the description of a tensor."""
+    """Return whether an object is a tensor or a tensor description."""
     return isinstance(x, (Tensor, TensorFacts))
 
 
 def is_pair(mask: object) -> bool:
-    """Return whether masks of queries and of keys are given, rather than one mask or its description."""
+    """Return whether query and key masks are given, rather than one mask or its description."""
     return isinstance(mask, tuple) and not isinstance(mask, TensorFacts)

@@ -1,4 +1,4 @@
-"""Softmax of attention scores with a scale, a mask or a causal mask, by the class names of the original.
+"""Softmax over attention scores with a scale, a mask or a causal mask, under the class names of the original.
 
 Each class has one method, `apply`, as an autograd function has; the gradient reaches the scores alone.
 """
@@ -24,7 +24,7 @@ class ScaledSoftmax:
 
     @staticmethod
     def apply(inputs: Tensor, scale: float) -> Tensor:
-        """Compute the probabilities of scores [..., q, k]."""
+        """Compute probabilities from scores [..., q, k]."""
         return scaled_softmax(inputs, scale)
 
 
@@ -33,12 +33,12 @@ class ScaledMaskedSoftmax:
 
     @staticmethod
     def apply(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Compute the probabilities of scores [b, h, q, k].
+        """Compute probabilities from scores [b, h, q, k].
 
         Args:
             inputs: Scores.
             mask: bool or uint8, nonzero where a key is hidden, broadcastable to the scores; None hides no key.
-            scale: Factor of the scores.
+            scale: Score factor.
         """
         return scaled_softmax(inputs, scale, mask)
 
@@ -48,7 +48,7 @@ class ScaledUpperTriangMaskedSoftmax:
 
     @staticmethod
     def apply(inputs: Tensor, scale: float) -> Tensor:
-        """Compute the probabilities of scores [..., s, s]."""
+        """Compute probabilities from scores [..., s, s]."""
         return scaled_softmax(inputs, scale, None, "top_left")
 
 
@@ -57,5 +57,5 @@ class ScaledAlignedCausalMaskedSoftmax:
 
     @staticmethod
     def apply(inputs: Tensor, scale: float) -> Tensor:
-        """Compute the probabilities of scores [..., q, k]."""
+        """Compute probabilities from scores [..., q, k]."""
         return scaled_softmax(inputs, scale, None, "bottom_right")

@@ -14,9 +14,9 @@ from .dot_product_attention import DotProductAttention
 class UnfusedDotProductAttention(torch.nn.Module):
     """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v by plain float32 operations.
 
-    The arguments are those of DotProductAttention of the same names. softmax_type "learnable" needs a parameter, which
-    only DotProductAttention has, and raises NotImplementedError here. A `use_backend(attention=...)` around the call
-    forces another backend; compiled code calls DotProductAttention instead.
+    The arguments have the same names as in DotProductAttention. softmax_type "learnable" needs a parameter,
+    which only DotProductAttention has, and raises NotImplementedError here. A `use_backend(attention=...)`
+    around the call forces another backend; compiled code calls DotProductAttention instead.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """use_flash, use_fused, use_unfused = get_attention_backend(parameters): the choice in the original's terms.
 
 "flash" is an installed flash-attn package, "unfused" the reference backend, and "fused" (16-bit,
-"F16_arbitrary_seqlen") every other backend, the FlashAttention of PyTorch included.
+"F16_arbitrary_seqlen") every other backend, PyTorch's FlashAttention included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .score_mod import GraphScoreMod
 
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
-    """Kinds of fused attention, by the numbers that NVTE_FUSED_ATTN_BACKEND takes."""
+    """Fused attention kinds, by the numbers that NVTE_FUSED_ATTN_BACKEND takes."""
 
     NVTE_No_Backend = -1
     NVTE_F16_max512_seqlen = 0
@@ -42,7 +42,7 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum):
     NVTE_FP8 = 2
 
 
-# Fields of AttentionParams that are fields of AttentionCall, by the names of both.
+# AttentionParams fields that are AttentionCall fields, by both names.
 _SAME = {
     "qkv_dtype": "dtype",
     "batch_size": "batch",
@@ -68,7 +68,7 @@ class AttentionParams:
     """The settings that the original's selection reads; `request` converts them to an AttentionCall.
 
     Attributes:
-        core_attention_bias_shape: Shape of the bias, or its pattern such as "1hss"; by default [1, h, s, s].
+        core_attention_bias_shape: Bias shape, or its pattern such as "1hss"; by default [1, h, s, s].
     """
 
     qkv_type: type = torch.Tensor
@@ -117,7 +117,7 @@ class AttentionParams:
         self.window_size = check_set_window_size(self.attn_mask_type, self.window_size)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all fields are equal; of fp8_meta, whose states change at every step, only its recipe."""
+        """Return whether all fields are equal; for fp8_meta, whose states change at every step, only its recipe."""
         if not isinstance(other, AttentionParams):
             return NotImplemented
         names = [f.name for f in fields(self) if f.name != "fp8_meta"]
@@ -178,7 +178,7 @@ class AttentionParams:
         )
 
     def _bias_shape(self) -> tuple[int, ...] | None:
-        """Shape of the bias; None for a bias type without a tensor."""
+        """Bias shape; None for a bias type without a tensor."""
         if self.core_attention_bias_type not in ("pre_scale_bias", "post_scale_bias"):
             return None
         given = self.core_attention_bias_shape or "1hss"
@@ -206,7 +206,7 @@ AttentionParams.__init__ = accepts_older_orders(v2_19=_ADDED, v2_11=(*_ADDED, "b
 
 
 def _unchanged(graph: Any, score: torch.Tensor, tensors: Any) -> torch.Tensor:
-    """Return the scores, or their gradient, unchanged: a placeholder of a score_mod and of its gradient."""
+    """Return the scores, or their gradient, unchanged: a placeholder for a score_mod and its gradient."""
     return score
 
 
@@ -215,8 +215,8 @@ def get_attention_backend(
 ) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
     """Return (use_flash, its version, use_fused, its kind, use_unfused, [flash, fused, unfused] that are supported).
 
-    At most one "use" is true. All are false if no backend supports the attention, or if the NVTE_* switches disable all
-    backends. Context-parallel ranks use the backends of their parts.
+    At most one "use" is true. All are false if no backend supports the attention, or if the NVTE_*
+    switches disable all backends. Context-parallel ranks use the backends of their parts.
     """
     params = attention_params
     request = params.request()
@@ -251,7 +251,7 @@ def get_attention_backend(
 
 
 def fused_attention_support(attention_params: AttentionParams) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """Return the kind of fused attention that supports a call and "", or No_Backend and the reasons.
+    """Return the fused attention kind that supports a call and "", or No_Backend and the reasons.
 
     Args:
         attention_params: The call.
@@ -288,17 +288,17 @@ def _version(text: str | None) -> Version | None:
 
 
 def _get_supported_versions(version_min: Any, version_max: Any) -> str:
-    """Return a range of versions in words, such as ">= 2.1.1, <= 2.8.3"."""
+    """Return a version range in words, such as ">= 2.1.1, <= 2.8.3"."""
     return f">= {version_min}, <= {version_max}"
 
 
 def get_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
-    """Return cu_seqlens [b + 1] int32 of a padding mask [b, 1, 1, s], True = padding."""
+    """Return cu_seqlens [b + 1] int32 for a padding mask [b, 1, 1, s], True = padding."""
     return cumulative(lengths_of_mask(mask))
 
 
 def get_full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device | str) -> torch.Tensor:
-    """Return cu_seqlens int32 [batch_size + 1] of sequences that all have max_seqlen tokens."""
+    """Return cu_seqlens int32 [batch_size + 1] for sequences that all have max_seqlen tokens."""
     return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * max_seqlen
 
 
@@ -308,9 +308,9 @@ def get_thd_padding_mask(
     """Return which packed tokens belong to no sequence, bool [num_tokens], True = padding.
 
     Args:
-        num_tokens: Tokens of the packed tensor.
-        cu_seqlens: Cumulative lengths of the real tokens [b + 1].
-        cu_seqlens_padded: Bounds of the padded sequences [b + 1].
+        num_tokens: Tokens in the packed tensor.
+        cu_seqlens: Cumulative real token counts [b + 1].
+        cu_seqlens_padded: Padded sequence bounds [b + 1].
     """
     token = torch.arange(num_tokens, device=cu_seqlens.device)
     starts = cu_seqlens_padded.long()
@@ -321,7 +321,7 @@ def get_thd_padding_mask(
 
 
 class AttentionLogging:
-    """The log of attention choices: NVTE_DEBUG=1 enables it, NVTE_DEBUG_LEVEL=2 adds the reasons of all backends."""
+    """Attention choice log: NVTE_DEBUG=1 enables it, NVTE_DEBUG_LEVEL=2 adds the reasons of all backends."""
 
     _log_level = logging.WARNING
     _formatter = logging.Formatter("[%(levelname)-8s | %(name)-19s]: %(message)s")
@@ -343,7 +343,7 @@ class AttentionLogging:
 
 
 class FlashAttentionUtils:
-    """Versions of installed flash-attn packages 2, 3 and 4, under the original's names."""
+    """Installed versions of flash-attn packages 2, 3 and 4, under the original's names."""
 
     version_required = Version("2.1.1")
     version_required_blackwell = Version("2.7.3")
@@ -369,9 +369,9 @@ class FlashAttentionUtils:
         """Return whether a version is at least the minimum.
 
         Args:
-            version: Version of flash-attn; None is never supported.
-            minimum: None means the range of flash-attn 2: from 2.1.1 up to, not including, 2.8.4; local versions
-                such as 2.8.3+cu128 count as their release.
+            version: flash-attn version; None is never supported.
+            minimum: None means the range for flash-attn 2: from 2.1.1 up to, not including, 2.8.4;
+                local versions such as 2.8.3+cu128 count as their release.
         """
         if version is None:
             return False

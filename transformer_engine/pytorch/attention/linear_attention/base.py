@@ -1,4 +1,4 @@
-"""LinearAttentionBase: settings, tensor parallelism and calls of linear attention modules."""
+"""LinearAttentionBase: settings, tensor parallelism and calls for linear attention modules."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .inputs import CallLayout, batch_first, check_qkv, check_sequences, check_s
 
 
 class DeltaRule(torch.nn.Module):
-    """The recurrence of a linear attention module, without parameters.
+    """Recurrence of a linear attention module, without parameters.
 
     Args:
-        rule: Name of the rule.
-        scale: Factor of the queries.
+        rule: Rule name.
+        scale: Query factor.
     """
 
     def __init__(self, rule: str, scale: float) -> None:
@@ -39,19 +39,19 @@ class DeltaRule(torch.nn.Module):
         self._scale = float(scale).hex()
 
     def forward(self, options: tuple[str, ...], *tensors: Tensor | None) -> DeltaResult:
-        """Compute (output [b, s, h, dv], final state or None) of the tensors of `DeltaInputs`."""
+        """Compute (output [b, s, h, dv], final state or None) from `DeltaInputs` tensors."""
         inputs = DeltaInputs(*tensors)  # pyright: ignore[reportArgumentType]
         return linear_attention(inputs, DeltaSpec(self.rule, self._scale, options))
 
 
 class LinearAttentionBase(torch.nn.Module):
-    """Settings of a linear attention module, whose arguments are those of `GatedDeltaNetAttention`.
+    """Linear attention module settings; arguments are as in `GatedDeltaNetAttention`.
 
     It has no parameters and no state; recipes and autocast have no effect.
     """
 
     rule: str
-    adapter: str  # name of the submodule that computes the recurrence
+    adapter: str  # submodule name for the recurrence
     sizes: tuple[int, ...] | None = None  # supported head sizes; None: all
 
     @suggests_keywords
@@ -147,7 +147,7 @@ class LinearAttentionBase(torch.nn.Module):
         """Compute the output in the layout of the call, and the final state if the options request it.
 
         Args:
-            layout: Layout of the inputs, whose gates have been checked.
+            layout: Layout of the inputs; their gates have been checked.
             inputs: Tensors in that layout.
             checkpoint_core_attention: Compute the recurrence again in the backward pass.
             options: Whether each option is active.
@@ -181,5 +181,5 @@ def flags(**values: Any) -> dict[str, bool]:
 
 
 def householders(value: Any) -> int:
-    """Return the number of Householder updates, at least 1."""
+    """Return the Householder update count, at least 1."""
     return to_int("num_householder", value, 1)

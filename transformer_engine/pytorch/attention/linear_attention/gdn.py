@@ -19,13 +19,13 @@ class GatedDeltaNetAttention(LinearAttentionBase):
     S <- exp(g_t) S; S <- S + beta_t k_t (v_t - S^T k_t)^T; o_t = scale * S^T q_t.
 
     Args:
-        num_attention_heads: Heads of all ranks of `tp_group`.
+        num_attention_heads: Heads on all ranks of `tp_group`.
         kv_channels: Head size, or (of queries and keys, of values).
         qkv_format: "sbhd" [s, b, h, d], "bshd" [b, s, h, d] or "thd" [t, h, d] (packed sequences).
-        tp_size: Number of tensor-parallel ranks, which share the heads.
+        tp_size: Tensor-parallel rank count; the ranks share the heads.
         tp_group: Tensor-parallel process group; sets `tp_size`.
-        layer_number: Number of the layer, by default 1.
-        scale: Factor of the queries, by default 1 / sqrt(head size of queries).
+        layer_number: Layer number, by default 1.
+        scale: Query factor, by default 1 / sqrt(query head size).
 
     Raises:
         ValueError: `tp_size` does not divide the heads, or a setting is outside its limits.
@@ -47,10 +47,10 @@ class GatedDeltaNetAttention(LinearAttentionBase):
             query_layer: Queries [.., h, dk], bfloat16 or float16; float32 and float64 run in torch operations.
             key_layer: Keys [.., h, dk].
             value_layer: Values [.., h, dv].
-            g: Logarithms of the decays [.., h], float32.
-            beta: Strengths of the updates [.., h], float32.
+            g: Log decays [.., h], float32.
+            beta: Update strengths [.., h], float32.
             qkv_format: Layout of this call, by default the module's.
-            cu_seqlens: Bounds of packed sequences, int32 [b + 1], for "thd" only; sequences may be empty.
+            cu_seqlens: Packed sequence bounds, int32 [b + 1], for "thd" only; sequences may be empty.
             checkpoint_core_attention: Save only the inputs, and compute the attention again in the backward pass.
             initial_state: State before the first tokens, float32 [b, h, dv, dk], differentiable; zeros by default.
             output_final_state: Return the state after the last tokens too, shaped like `initial_state`.

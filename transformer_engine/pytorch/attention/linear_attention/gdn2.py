@@ -1,4 +1,4 @@
-"""GatedDeltaNet2Attention: linear attention with decay, erase and write gates of every channel."""
+"""GatedDeltaNet2Attention: linear attention with decay, erase and write gates per channel."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
     S <- diag(exp(g_t)) S; S <- S + k_t (w_t * v_t - S^T (beta_t * k_t))^T; o_t = scale * S^T q_t.
 
     Args:
-        num_attention_heads: Heads of all ranks of `tp_group`.
+        num_attention_heads: Heads on all ranks of `tp_group`.
         kv_channels: Head size, or (of queries and keys, of values); each 64 or 128.
 
-    The other arguments are those of `GatedDeltaNetAttention`.
+    The other arguments are as in `GatedDeltaNetAttention`.
 
     Raises:
         ValueError: A head size is neither 64 nor 128, `tp_size` does not divide the heads, or a setting is outside
@@ -45,17 +45,17 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
         """Compute the output [.., h * dv], or (output, final state) with `output_final_state`.
 
         Args:
-            query_layer: Queries [.., h, dk]; the dtypes are those of `GatedDeltaNetAttention`.
+            query_layer: Queries [.., h, dk]; the dtypes are as in `GatedDeltaNetAttention`.
             key_layer: Keys [.., h, dk].
             value_layer: Values [.., h, dv].
-            g: Logarithms of the decays [.., h, dk], float32 or the queries' dtype.
+            g: Log decays [.., h, dk], float32 or the queries' dtype.
             beta: Erase gates [.., h, dk] in the queries' dtype, or their logits.
             w: Write gates [.., h, dv] in the queries' dtype.
             use_beta_sigmoid_in_kernel: `beta` contains logits; the erase gates are their sigmoid.
             allow_neg_eigval: Erase gates are 2 * sigmoid(beta).
             beta_guard: Shrink erase gates whose contrast would enlarge the state; the gradient ignores this.
 
-        The other arguments are those of `GatedDeltaNetAttention.forward`.
+        The other arguments are as in `GatedDeltaNetAttention.forward`.
 
         Raises:
             TypeError: A tensor has an unsupported dtype.

@@ -24,11 +24,11 @@ class GatedDeltaProductAttention(LinearAttentionBase):
     S <- alpha_t S; for j = 0 .. n - 1: S <- S + beta_tj k_tj (v_tj - S^T k_tj)^T; o_t = scale * S^T q_t.
 
     Args:
-        num_attention_heads: Heads of all ranks of `tp_group`.
+        num_attention_heads: Heads on all ranks of `tp_group`.
         kv_channels: Head size, or (of queries and keys, of values); each 64 or 128.
         num_householder: Updates per token.
 
-    The other arguments are those of `GatedDeltaNetAttention`.
+    The other arguments are as in `GatedDeltaNetAttention`.
 
     Raises:
         TypeError: `num_householder` is not a whole number.
@@ -65,17 +65,17 @@ class GatedDeltaProductAttention(LinearAttentionBase):
             query_layer: Queries [.., h, dk], bfloat16 or float16; float32 and float64 run in torch operations.
             key_layer: Keys [.., n, h, dk].
             value_layer: Values [.., n, h, dv].
-            g: Decay gates [.., h], float32 or the queries' dtype: logarithms of the decays alpha, the decays
-                themselves with gate_domain="linear", or logits with `safe_gate`.
-            beta: Strengths of the updates [.., n, h], float32 or the queries' dtype, or their logits.
+            g: Decay gates [.., h], float32 or the queries' dtype: log decays log(alpha), the decays
+                alpha themselves with gate_domain="linear", or logits with `safe_gate`.
+            beta: Update strengths [.., n, h], float32 or the queries' dtype, or their logits.
             use_beta_sigmoid_in_kernel: `beta` contains logits; the strengths are their sigmoid.
             allow_neg_eigval: Strengths are 2 * sigmoid(beta).
             safe_gate: alpha = exp(-exp(a_log) * softplus(g + dt_bias)).
             gate_domain: "log", or "linear": alpha = g + 1e-10.
-            a_log: Logarithm of the amplitude of a safe gate [h], zeros by default.
-            dt_bias: Bias of a safe gate [h], zeros by default.
+            a_log: Log amplitude of a safe gate [h], zeros by default.
+            dt_bias: Safe gate bias [h], zeros by default.
 
-        The other arguments are those of `GatedDeltaNetAttention.forward`.
+        The other arguments are as in `GatedDeltaNetAttention.forward`.
 
         Raises:
             TypeError: A tensor has an unsupported dtype.
@@ -132,7 +132,7 @@ def _check_decay(
     a_log: Tensor | None,
     dt_bias: Tensor | None,
 ) -> None:
-    """Raise an error unless the options of the decay gate fit together."""
+    """Raise an error unless the decay gate options fit together."""
     one_of("gate_domain", gate_domain, GATE_DOMAINS)
     if safe_gate and gate_domain == "linear":
         raise ValueError("safe_gate=True computes the logarithm of the decay; leave gate_domain='log'")

@@ -1,4 +1,4 @@
-"""Checks of the tensors of linear attention, and their conversion to and from [batch, tokens, ..]."""
+"""Checks for linear attention tensors, and their conversion to and from [batch, tokens, ..]."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class CallLayout(NamedTuple):
 
     Attributes:
         qkv_format: "sbhd", "bshd" or "thd".
-        tokens: Extents of the leading axes: (s, b), (b, s) or (t,).
-        heads: Heads of this rank.
-        size_qk: Size of a query or key.
-        size_v: Size of a value.
+        tokens: Leading axis extents: (s, b), (b, s) or (t,).
+        heads: Heads on this rank.
+        size_qk: Query or key size.
+        size_v: Value size.
     """
 
     qkv_format: str
@@ -37,20 +37,20 @@ class CallLayout(NamedTuple):
     size_v: int
 
     def batch_first(self, x: Tensor) -> Tensor:
-        """Return [b, s, ..] of a tensor in this layout; packed tokens are one row."""
+        """Convert a tensor from this layout to [b, s, ..]; packed tokens are one row."""
         if self.qkv_format == "thd":
             return x.unsqueeze(0)
         return x if self.qkv_format == "bshd" else x.transpose(0, 1)
 
     def output(self, x: Tensor) -> Tensor:
-        """Return the output [.., h * d] in this layout of [b, s, h, d]."""
+        """Convert [b, s, h, d] to the output [.., h * d] in this layout."""
         x = x.flatten(-2)
         if self.qkv_format == "thd":
             return x.squeeze(0)
         return x if self.qkv_format == "bshd" else x.transpose(0, 1).contiguous()
 
     def sequences(self, cu_seqlens: Tensor | None) -> int:
-        """Number of sequences, each of which has a state."""
+        """Sequence count; each sequence has a state."""
         if cu_seqlens is not None:
             return cu_seqlens.shape[0] - 1
         return self.tokens[0 if self.qkv_format == "bshd" else 1]
@@ -70,8 +70,8 @@ def layout_of(query: object, qkv_format: str, heads: int, size_qk: int, size_v: 
     """Return the layout of a call by its queries.
 
     Raises:
-        TypeError: The queries are not a tensor of float16, bfloat16, float32 or float64.
-        ValueError: Their shape is not that of the module.
+        TypeError: The queries are not a tensor in float16, bfloat16, float32 or float64.
+        ValueError: Their shape does not fit the module.
     """
     checks.tensor("query_layer", query)
     assert isinstance(query, Tensor)
@@ -114,8 +114,8 @@ def check_sequences(layout: CallLayout, query: Tensor, cu_seqlens: Tensor | None
 
     Raises:
         TypeError: The bounds are not an int32 tensor.
-        ValueError: They are missing, given for a dense format, on another device, or no bounds of the tokens. Values
-            on a GPU are only checked with TE_CHECK.
+        ValueError: They are missing, given for a dense format, on another device, or do not delimit
+            the tokens. Values on a GPU are only checked with TE_CHECK.
     """
     packed = layout.qkv_format == "thd"
     if cu_seqlens is None:
@@ -145,7 +145,7 @@ def _are_bounds(bounds: list[int], tokens: int) -> None:
 
 
 def check_state(layout: CallLayout, query: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """Raise an error unless the initial state is None or float32 [sequences, heads, size of v, size of k]."""
+    """Raise an error unless the initial state is None or float32 [sequences, heads, v size, k size]."""
     if state is None:
         return
     checks.tensor("initial_state", state)

@@ -1,7 +1,7 @@
-"""Hugging Face models with the layers of this package.
+"""Hugging Face models with this package's layers.
 
-* `convert_hf(model, recipe=..)` converts whole decoder layers of transformers in place; `revert_hf(model)` undoes it.
-* `inject_te_attention(model)` converts attention layers of any library in place.
+* `convert_hf(model, recipe=..)` converts whole transformers decoder layers in place; `revert_hf(model)` undoes it.
+* `inject_te_attention(model)` converts attention layers in any library in place.
 * `register_te_attention()` registers attn_implementation="transformer_engine" in transformers.
 
 Only the first and the last function import `transformers`.

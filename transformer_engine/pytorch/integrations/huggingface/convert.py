@@ -6,8 +6,8 @@
 * The last norm and the loss become RMSNorm and parallel_cross_entropy.
 
 Layers, embeddings and head remain the library's own modules, so that hooks, recorded hidden states, caches, generation,
-gradient checkpointing and tied weights work as before. A state dict uses the library's names: `from_pretrained` of the
-stock class reads the files of `save_pretrained`, and `revert_hf` restores the stock modules.
+gradient checkpointing and tied weights work as before. A state dict uses the library's names: `from_pretrained` in the
+stock class reads the files from `save_pretrained`, and `revert_hf` restores the stock modules.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class Converted:
 
 @suggests_keywords
 def convert_hf(model: M, recipe: Recipe | None = None) -> M:
-    """Replace the decoder layers of a model by layers of this package, and return the model.
+    """Replace the decoder layers of a model by this package's layers, and return the model.
 
-    Parameters are replaced: convert before the construction of the optimizer. Under te.quantized_model_init the weights
-    of the products are quantized.
+    Parameters are replaced: convert before constructing the optimizer. Under
+    te.quantized_model_init the product weights are quantized.
 
     Args:
-        model: A model of transformers of the families llama, mistral, qwen2, qwen3 or gemma.
+        model: A transformers model in the families llama, mistral, qwen2, qwen3 or gemma.
         recipe: The forward runs under te.autocast(recipe=recipe), in training and in evaluation. With None, products
             use the parameters' precision, or the caller's te.autocast.
 
@@ -101,7 +101,7 @@ def convert_hf(model: M, recipe: Recipe | None = None) -> M:
 
 
 def revert_hf(model: M) -> M:
-    """Restore the layers of transformers with the current weights, and return the model.
+    """Restore the transformers layers with the current weights, and return the model.
 
     Args:
         model: A model that `convert_hf` converted. Quantized weights (te.quantized_model_init) are dequantized.
@@ -205,9 +205,9 @@ def causal_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute the cross entropy of the next token, with the signature of transformers' causal language models.
+    """Compute the next-token cross entropy, with the signature of transformers' causal language models.
 
-    transformers makes a float32 copy of the logits, the largest tensor of a step; this function reads them in their
+    transformers makes a float32 copy of the logits, the largest tensor in a step; this function reads them in their
     dtype and computes in float32. It does not modify the logits, which callers read after the backward pass.
 
     Returns:

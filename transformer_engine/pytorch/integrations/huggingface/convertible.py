@@ -1,4 +1,4 @@
-"""Validation of models for convert_hf: decoders of supported families with unmodified layers."""
+"""Model validation for convert_hf: decoders in supported families with unmodified layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .injection import InjectedForward
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 # Tensors that are joined, and so require gradients together.
 _JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
-# Submodules of a layer that are replaced.
+# Layer submodules that are replaced.
 NORMS = ("input_layernorm", "post_attention_layernorm")
 REPLACED = ("self_attn", "mlp", *NORMS)
 _LINEAR = (*_JOINED[0], "self_attn.o_proj", *_JOINED[1], "mlp.down_proj")
@@ -28,7 +28,7 @@ _ACTIVATIONS = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh
 
 
 def decoders_of(model: Any) -> list[nn.Module]:
-    """Return the stacks of decoder layers in a model of transformers; ValueError if it has no supported one."""
+    """Return the decoder layer stacks in a transformers model; ValueError if it has no supported one."""
     reason = optional.failure("transformers")
     if reason is not None:
         raise ImportError(f"convert_hf takes models of transformers: {reason}; pip install transformers")
@@ -53,7 +53,7 @@ def decoders_of(model: Any) -> list[nn.Module]:
 
 
 def reject_adapters(model: nn.Module, remedy: str) -> None:
-    """Raise ValueError for a model with adapters of peft."""
+    """Raise ValueError for a model with peft adapters."""
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise ValueError(f"{type(model).__name__} holds adapters of peft; {remedy}")
 
@@ -63,7 +63,7 @@ def _model_type(module: nn.Module) -> str | None:
 
 
 def decoder_config(decoder: nn.Module) -> DecoderConfig:
-    """Return the config of a decoder's layers, without rotary settings: the library computes the rotation."""
+    """Return a decoder's layer config, without rotary settings: the library computes the rotation."""
     config: Any = decoder.config
     content = config.to_dict() | {"rope_parameters": None, "rope_scaling": None}
     settings = Settings(content, f"the config of {type(decoder).__name__}")
@@ -113,7 +113,7 @@ def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
 
 
 def fresh_layer(layer: nn.Module, config: Any, number: int) -> nn.Module:
-    """Return a new layer of the library on the meta device."""
+    """Return a new library layer on the meta device."""
     with torch.device("meta"):
         return type(layer)(config, number)
 
@@ -175,17 +175,17 @@ def _check_products(layer: nn.Module, place: str) -> None:
 
 
 def place_of(weight: Tensor) -> dict[str, Any]:
-    """Return the device and dtype keywords of a layer that replaces the layer of `weight`."""
+    """Return device and dtype keywords for a layer that replaces the layer of `weight`."""
     return {"device": weight.device, "params_dtype": weight.dtype}
 
 
 def norm_place_of(weight: Tensor) -> dict[str, Any]:
-    """Return the device and dtype keywords of a norm that replaces the norm of `weight`."""
+    """Return device and dtype keywords for a norm that replaces the norm of `weight`."""
     return {"device": weight.device, "dtype": weight.dtype}
 
 
 def norm_of(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keywords of the first norm of a layer."""
+    """Return the keywords for the first norm in a layer."""
     return {
         "normalization": config.norm,
         "eps": config.epsilon,

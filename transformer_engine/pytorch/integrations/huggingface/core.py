@@ -1,6 +1,6 @@
-"""out [b, q, h, d_v] = softmax(softcap(scale q k^T), masked) v of q, k, v [b, h, s, d], transformers' layout.
+"""out [b, q, h, d_v] = softmax(softcap(scale q k^T), masked) v for q, k, v [b, h, s, d], transformers' layout.
 
-A layer has one DotProductAttention for each kind of call, because heads, sizes, scale and dropout are constructor
+A layer has one DotProductAttention for each call kind, because heads, sizes, scale and dropout are constructor
 arguments. These modules have no parameters and are not children of the layer, so that its checkpoints do not change.
 """
 
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class CoreSettings:
-    """The settings of one DotProductAttention; `causal` is part of them because it changes unlimited windows."""
+    """Settings of one DotProductAttention; `causal` is included because it changes unlimited windows."""
 
     heads: int
     groups: int
@@ -101,7 +101,7 @@ def core_of(module: torch.nn.Module, kind: CoreSettings) -> DotProductAttention:
 
 
 def attend(core: DotProductAttention, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Tensor:
-    """Return out [b, q, h, d_v] of q, k, v [b, h, s, d] under a masking."""
+    """Return out [b, q, h, d_v] for q, k, v [b, h, s, d] under a masking."""
     if masking.keys is not None:
         begin, end = masking.keys
         k, v = k[:, :, begin:end], v[:, :, begin:end]
@@ -139,7 +139,7 @@ _logged_every = env.watch("TE_ATTENTION_LOG_EVERY")
 
 
 def get_te_attention_stats() -> dict[str, int]:
-    """Return a copy of the counters of attention calls by path."""
+    """Return a copy of the attention call counters by path."""
     return dict(_counts)
 
 

@@ -16,12 +16,12 @@ from ...module.rmsnorm import RMSNorm
 from .convertible import norm_of, norm_place_of, place_of, unfilled
 from .hooks import Turns
 
-# Attributes of a stock attention that its calls read, and that callers may have set.
+# Stock attention attributes that its calls read, and that callers may have set.
 SET_BY_CALLERS = ("scaling", "attention_dropout", "is_causal")
 
 
 class FusedAttention(nn.Module):
-    """Queries, keys and values as one product with the norm before it, for a decoder layer of transformers.
+    """Queries, keys and values as one product with the norm before it, for a transformers decoder layer.
 
     The attention function is the one that `config._attn_implementation` names in transformers' registry, and is called
     as in the stock layer. The attributes of a stock layer that such functions and caches read exist here too.
@@ -94,11 +94,11 @@ class FusedAttention(nn.Module):
         return self.o_proj(attended), weights
 
     def _queries_keys_values(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [b, s, heads | groups | groups, d] of qkv [b, s, ..]; q and k rotated by angles [1 | b, s, d]."""
+        """Split qkv [b, s, ..] to [b, s, heads | groups | groups, d]; q and k rotated by angles [1 | b, s, d]."""
         batch, length, _ = qkv.shape
         if (
             angles.shape[0] > 1
-        ):  # positions differ between sequences: treat them as one sequence of all tokens
+        ):  # positions differ between sequences: treat them as one sequence with all tokens
             qkv = qkv.reshape(1, batch * length, -1)
         table = angles.reshape(-1, 1, 1, self.head_dim)
         qkv = qkv.unflatten(-1, (self.groups, -1))

@@ -1,10 +1,10 @@
-"""Hooks of converted models: finding and removing them, rotary angles, and the recipe of a decoder's forward.
+"""Hooks on converted models: finding and removing them, rotary angles, and a decoder's forward recipe.
 
-Hooks are found by their type, because handles do not survive a copy of the module. The fused rotation reads float32
-angles [1 | b, s, d] = atan2(sin, cos), where cos^2 + sin^2 = scale^2.
+Hooks are found by their type, because handles do not survive copying the module. The fused rotation
+reads float32 angles [1 | b, s, d] = atan2(sin, cos), where cos^2 + sin^2 = scale^2.
 
-The library computes all scaling of frequencies (linear, dynamic, llama3, yarn, longrope) in float32; its attention
-factor is the scale.
+The library computes all frequency scaling (linear, dynamic, llama3, yarn, longrope) in float32; its
+attention factor is the scale.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...quantization import autocast
 from ...quantization.autocast import current
 from ...runtime.checks import MODULE_HOOKS, PARAMETER_HOOKS
 
-# The module of transformers' recorders of hidden states and attentions, and the flag of a model that has them.
+# The module with transformers' recorders for hidden states and attentions, and the flag on a model that has them.
 _RECORDERS, _RECORDS = "transformers.utils.output_capturing", "_output_capturing_hooks_installed"
 
 
@@ -60,14 +60,14 @@ def _is_recorder(hook: Any) -> bool:
 
 
 class Turns(NamedTuple):
-    """Angles float32 [1 | b, s, d] of each token, and a factor of queries and keys."""
+    """Angles float32 [1 | b, s, d] per token, and a factor for queries and keys."""
 
     angles: Tensor
     scale: float
 
 
 def return_angles(rotary: nn.Module) -> None:
-    """Make a rotary embedding of transformers return Turns, until `return_cosines`."""
+    """Make a transformers rotary embedding return Turns, until `return_cosines`."""
     rotary.register_forward_pre_hook(_in_float32, with_kwargs=True)
     rotary.register_forward_hook(_turns)
 
@@ -82,7 +82,7 @@ def return_cosines(rotary: nn.Module) -> None:
 def _in_float32(
     rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Replace the first argument, of which only dtype and device are used, by a float32 tensor."""
+    """Replace the first argument, whose dtype and device alone are used, by a float32 tensor."""
     hidden, *rest = args
     return (hidden.new_empty(0, dtype=torch.float32), *rest), kwargs
 
@@ -93,7 +93,7 @@ def _turns(rotary: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 class _ActiveBlocks(threading.local):
-    """The autocast blocks of the running forward passes of this thread, the innermost last."""
+    """The autocast blocks for the running forward passes in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.blocks: list[autocast | None] = []
@@ -129,7 +129,7 @@ class EnterRecipe:
             _active.blocks[-1] = block
         if not decoder.training:
             return
-        # torch's checkpoint of a layer becomes te.checkpoint, whose second run repeats scales and recipe.
+        # torch's checkpoint around a layer becomes te.checkpoint, whose second run repeats scales and recipe.
         for layer in decoder.layers:  # pyright: ignore[reportGeneralTypeIssues]
             function = getattr(layer, "_gradient_checkpointing_func", None)
             if not layer.gradient_checkpointing or not isinstance(function, functools.partial):

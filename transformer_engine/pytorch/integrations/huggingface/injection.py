@@ -1,6 +1,6 @@
 """inject_te_attention(model): attention layers compute scaled_dot_product_attention by DotProductAttention.
 
-A layer's forward remains that of its library. While it runs, torch's scaled_dot_product_attention is replaced by
+A layer's forward remains its library's. While it runs, torch's scaled_dot_product_attention is replaced by
 `Replacement`, which passes supported calls to DotProductAttention and all others to torch, and counts both (`stats`).
 """
 
@@ -26,12 +26,12 @@ SCALE_TOLERANCE = 1e-6
 
 
 def inject_te_attention(model: torch.nn.Module) -> None:
-    """Inject into every attention layer of a model, after its weights are loaded and before it is sharded.
+    """Inject into every attention layer in a model, after its weights are loaded and before it is sharded.
 
     Layers with an `attn_module` are not changed. model._te_attention_injected is True if any layer was changed.
 
     Args:
-        model: Model with attention layers of Hugging Face Transformers.
+        model: Model with Hugging Face Transformers attention layers.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model={described(model)} is not a torch.nn.Module; give a model, or a layer of one")
@@ -81,7 +81,7 @@ def inject_te_attention_into_module(module: torch.nn.Module) -> bool:
 
 
 class InjectedForward:
-    """A layer's forward with torch's attention replaced; an object, so that copies of the layer call their own."""
+    """A layer's forward with torch's attention replaced; an object, so that layer copies call their own."""
 
     def __init__(self, forward: Any, replacement: sdpa.Function) -> None:
         self.forward, self.replacement = forward, replacement

@@ -1,4 +1,4 @@
-"""attn_implementation="transformer_engine": DotProductAttention as one of transformers' own attention functions.
+"""attn_implementation="transformer_engine": DotProductAttention as a transformers attention function.
 
     register_te_attention()
     model = AutoModelForCausalLM.from_pretrained(.., attn_implementation="transformer_engine")
@@ -23,7 +23,7 @@ NAME = "transformer_engine"
 
 
 def register_te_attention() -> None:
-    """Make "transformer_engine" a value of attn_implementation in this process; ImportError without transformers."""
+    """Make "transformer_engine" an attn_implementation value in this process; ImportError without transformers."""
     if not optional.installed("transformers"):
         raise ImportError(
             'attn_implementation="transformer_engine" needs transformers 4.53 or later; pip install transformers'
@@ -56,8 +56,8 @@ def te_attention_forward(
 ) -> tuple[Tensor, None]:
     """Return (out [b, q, h, d_v], None) for query [b, h, q, d] and key, value [b, groups, kv, d].
 
-    The arguments are those of transformers. attention_mask None means causal if is_causal, or otherwise the module,
-    says so, and there are several queries. softcap c limits the scaled scores s to c * tanh(s / c) before the mask.
+    The arguments follow transformers. attention_mask None means causal if is_causal, or otherwise the module, says
+    so, and there are several queries. softcap c limits the scaled scores s to c * tanh(s / c) before the mask.
     """
     for name, remedy in (
         ("s_aux", "load the model without attention sinks"),

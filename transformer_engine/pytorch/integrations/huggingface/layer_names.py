@@ -1,9 +1,9 @@
-"""{our tensor: their tensors} of one decoder layer, and the hooks that keep their names in its state dict.
+"""{our tensor: their tensors} for one decoder layer, and the hooks that keep their names in its state dict.
 
 * self_attn.layernorm_qkv.weight joins self_attn.q_proj.weight, .k_proj.weight and .v_proj.weight, group by group.
 * mlp.fc1_weight joins mlp.gate_proj.weight and mlp.up_proj.weight.
 
-The rows are those of `te convert` (conversion/families.py), with the names of a converted layer.
+The rows come from `te convert` (conversion/families.py), with the names of a converted layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...conversion.layouts import WeightLayout
 from ...tensor import QuantizedTensor
 
 _THEIR_LAYER = "model.layers.{i}."
-# Names of submodules in the table, and in a converted layer.
+# Submodule names in the table, and in a converted layer.
 _PLACES = {
     "layers.{i}.self_attention.layernorm_qkv.": "self_attn.layernorm_qkv.",
     "layers.{i}.self_attention.proj.": "self_attn.o_proj.",
@@ -32,7 +32,7 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class LayerTensor:
-    """One tensor of a converted layer and the tensors of the stock layer that it consists of."""
+    """One tensor in a converted layer and the tensors in the stock layer that it consists of."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -78,7 +78,7 @@ class LayerNames:
                 state[prefix + match.ours] = match.layout.join([state.pop(name) for name in theirs])
 
     def fill(self, layer: nn.Module, state: MutableMapping[str, Any], prefix: str, found: LoadErrors) -> None:
-        """Fill in the layer's own values for missing parts and parts of another shape, and report them."""
+        """Fill in the layer's own values for missing parts and parts with another shape, and report them."""
         own = dict(layer.named_parameters())
         for match in self._renamed():
             theirs = [prefix + name for name in match.theirs]
@@ -114,7 +114,7 @@ class LayerNames:
                     state[prefix + name] = part.clone(memory_format=torch.contiguous_format)
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Return the pairs (ours, theirs) of all parts."""
+        """Return (ours, theirs) pairs for all parts."""
         return ((match.ours, name) for match in self.matches for name in match.theirs)
 
     def _renamed(self) -> Iterator[LayerTensor]:
@@ -128,7 +128,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 @dataclass
 class SavesTheirNames:
-    """A hook of `state_dict`, on which torch sets a mark."""
+    """A `state_dict` hook, on which torch sets a mark."""
 
     names: LayerNames
 
@@ -138,7 +138,7 @@ class SavesTheirNames:
 
 @dataclass(frozen=True)
 class LoadsTheirNames:
-    """A hook of `load_state_dict`."""
+    """A `load_state_dict` hook."""
 
     names: LayerNames
 

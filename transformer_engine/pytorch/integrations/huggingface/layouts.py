@@ -1,7 +1,7 @@
-"""heads, groups, size = layout(attention): the heads of queries, keys and values, from an attention's projections.
+"""heads, groups, size = layout(attention): query, key and value heads, from an attention's projections.
 
-Read once, when a model is prepared. A projection is a Linear, a module with only a weight, transformers' Conv1D, or a
-wrapper of one of these; it may be on the meta device.
+Read once, when a model is prepared. A projection is a Linear, a module with only a weight,
+transformers' Conv1D, or a wrapper around these; it may be on the meta device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WRAPPED = ("linear", "base_layer")
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """size: of queries and keys; groups: heads of keys and values; window: keys that a query sees, its own included."""
+    """size: query and key head size; groups: key and value heads; window: keys that a query sees, its own included."""
 
     heads: int
     groups: int
@@ -36,7 +36,7 @@ class HeadLayout:
 
     @property
     def repeats(self) -> int:
-        """Number of query heads that read the same keys."""
+        """Query heads that read the same keys."""
         return self.heads // self.groups
 
 

@@ -1,12 +1,12 @@
 """Masking = of_mask(mask [b | 1, 1, q, kv]): the mask type, window and lengths that are equivalent to a mask tensor.
 
-Libraries pass a mask of every query and key to attention. If each row's visible keys are an interval, two numbers per
-row describe it: its first and its last visible key. These [b, q] determine the mask type. If the last key is the
-query's own, up to a fixed diagonal, the mask is causal. If the first key is the same for all queries, there is no
-window; otherwise, a fixed number of keys before the query is a window, and the start of the query's sequence means
-packed sequences. The first and last key of a sequence determine its padding, on either side.
-Recognition is exact: a mask with a single different element is not recognized. The mask is read once instead of in
-every layer, with one synchronization with the device.
+Libraries pass attention a mask for every query and key. If each row's visible keys are an interval, two
+numbers per row describe it: its first and its last visible key. These [b, q] determine the mask type. If the
+last key is the query's own, up to a fixed diagonal, the mask is causal. If the first key is the same for all
+queries, there is no window; otherwise, a fixed key count before the query is a window, and the start of the
+query's sequence means packed sequences. The first and last key of a sequence determine its padding, on either
+side. Recognition is exact: a mask with a single different element is not recognized. The mask is read once
+instead of in every layer, with one synchronization with the device.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Masking:
 
     Attributes:
         name: The mask type.
-        window: Visible keys (left, right) of the query's own; None: no limit.
-        keys: (begin, end) of the keys that any query sees; None: all.
+        window: Visible keys (left, right) from the query's own; None: no limit.
+        keys: (begin, end) for the keys that any query sees; None: all.
         packed: Sequences are packed in [b * s, h, d], with tokens between them that belong to no sequence.
         arguments: Lengths and masks, under the argument names of its forward.
     """
@@ -53,7 +53,7 @@ NO_MASK, CAUSAL = Masking("no_mask"), Masking("causal")
 
 
 def without_tensor(causal: bool, queries: int, keys: int, window: int | None) -> Masking:
-    """Return the masking of a call without a mask; a causal one begins at the first query and key."""
+    """Return the masking for a call without a mask; a causal one begins at the first query and key."""
     if not causal:
         return NO_MASK
     cut = (0, queries) if keys > queries else None
@@ -69,7 +69,7 @@ def of_one_query(mask: Tensor) -> Masking:
 
 
 def as_it_is(mask: Tensor) -> Masking:
-    """Return the masking of any mask [b, h, q, kv]: boolean, or numbers that are added to the logits."""
+    """Return the masking for any mask [b, h, q, kv]: boolean, or numbers that are added to the logits."""
     if mask.dtype == torch.bool:
         return Masking("arbitrary", arguments={"attention_mask": ~mask})
     bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": mask}
@@ -77,7 +77,7 @@ def as_it_is(mask: Tensor) -> Masking:
 
 
 def of_mask(mask: Tensor, batch: int) -> Masking | None:
-    """Return the masking of a mask [batch | 1, 1, q, kv], boolean (True = visible) or additive.
+    """Return the masking for a mask [batch | 1, 1, q, kv], boolean (True = visible) or additive.
 
     None if no mask type is equivalent, if the mask cannot be read (a compiler traces, a CUDA graph is captured, or
     memory is planned), and if the mask is trained.
@@ -99,12 +99,12 @@ def of_mask(mask: Tensor, batch: int) -> Masking | None:
 
 
 _last: dict[int, tuple[weakref.ref[Tensor], int, int, Masking | None]] = {}
-# Masks of a model that exist at the same time: one for each kind of layer, for a few models.
+# Masks in a model that exist at the same time: one for each layer kind, for a few models.
 _MANY = 64
 
 
 def _remembered(mask: Tensor, batch: int) -> Masking | None:
-    """Return the cached result for this tensor object, which all layers of a forward pass receive."""
+    """Return the cached result for this tensor object, which all layers in a forward pass receive."""
     known = _last.get(id(mask))
     if known is not None and known[0]() is mask and known[1:3] == (mask._version, batch):
         return known[3]
@@ -134,7 +134,7 @@ def _recognised(mask: Tensor, batch: int) -> Masking | None:
 
 
 class _Intervals(NamedTuple):
-    """First and last key of each query [b, q], whether it sees none, and the key range of each sequence [b].
+    """First and last key per query [b, q], whether it sees none, and the key range per sequence [b].
 
     Attributes:
         intervals: bool, for the whole mask: every query sees all keys between its first and its last one.
@@ -151,14 +151,14 @@ class _Intervals(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Properties of all rows.
+    """Properties over all rows.
 
     Attributes:
-        everything: Every query sees all keys of its sequence.
+        everything: Every query sees all keys in its sequence.
         banded: Query i sees keys up to i + diagonal, at most `window` keys (0: all).
-        begins: Smallest and largest first key of the sequences.
-        ends: Smallest and largest end of the sequences.
-        longest: Tokens of the longest packed sequence; 0: not packed.
+        begins: Smallest and largest sequence start.
+        ends: Smallest and largest sequence end.
+        longest: Tokens in the longest packed sequence; 0: not packed.
     """
 
     everything: bool
@@ -178,7 +178,7 @@ class _Facts:
 
 
 def _read(visible: Tensor) -> _Intervals:
-    """Return the intervals of visible [b, q, keys]."""
+    """Return the intervals in visible [b, q, keys]."""
     keys = visible.shape[-1]
     bits = visible.view(torch.uint8)
     count = visible.sum(-1)
@@ -223,7 +223,7 @@ def _judged(seen: _Intervals, agrees: Tensor | None) -> _Facts:
 
 
 def _packed(first: Tensor, longest: int, batch: int) -> Masking:
-    """Return the masking of consecutive causal sequences: a query whose first key is its own starts a sequence."""
+    """Return the masking for consecutive causal sequences: a query whose first key is its own starts a sequence."""
     tokens = batch * first.shape[1]
     begins = first == torch.arange(first.shape[1], device=first.device)
     places = begins.expand(batch, -1).flatten().nonzero()[:, 0]
@@ -234,7 +234,7 @@ def _packed(first: Tensor, longest: int, batch: int) -> Masking:
 
 
 def _everything(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking:
-    """Return the masking for queries that see all keys of their sequence."""
+    """Return the masking for queries that see all keys in their sequence."""
     if facts.alike:
         whole = (facts.begins[0], facts.ends[0]) == (0, facts.keys)
         return NO_MASK if whole else Masking("no_mask", keys=(facts.begins[0], facts.ends[0]))
@@ -273,7 +273,7 @@ def _ranges(
     keys: tuple[Tensor, Tensor],
     batch: int,
 ) -> Masking:
-    """Return the masking of sequences (begin, end) [b]: their lengths, and their starts unless all are 0.
+    """Return the masking for sequences (begin, end) [b]: their lengths, and their starts unless all are 0.
 
     Tokens before the first packed sequence count as an empty sequence, because the first start must be 0.
     """

@@ -1,7 +1,7 @@
-"""with replaced(function): in this thread, torch's scaled_dot_product_attention calls a function of the caller.
+"""with replaced(function): in this thread, torch's scaled_dot_product_attention calls a function from the caller.
 
-torch.nn.functional's attribute is replaced while any thread is in the context, by one function that calls the function
-of its thread. The last thread to leave restores the attribute.
+torch.nn.functional's attribute is replaced while any thread is in the context, by one function that
+calls the function of its thread. The last thread to leave restores the attribute.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _lock = threading.Lock()
 
 
 class _ThreadFunction(threading.local):
-    """The function of each thread; None: torch's own."""
+    """Each thread's function; None: torch's own."""
 
     function: Function | None = None
 
 
 class _Exchanged:
-    """The number of threads in the context, and the attribute's value before the first of them."""
+    """Thread count in the context, and the attribute's value before the first thread."""
 
     inside = 0
     before: Function = TORCH_SDPA
@@ -74,7 +74,7 @@ def traced(function: Function, call: Function, *args: Any, **kwargs: Any) -> Any
 
 
 def original() -> Function:
-    """Return the attribute's value outside of every context."""
+    """Return the attribute's value outside every context."""
     if torch.compiler.is_compiling():
         return TORCH_SDPA
     return _exchanged.before if _exchanged.inside else F.scaled_dot_product_attention

@@ -1,9 +1,9 @@
 """Attention layers with Megatron-core's constructors and calls, for its layer specs and for programs without it.
 
-In a layer spec of Megatron-core, set `spec.submodules.self_attention.module = SelfAttention`.
+In a Megatron-core layer spec, set `spec.submodules.self_attention.module = SelfAttention`.
 
-The layers accept Megatron-core's TransformerConfig, ModuleSpec, process groups and inference contexts, and derive from
-its MegatronModule if it is installed. Otherwise, use the equivalents of this package: `TransformerConfig`,
+The layers accept Megatron-core's TransformerConfig, ModuleSpec, process groups and inference contexts, and derive
+from its MegatronModule if it is installed. Otherwise, use the equivalents of this package: `TransformerConfig`,
 `self_attention_submodules()`, `cross_attention_submodules()`, `StaticContext`, `PagedContext`.
 """
 

@@ -24,17 +24,17 @@ from .rotation import Forms, check_reach, concentration, embeddings_of, rotated
 
 
 class Attention(CachedAttention, ABC):
-    """Attention that returns (y [s, b, h], bias); the caller adds the bias of the output projection.
+    """Attention that returns (y [s, b, h], bias); the caller adds the output projection bias.
 
     Args:
         config: A `TransformerConfig`, or Megatron-core's.
         submodules: How the parts are constructed.
-        layer_number: Number of the layer, from 1.
+        layer_number: Layer number, from 1.
         attn_mask_type: Keys that a query attends to, unless a cache determines them.
         attention_type: "self" or "cross".
-        cp_comm_type: Algorithm of context parallelism, such as "p2p".
+        cp_comm_type: Context parallelism algorithm, such as "p2p".
         pg_collection: Process groups `tp` and `cp`; None is Megatron's, or none.
-        pp_layer_offset: Number of layers of earlier pipeline stages.
+        pp_layer_offset: Layer count in earlier pipeline stages.
         name: Prefix of the names of the linear layers.
     """
 
@@ -92,7 +92,7 @@ class Attention(CachedAttention, ABC):
     def _projection(
         self, spec: Any, name: str | None, part: str, inputs: int, outputs: int, bias: bool | None = None
     ) -> Any:
-        """Construct a linear layer of the attention; `part` "proj" is the output projection."""
+        """Construct a linear layer for the attention; `part` "proj" is the output projection."""
         config, last = self.config, part == "proj"
         kind: dict[str, Any] = {"input_is_parallel": True} if last else {"gather_output": False}
         return built(
@@ -129,13 +129,13 @@ class Attention(CachedAttention, ABC):
 
         Args:
             attention_mask: True: masked out.
-            key_value_states: Cross-attention: input of keys and values.
-            rotary_pos_emb: Angles [s, 1 | b, 1, d] of queries and keys, or a pair; with caches, of all positions.
-                Context-parallel ranks pass those of their tokens, or of whole sequences if these are packed.
+            key_value_states: Cross-attention: input for keys and values.
+            rotary_pos_emb: Angles [s, 1 | b, 1, d] for queries and keys, or a pair; with caches, for all positions.
+                Context-parallel ranks pass angles for their tokens, or for whole sequences if these are packed.
             rotary_pos_cos: [positions, d / 2], under flash_decode.
             rotary_pos_sin: [positions, d / 2], under flash_decode.
             rotary_pos_cos_sin: [positions, d], for contexts that rotate queries and keys themselves.
-            packed_seq_params: Starts of packed sequences; hidden_states are [t, 1, h] then.
+            packed_seq_params: Packed sequence starts; hidden_states are [t, 1, h] then.
             sequence_len_offset: int32 [b] tokens in the caches, under flash_decode.
         """
         context = self._cache_of(inference_context if inference_params is None else inference_params)
@@ -195,7 +195,7 @@ class Attention(CachedAttention, ABC):
         return self.linear_proj(out if gate is None else _gated(out, gate))
 
     def _cache_of(self, context: Any) -> Any:
-        """Return the context to which this layer writes its keys; None if its keys are those of its call.
+        """Return the context to which this layer writes its keys; None if its keys are the keys of its call.
 
         Cross-attention has the same keys in every step, and its entry in a static context belongs to self-attention.
         """
@@ -234,7 +234,7 @@ class Attention(CachedAttention, ABC):
                 group = self.pg_collection.cp
                 query = context.apply_rotary_emb_query(query, of_query, config, None, group, mscale=mscale)
             return query, key
-        # The angles are those of the rank's own tokens; packed sequences have the angles of whole sequences.
+        # The angles belong to the rank's own tokens; packed sequences have the angles of whole sequences.
         size = 1 if packed is None else ranks_of(self.pg_collection.cp)
         cp = (size, 0 if size == 1 else torch.distributed.get_rank(self.pg_collection.cp))
         bounds = (None, None) if packed is None else _bounds(packed)
@@ -264,7 +264,7 @@ class Attention(CachedAttention, ABC):
     def _decoded(
         self, context: Any, query: Tensor, key: Tensor, value: Tensor, tables: Any, offset: Any, gate: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a decoding step of static caches: one call that rotates, writes and attends."""
+        """Return a decoding step over static caches: one call that rotates, writes and attends."""
         # Offsets in a tensor stay on its device; the context has equal ones.
         begin = offset if isinstance(offset, int) else context.sequence_len_offset
         tokens, rows = self._places(context, key, begin)
@@ -297,7 +297,7 @@ class Attention(CachedAttention, ABC):
         raise NotImplementedError(f"{type(self).__name__} has no norm of its input; use SelfAttention")
 
     def clip_qk(self) -> None:
-        """Scale the projections of queries and keys so that logits stay below qk_clip_threshold."""
+        """Scale the query and key projections so that logits stay below qk_clip_threshold."""
         raise NotImplementedError(f"{type(self).__name__} does not clip; use SelfAttention")
 
 
@@ -314,7 +314,7 @@ def _gated(out: Tensor, gate: Tensor) -> Tensor:
 
 
 def _bounds(packed: Any) -> tuple[Tensor, Tensor]:
-    """Return the starts of packed queries and keys, including the padding between sequences."""
+    """Return packed query and key starts, including the padding between sequences."""
     queries, keys = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
     return (
         packed.cu_seqlens_q if queries is None else queries,

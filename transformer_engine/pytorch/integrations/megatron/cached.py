@@ -13,7 +13,7 @@ from .rotation import check_reach, concentration, rotated_by_tables
 
 
 class CachedAttention(MegatronModule):
-    """The methods of an attention layer that use an inference context."""
+    """Attention layer methods that use an inference context."""
 
     config: Any
     layer_number: int
@@ -30,13 +30,13 @@ class CachedAttention(MegatronModule):
     def _allocate_memory(
         self, inference_max_sequence_length: int, batch_size: int, dim: int, dtype: torch.dtype
     ) -> Tensor:
-        """Return a new cache [longest, batch, groups of this rank, dim]."""
+        """Return a new cache [longest, batch, groups on this rank, dim]."""
         device = next(self.linear_proj.parameters()).device
         shape = (inference_max_sequence_length, batch_size, self.num_query_groups_per_partition, dim)
         return torch.empty(shape, dtype=dtype, device=device)
 
     def _get_pp_layer_offset_for_inference(self) -> int:
-        """Return the number of layers of earlier pipeline stages; a stage's caches begin with its own first layer."""
+        """Return the layer count in earlier pipeline stages; a stage's caches begin with its own first layer."""
         if self._pp_layer_offset is not None:
             return self._pp_layer_offset
         pp = getattr(self.pg_collection, "pp", None)
@@ -56,8 +56,8 @@ class CachedAttention(MegatronModule):
     ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Tensor | None]:  # fmt: skip
         """Return (query, key, value, rotary_pos_emb, mask type, page table), with keys and values of all tokens so far.
 
-        New keys and values are written to the context's caches. For static caches, the embeddings are those of the
-        positions; for pages, keys and values are the pages themselves, with their table.
+        New keys and values are written to the context's caches. For static caches, the embeddings
+        follow the positions; for pages, keys and values are the pages themselves, with their table.
         """
         context = inference_context if inference_params is None else inference_params
         if context is None:
@@ -98,7 +98,7 @@ class CachedAttention(MegatronModule):
         # In training, the caller's own mask is kept (for speculative tokens); the causal mask has the same meaning
         # there.
         if tokens.start and (not self.training or mask_type == AttnMaskType.causal):
-            # One query sees every key; one of several queries sees those up to its own position.
+            # One query sees every key; one among several queries sees keys up to its own position.
             mask_type = AttnMaskType.no_mask if query.shape[0] == 1 else AttnMaskType.causal_bottom_right
         if rotary_pos_emb is not None:
             parts = zip(rotary_pos_emb, (tokens, seen), strict=True)
@@ -139,8 +139,8 @@ class CachedAttention(MegatronModule):
             query_layer: Queries of the new tokens.
             key_layer: Keys of the new tokens.
             value_layer: Values of the new tokens.
-            inference_key_memory: Cache of the keys.
-            inference_value_memory: Cache of the values.
+            inference_key_memory: Key cache.
+            inference_value_memory: Value cache.
             rotary_cos: Cosines [positions, d / 2], or None.
             rotary_sin: Sines [positions, d / 2], or None.
             rotary_interleaved: Features are paired (0, 1), (2, 3), ...
@@ -173,7 +173,7 @@ class CachedAttention(MegatronModule):
         cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, seqlens_k: Tensor, block_table: Tensor,
         is_decode_only: bool = False, softmax_offset: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return out [t, 1, heads, size] of queries over keys in pages, for a mix of prompts and single tokens.
+        """Attend from queries to keys in pages, for mixed prompts and single tokens: out [t, 1, heads, size].
 
         Args:
             q: Queries [t, 1, heads, size].
@@ -183,7 +183,7 @@ class CachedAttention(MegatronModule):
             max_seqlen_k: Upper bound of the keys of a request.
             cu_seqlens_q: int32 [requests + 1], cumulative queries.
             cu_seqlens_k: Cumulative keys, or None.
-            seqlens_k: int32 [requests], keys of each request.
+            seqlens_k: int32 [requests], keys per request.
             block_table: int32 [requests, pages per request].
             is_decode_only: Every request has one query.
             softmax_offset: [heads], a logit that is added to the denominator only.
@@ -198,7 +198,7 @@ class CachedAttention(MegatronModule):
         return attend(core, q.squeeze(1), keys, values, rows).unsqueeze(1)
 
     def _packed_core(self, softmax_offset: Tensor | None) -> Any:
-        """Return the attention over caches, with a logit [heads] of the denominator; not a child, for checkpoints."""
+        """Return the attention over caches, with a logit [heads] in the denominator; not a child, for checkpoints."""
         core = self.__dict__.get("_core_of_caches")
         if core is None:
             core = packed_core(

@@ -1,6 +1,6 @@
-"""Caches of keys and values: one block per batch (static), or pages per request (dynamic).
+"""Key-value caches: one block per batch (static), or pages per request (dynamic).
 
-Both have the methods of Megatron-core's inference contexts that attention layers call.
+Both have the Megatron-core inference context methods that attention layers call.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .rotation import rotated, rotated_by_tables
 class StaticContext:
     """A batch that is prefilled and decoded together: caches [max_sequence_length, max_batch_size, groups, size].
 
-    `sequence_len_offset` counts the tokens of every sequence in the caches; the caller advances it after each step.
+    `sequence_len_offset` counts the tokens per sequence in the caches; the caller advances it after each step.
 
     Args:
-        max_batch_size: Largest number of sequences.
-        max_sequence_length: Largest number of tokens of a sequence.
+        max_batch_size: Most sequences.
+        max_sequence_length: Most tokens in a sequence.
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
@@ -45,24 +45,24 @@ class StaticContext:
 
 
 class PagedContext:
-    """Requests of different lengths in pages of a shared pool; the new tokens of a step are packed, request by request.
+    """Requests with different lengths in a shared pool's pages; a step's new tokens are packed, request by request.
 
     ```python
     context.begin_step([7, 1, 1])  # request 0 has a prompt of 7 tokens, the others decode
     y, bias = attention(hidden, None, inference_context=context)  # hidden [9, 1, h]
     ```
 
-    Pages are allocated when needed and never released: the context serves one batch of requests.
+    Pages are allocated when needed and never released: the context serves one request batch.
 
     Args:
-        requests: Number of requests.
-        layers: Number of layers.
-        pages: Number of pages of the pool.
+        requests: Request count.
+        layers: Layer count.
+        pages: Page count in the pool.
         page_size: Tokens per page.
-        groups: Number of key heads.
-        size: Features of a head.
-        dtype: Dtype of keys and values.
-        device: Device of the pool.
+        groups: Key head count.
+        size: Features per head.
+        dtype: Key and value dtype.
+        device: Pool device.
     """
 
     use_flashinfer_fused_rope = False
@@ -86,7 +86,7 @@ class PagedContext:
         self._positions = torch.zeros(0, dtype=torch.int64, device=device)
 
     def begin_step(self, new_tokens: list[int]) -> None:
-        """Set the number of new tokens per request; raise ValueError, with nothing changed, if pages are missing."""
+        """Set the new token count per request; raise ValueError, with nothing changed, if pages are missing."""
         if len(new_tokens) != len(self._pages) or min(new_tokens) < 0 or sum(new_tokens) == 0:
             raise ValueError(
                 f"new_tokens={new_tokens}; give {len(self._pages)} numbers >= 0 that are not all 0"
@@ -140,7 +140,7 @@ class PagedContext:
         return _cumulative(self._lengths, self._keys.device), lengths, max(self._lengths)
 
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
-        """Append keys and values [t, 1, groups, size] of a layer, counted from 1; raise ValueError for other shapes."""
+        """Append a layer's keys and values [t, 1, groups, size], counted from 1; raise ValueError for other shapes."""
         expected = [len(self._slots), 1, *self._keys.shape[3:]]
         if list(key.shape) != expected:
             raise ValueError(
@@ -159,13 +159,13 @@ class PagedContext:
         self, query: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None,
         cp_group: Any = None, mscale: float = 1.0,
     ) -> Tensor:  # fmt: skip
-        """Return query [t, 1, h, d], rotated by the angles of its tokens' positions."""
+        """Return query [t, 1, h, d], rotated by its token positions' angles."""
         return rotated(query, freqs[self._positions], config.rotary_interleaved, mscale)
 
     def apply_rotary_emb_key(
         self, key: Tensor, freqs: Tensor, config: Any, cp_group: Any = None, mscale: float = 1.0
     ) -> Tensor:
-        """Return key [t, 1, h, d], rotated by the angles of its tokens' positions."""
+        """Return key [t, 1, h, d], rotated by its token positions' angles."""
         return rotated(key, freqs[self._positions], config.rotary_interleaved, mscale)
 
     def apply_fused_qk_rotary_emb(

@@ -1,4 +1,4 @@
-"""CrossAttention: queries of hidden states, keys and values of another sequence."""
+"""CrossAttention: queries from hidden states, keys and values from another sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .equivalents import AttnMaskType, CrossAttentionSubmodules
 
 
 class CrossAttention(Attention):
-    """(y [s, b, h], bias) of x [s, b, h] and key_value_states [s_kv, b, h]; as many key heads as query heads."""
+    """(y [s, b, h], bias) from x [s, b, h] and key_value_states [s_kv, b, h]; key and query head counts are equal."""
 
     linear_q: Any
     linear_kv: Any

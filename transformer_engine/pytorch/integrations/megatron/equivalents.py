@@ -1,7 +1,7 @@
-"""Classes of Megatron-core that attention layers use, or equivalents if it is not installed.
+"""Megatron-core classes that attention layers use, or equivalents if it is not installed.
 
-Settings are read through their names, so that both kinds of config work. In a model of Megatron's, the base class of
-modules, the enum of masks and the process groups must be Megatron's own.
+Settings are read through their names, so that both config kinds work. In a Megatron model, the
+module base class, the mask enum and the process groups must be Megatron's own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _of_megatron(module: str, name: str, otherwise: Any) -> Any:
 
 
 AttnMaskType: Any = _of_megatron("transformer.enums", "AttnMaskType", _LightMaskType)
-"""The keys that a query sees: the enumeration of Megatron-core, or one with the same names where it is missing."""
+"""The keys that a query sees: Megatron-core's enumeration, or one with the same names where it is missing."""
 MegatronModule: Any = _of_megatron("transformer.module", "MegatronModule", _LightModule)
 _ProcessGroups: Any = _of_megatron("process_groups_config", "ProcessGroupCollection", None)
 _get_rng_tracker: Any = _of_megatron("tensor_parallel.random", "get_cuda_rng_tracker", None)
@@ -51,21 +51,21 @@ _get_rng_tracker: Any = _of_megatron("tensor_parallel.random", "get_cuda_rng_tra
 
 @dataclass
 class TransformerConfig:
-    """Settings of attention layers, under Megatron-core's names.
+    """Attention layer settings, under Megatron-core's names.
 
     Args:
-        hidden_size: Features of a token.
-        num_attention_heads: Number of query heads.
+        hidden_size: Features per token.
+        num_attention_heads: Query head count.
         num_layers: Number of layers of the model.
-        num_query_groups: Number of key heads; None is num_attention_heads.
-        kv_channels: Features of a head; None is hidden_size / num_attention_heads.
+        num_query_groups: Key head count; None is num_attention_heads.
+        kv_channels: Features per head; None is hidden_size / num_attention_heads.
         add_bias_linear: Whether linear layers have a bias.
-        add_qkv_bias: Whether the projection of queries, keys and values has a bias in any case.
+        add_qkv_bias: Whether the query, key and value projection has a bias in any case.
         normalization: "LayerNorm" or "RMSNorm".
         layernorm_epsilon: Added to the variance.
         layernorm_zero_centered_gamma: Whether a norm's scale is 1 + gamma.
         attention_dropout: Probability that an attention weight is dropped.
-        softmax_scale: Factor of the logits; None is 1 / sqrt(kv_channels).
+        softmax_scale: Logit factor; None is 1 / sqrt(kv_channels).
         softmax_type: "vanilla", "off-by-one" or "learnable".
         window_size: Keys to the left and the right that a query attends to; None is unlimited.
         qk_layernorm: Whether queries and keys are normalized per head.
@@ -75,7 +75,7 @@ class TransformerConfig:
         fused_single_qkv_rope: Whether one kernel splits and rotates the projection's result.
         no_rope_freq: Flags per layer: omit rotary embeddings.
         flash_decode: Whether caches hold rotated keys, so that a decoding step is one call.
-        qk_clip: Whether to scale the projections of queries and keys down if logits exceed qk_clip_threshold.
+        qk_clip: Whether to scale the query and key projections down if logits exceed qk_clip_threshold.
         qk_clip_threshold: Largest logit that qk_clip allows.
         qk_clip_alpha: Share of the scaling that the query projection takes.
         recompute_granularity: "selective" recomputes recompute_modules in the backward pass.
@@ -83,12 +83,12 @@ class TransformerConfig:
         delay_wgrad_compute: Whether weight gradients are computed in a later call.
         gradient_accumulation_fusion: Whether weight gradients accumulate into main_grad.
         sequence_parallel: Whether sequences are sharded over the tensor-parallel group.
-        test_mode: Whether to check that the norms of queries and keys are equal on all tensor-parallel ranks.
+        test_mode: Whether to check that query and key norms are equal on all tensor-parallel ranks.
         fp8: FP8 format, or None.
-        fp8_recipe: Name of the FP8 recipe.
+        fp8_recipe: FP8 recipe name.
         fp4: FP4 format, or None.
-        params_dtype: Dtype of the parameters.
-        device: Device of the parameters.
+        params_dtype: Parameter dtype.
+        device: Parameter device.
         init_method: Initializes the weights.
         output_layer_init_method: Initializes the output projection.
     """
@@ -173,16 +173,16 @@ class ProcessGroups:
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """The offsets of the sequences of a packed ("thd") batch, with the names of Megatron's PackedSeqParams.
+    """Sequence offsets in a packed ("thd") batch, with the names in Megatron's PackedSeqParams.
 
     Args:
-        cu_seqlens_q: Cumulative lengths of the queries, int32 [b + 1].
-        cu_seqlens_kv: Cumulative lengths of the keys, int32 [b + 1].
-        max_seqlen_q: Length of the longest sequence of queries.
-        max_seqlen_kv: Length of the longest sequence of keys.
-        cu_seqlens_q_padded: Offsets of the queries with padding, int32 [b + 1].
-        cu_seqlens_kv_padded: Offsets of the keys with padding, int32 [b + 1].
-        qkv_format: Order of the axes; "thd".
+        cu_seqlens_q: Cumulative query lengths, int32 [b + 1].
+        cu_seqlens_kv: Cumulative key lengths, int32 [b + 1].
+        max_seqlen_q: Longest query sequence length.
+        max_seqlen_kv: Longest key sequence length.
+        cu_seqlens_q_padded: Query offsets with padding, int32 [b + 1].
+        cu_seqlens_kv_padded: Key offsets with padding, int32 [b + 1].
+        qkv_format: Axis order; "thd".
     """
 
     cu_seqlens_q: Tensor
@@ -195,7 +195,7 @@ class PackedSequences:
 
 
 def process_groups(given: Any) -> Any:
-    """Return the process groups of an attention layer: the caller's, Megatron's if initialized, or none."""
+    """Return an attention layer's process groups: the caller's, Megatron's if initialized, or none."""
     if given is not None:
         for name in ("tp", "cp"):
             if not hasattr(given, name):
@@ -212,14 +212,14 @@ def ranks_of(group: Any) -> int:
 
 
 def rng_tracker() -> Callable[[], Any] | None:
-    """Return Megatron's tracker of random states if it is initialized, so that recomputation draws equal numbers."""
+    """Return Megatron's random state tracker if it is initialized, so that recomputation draws equal numbers."""
     if _get_rng_tracker is None or not _get_rng_tracker().is_initialized():
         return None
     return _get_rng_tracker
 
 
 def built(spec: Any, *args: Any, **kwargs: Any) -> Any:
-    """Construct the module of a spec, a class, or a function."""
+    """Construct the module from a spec, a class, or a function."""
     make = spec
     if not callable(spec) and hasattr(spec, "module"):
         make = ModuleSpec(spec.module, dict(spec.params or {}), getattr(spec, "submodules", None))
@@ -229,7 +229,7 @@ def built(spec: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
-    """Return a setting that some versions of Megatron's config lack."""
+    """Return a setting that Megatron's config lacks in some versions."""
     return getattr(config, name, default)
 
 
@@ -238,11 +238,11 @@ class SelfAttentionSubmodules:
     """The submodules of a SelfAttention: ModuleSpecs, classes, or functions that construct a module.
 
     Args:
-        linear_qkv: Projection of queries, keys and values.
+        linear_qkv: Query, key and value projection.
         core_attention: Scaled dot-product attention.
         linear_proj: Output projection.
-        q_layernorm: Norm of the queries, or None.
-        k_layernorm: Norm of the keys, or None.
+        q_layernorm: Query norm, or None.
+        k_layernorm: Key norm, or None.
     """
 
     linear_qkv: Any = None
@@ -257,8 +257,8 @@ class CrossAttentionSubmodules:
     """The submodules of a CrossAttention.
 
     Args:
-        linear_q: Projection of the queries.
-        linear_kv: Projection of the keys and values.
+        linear_q: Query projection.
+        linear_kv: Key and value projection.
         core_attention: Scaled dot-product attention.
         linear_proj: Output projection.
     """

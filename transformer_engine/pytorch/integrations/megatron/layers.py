@@ -1,7 +1,7 @@
-"""The layers of an attention, with the constructors of Megatron-core's: linear, norm and core attention.
+"""Attention layers, with the constructors of Megatron-core: linear, norm and core attention.
 
-They derive from this package's layers, read their settings from a config, and return (output, bias) as Megatron's
-linear layers. QK-clip scales rows of the projection so that no logit exceeds a threshold.
+They derive from this package's layers, read their settings from a config, and return (output, bias)
+as Megatron's linear layers. QK-clip scales projection rows so that no logit exceeds a threshold.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def self_attention_submodules(config: Any, input_norm: bool = False) -> SelfAtte
     """Return the submodules of a SelfAttention.
 
     Args:
-        config: Settings; qk_layernorm adds norms of queries and keys.
-        input_norm: Whether the projection includes a norm of its input.
+        config: Settings; qk_layernorm adds query and key norms.
+        input_norm: Whether the projection includes an input norm.
     """
     norm = head_norm if config.qk_layernorm else None
     qkv = NormColumnLinear if input_norm else ColumnLinear
@@ -34,7 +34,7 @@ def cross_attention_submodules(config: Any) -> CrossAttentionSubmodules:
     """Return the submodules of a CrossAttention.
 
     Args:
-        config: Settings of the attention.
+        config: Attention settings.
     """
     return CrossAttentionSubmodules(ColumnLinear, ColumnLinear, CoreAttention, RowLinear)
 
@@ -42,7 +42,7 @@ def cross_attention_submodules(config: Any) -> CrossAttentionSubmodules:
 def _arguments(
     config: Any, *, init_method: Any, bias: bool, tp_group: Any = None, name: str | None = None, **_: Any
 ) -> dict[str, Any]:
-    """Convert the arguments of Megatron's constructors; arguments that the class determines are ignored."""
+    """Convert Megatron's constructor arguments; arguments that the class determines are ignored."""
     tp_size = ranks_of(tp_group)
     return {
         "name": name,
@@ -103,7 +103,7 @@ class RowLinear(_WithBias, Linear):  # pyright: ignore[reportIncompatibleMethodO
 
 
 def head_norm(hidden_size: int, config: Any, eps: float) -> LayerNorm | RMSNorm:
-    """Return the config's norm of x [.., hidden_size]."""
+    """Return the config's norm for x [.., hidden_size]."""
     kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
     return kind(
         hidden_size,
@@ -133,7 +133,7 @@ class CoreAttention(attentions.DotProductAttention):
     """Core attention on q, k, v [s, b, heads, size], or [t, heads, size] if packed, that returns [s, b, heads * size].
 
     Attributes:
-        current_max_attn_logits: [heads] under qk_clip: the largest logit of each head since it was last set to None.
+        current_max_attn_logits: [heads] under qk_clip: the largest logit per head since it was last set to None.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class CoreAttention(attentions.DotProductAttention):
 
 
 class ProjectionHeads(NamedTuple):
-    """The rows of a group in the projection's weight: queries, their gates, one key, one value, of `size` rows each."""
+    """Rows of a group in the projection's weight: queries, their gates, one key, one value, with `size` rows each."""
 
     groups: int
     queries: int
@@ -202,7 +202,7 @@ class ProjectionHeads(NamedTuple):
 
 
 def clip_rows(weight: Tensor, factor: Tensor, alpha: float, heads: ProjectionHeads) -> None:
-    """Scale the rows of queries by factor^alpha and of keys by factor^(1 - alpha), per group, in place (QK-clip)."""
+    """Scale query rows by factor^alpha and key rows by factor^(1 - alpha), per group, in place (QK-clip)."""
     parts = weight.view(heads.groups, heads.queries + heads.gates + 2, heads.size, -1)
     factor = factor.to(weight.device).view(-1, 1, 1, 1)
     with torch.no_grad():

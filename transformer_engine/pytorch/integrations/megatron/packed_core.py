@@ -1,6 +1,6 @@
-"""out [t, heads, size] = attention of packed queries over keys in caches, with individual sequence lengths.
+"""out [t, heads, size] = attention from packed queries over keys in caches, with individual sequence lengths.
 
-A sequence's last query is at the position of its last key (causal, bottom right). Lengths are read on the device only.
+A sequence's last query is at its last key's position (causal, bottom right). Lengths are read on the device only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...attention import DotProductAttention
 
 
 class PackedRows(NamedTuple):
-    """cu_queries int32 [b + 1] and the longest sequence of queries; lengths int32 [b] of keys, in rows of `width`."""
+    """cu_queries int32 [b + 1] and the longest query sequence; key lengths int32 [b], in rows of `width`."""
 
     cu_queries: Tensor
     longest: int
@@ -41,7 +41,7 @@ def packed_core(
 def attend(
     core: DotProductAttention, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows
 ) -> Tensor:
-    """Return the attention of query [t, heads, size] over the first lengths[i] rows of keys and values of each i."""
+    """Attend from query [t, heads, size] to the first lengths[i] key and value rows for each i."""
     batch = rows.lengths.shape[0]
     starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * rows.width
     ends = torch.cat((starts[:1], rows.lengths.cumsum(0, dtype=torch.int32)))

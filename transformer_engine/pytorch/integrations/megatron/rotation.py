@@ -1,4 +1,4 @@
-"""Rotary embeddings in Megatron-core's forms: angles [s, 1 | b, 1, d], or tables of cosines and sines."""
+"""Rotary embeddings in Megatron-core's forms: angles [s, 1 | b, 1, d], or cosine and sine tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...attention.rope import apply_rotary_pos_emb
 
 
 class Forms(NamedTuple):
-    """The embeddings of a call: angles (of queries, of keys); cosines, sines [positions, d / 2]; one table of both."""
+    """Embeddings in a call: angles (for queries, for keys); cosines, sines [positions, d / 2]; one table with both."""
 
     angles: Any
     tables: tuple[Tensor | None, Tensor | None]
@@ -20,7 +20,7 @@ class Forms(NamedTuple):
 
 
 def embeddings_of(given: Forms, context: Any, flash_decode: bool) -> Any:
-    """Return the angles of queries and keys, None if tables are used; raise ValueError for an unused form.
+    """Return query and key angles, None if tables are used; raise ValueError for an unused form.
 
     Caches of flash_decode contain rotated keys and use the tables; contexts that rotate themselves use one table.
     """
@@ -53,10 +53,10 @@ def embeddings_of(given: Forms, context: Any, flash_decode: bool) -> Any:
 
 
 def concentration(config: Any) -> float:
-    """Return YaRN's factor of rotated features from Megatron's config; 1 without such settings.
+    """Return YaRN's factor for rotated features from Megatron's config; 1 without such settings.
 
-    It is (0.1 ln(factor) + 1), or the quotient of two such numbers, as in https://arxiv.org/abs/2309.00071 and
-    DeepSeek-V2.
+    It is (0.1 ln(factor) + 1), or one such number divided by another, as in
+    https://arxiv.org/abs/2309.00071 and DeepSeek-V2.
     """
     factor = getattr(config, "yarn_rotary_scaling_factor", None)
     if factor is None or factor <= 1:
@@ -68,7 +68,7 @@ def concentration(config: Any) -> float:
 
 
 def check_reach(tables: tuple[Tensor | None, Tensor | None], end: int) -> None:
-    """Raise ValueError unless tables of cosines and sines have positions 0 .. end - 1."""
+    """Raise ValueError unless cosine and sine tables have positions 0 .. end - 1."""
     for name, table in zip(("rotary_pos_cos", "rotary_pos_sin"), tables, strict=True):
         if table is not None and table.shape[0] < end:
             raise ValueError(f"{name} has {table.shape[0]} positions, {end} are needed; make it longer")
@@ -88,9 +88,9 @@ def rotated(
         x: Queries or keys.
         freqs: Angles; [s, b, 1, d] if the positions of sequences differ (multimodal positions), without cu_seqlens.
         interleaved: Features are paired (0, 1), (2, 3), ... instead of (i, i + d/2).
-        mscale: Factor of the result.
-        cu_seqlens: Bounds of packed sequences, or None.
-        cp: (number, index) of the context-parallel ranks; x holds this rank's part, freqs the whole sequences.
+        mscale: Result factor.
+        cu_seqlens: Packed sequence bounds, or None.
+        cp: (number, index) for the context-parallel ranks; x holds this rank's part, freqs the whole sequences.
     """
     if cu_seqlens is None and freqs.ndim == 4 and freqs.shape[1] > 1:
         if freqs.shape[0] < x.shape[0] or freqs.shape[1] != x.shape[1]:
@@ -98,7 +98,7 @@ def rotated(
                 f"freqs are {list(freqs.shape)}, queries or keys {list(x.shape)}; give angles [{x.shape[0]}, 1 or "
                 f"{x.shape[1]}, 1, d]"
             )
-        # One sequence of all tokens, whose positions are token indices.
+        # One sequence with all tokens, whose positions are token indices.
         tokens, table = x.flatten(0, 1).unsqueeze(1), freqs[: x.shape[0]].flatten(0, 1).unsqueeze(1)
         return rotated(tokens, table, interleaved, mscale).view(x.shape)
     turned = apply_rotary_pos_emb(
@@ -117,7 +117,7 @@ def rotated(
 
 
 def rotated_by_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return x [.., d], rotated by cos and sin [.., r / 2], one column per pair of features; the rest is copied."""
+    """Return x [.., d], rotated by cos and sin [.., r / 2], one column per feature pair; the rest is copied."""
     size = 2 * cos.shape[-1]
     turned, rest = x[..., :size].float(), x[..., size:]
     first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)

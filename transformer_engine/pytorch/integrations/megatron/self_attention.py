@@ -15,7 +15,7 @@ from .layers import HeadL2Norm, ProjectionHeads, clip_rows, head_norm
 
 
 class SelfAttention(Attention):
-    """(y [s, b, h], bias) of x [s, b, h].
+    """(y [s, b, h], bias) from x [s, b, h].
 
     The projection's rows are, for each group: its queries (then their gate, if any), its key, its value.
     """
@@ -42,7 +42,7 @@ class SelfAttention(Attention):
         self.k_layernorm = self._head_norm("k_layernorm", submodules.k_layernorm)
 
     def _head_norm(self, name: str, spec: Any) -> Any:
-        """Return the norm of each query or key; None if the config has none."""
+        """Return the norm for each query or key; None if the config has none."""
         config = self.config
         if not (config.qk_layernorm or setting(config, "qk_l2_norm", False)):
             if spec is not None and getattr(spec, "__name__", "") != "IdentityOp":
@@ -84,7 +84,7 @@ class SelfAttention(Attention):
         return query, key, value, gate[0].reshape(query.shape)
 
     def run_realtime_tests(self) -> None:
-        """Raise RuntimeError if the norms of queries and keys differ between ranks that must have the same."""
+        """Raise RuntimeError if query and key norms differ between ranks that must have the same."""
         if not self.config.qk_layernorm or not torch.distributed.is_initialized():
             return
         parameters = {

@@ -1,4 +1,4 @@
-"""Models of plain PyTorch: modules of torch.nn, in any model, that compute with this engine.
+"""Plain PyTorch models: torch.nn modules, in any model, that compute with this engine.
 
 * `convert(model, recipe=.., sample=..)` converts linear layers, norms and attention in place, where that pays.
 * `restore(model)` undoes it, and `conversion_table(model)` returns the choices.

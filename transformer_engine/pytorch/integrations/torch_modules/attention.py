@@ -19,11 +19,11 @@ _CORES = "_te_cores"
 
 @dataclass(eq=False)
 class EngineAttention:
-    """out [b, h, q, d_v] of torch's scaled_dot_product_attention; calls that it does not support run in torch.
+    """out [b, h, q, d_v] for torch's scaled_dot_product_attention; calls that it does not support run in torch.
 
     Attributes:
         module: The module whose attention this is.
-        recipe: Recipe with FP8 attention; None: that of the caller's autocast.
+        recipe: Recipe with FP8 attention; None: the caller's autocast recipe.
     """
 
     module: nn.Module
@@ -49,7 +49,7 @@ class EngineAttention:
 def unsupported_call(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, grouped: bool
 ) -> str | None:
-    """Reason why a call of scaled_dot_product_attention stays in torch; None if the engine computes it."""
+    """Reason why a scaled_dot_product_attention call stays in torch; None if the engine computes it."""
     if mask is not None:
         return "called with a mask tensor"
     if dropout:

@@ -1,4 +1,4 @@
-"""te.convert(model, recipe=.., sample=..): modules of torch.nn in any model use this engine where that is faster."""
+"""te.convert(model, recipe=.., sample=..): torch.nn modules in any model use this engine where that is faster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .timing import Comparison, compare, time_functions, wait_for_device
 
 M = TypeVar("M", bound=nn.Module)
 
-# A converted module is used if it takes at most this part of the original's time; smaller differences are noise.
+# A converted module is used if it takes at most this share of the original's time; smaller differences are noise.
 MARGIN = 0.98
 _TABLE = "_te_conversion"
 
@@ -41,7 +41,7 @@ def convert(
     exclude: Filter = None, convert_outputs: bool = False, compiled: bool | None = None, timed: bool | None = None,
     verbose: bool = True,
 ) -> M:  # fmt: skip
-    """Let the `nn.Linear`, `nn.LayerNorm`, `nn.RMSNorm` and attention of a model compute with this engine, in place.
+    """Let the `nn.Linear`, `nn.LayerNorm`, `nn.RMSNorm` and attention in a model compute with this engine, in place.
 
     Modules, parameters, hooks and state-dict keys remain the same objects, so optimizers, checkpoints, FSDP2, adapters
     and `torch.compile` work as before. `restore` undoes the conversion; `conversion_table` returns the choices.
@@ -52,16 +52,16 @@ def convert(
 
     Args:
         model: Any module, compiled or not, sharded by `fully_shard` or not.
-        recipe: Recipe of the linear layers, without history. None: high precision, or the caller's `te.autocast`.
-        sample: A tensor, a tuple of arguments, a dict of keyword arguments, or a function `sample(model)`, for example
-            one that returns the loss. It runs once, and is timed with `timed`.
-        include: Names of the modules to convert: a pattern ("layers.*.mlp.*"), several, or a function
+        recipe: Linear layer recipe, without history. None: high precision, or the caller's `te.autocast`.
+        sample: A tensor, an argument tuple, a keyword argument dict, or a function `sample(model)`,
+            for example one that returns the loss. It runs once, and is timed with `timed`.
+        include: Module names to convert: a pattern ("layers.*.mlp.*"), several, or a function
             `include(name, module)`. None: all.
-        exclude: Names of modules to leave, likewise.
-        convert_outputs: Also convert linear layers that compute an output of the model, or logits of a cross entropy.
-        compiled: The model runs under `torch.compile`, which fuses norms with their neighbors: norms are not converted.
-            None: whether the model, or one of its modules, was compiled already. Only then is the whole model timed
-            compiled.
+        exclude: Module names to leave, likewise.
+        convert_outputs: Also convert linear layers that compute an output of the model, or cross-entropy logits.
+        compiled: The model runs under `torch.compile`, which fuses norms with their neighbors:
+            norms are not converted. None: whether the model, or any of its modules, was compiled
+            already. Only then is the whole model timed compiled.
         timed: Time the layers and the model; None: on a GPU, with a sample.
         verbose: Print the table.
 
@@ -102,11 +102,11 @@ def restore(model: M) -> M:
     """Undo `convert`: modules have their classes and attributes from before, and compute the same bits.
 
     Args:
-        model: A converted model, a part of one, or a module that wraps one, such as the results of `torch.compile` and
-            of peft. Parameters keep their present values.
+        model: A converted model, a part of one, or a module that wraps one, such as `torch.compile`
+            and peft results. Parameters keep their present values.
 
     Raises:
-        ValueError: No module of the model is converted, or `fully_shard` wrapped a converted module.
+        ValueError: No module in the model is converted, or `fully_shard` wrapped a converted module.
     """
     if not any(map(_is_converted, model.modules())):
         raise ValueError(f"{type(model).__name__} is not converted; there is nothing to restore")
@@ -120,7 +120,7 @@ def restore(model: M) -> M:
 
 
 def conversion_table(model: nn.Module) -> ConversionTable:
-    """Return the choices of `convert` for each module of a converted model.
+    """Return the choices of `convert` for each module in a converted model.
 
     Args:
         model: A model that `convert` converted.
@@ -190,7 +190,7 @@ class _Chooser:
     """Choices of one conversion.
 
     Args:
-        converter: Converter of the layers.
+        converter: Layer converter.
         recorded: Calls of the sample; None without a sample.
         timed: Compare times.
         convert_outputs: Convert the model's output layers too.
@@ -261,7 +261,7 @@ class _Chooser:
 
 
 def _stacked_experts(model: nn.Module) -> list[LayerChoice]:
-    """Rows of modules with experts in one parameter [experts, .., ..], which are not converted."""
+    """Rows for modules with experts in one parameter [experts, .., ..], which are not converted."""
     reason = "its experts are one parameter; build them with te.GroupedLinear, or as nn.Linear in a loop"
     return [
         LayerChoice(name, type(module).__name__, "torch", reason)
@@ -302,12 +302,12 @@ def _tensor_facts(module: Any) -> tuple[Any, ...]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether a module is the result of `torch.compile`, or was compiled in place."""
+    """Whether a module is a `torch.compile` result, or was compiled in place."""
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def _model_ms(model: nn.Module, sample: Any) -> float | None:
-    """Median milliseconds of the sample, forward and backward; None for a model in shards."""
+    """Median milliseconds for the sample, forward and backward; None for a model in shards."""
     if in_shards(model):
         return None
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -330,7 +330,7 @@ def _model_ms(model: nn.Module, sample: Any) -> float | None:
 
 
 def _keep_if_faster(model: nn.Module, table: ConversionTable, before: float, after: float | None) -> None:
-    """Add the comparison of the whole model to the table, and restore a model that became slower."""
+    """Add the whole-model comparison to the table, and restore a model that became slower."""
     assert after is not None
     table.summary += f"\nwhole model: {before:.3g} ms, converted {after:.3g} ms"
     if after > before:

@@ -26,7 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def matches(rule: Filter, name: str, module: nn.Module) -> bool:
-    """Whether a filter selects a module; patterns are those of `fnmatch` for the whole name."""
+    """Whether a filter selects a module; patterns follow `fnmatch` for the whole name."""
     if rule is None:
         return False
     if callable(rule):
@@ -46,7 +46,7 @@ def check_filter(argument: str, rule: Filter) -> None:
 
 
 def check_recipe(recipe: Recipe | None) -> None:
-    """Raise ValueError for a recipe with history, which the keys of an nn.Linear's state dict cannot hold."""
+    """Raise ValueError for a recipe with history, which an nn.Linear's state dict keys cannot hold."""
     if recipe is not None and family_of(recipe).follows_history:
         raise ValueError(
             f"{type(recipe).__name__} keeps a history of maxima, and a converted model keeps the state-dict keys of "
@@ -56,7 +56,7 @@ def check_recipe(recipe: Recipe | None) -> None:
 
 
 def tied_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """Names of the modules that share a parameter, by the parameter's id."""
+    """Names of modules that share a parameter, by the parameter's id."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -70,9 +70,9 @@ class Eligibility:
 
     Args:
         model: The model.
-        recipe: Recipe of the linear layers.
-        include: Filter of the modules to convert; None: all.
-        exclude: Filter of the modules to leave.
+        recipe: Linear layer recipe.
+        include: Filter for modules to convert; None: all.
+        exclude: Filter for modules to leave.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe | None, include: Filter, exclude: Filter) -> None:
@@ -108,7 +108,7 @@ class Eligibility:
 
 
 def _modified(module: nn.Module) -> str | None:
-    """Reason to leave a module whose computation is not that of its class in torch.nn."""
+    """Reason to leave a module whose computation differs from its torch.nn class."""
     if type(module) in CONVERTED:
         return "converted already"
     if isinstance(module, CONVERTED):
@@ -129,13 +129,13 @@ def _base(module: nn.Module) -> str:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether a parameter holds values: a plain tensor, or a DTensor of plain tensors."""
+    """Whether a parameter holds values: a plain tensor, or a DTensor over plain tensors."""
     local: Any = weight.to_local() if is_distributed(weight) else weight  # pyright: ignore
     return type(local) in (Tensor, nn.Parameter)
 
 
 def format_reason(recipe: Recipe, in_features: int, out_features: int) -> str | None:
-    """Reason why the formats of a recipe do not support the sizes of a layer; rows are padded, so any number fits."""
+    """Reason why a recipe's formats do not support a layer's sizes; rows are padded, so any number fits."""
     for size, value in (("in_features", in_features), ("out_features", out_features)):
         if value % 16:
             return f"{size}={value} is not divisible by 16, which FP8 products require"
@@ -147,5 +147,5 @@ def format_reason(recipe: Recipe, in_features: int, out_features: int) -> str | 
 
 
 def candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """Names and modules of the model that derive from nn.Linear, nn.LayerNorm or nn.RMSNorm, each module once."""
+    """Names and modules in the model that derive from nn.Linear, nn.LayerNorm or nn.RMSNorm, each module once."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, CONVERTIBLE)]

@@ -1,4 +1,4 @@
-"""Modules of torch.nn that compute with this engine, and their conversion in place.
+"""torch.nn modules that compute with this engine, and their conversion in place.
 
 A converted module is the same object with another class, so that its parameters, hooks, name and state-dict keys, and
 every reference to it, remain valid. The class derives from both the engine's layer and torch's.
@@ -24,14 +24,14 @@ from ...quantization.model_init import quantized_model_init
 class ConvertedLinear(Linear, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
     """`torch.nn.Linear` under a recipe, or under the caller's autocast without one.
 
-    A format multiplies rows in multiples of its alignment. Other numbers of rows, such as the tokens of an expert, are
-    padded with zeros, which change no scale.
+    A format multiplies rows in multiples of its alignment. Other row counts, such as the tokens of
+    an expert, are padded with zeros, which change no scale.
 
-    Layers of one size share quantizers and the key of compiled graphs, so that `torch.compile` reuses the graph of a
-    block for its repetitions. Sharing requires a recipe without history.
+    Equally sized layers share quantizers and the key of compiled graphs, so that `torch.compile`
+    reuses the graph of a block for its repetitions. Sharing requires a recipe without history.
     """
 
-    # The keys of a state dict are those of nn.Linear.
+    # State dict keys equal nn.Linear's.
     get_extra_state = nn.Module.get_extra_state  # pyright: ignore[reportAssignmentType]
     set_extra_state = nn.Module.set_extra_state  # pyright: ignore[reportAssignmentType]
 
@@ -50,7 +50,7 @@ class ConvertedLinear(Linear, nn.Linear):  # pyright: ignore[reportIncompatibleV
             nn.Linear.reset_parameters(self)
 
     def forward(self, input: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return y [.., out_features] of an input [.., in_features]."""
+        """Return y [.., out_features] for an input [.., in_features]."""
         if self.recipe is None:
             return Linear.forward(self, input)  # pyright: ignore[reportReturnType]
         with autocast(recipe=self.recipe):
@@ -67,7 +67,7 @@ class _ConvertedNorm:
     """Shared forward pass of converted norms."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalized input, under torch.autocast in the dtype of torch's norm."""
+        """Return the normalized input, under torch.autocast in torch's norm dtype."""
         device = input.device.type
         if not torch.is_autocast_enabled(device):
             return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
@@ -107,7 +107,7 @@ class Converter:
     """Converts modules in place under one recipe.
 
     Args:
-        recipe: Recipe of the linear layers; None: that of the caller's autocast.
+        recipe: Linear layer recipe; None: the caller's autocast recipe.
     """
 
     def __init__(self, recipe: Recipe | None) -> None:
@@ -146,7 +146,7 @@ class Converter:
 
 
 def _become(module: nn.Module, cls: type[nn.Module], engine: nn.Module, attributes: dict[str, Any]) -> None:
-    """Change the class of a module, and add the attributes of an engine's layer with the same settings."""
+    """Change a module's class, and add the attributes of an engine layer with the same settings."""
     for name, value in vars(engine).items():
         if name not in _OF_EVERY_MODULE:
             attributes[name] = copy.copy(value) if isinstance(value, (list, set, dict)) else value

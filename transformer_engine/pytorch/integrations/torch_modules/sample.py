@@ -1,4 +1,4 @@
-"""A recorded forward pass of the sample: the calls of convertible modules and of attention, and the output layers."""
+"""A recorded forward pass of the sample: the calls to convertible modules and attention, and the output layers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch.overrides import TorchFunctionMode
 from ...runtime.checks import is_distributed
 from .attention import unsupported_call
 
-# A call of the model, or the arguments of one.
+# A model call, or its arguments.
 Sample = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[nn.Module], Any]
 
 
 class SampleCall(NamedTuple):
-    """Facts of the tensors that a module or an attention reads in one call.
+    """Metadata of the tensors that a module or an attention reads in one call.
 
     Attributes:
-        shapes: Shapes of the tensors.
+        shapes: Tensor shapes.
         dtype: Dtype of the first tensor.
         device: Device of the first tensor.
         needs_grad: Whether the first tensor requires a gradient.
@@ -46,10 +46,10 @@ class SampleCalls:
     """The calls of a forward pass.
 
     Attributes:
-        calls: Calls of each module, by its name.
-        attention: Calls of scaled_dot_product_attention in the innermost module that runs, by its name.
+        calls: Calls to each module, by its name.
+        attention: scaled_dot_product_attention calls in the innermost module that runs, by its name.
         attention_reasons: Reasons why the attention of a module cannot be replaced, by its name.
-        outputs: Names of modules whose output is an output of the model, or the logits of a cross entropy.
+        outputs: Names of modules whose output is a model output, or cross-entropy logits.
     """
 
     calls: dict[str, Counter[SampleCall]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class SampleCalls:
 
 
 def run(model: nn.Module, sample: Sample) -> Any:
-    """SampleCall the model with a sample: a tensor, positional or keyword arguments, or a function of the model."""
+    """Call the model with a sample: a tensor, positional or keyword arguments, or a function that takes the model."""
     if isinstance(sample, Tensor):
         return model(sample)
     if isinstance(sample, Mapping):
@@ -70,11 +70,11 @@ def run(model: nn.Module, sample: Sample) -> Any:
 
 
 def record(model: nn.Module, sample: Sample, modules: Mapping[str, nn.Module]) -> SampleCalls:
-    """Run the sample once, in eager mode, and record the calls of `modules`.
+    """Run the sample once, in eager mode, and record the calls to `modules`.
 
     A model in shards runs without gradients, and its inputs count as if they required gradients.
 
-    Random states and buffers, such as the statistics of a batch norm, have their values from before afterwards.
+    Random states and buffers, such as batch norm statistics, have their values from before afterwards.
     """
     recorder = _SampleMode(model, modules)
     eager = torch.compiler.set_stance("force_eager")
@@ -87,8 +87,8 @@ def record(model: nn.Module, sample: Sample, modules: Mapping[str, nn.Module]) -
     ):
         outputs = run(model, sample)
     for module in model.modules():
-        # After a forward pass without a backward pass, parameters that `fully_shard` keeps gathered, such as those of
-        # the root, would miss the next optimizer step.
+        # After a forward pass without a backward pass, parameters that `fully_shard` keeps
+        # gathered, such as the root parameters, would miss the next optimizer step.
         reshard = getattr(module, "reshard", None)
         if hasattr(module, "set_reshard_after_forward") and callable(reshard):
             reshard()
@@ -194,7 +194,7 @@ class _SampleMode(TorchFunctionMode):
             self.recorded.attention_reasons[name] = reason
 
     def mark_outputs(self, outputs: Any) -> None:
-        """Record the modules whose last output shares memory with one of `outputs`."""
+        """Record the modules whose last output shares memory with any of `outputs`."""
         memory = {_storage(tensor) for tensor in tensors_of(outputs)} - {0}
         self.recorded.outputs |= {
             name for name, copies in self._last.items() if _share_memory(copies, memory)
@@ -214,5 +214,5 @@ def _needs_grad(tensor: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Identity of a tensor's storage, with or without memory; 0 for a DTensor."""
+    """A tensor's storage identity, with or without memory; 0 for a DTensor."""
     return 0 if is_distributed(tensor) else tensor.untyped_storage()._cdata

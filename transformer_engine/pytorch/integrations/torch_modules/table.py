@@ -17,12 +17,12 @@ class LayerChoice:
     """Choice for one module.
 
     Attributes:
-        name: Name of the module in the model.
+        name: Module name in the model.
         module: Class and sizes.
-        choice: "torch" for the original, "te" for the engine's layer in high precision or under the caller's
-            autocast, otherwise the name of the recipe.
+        choice: "torch" for the original, "te" for the engine's layer in high precision or under the
+            caller's autocast, otherwise the recipe name.
         reason: Reason for the choice.
-        costs: Costs of the original and the converted module in the sample; None: not timed.
+        costs: Costs for the original and the converted module in the sample; None: not timed.
     """
 
     name: str
@@ -32,7 +32,7 @@ class LayerChoice:
     costs: Comparison | None = None
 
     def cells(self) -> tuple[str, ...]:
-        """Cells of a table row, in the order of COLUMNS."""
+        """Cells of a table row, in COLUMNS order."""
         sides = (None, None) if self.costs is None else self.costs
         times = [_number(None if side is None else side.ms) for side in sides]
         held = [None if side is None else side.held for side in sides]
@@ -42,11 +42,11 @@ class LayerChoice:
 
 @dataclass
 class ConversionTable:
-    """The choices of a conversion, printed with equal rows of repeated layers as one.
+    """Choices in a conversion, printed with equal rows of repeated layers as one.
 
     Attributes:
         rows: One row per module.
-        summary: How choices were made, and the result of the comparison of the whole model.
+        summary: How choices were made, and the whole-model comparison result.
     """
 
     rows: list[LayerChoice] = field(default_factory=list)
@@ -66,7 +66,7 @@ class ConversionTable:
 
 
 def _common_name(names: list[str]) -> str:
-    """Name of a module, or the names of several with * where they differ, and their count."""
+    """Name of a module, or several names with * where they differ, and their count."""
     if len(names) == 1:
         return names[0] or "(model)"
     parts = zip(*[name.split(".") for name in names], strict=True)

@@ -1,4 +1,4 @@
-"""Times of a module and of its conversion, forward and backward, at the shapes of the sample."""
+"""Times for a module and its conversion, forward and backward, at the sample's shapes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from .layers import Converter
 from .sample import SampleCall
 
-# Least time per measurement of several steps, and the number of measurements of each side, in turns.
+# Least time per measurement over several steps, and the measurement count per side, in turns.
 _SECONDS, _ROUNDS = 0.01, 5
-# Calls of other shapes beyond the most frequent ones are not timed.
+# Calls with other shapes beyond the most frequent ones are not timed.
 _SHAPES = 3
 _WARM_STEPS = 3  # the engine generates and compiles in the first two
 
 
 class Cost(NamedTuple):
-    """Cost of the calls of a module: milliseconds, and bytes held between forward and backward pass.
+    """Cost of calls to a module: milliseconds, and bytes held between forward and backward pass.
 
     Attributes:
         ms: Forward and backward passes.
-        held: Bytes of the input, the output and the saved tensors; None if the device does not count them.
+        held: Bytes in the input, the output and the saved tensors; None if the device does not count them.
     """
 
     ms: float
@@ -41,11 +41,11 @@ class Comparison(NamedTuple):
 
 
 def compare(module: nn.Module, converter: Converter, calls: Counter[SampleCall]) -> Comparison:
-    """Time copies of a module with random parameters and inputs.
+    """Time module copies with random parameters and inputs.
 
     Args:
         module: The module, not converted.
-        converter: Converter of the copy.
+        converter: Converter for the copy.
         calls: Its calls in the sample. The three most frequent kinds are timed, each as often as it occurs.
     """
     copies = _copy(module), _copy(module)
@@ -61,7 +61,7 @@ def compare(module: nn.Module, converter: Converter, calls: Counter[SampleCall])
 
 
 def _copy(module: Any) -> nn.Module:
-    """A module of the same class, sizes, dtype and device, with its own parameters."""
+    """A module with the same class, sizes, dtype and device, with its own parameters."""
     parameter = next(module.parameters())
     options = {"device": parameter.device, "dtype": parameter.dtype}
     if isinstance(module, nn.Linear):
@@ -70,7 +70,7 @@ def _copy(module: Any) -> nn.Module:
 
 
 def time_functions(functions: Sequence[Callable[..., Tensor]], call: SampleCall) -> list[Cost]:
-    """Time functions of random tensors with the facts of a call, in turns.
+    """Time functions on random tensors like in a call, in turns.
 
     Args:
         functions: Functions or modules.
@@ -112,7 +112,7 @@ def _step(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[],
 
 
 def _elapsed(step: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Seconds of some steps, including the host's time."""
+    """Seconds for some steps, including the host's time."""
     wait_for_device(device)
     begin = time.perf_counter()
     for _ in range(repeats):
@@ -122,7 +122,7 @@ def _elapsed(step: Callable[[], Any], repeats: int, device: torch.device) -> flo
 
 
 def _held(function: Callable[..., Tensor], inputs: list[Tensor]) -> int | None:
-    """Bytes of the inputs, the output and saved tensors that exist after a forward pass; None on a CPU."""
+    """Bytes in the inputs, the output and saved tensors that exist after a forward pass; None on a CPU."""
     device = inputs[0].device
     if device.type != "cuda":
         return None

@@ -1,4 +1,4 @@
-"""Basic operations: one class per operation of a chain."""
+"""Basic operations: one class per operation in a chain."""
 
 from .activation import (
     GEGLU,

@@ -26,7 +26,7 @@ _SITU = "situ_glu"
 
 
 class ActivationOperation(PassOperation):
-    """Base of activations: y = f(x), computed in float32 and rounded to the dtype of the input.
+    """Base class for activations: y = f(x), computed in float32 and rounded to the input dtype.
 
     Args:
         cache_quantized_input: Save the input for the backward pass as FP8 (E4M3) codes with one scale, in a quarter to
@@ -45,7 +45,7 @@ class ActivationOperation(PassOperation):
         self.glu_interleave_size: int | None = None
 
     def constants(self) -> tuple[float, float] | None:
-        """Return the constants of SiTUGLU; None for activations of the table."""
+        """Return the constants of SiTUGLU; None for activations in the table."""
         return None
 
     def activation_params(self) -> ActivationParams:
@@ -93,7 +93,7 @@ class ActivationOperation(PassOperation):
 
 
 def interleave_size(size: Any) -> int | None:
-    """Return the size of alternating blocks of a gated unit, or None.
+    """Return the alternating block size of a gated unit, or None.
 
     Raises:
         ValueError: The size is less than 1.
@@ -166,7 +166,7 @@ class SwiGLU(ActivationOperation):
 
     Args:
         cache_quantized_input: Save the input for the backward pass as FP8 codes.
-        glu_interleave_size: The last dimension alternates blocks of this size of a and b; None for two halves.
+        glu_interleave_size: The last dimension alternates blocks of a and b, each this long; None for two halves.
     """
 
     kind = "swiglu"
@@ -182,11 +182,11 @@ class ClampedSwiGLU(ActivationOperation):
     """y = g * sigmoid(alpha g) * (l + offset) for x = [a, b], with g = min(a, limit) and l = clamp(b, -limit, limit).
 
     Args:
-        limit: Bound of the gate and of the linear half.
+        limit: Bound for the gate and the linear half.
         alpha: Factor within the sigmoid.
-        glu_linear_offset: Offset of the linear half.
+        glu_linear_offset: Offset for the linear half.
         cache_quantized_input: Save the input for the backward pass as FP8 codes.
-        glu_interleave_size: The last dimension alternates blocks of this size of a and b; None for two halves.
+        glu_interleave_size: The last dimension alternates blocks of a and b, each this long; None for two halves.
     """
 
     kind = "clamped_swiglu"
@@ -213,10 +213,10 @@ class SiTUGLU(ActivationOperation):
     """y = beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2) for x = [a, b].
 
     Args:
-        beta1: Bound of the gate.
-        beta2: Bound of the linear half.
+        beta1: Gate bound.
+        beta2: Linear half bound.
         cache_quantized_input: Save the input for the backward pass as FP8 codes.
-        glu_interleave_size: The last dimension alternates blocks of this size of a and b; None for two halves.
+        glu_interleave_size: The last dimension alternates blocks of a and b, each this long; None for two halves.
 
     Raises:
         ValueError: A bound is not a finite number greater than 0.

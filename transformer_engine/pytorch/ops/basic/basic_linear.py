@@ -33,7 +33,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of parameters, by default torch's.
+    """Return the parameter dtype, by default torch's.
 
     Raises:
         ValueError: The dtype is none that products compute in.
@@ -48,18 +48,18 @@ class BasicLinear(PassOperation):
     """y = x @ weight.T over the last dimension of x, under any recipe.
 
     Args:
-        in_features: Last dimension of the input, over all ranks.
-        out_features: Last dimension of the output, over all ranks.
-        device: Device of the weight, by default the GPU if there is one; "meta" allocates the weight in the first
-            forward pass.
-        dtype: Dtype of the weight, by default torch's default dtype.
+        in_features: Last input dimension, over all ranks.
+        out_features: Last output dimension, over all ranks.
+        device: Weight device, by default the GPU if there is one; "meta" allocates the weight in
+            the first forward pass.
+        dtype: Weight dtype, by default torch's default dtype.
         tensor_parallel_mode: None, "column" (out_features are sharded) or "row" (in_features are sharded).
         tensor_parallel_group: The tensor-parallel process group, by default the world group.
-        sequence_parallel: Activations outside of the pair of sharded layers are sharded along their first dimension.
+        sequence_parallel: Activations outside the sharded layer pair are sharded along their first dimension.
         rng_state_tracker_function: Function that returns the tracker under whose state the weight is initialized.
         accumulate_into_main_grad: Accumulate the weight gradient into `weight.main_grad`.
-        userbuffers_options: Overlap gathers and sums of sequence parallelism with products, as the `ub_*` flags of
-            `Linear` do. The options themselves have no effect.
+        userbuffers_options: Overlap gathers and sums in sequence parallelism with products, as the
+            `ub_*` flags of `Linear` do. The options themselves have no effect.
 
     Raises:
         ValueError: An unsupported dtype or mode, or a size that the group does not divide.
@@ -118,8 +118,8 @@ class BasicLinear(PassOperation):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Allocate the weight if it is on the meta device, fill it with uniform random values, and quantize it inside
-        of `quantized_model_init`."""
+        """Allocate the weight if it is on the meta device, fill it with uniform random values, and
+        quantize it inside `quantized_model_init`."""
         before = self.weight
         place = (self._device or canonical_device("cuda")) if before.is_meta else before.device
         values = torch.empty(before.shape, dtype=before.dtype, device=place)
@@ -234,7 +234,7 @@ class BasicLinear(PassOperation):
 def tensor_parallel_boundary(
     mode: str | None, group: Any, sequence: bool, in_features: int, out_features: int
 ) -> TensorParallel:
-    """Return the boundary of a layer to its tensor-parallel group; none for a group of one rank.
+    """Return the boundary between a layer and its tensor-parallel group; none for a one-rank group.
 
     Raises:
         ValueError: The mode is unknown, or the group does not divide the sharded size.

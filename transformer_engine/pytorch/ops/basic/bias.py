@@ -20,9 +20,9 @@ class Bias(PassOperation):
     """y = x + bias over the last dimension of x.
 
     Args:
-        size: Last dimension of the input, over all ranks.
-        device: Device of the bias, by default the GPU if there is one; "meta" allocates it in the first forward pass.
-        dtype: Dtype of the bias, by default torch's default dtype.
+        size: Last input dimension, over all ranks.
+        device: Bias device, by default the GPU if there is one; "meta" allocates it in the first forward pass.
+        dtype: Bias dtype, by default torch's default dtype.
         tensor_parallel: The last dimension is sharded over the tensor-parallel group.
         tensor_parallel_group: The tensor-parallel process group, by default the world group.
 
@@ -64,7 +64,7 @@ class Bias(PassOperation):
                 self.bias.zero_()
 
     def required_parameters(self) -> tuple[str, ...]:
-        """The bias; none in a `Linear`, whose bias may be set to None as that of `torch.nn.Linear`."""
+        """The bias; none in a `Linear`, whose bias may be set to None as in `torch.nn.Linear`."""
         return self.parameter_names if self._owner is None else ()
 
     def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:

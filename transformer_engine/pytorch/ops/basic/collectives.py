@@ -17,7 +17,7 @@ from ..passes.contract import IdentityPasses, InputFacts, OperationCall, Operati
 
 
 class CollectiveOperation(PassOperation):
-    """Base of the collectives.
+    """Base class for collectives.
 
     Args:
         process_group: The process group, by default the world group.
@@ -44,12 +44,12 @@ class CollectiveOperation(PassOperation):
         return made, InputFacts(shape, x.dtype, x.device)
 
     def rows(self, rows: int, size: int) -> int:
-        """Return the first dimension of the output for that of the input."""
+        """Return the first output dimension for a first input dimension."""
         return rows
 
 
 class AllGather(CollectiveOperation):
-    """Concatenate the inputs of all ranks along the first dimension; the backward pass reduces and scatters.
+    """Concatenate the inputs from all ranks along the first dimension; the backward pass reduces and scatters.
 
     Args:
         process_group: Process group; None for one rank.
@@ -62,13 +62,13 @@ class AllGather(CollectiveOperation):
 
 
 class ReduceScatter(CollectiveOperation):
-    """Sum the inputs of all ranks and return this rank's part of the first dimension; the backward pass gathers.
+    """Sum the inputs from all ranks and return this rank's part of the first dimension; the backward pass gathers.
 
     Args:
         process_group: Process group; None for one rank.
 
     Raises:
-        RuntimeError: In the forward pass, the first dimension is not divisible by the number of ranks.
+        RuntimeError: In the forward pass, the first dimension is not divisible by the rank count.
     """
 
     collective, gradient = "reduce_scatter", "all_gather"
@@ -82,7 +82,7 @@ class ReduceScatter(CollectiveOperation):
 
 
 class AllReduce(CollectiveOperation):
-    """Sum the inputs of all ranks; the backward pass is the identity.
+    """Sum the inputs from all ranks; the backward pass is the identity.
 
     Args:
         process_group: Process group; None for one rank.

@@ -88,14 +88,14 @@ class Dropout(PassOperation):
 
 
 class Quantize(PassOperation):
-    """Quantize the output, the gradient of the input, or both; the identity without a recipe.
+    """Quantize the output, the input gradient, or both; the identity without a recipe.
 
-    A graph of torch.compile passes bare storages between operations. A chain returns its output, and the gradient of
-    its input, dequantized there.
+    A torch.compile graph passes bare storages between operations. A chain returns its output and
+    input gradient dequantized there.
 
     Args:
         forward: Quantize the output.
-        backward: Quantize the gradient of the input, unless the recipe has a `backward_override`.
+        backward: Quantize the input gradient, unless the recipe has a `backward_override`.
     """
 
     _shown = {"forward": "_quantize_forward", "backward": "_quantize_backward"}

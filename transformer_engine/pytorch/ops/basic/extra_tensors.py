@@ -9,7 +9,7 @@ from ..passes.extra_tensors import AddPasses, ExtraOutputPasses
 
 
 class AddExtraInput(PassOperation):
-    """y = x + extra, with an extra input of the same shape.
+    """y = x + extra, with an extra input in the same shape.
 
     Args:
         in_place: Add x into the memory of the extra input and return that memory. A preceding linear product then
@@ -41,8 +41,8 @@ class MakeExtraOutput(PassOperation):
     """y = x, which is also an extra output.
 
     Args:
-        in_place: In the backward pass, add the gradient of y into a copy of the extra output's gradient. The input
-            gradient of a following linear product then accumulates into it.
+        in_place: In the backward pass, add the gradient of y into a copy of the extra output's
+            gradient. The input gradient of a following linear product then accumulates into it.
     """
 
     num_extra_outputs = 1

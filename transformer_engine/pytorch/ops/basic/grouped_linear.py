@@ -1,4 +1,4 @@
-"""GroupedLinear: y_g = x_g @ weight_g.T + bias_g for consecutive groups of rows, the experts of a layer."""
+"""GroupedLinear: y_g = x_g @ weight_g.T + bias_g for consecutive row groups, the experts in a layer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from ..passes.linear import linear_spec
 from .basic_linear import check_input, check_main_grad, parameter_dtype
 from .grouped_operator import is_op_fuser_grouped_tensor_path_supported, traced_passes
 
-# Beside the layer, names of the original that other libraries import from here.
+# Beside the layer, original names that other libraries import from here.
 __all__ = [
     "GRAD_INPUT_BUFFER_KEY",
     "OUTPUT_BUFFER_KEY",
@@ -67,24 +67,24 @@ _SCALES_OF_STATE = (
 
 
 class GroupedLinear(PassOperation):
-    """y_g = x_g @ weight_g.T + bias_g for consecutive groups of rows.
+    """y_g = x_g @ weight_g.T + bias_g for consecutive row groups.
 
-    The first extra input holds the split sizes, the rows of each group: a tensor of any integer dtype on any device, or
-    a sequence of whole numbers. The second one, with `scale_bias`, is a scale per row that multiplies the bias. Rows
+    The first extra input holds the split sizes, the rows per group: a tensor with any integer dtype on any device,
+    or a whole-number sequence. The second one, with `scale_bias`, is a scale per row that multiplies the bias. Rows
     that belong to no group give zeros. On a GPU all groups are computed in one launch per step where the table
-    "grouped_linear" allows it, and the host does not wait for a tensor of split sizes on the GPU; otherwise the host
-    reads them and computes group by group. NVTE_USE_CUTLASS_GROUPED_GEMM=0 always computes group by group.
+    "grouped_linear" allows it, and the host does not wait for split sizes on the GPU; otherwise the host reads them
+    and computes group by group. NVTE_USE_CUTLASS_GROUPED_GEMM=0 always computes group by group.
 
     Args:
-        num_groups: Number of groups.
-        in_features: Last dimension of the input.
-        out_features: Last dimension of the output.
+        num_groups: Group count.
+        in_features: Last input dimension.
+        out_features: Last output dimension.
         bias: Add a bias per group.
-        device: Device of the parameters, by default the GPU if there is one; "meta" allocates them in the first forward
-            pass.
-        dtype: Dtype of the parameters, by default torch's default dtype.
+        device: Parameter device, by default the GPU if there is one; "meta" allocates them in the
+            first forward pass.
+        dtype: Parameter dtype, by default torch's default dtype.
         rng_state_tracker_function: Function that returns the tracker under whose state weights are initialized.
-        accumulate_into_main_grad: Accumulate weight gradients into `main_grad` of each weight.
+        accumulate_into_main_grad: Accumulate weight gradients into `main_grad` per weight.
         single_grouped_weight: Keep all weights as one parameter `weight` [num_groups, out_features, in_features].
         single_grouped_bias: Keep all biases as one parameter `bias` [num_groups, out_features].
         delay_wgrad_compute: Compute weight gradients in `backward_dw()` instead of the backward pass.
@@ -92,7 +92,7 @@ class GroupedLinear(PassOperation):
 
     Raises:
         ValueError: An unsupported dtype or size.
-        RuntimeError: `single_grouped_weight` inside of `quantized_model_init` with DelayedScaling.
+        RuntimeError: `single_grouped_weight` inside `quantized_model_init` with DelayedScaling.
     """
 
     _shown = {name: name for name in ("num_groups", "in_features", "out_features")} | {"bias": "has_bias"}
@@ -232,21 +232,21 @@ class GroupedLinear(PassOperation):
         ]
 
     def _weights(self) -> list[Any]:
-        """Return the tensor that receives the gradient of each group's weight."""
+        """Return the tensors that receive the per-group weight gradients."""
         if self.single_grouped_weight:
             return [StackMember(self.weight, i) for i in range(self.num_groups)]
         return self._weight_parameters()
 
     def _weight_parameters(self) -> list[Tensor]:
-        """Return the parameters that are weights: one of each group, or the stack."""
+        """Return the parameters that are weights: one per group, or the stack."""
         return [memory_of(getattr(self, name)) for name in self.parameter_names if name.startswith("weight")]
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Check the parameters.
 
         Raises:
-            RuntimeError: Weights or biases differ in dtype, device, type or need of a gradient, or `main_grad` is
-                missing.
+            RuntimeError: Weights or biases differ in dtype, device, type or requires_grad, or
+                `main_grad` is missing.
         """
         for kind in ("weight", "bias"):
             held = [getattr(self, name) for name in self.parameter_names if name.startswith(kind)]
@@ -273,7 +273,7 @@ class GroupedLinear(PassOperation):
         return delayed, tuple([id(getattr(self, name)) for name in self.parameter_names]) if held else None
 
     def accept_extra_input(self, index: int, value: Any) -> Any:
-        """Return split sizes that the caller gave as a sequence of whole numbers as a tensor."""
+        """Convert split sizes given as a whole-number sequence to a tensor."""
         rows = None if index else to_ints("split sizes", value)
         return value if rows is None else torch.tensor(rows, dtype=torch.int64, device="cpu")
 
@@ -311,7 +311,7 @@ class GroupedLinear(PassOperation):
     def _spec(
         self, call: OperationCall, x: InputFacts, dtype: torch.dtype, of_bias: dict[str, Any]
     ) -> GroupedSpec:
-        """Return the settings of a kind of call."""
+        """Return the settings for a call kind."""
         weights, first = self._weights(), getattr(self, self.parameter_names[0])
         needs = (call.saves and call.grad_input, call.saves and first.requires_grad)
         enabled = call.state.enabled
@@ -357,7 +357,7 @@ class GroupedLinear(PassOperation):
         )
 
     def _features(self, call: OperationCall, group: LinearSpec) -> tuple[str, ...]:
-        """Return the features of every call of a kind that one launch per step does not support."""
+        """Return the features in every call of a kind that one launch per step does not support."""
         stacked = self.single_grouped_weight or self.single_grouped_bias
         kinds = {type(memory_of(getattr(self, name))) for name in self.parameter_names}
         found = {

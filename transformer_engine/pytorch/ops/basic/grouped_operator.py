@@ -41,9 +41,9 @@ class OperatorPasses(OperationPasses):
     """A grouped linear layer that a compiler traces: one operator per pass.
 
     Args:
-        key: Key of the operators.
-        parameters: Number of parameters.
-        states: Delayed-scaling states of the forward and of the backward pass.
+        key: Operator key.
+        parameters: Parameter count.
+        states: Delayed-scaling states for the forward and the backward pass.
     """
 
     listed = False
@@ -77,10 +77,10 @@ class OperatorPasses(OperationPasses):
 
 
 def traced_passes(op: Any, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
-    """Describe a traced call of a `GroupedLinear`; see `PassOperation.passes`.
+    """Describe a traced `GroupedLinear` call; see `PassOperation.passes`.
 
     Raises:
-        NotImplementedError: The call has buffers of the caller, or effects that operators cannot have.
+        NotImplementedError: The call has caller-owned buffers, or effects that operators cannot have.
     """
     if call.options:
         raise NotImplementedError(
@@ -114,15 +114,15 @@ def _registered_while_tracing(
     autocast: torch.dtype | None,
     facts: tuple[Any, ...],
 ) -> str:
-    """Return the key of the operators of a kind of call.
+    """Return the operator key for a call kind.
 
     Args:
-        key: Key of the operation.
-        recipe: Description of the recipe; None without one.
+        key: Operation key.
+        recipe: Recipe description; None without one.
         flags: Whether autocast is enabled and calibrates, a backward pass will follow, and reach the input.
         group: Group over which maxima are reduced.
-        autocast: Dtype of torch.autocast.
-        facts: Dtype and device of the input, whether it is a subclass, and the dtypes of the extra inputs.
+        autocast: torch.autocast dtype.
+        facts: Input dtype and device, whether it is a subclass, and the extra input dtypes.
     """
     op: Any = operations_by_name[key]
     enabled, calibrating, saves, grad_input = flags
@@ -145,9 +145,9 @@ def _kernel(passes: GroupedPasses, extra: int, states: Any) -> GroupedKernel:
     """The passes of an operation as operators run them.
 
     Args:
-        passes: The passes of eager mode.
-        extra: Number of extra inputs.
-        states: Delayed-scaling states of the forward and of the backward pass.
+        passes: Eager-mode passes.
+        extra: Extra input count.
+        states: Delayed-scaling states for the forward and the backward pass.
     """
     kind, group, names = passes.kind, passes.kind.spec.groups[0], passes.parameters.names
     needs = {"weight": group.needs_grad_weight, "bias": passes.grad_bias}

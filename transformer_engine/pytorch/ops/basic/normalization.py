@@ -94,7 +94,7 @@ class _Normalization(NormalizationOperation):
 
 
 def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
-    """Return the margin of each stage, from the environment where it names one; any but 0 warns, without effect."""
+    """Return the margin per stage, from the environment where it names one; any but 0 warns, without effect."""
     given = sm_margin if isinstance(sm_margin, Mapping) else dict.fromkeys(_STAGES, sm_margin)
     if set(given) != set(_STAGES):
         raise ValueError(f"sm_margin={dict(given)}; give an int or all of {', '.join(_STAGES)}")
@@ -113,11 +113,11 @@ class LayerNorm(_Normalization):
     """y = (x - E[x]) / sqrt(Var[x] + eps) * gamma + beta over the last dimensions (arXiv:1607.06450).
 
     Args:
-        normalized_shape: The last dimensions of the input, an int for one.
+        normalized_shape: Last input dimensions, an int for one.
         eps: Added to the variance.
-        device: Device of the parameters, by default the GPU if there is one; "meta" allocates them in the first forward
-            pass.
-        dtype: Dtype of the parameters, by default torch's default dtype.
+        device: Parameter device, by default the GPU if there is one; "meta" allocates them in the
+            first forward pass.
+        dtype: Parameter dtype, by default torch's default dtype.
         zero_centered_gamma: gamma = 1 + weight, with the weight initialized to 0.
         sm_margin: Accepted for compatibility, without effect.
     """
@@ -130,10 +130,10 @@ class RMSNorm(_Normalization):
     """y = x / sqrt(E[x^2] + eps) * gamma over the last dimensions (arXiv:1910.07467).
 
     Args:
-        normalized_shape: The last dimensions of the input, an int for one.
+        normalized_shape: Last input dimensions, an int for one.
         eps: Added to the mean square.
-        device: Device of the weight, by default the GPU if there is one; "meta" allocates it in the first forward pass.
-        dtype: Dtype of the weight, by default torch's default dtype.
+        device: Weight device, by default the GPU if there is one; "meta" allocates it in the first forward pass.
+        dtype: Weight dtype, by default torch's default dtype.
         zero_centered_gamma: gamma = 1 + weight, with the weight initialized to 0.
         sm_margin: Accepted for compatibility, without effect.
     """

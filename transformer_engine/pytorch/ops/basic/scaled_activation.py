@@ -1,4 +1,4 @@
-"""Activations of experts: the result is multiplied by a scale per row, the probability of the expert's token."""
+"""Expert activations: the result is multiplied by a scale per row, the token's expert probability."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .activation import ActivationOperation, ClampedSwiGLU, bound, interleave_si
 class ScaledActivation(ActivationOperation):
     """y = f(x) * scales[.., None], with the scales as extra input in the leading dimensions of x.
 
-    The backward pass computes f(x) again for the gradient of the scales, the sum of dy * f(x) over the last dimension.
+    The backward pass computes f(x) again for the scale gradient, the sum of dy * f(x) over the last dimension.
     """
 
     scaled = True
@@ -43,7 +43,7 @@ class ScaledSwiGLU(_ScaledGLU):
     """y = a * sigmoid(a) * b * scales for x = [a, b].
 
     Args:
-        glu_interleave_size: The last dimension alternates blocks of this size of a and b; None for two halves.
+        glu_interleave_size: The last dimension alternates blocks of a and b, each this long; None for two halves.
         activation_recompute_in_mlp: Must be False.
 
     Raises:
@@ -57,11 +57,11 @@ class ScaledClampedQGeGLU(_ScaledGLU):
     """`ClampedSwiGLU` multiplied by scales.
 
     Args:
-        glu_interleave_size: The last dimension alternates blocks of this size of a and b; None for two halves.
+        glu_interleave_size: The last dimension alternates blocks of a and b, each this long; None for two halves.
         activation_recompute_in_mlp: Must be False.
-        limit: Bound of the gate and of the linear half.
+        limit: Bound for the gate and the linear half.
         alpha: Factor within the sigmoid.
-        glu_linear_offset: Offset of the linear half.
+        glu_linear_offset: Offset for the linear half.
 
     Raises:
         ValueError: `activation_recompute_in_mlp` is True.
@@ -98,10 +98,10 @@ class ScaledSiTUGLU(_ScaledGLU):
     """`SiTUGLU` multiplied by scales.
 
     Args:
-        glu_interleave_size: The last dimension alternates blocks of this size of a and b; None for two halves.
+        glu_interleave_size: The last dimension alternates blocks of a and b, each this long; None for two halves.
         activation_recompute_in_mlp: Must be False.
-        beta1: Bound of the gate.
-        beta2: Bound of the linear half.
+        beta1: Gate bound.
+        beta2: Linear half bound.
 
     Raises:
         ValueError: `activation_recompute_in_mlp` is True, or a bound is not a finite number greater than 0.
@@ -128,8 +128,8 @@ class ScaledSReLU(ScaledActivation):
     """y = max(x, 0)^2 * scales.
 
     Args:
-        activation_recompute_in_mlp: Only a fused grouped MLP computes the activation again in its backward pass.
-            Outside of it a warning states that the argument has no effect.
+        activation_recompute_in_mlp: Only a fused grouped MLP computes the activation again in its
+            backward pass. Outside it a warning states that the argument has no effect.
     """
 
     kind = "srelu"

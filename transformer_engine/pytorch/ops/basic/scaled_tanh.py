@@ -21,8 +21,8 @@ class ScaledTanhSReLU(BasicOperation):
 
     Args:
         tanh_clamp_scale: s, the bound of b: finite and greater than 0.
-        activation_recompute_in_mlp: Compute the activation again in the backward pass of a fused grouped MLP. Outside
-            of it a warning states that the argument has no effect.
+        activation_recompute_in_mlp: Compute the activation again in the backward pass of a fused
+            grouped MLP. Outside it a warning states that the argument has no effect.
 
     Raises:
         ValueError: `tanh_clamp_scale` is not finite or not greater than 0.
@@ -41,7 +41,7 @@ class ScaledTanhSReLU(BasicOperation):
         self.activation_recompute_in_mlp = to_bool("activation_recompute_in_mlp", activation_recompute_in_mlp)
 
     def own_tensors(self) -> list[Tensor]:
-        return []  # parameters that others add, such as adapters, are not part of the operation
+        return []  # parameters that others add, such as adapters, do not belong to the operation
 
     def op_forward(self, *_: Any, **__: Any) -> Tensor:
         raise RuntimeError(f"{type(self).__name__} has an extra input, the scales; call fuser_forward")

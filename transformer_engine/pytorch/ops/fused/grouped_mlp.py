@@ -1,6 +1,6 @@
-"""Names of the original's fused grouped MLPs, which need a GPU of compute capability 10 and are never inserted here.
+"""Names of the original's fused grouped MLPs, which need a compute capability 10 GPU and are never inserted here.
 
-A grouped MLP of `GroupedLinear`, a scaled activation and `GroupedLinear` runs as one pass of a chain without them.
+A grouped MLP from `GroupedLinear`, a scaled activation and `GroupedLinear` runs as one chain pass without them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class GroupedMLP_CuTeGEMMGLU(PassFusedOperation):
 
     @classmethod
     def is_supported(cls) -> bool:
-        """Return False: the original's kernel is not part of this package."""
+        """Return False: the original's kernel does not exist in this package."""
         return False
 
 
@@ -22,7 +22,7 @@ class GroupedMLP_CuTeGEMMUnary(PassFusedOperation):
 
     @classmethod
     def is_supported(cls) -> bool:
-        """Return False: the original's kernel is not part of this package."""
+        """Return False: the original's kernel does not exist in this package."""
         return False
 
 

@@ -1,8 +1,8 @@
 """Fused operations with the names of the original, and the functions that insert them, greedily from left to right.
 
-Each of these classes describes the basic operations that it replaces, for clients that inspect a chain. A class does
-not change what is computed: a chain runs the passes of the basic operations, and `passes/patterns.py` and the casts of
-`chain.py` determine what a kernel computes together.
+Each class here describes the basic operations that it replaces, for clients that inspect a chain. A
+class does not change what is computed: a chain runs the passes of the basic operations, and
+`passes/patterns.py` and the casts of `chain.py` determine what a kernel computes together.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ForwardLinearScaleAdd(PassFusedOperation):
 
 
 class BackwardLinearAdd(PassFusedOperation):
-    """An input gradient, accumulated into the gradient of an extra output.
+    """An input gradient, accumulated into an extra output gradient.
 
     Args:
         backward_add: The extra output.
@@ -111,7 +111,7 @@ class BackwardLinearScale(PassFusedOperation):
 
 
 class BackwardActivationBias(PassFusedOperation):
-    """The gradients of a bias and an activation, quantized for the operation before.
+    """Bias and activation gradients, quantized for the operation before.
 
     Args:
         bias: The bias.
@@ -123,7 +123,7 @@ class BackwardActivationBias(PassFusedOperation):
 
 
 class BackwardAddRMSNorm(PassFusedOperation):
-    """The gradient of an RMSNorm and the gradient of an extra output, added.
+    """RMSNorm gradient and extra output gradient, added.
 
     Args:
         add: The extra output.
@@ -135,7 +135,7 @@ class BackwardAddRMSNorm(PassFusedOperation):
 
 
 class UserbuffersForwardLinear(PassFusedOperation):
-    """A product, a bias and a reduce-scatter of a tensor-parallel layer.
+    """Product, bias and reduce-scatter in a tensor-parallel layer.
 
     Args:
         linear: The product.
@@ -150,17 +150,17 @@ class UserbuffersForwardLinear(PassFusedOperation):
 
 
 class UserbuffersBackwardLinear(UserbuffersForwardLinear):
-    """The backward pass of the operations of `UserbuffersForwardLinear`, with the same arguments."""
+    """The backward pass through the operations in `UserbuffersForwardLinear`, with the same arguments."""
 
 
 class FusionRule(NamedTuple):
     """Consecutive operations that a fused operation replaces.
 
     Attributes:
-        fused: Class of the fused operation.
-        kinds: Classes of the operations.
+        fused: Fused operation class.
+        kinds: Operation classes.
         names: Their keyword arguments in the constructor of the fused operation.
-        sharded: Tensor-parallel mode of the product that excludes it.
+        sharded: Tensor-parallel product mode that excludes it.
         in_place: The residual connection must be in place (True) or must not be (False); None for either.
         narrow: The weight must have dtype float16 or bfloat16.
         userbuffers: The product must have `userbuffers_options`.
@@ -175,7 +175,7 @@ class FusionRule(NamedTuple):
     userbuffers: bool = False
 
     def match(self, ops: Ops) -> PassFusedOperation | None:
-        """Return the fused operation that replaces the first operations of a list; None if they do not match."""
+        """Return the fused operation that replaces the first operations in a list; None if they do not match."""
         candidates: list[Any] = ops[: len(self.kinds)]
         if len(candidates) < len(self.kinds) or not all(map(isinstance, candidates, self.kinds)):
             return None
@@ -207,7 +207,7 @@ def _userbuffers(fused: type[UserbuffersForwardLinear]) -> tuple[FusionRule, ...
 
 _ADD = ForwardLinearBiasAdd
 _LINEAR, _LINEAR_BIAS = (BasicLinear,), (BasicLinear, Bias)
-# Rules in the order in which they are applied; the first rule of a row that matches replaces operations.
+# Rules in the order in which they are applied; the first matching rule in a row replaces operations.
 FORWARD_RULES: tuple[tuple[FusionRule, ...], ...] = (
     _userbuffers(UserbuffersForwardLinear),
     (

@@ -1,1 +1,1 @@
-"""The forward and backward functions of this package's operations: `contract.py`, one file per kind, `patterns.py`."""
+"""Forward and backward functions for this package's operations: `contract.py`, one file per kind, `patterns.py`."""

@@ -1,4 +1,4 @@
-"""The passes of activations and gated linear units, scaled row by row or not."""
+"""Passes for activations and gated linear units, scaled row by row or not."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class ActivationPasses(OperationPasses):
     """An activation.
 
     Args:
-        kind: Name of the activation.
+        kind: Activation name.
         parameters: Its parameters.
-        constants: Constants of SiTUGLU; None for activations of the table.
-        dtypes: Dtypes of the input, and of the computation.
-        interleave: Size of the alternating blocks of a gated unit; None for halves.
-        cache: Quantizer of the saved input; None to save its values.
+        constants: Constants of SiTUGLU; None for activations in the table.
+        dtypes: Input and computation dtypes.
+        interleave: Alternating block size in a gated unit; None for halves.
+        cache: Quantizer for the saved input; None to save its values.
         scaled: The result is multiplied by a scale per row, an extra input.
-        grad_scales: The gradient of the scales is needed.
+        grad_scales: The scale gradient is needed.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ActivationPasses(OperationPasses):
         converts = input_dtype != compute_dtype
         self.convert = compute_dtype if converts else None
         self.gradient_dtype = input_dtype if converts else None
-        # An activation of the table, whose kernels read x and write y and dx without another step.
+        # An activation in the table, whose kernels read x and write y and dx without another step.
         from_table = constants is None and interleave is None
         self.casts_output = constants is None and not scaled
         self.casts_gradient = from_table and not converts
@@ -121,7 +121,7 @@ class ActivationPasses(OperationPasses):
         return BackwardResult(Value(dx, dy.leading).converted(self.gradient_dtype), (), extra)
 
     def _casts_gradient(self, request: ReaderCast) -> bool:
-        """Whether the kernel of the gradient quantizes its result."""
+        """Whether the gradient kernel quantizes its result."""
         separate_sums = request.sums is not None and not gradient_fuses(request.cast.spec, True)
         reason = unsupported_gradient_cast(self.kind, has_one_scale(request.cast), separate_sums)
         return reason is None

@@ -1,4 +1,4 @@
-"""The passes of an added bias."""
+"""Passes for an added bias."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class BiasPasses(OperationPasses):
 
     Args:
         convert: Dtype that the bias is converted to; None if it has the input's.
-        dtype: Dtype of the bias and its gradient.
-        grad: The gradient of the bias is needed.
+        dtype: Bias and gradient dtype.
+        grad: The bias gradient is needed.
     """
 
     absent_gradients = (None,)

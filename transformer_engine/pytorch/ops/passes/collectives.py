@@ -1,4 +1,4 @@
-"""The passes of collectives."""
+"""Passes for collectives."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class CollectivePasses(OperationPasses):
     """A collective in the forward pass, and another one in the backward pass.
 
     Args:
-        collective: The collective of the forward pass.
-        gradient: The collective of the backward pass; None for the identity.
+        collective: Forward-pass collective.
+        gradient: Backward-pass collective; None for the identity.
         parallel: The group.
     """
 

@@ -1,8 +1,8 @@
-"""The forward and the backward function of an operation in one kind of call, and the values between operations.
+"""Forward and backward function of an operation in one call kind, and the values between operations.
 
-`OperationPasses` is the private contract of this package's operations: `fused_forward(x, tensors, cast)` and
-`fused_backward(operands, leading, grads, request)`. `chain.py` calls them one after another and passes each operation
-the cast of its neighbor, so that one kernel computes a matrix and quantizes it.
+`OperationPasses` is the private contract between operations of this package: `fused_forward(x, tensors,
+cast)` and `fused_backward(operands, leading, grads, request)`. `chain.py` calls them one after another and
+passes each operation the cast of its neighbor, so that one kernel computes a matrix and quantizes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...tensor.storage.quantized_tensor_storage import plain_values
 
 
 class InputFacts(NamedTuple):
-    """Metadata of an operation's input, on which its passes may depend."""
+    """Operation input metadata, on which its passes may depend."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class InputFacts(NamedTuple):
 
     @staticmethod
     def of(x: Any) -> InputFacts:
-        """Metadata of a tensor: plain, quantized, or of another subclass."""
+        """Tensor metadata: plain, quantized, or another subclass."""
         quantized = isinstance(x, QuantizedTensorStorage)
         subclass = not quantized and type(x) not in (Tensor, torch.nn.Parameter)
         return InputFacts(tuple(x.shape), x.dtype, x.device, quantized, subclass)
@@ -45,18 +45,18 @@ class InputFacts(NamedTuple):
 
 @dataclass(slots=True)
 class OperationCall:
-    """Facts of a call on which the passes may depend, in addition to the input and the operation.
+    """Call metadata on which the passes may depend, in addition to the input and the operation.
 
     Attributes:
         state: The autocast state.
-        autocast: Dtype of torch.autocast where it is active, else None.
+        autocast: torch.autocast dtype where it is active, else None.
         traced: A compiler is tracing.
         saves: A backward pass will reach the operation.
-        grad_input: The gradient of the operation's input is needed.
+        grad_input: The operation's input gradient is needed.
         records: Gradients are recorded, so that a later reader of a result may need it in the backward pass.
-        extra: Facts of the operation's extra inputs.
+        extra: Metadata of the extra inputs.
         extra_tensors: The extra inputs.
-        options: Keyword arguments of the operation.
+        options: Operation keyword arguments.
     """
 
     state: AutocastState
@@ -70,7 +70,7 @@ class OperationCall:
     options: dict[str, Any]
 
 
-# Dimensions in place of the rows of a matrix [M, N]; None for a tensor in its own shape.
+# Dimensions in place of matrix rows [M, N]; None for a tensor in its own shape.
 Leading = tuple[int, ...] | None
 
 
@@ -80,7 +80,7 @@ class Value(NamedTuple):
     Attributes:
         data: A tensor, a quantized tensor, or the `Operands` of the next product.
         leading: Dimensions in place of M, if `data` is a matrix [M, N]; None for a tensor in its own shape.
-        owned: The operation that computed the value has no other reader of its memory.
+        owned: The operation that computed the value has no other reader for its memory.
     """
 
     data: Any
@@ -122,7 +122,7 @@ class Value(NamedTuple):
 
 
 class OpTensors(NamedTuple):
-    """The tensors of one operation in a call: its parameters in the order of their names, and its extra inputs."""
+    """Tensors of one operation in a call: its parameters in name order, and its extra inputs."""
 
     parameters: Sequence[Tensor]
     extra: Sequence[Tensor]
@@ -134,7 +134,7 @@ class ReaderCast(NamedTuple):
     Attributes:
         quantizer: The reader's quantizer.
         cast: Its cast.
-        sums: In a backward pass, dtype of the column sums that the reader needs too; None without sums.
+        sums: In a backward pass, dtype for the column sums that the reader needs too; None without sums.
     """
 
     quantizer: Quantizer
@@ -143,7 +143,7 @@ class ReaderCast(NamedTuple):
 
 
 class ForwardResult(NamedTuple):
-    """Results of one operation's forward pass.
+    """Forward results of one operation.
 
     Attributes:
         output: The main output.
@@ -157,12 +157,12 @@ class ForwardResult(NamedTuple):
 
 
 class BackwardResult(NamedTuple):
-    """Results of one operation's backward pass.
+    """Backward results of one operation.
 
     Attributes:
-        grad_input: Gradient of the main input; None if it is not needed.
-        parameters: Gradients of the parameters, in the order of `parameters()`.
-        extra: Gradients of the extra inputs.
+        grad_input: Main input gradient; None if it is not needed.
+        parameters: Parameter gradients, in the order of `parameters()`.
+        extra: Extra input gradients.
     """
 
     grad_input: Value | None
@@ -171,14 +171,14 @@ class BackwardResult(NamedTuple):
 
 
 class OperationPasses:
-    """The forward and the backward function of one operation in one kind of call.
+    """Forward and backward function of one operation in one call kind.
 
     It holds everything that the functions read apart from tensors: specs, quantizers, dtypes.
 
     Attributes:
         is_identity: The output is the input, and nothing else is computed.
-        absent_gradients: Gradients of the parameters where `gradient_is_unchanged` is True: None for each.
-        casts_output, casts_gradient: A kernel of the forward, or backward, pass can quantize its result.
+        absent_gradients: Parameter gradients where `gradient_is_unchanged` is True: None for each.
+        casts_output, casts_gradient: A kernel in the forward, or backward, pass can quantize its result.
         listed: The forward function only starts kernels, products and collectives, which a compiled pass can list.
     """
 
@@ -192,16 +192,16 @@ class OperationPasses:
         """Whether the backward pass is the identity: dx is dy, and no other gradient is computed.
 
         Args:
-            grads: Gradients of the extra outputs; None for an absent one.
+            grads: Extra output gradients; None for an absent one.
         """
         return self.is_identity
 
     def linears(self) -> tuple[LinearSpec, ...]:
-        """Specs of the products."""
+        """Product specs."""
         return ()
 
     def bound(self, extra: Sequence[Tensor]) -> OperationPasses:
-        """The passes of one call, for an operation whose settings depend on the values of its extra inputs."""
+        """Passes for one call, for an operation whose settings depend on its extra input values."""
         return self
 
     def input_request(self) -> ReaderCast | None:
@@ -209,10 +209,10 @@ class OperationPasses:
         return None
 
     def gradient_request(self, earlier: ReaderCast | None) -> ReaderCast | None:
-        """The cast that the kernel computing the gradient of this operation's output may perform; None for no cast.
+        """The cast that the kernel computing this operation's output gradient may perform; None for no cast.
 
         Args:
-            earlier: The request of the operation before this one, whose gradient is this operation's result.
+            earlier: The previous operation's request, whose gradient is this operation's result.
         """
         return None
 
@@ -222,7 +222,7 @@ class OperationPasses:
         Args:
             x: The input; `Operands` if its producer has granted `input_request`.
             tensors: Parameters and extra inputs.
-            request: The cast of the next operation. An operation whose kernel performs it returns `Operands`.
+            request: The next operation's cast. An operation whose kernel performs it returns `Operands`.
         """
         raise NotImplementedError
 
@@ -232,12 +232,12 @@ class OperationPasses:
         """Compute the backward pass.
 
         Args:
-            operands: The gradient of the output, a `QuantizedGradient` if its producer has granted `gradient_request`;
-                then the values that `fused_forward` saved. The list is emptied, so that each buffer is freed after its
-                last reader.
-            leading: Dimensions in place of the gradient's rows; None for a gradient in its own shape.
-            grads: Gradients of the extra outputs; None for an absent one.
-            request: The cast of the operation before this one. An operation whose kernel performs it returns a
+            operands: The output gradient, a `QuantizedGradient` if its producer has granted
+                `gradient_request`; then the values that `fused_forward` saved. The list is emptied,
+                so that each buffer is freed after its last reader.
+            leading: Dimensions in place of gradient rows; None for a gradient in its own shape.
+            grads: Extra output gradients; None for an absent one.
+            request: The previous operation's cast. An operation whose kernel performs it returns a
                 `QuantizedGradient`.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The passes of operations without parameters."""
+"""Passes for operations without parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The passes of the two ends of a residual connection."""
+"""Passes for the two ends of a residual connection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AddPasses(OperationPasses):
 
     Args:
         in_place: Add x into the memory of the extra input.
-        shared: Other operations read that memory, so that a copy of it is written.
+        shared: Other operations read that memory, so that a copy is written.
     """
 
     def __init__(self, in_place: bool, shared: bool) -> None:

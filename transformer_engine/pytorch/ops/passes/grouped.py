@@ -1,4 +1,4 @@
-"""The passes of a grouped linear layer in a chain, and its calls."""
+"""Passes for a grouped linear layer in a chain, and its calls."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ OUTPUT_BUFFER_KEY = "output"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedKind:
-    """A kind of call of a grouped linear layer, which is everything but the number of rows of each group.
+    """A grouped linear call kind: everything but the per-group row counts.
 
     Attributes:
         spec: The settings.
-        total: Number of rows of the input.
-        device: Device of the input.
+        total: Input row count.
+        device: Input device.
         weights: Function that returns the parameters that are weights.
     """
 
@@ -61,13 +61,13 @@ class GroupedKind:
     weights: Callable[[], Sequence[Tensor]]
 
     def call(self, sizes: Tensor) -> GroupedCall:
-        """Return the call with these numbers of rows; they stay on a GPU if one launch serves all groups.
+        """Return the call with these row counts; they stay on a GPU if one launch serves all groups.
 
         Args:
-            sizes: Number of rows of each group, integers.
+            sizes: Rows per group, integers.
 
         Raises:
-            ValueError: Numbers of rows on the host are negative, or more than the input has.
+            ValueError: Row counts on the host are negative, or more than the input has.
         """
         spec = self.spec
         on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing(current_hardware()) is None
@@ -87,7 +87,7 @@ class GroupedKind:
         return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)
 
     def _runs_together(self, splits: Sequence[int] | Tensor, features: tuple[str, ...]) -> bool:
-        """Return whether all groups of a call with these features are computed in one launch per step."""
+        """Return whether all groups in a call with these features are computed in one launch per step."""
         spec = self.spec
         if spec.request is None:  # a compiler is tracing
             return False
@@ -101,7 +101,7 @@ class GroupedKind:
         return runs_together(spec.request, spec.together, features, self.total > 0)
 
     def _fitting(self, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
-        """Return the specs of the groups, in high precision where the format does not support a group's rows."""
+        """Return the group specs, in high precision where the format does not support a group's rows."""
         groups, (n, k) = list(self.spec.groups), self.spec.extents
         for i, unquantized in enumerate(self.spec.unquantized):
             group = groups[i]
@@ -126,12 +126,12 @@ class GroupedParameters:
     stacked_bias: bool
 
     def of_kind(self, kind: str, parameters: Sequence[Tensor]) -> Any:
-        """The weights or biases: one stack, or a list of one per group."""
+        """The weights or biases: one stack, or a list with one per group."""
         members = [p for name, p in zip(self.names, parameters, strict=True) if name.startswith(kind)]
         return members[0] if (self.stacked_weight if kind == "weight" else self.stacked_bias) else members
 
     def gradients(self, of_weights: Any, of_biases: Any) -> tuple[Any, ...]:
-        """The gradients in the order of the parameters; an absent kind is None."""
+        """The gradients in parameter order; an absent kind is None."""
         made = {"weight": of_weights, "bias": of_biases}
         lists = {kind: iter(grads) for kind, grads in made.items() if isinstance(grads, list)}
         kinds = ["weight" if name.startswith("weight") else "bias" for name in self.names]
@@ -139,16 +139,16 @@ class GroupedParameters:
 
 
 class GroupedPasses(OperationPasses):
-    """A grouped linear layer by the functions of `functions/grouped_linear.py`.
+    """A grouped linear layer by the functions in `functions/grouped_linear.py`.
 
     Args:
-        kind: The kind of call.
+        kind: Call kind.
         parameters: The parameters.
-        x_dtype: Dtype of the input, which is converted to the dtype of the products.
-        bias_dtype: Dtype of the biases; None without biases.
+        x_dtype: Input dtype; the input is converted to the product dtype.
+        bias_dtype: Bias dtype; None without biases.
         scale_bias: Biases are multiplied by a scale per row, the second extra input.
-        grad_bias: Gradients of the biases are needed.
-        buffers: Buffers of the caller for the output and for the gradient of the input.
+        grad_bias: Bias gradients are needed.
+        buffers: Caller-owned buffers for the output and the input gradient.
     """
 
     listed = False
@@ -175,11 +175,11 @@ class GroupedPasses(OperationPasses):
         return self.kind.spec.groups
 
     def bound(self, extra: Sequence[Tensor]) -> GroupedPasses:
-        """The passes of a call with the numbers of rows in the first extra input."""
+        """Passes for a call with the row counts in the first extra input."""
         return self.with_call(self.kind.call(extra[0]))
 
     def with_call(self, call: GroupedCall) -> GroupedPasses:
-        """The passes of a call."""
+        """Passes for a call."""
         made = copy.copy(self)
         made.call = call
         return made
@@ -243,7 +243,7 @@ class GroupedPasses(OperationPasses):
 
 
 def scaled_bias(y: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> Tensor:
-    """y_g + scales_g * bias_g of each group g, in float32."""
+    """y_g + scales_g * bias_g for each group g, in float32."""
     parts = zip(call.rows_of(y), members_of(biases), call.rows_of(scales), strict=True)
     return call.joined(
         [(part.float() + rows.float() * bias.float()).to(y.dtype) for part, bias, rows in parts]
@@ -251,7 +251,7 @@ def scaled_bias(y: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> Te
 
 
 def scaled_bias_backward(dy: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> tuple[Any, Tensor]:
-    """Gradients of the biases [N], and of the scales [M, 1]."""
+    """Bias gradients [N], and scale gradients [M, 1]."""
     grads: list[Tensor | None] = []
     grad_scales: list[Tensor] = []
     for part, bias, rows in zip(call.rows_of(dy), members_of(biases), call.rows_of(scales), strict=True):
@@ -265,7 +265,7 @@ def scaled_bias_backward(dy: Tensor, biases: Any, scales: Tensor, call: GroupedC
 def accepted_buffers(
     x: InputFacts, width: int, options: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Check the caller's buffers of the output [.., width] and the input gradient, and return both."""
+    """Check the caller's buffers for the output [.., width] and the input gradient, and return both."""
     shape = torch.Size((*x.shape[:-1], width))
     kinds = ((OUTPUT_BUFFER_KEY, shape, dtype), (GRAD_INPUT_BUFFER_KEY, torch.Size(x.shape), x.dtype))
     found: list[Tensor | None] = []

@@ -1,4 +1,4 @@
-"""The passes of a linear product y = x @ w.T in a chain, and their spec."""
+"""Passes for a linear product y = x @ w.T in a chain, and their spec."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from .contract import (
 
 
 class LinearPasses(OperationPasses):
-    """y = x @ weight.T by the functions of `functions/linear.py`.
+    """y = x @ weight.T by the functions in `functions/linear.py`.
 
     Args:
-        spec: Settings of the product.
-        x_dtype: Dtype of the input, which is converted to the dtype of the product.
+        spec: Product settings.
+        x_dtype: Input dtype; the input is converted to the product dtype.
     """
 
     def __init__(self, spec: LinearSpec, x_dtype: torch.dtype) -> None:
@@ -133,17 +133,17 @@ def linear_spec(
     plain: bool,
     grad_weight_dtype: torch.dtype,
 ) -> LinearSpec:
-    """Return the spec of a product.
+    """Return the spec for a product.
 
     Args:
-        call: Facts of the call.
+        call: Call metadata.
         dtype: Dtype that the product is computed in.
-        quantizers: Quantizers of input, weight and output gradient; None for an unquantized product.
+        quantizers: Quantizers for input, weight and output gradient; None for an unquantized product.
         parallel: The boundary to the tensor-parallel group.
-        gradient: Destination of the weight gradient.
-        needs: Whether the gradients of input and weight are needed.
+        gradient: Weight gradient destination.
+        needs: Whether the input and weight gradients are needed.
         plain: Matrices are multiplied unquantized.
-        grad_weight_dtype: Dtype of the weight gradient.
+        grad_weight_dtype: Weight gradient dtype.
     """
     product, recipe, state = UNQUANTIZED, None, call.state
     if quantizers is not None and state.enabled:

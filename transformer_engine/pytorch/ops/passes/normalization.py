@@ -1,4 +1,4 @@
-"""The passes of normalizations."""
+"""Passes for normalizations."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .contract import (
 
 
 class NormPasses(OperationPasses):
-    """A normalization of the last dimensions.
+    """Normalization over the last dimensions.
 
     Args:
-        norm: The norm of rows.
-        shape: Shape of the parameters.
+        norm: Row norm.
+        shape: Parameter shape.
         convert: Dtype that the input is converted to; None if it has the right one.
         gradient_dtype: Dtype that the gradient is converted to; None to leave it.
     """
@@ -43,7 +43,7 @@ class NormPasses(OperationPasses):
         gradient_dtype: torch.dtype | None,
     ) -> None:
         self.norm, self.shape, self.convert, self.gradient_dtype = norm, shape, convert, gradient_dtype
-        self.rows_only = len(shape) == 1  # else several dimensions of x form a row
+        self.rows_only = len(shape) == 1  # else several x dimensions form a row
         self.casts_output = self.rows_only
         self.listed = self.rows_only and convert is None
 

@@ -1,8 +1,8 @@
-"""Neighboring operations that one product or one norm computes together, as tables of patterns.
+"""Neighboring operations that one product or one norm computes together, as pattern tables.
 
-A row is a pair of kinds of passes and the function that computes both. The function returns None where the pair does
-not match in this call; each operation then runs by itself. The gradient of an extra output has no parameters, so a
-backward function returns the result of the other operation.
+A row is a pair of pass kinds and the function that computes both. The function returns None where
+the pair does not match in this call; each operation then runs by itself. An extra output gradient
+has no parameters, so a backward function returns the result of the other operation.
 
 | pass | operations | computed by |
 | --- | --- | --- |
@@ -11,8 +11,8 @@ backward function returns the result of the other operation.
 | backward | in-place extra output, linear | the product, which accumulates dx into the gradient of the extra output |
 | backward | extra output, norm | the gradient of the norm, which adds the gradient of the extra output |
 
-A norm, an activation, the gradient of an activation and the sums of a bias quantize their result for the next product
-by `ReaderCast` instead. Grouped products take part in neither.
+A norm, an activation, an activation gradient and bias sums quantize their result for the next
+product by `ReaderCast` instead. Grouped products take part in neither.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""y = f(x) and dx = dy * f'(x) for the twelve activations, and the table of backends that compute them."""
+"""y = f(x) and dx = dy * f'(x) for the twelve activations, and their backend table."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def activation_forward(
 ) -> Tensor | Quantized:
     """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]; y in x's dtype, or codes.
 
-    With a cast, x is a matrix, and the codes of y are returned instead of y. On a GPU the kernel writes codes with one
-    scale per tensor or per block. Then y is not stored, unless one scale is computed from its maximum.
+    With a cast, x is a matrix, and the codes of y are returned instead of y. On a GPU the kernel writes codes with
+    one scale per tensor or per block. Then y is not stored, unless one scale is computed from its maximum.
     """
     facts = (name, x.shape, x.stride(), x.dtype, x.device, _constants_of(name, params))
     if cast is None:
@@ -107,14 +107,14 @@ def activation_backward(
     With a cast, return the codes of dx [M, N] and the sum over its rows [N], bit-equal to separate steps.
 
     Args:
-        name: Name of the activation.
-        dy: Gradient, with the shape of the output of `activation_forward`.
-        x: Input of the activation.
-        params: Constants of the activation.
+        name: Activation name.
+        dy: Gradient, shaped like the output of `activation_forward`.
+        x: Activation input.
+        params: Activation constants.
         cast: Cast of dx, or None.
-        dbias: Dtype of the sum, which is computed in float32 from the rounded dx in an order that depends on the
-            backend; None: no sum. With a sum, codes of row-wise blocks alone are cast after dx is stored; for these,
-            `gradient_fuses` is False.
+        dbias: Sum dtype. The sum is computed in float32 from the rounded dx in an order that
+            depends on the backend; None: no sum. With a sum, codes in row-wise blocks only are cast
+            after dx is stored; for these, `gradient_fuses` is False.
     """
     constants, gradient = _constants_of(name, params), (dy.stride(), dy.dtype)
     facts = (name, x.shape, x.stride(), x.dtype, x.device, constants, gradient)
@@ -133,17 +133,17 @@ def activation_backward_and_output(
     cast: Cast | None,
     output: OutputCast,
 ) -> tuple[MeasuredGradient | Quantized, Quantized]:
-    """Return dx with its maximum, or with a cast its codes; and the column-wise codes of f(x). Bits are those of
-    separate steps.
+    """Return dx with its maximum, or with a cast its codes; and the column-wise codes of f(x).
+    Results equal separate steps bit for bit.
 
-    On a GPU one kernel reads dy and x, so that the codes of f(x) need not be saved by the forward pass.
+    On a GPU one kernel reads dy and x, so that the forward pass need not save codes of f(x).
 
     Args:
-        name: Name of the activation.
+        name: Activation name.
         dy: Gradient [M, F].
-        x: Input of the activation [M, F], or [M, 2F] if gated; or its codes in blocks of 1 x 128 (BLOCK_1D) with F a
-            multiple of 128, from whose values dx and f(x) are computed.
-        params: Constants of the activation.
+        x: Activation input [M, F], or [M, 2F] if gated; or its codes in blocks of 1 x 128
+            (BLOCK_1D) with F a multiple of 128, from whose values dx and f(x) are computed.
+        params: Activation constants.
         cast: Cast of dx with a given multiplier, or None.
         output: Cast of f(x).
     """

@@ -1,7 +1,7 @@
 """y = f(x), or y [..., F] = f(x[..., :F]) * x[..., F:] for gated units, and the gradients, in float32.
 
 Sources: GELU with tanh, arXiv:1606.08415; gated units, arXiv:2002.05202; squared ReLU, arXiv:2109.08668;
-clamped SwiGLU, the open-weight GPT-OSS model, arXiv:2508.10925. qgelu is x * sigmoid(1.702 x) of the first.
+clamped SwiGLU, the open-weight GPT-OSS model, arXiv:2508.10925. qgelu is x * sigmoid(1.702 x) from the first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def with_cast(
     step: Callable[..., Tensor],
     sums: Callable[[Tensor, torch.dtype], Tensor],
 ) -> Callable[..., Any]:
-    """Return the step followed by the cast of its result, and by the column sums, if requested."""
+    """Return the step followed by a cast of its result, and by column sums, if requested."""
     if request.cast is None:
         return step
     spec, dbias = request.cast.spec, request.dbias
@@ -60,7 +60,7 @@ def with_cast(
 def with_output(
     request: ActivationRequest, backward: Callable[..., Any], forward: Callable[[Tensor], Tensor]
 ) -> Callable[..., Any]:
-    """Return the function that computes the results of a backward pass and the codes of f(x); see `OutputCast`."""
+    """Return the function that computes a backward pass and the codes of f(x); see `OutputCast`."""
     spec = request.output
     assert spec is not None
 
@@ -121,7 +121,7 @@ def gradient(name: str, dy: Tensor, x: Tensor, constants: Constants) -> Tensor:
 
 
 def _clamped(gate: Tensor, linear: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """min(gate, limit) and linear within +-limit, with derivative 1 at the bounds; that of torch's clamp varies."""
+    """min(gate, limit) and linear within +-limit, with derivative 1 at the bounds; torch's clamp derivative varies."""
     bounded = torch.where(linear > limit, limit, torch.where(linear < -limit, -limit, linear))
     return torch.where(gate > limit, limit, gate), bounded
 
@@ -154,7 +154,7 @@ def _sigmoid_slope(x: Tensor) -> Tensor:
 
 
 class Curve(NamedTuple):
-    """A function of one number and its derivative."""
+    """A scalar function and its derivative."""
 
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]

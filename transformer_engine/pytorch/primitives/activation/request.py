@@ -1,4 +1,4 @@
-"""Kinds of activations, their constants, and the request of an activation."""
+"""Activation kinds, their constants, and the activation request."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ActivationParams:
 
     @classmethod
     def of(cls, params: ActivationParams | Mapping[str, float] | None) -> ActivationParams:
-        """Return parameters unchanged, or those of a dict; see `from_mapping`."""
+        """Return parameters unchanged, or read them from a dict; see `from_mapping`."""
         return params if isinstance(params, cls) else cls.from_mapping(params)  # pyright: ignore[reportArgumentType]
 
     @classmethod
@@ -85,12 +85,12 @@ DEFAULT_PARAMS = ActivationParams()
 
 
 class OutputCast(NamedTuple):
-    """The quantization of f(x) in the column direction, from a scale that an earlier quantization of f(x) had.
+    """Column-wise quantization of f(x), by the scale from an earlier quantization of f(x).
 
     Attributes:
         spec: Target format, FLOAT8 with one scale, and its scaling; column-wise only.
-        multiplier: Multiplier of the values, float32 [1]; None: computed from amax.
-        amax: Maximum of |f(x)|, float32 [1]; None with a multiplier.
+        multiplier: Value multiplier, float32 [1]; None: computed from amax.
+        amax: max|f(x)|, float32 [1]; None with a multiplier.
     """
 
     spec: QuantizeSpec
@@ -103,7 +103,7 @@ class MeasuredGradient(NamedTuple):
 
     Attributes:
         values: The matrix.
-        amax: Maximum of |values|, float32 [1].
+        amax: max|values|, float32 [1].
     """
 
     values: Tensor
@@ -114,12 +114,12 @@ class ActivationRequest(NamedTuple):
     """One call on x [..., width].
 
     Attributes:
-        name: Name of the activation.
+        name: Activation name.
         backward: Compute the gradient instead of the function.
-        dy: Strides and dtype of the gradient; None in a forward pass.
-        dbias: Dtype of the sums of dx's columns; None: not requested.
-        output: Spec of an `OutputCast`, whose codes are computed beside dx; None: not requested.
-        encoded: x is codes in blocks of 1 x 128, and scales; `dtype` is that of its values.
+        dy: Gradient strides and dtype; None in a forward pass.
+        dbias: Dtype for the column sums of dx; None: not requested.
+        output: `OutputCast` spec, whose codes are computed beside dx; None: not requested.
+        encoded: x is codes in blocks of 1 x 128, and scales; `dtype` is the dtype its values represent.
     """
 
     name: str
@@ -141,7 +141,7 @@ class ActivationRequest(NamedTuple):
 
     @property
     def made(self) -> tuple[int, int]:
-        """Shape of the matrix that is cast: f(x), or dx."""
+        """Shape of the cast matrix: f(x), or dx."""
         rows, width = self.shape
         return rows, width // 2 if self.gated and not self.backward else width
 
@@ -161,7 +161,7 @@ def request_of(
     output: QuantizeSpec | None = None,
     encoded: bool = False,
 ) -> ActivationRequest:
-    """Return the request of a key; spec, given and records describe the cast, output that of f(x).
+    """Return the request for a key; spec, given and records describe the cast, output the cast of f(x).
 
     Raises:
         ValueError: The name is unknown, or a gated unit has an odd width.

@@ -19,7 +19,7 @@ from ..quantize.format_row import as_float32
 from .reference import with_cast, with_output
 from .request import ActivationRequest, MeasuredGradient
 
-_HALVES = 256  # two halves of whole blocks
+_HALVES = 256  # two halves, each in whole blocks
 
 
 def unsupported_reason(request: ActivationRequest) -> str | None:
@@ -120,7 +120,7 @@ def _width(request: ActivationRequest) -> int:
 
 
 def _rows(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, int]:
-    """Return (rows, row stride in elements) of `_matrix` of a tensor of this shape and these strides."""
+    """(rows, row stride in elements) of `_matrix` for a tensor with this shape and these strides."""
     if not shape:
         return 1, 1
     matrix = _matrix(torch.empty_strided(shape, strides, device="meta"))
@@ -203,7 +203,7 @@ def _backward_codes(
 def _backward_and_output(
     request: ActivationRequest,
 ) -> Callable[..., tuple[MeasuredGradient | Quantized, Quantized]]:
-    """Return the function of `reference.with_output` as one kernel."""
+    """Return the function from `reference.with_output` as one kernel."""
     from ....common.kernels import activation_recompute as kernels  # it imports triton
 
     assert request.dy is not None and request.output is not None
@@ -244,7 +244,7 @@ def _backward_and_output(
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    """Scales [M, blocks] as the cast's kernel writes them; those of the reference are copied."""
+    """Scales [M, blocks] as the cast's kernel writes them; the reference's scales are copied."""
     return scale if scale.stride(0) == 1 else scale.t().contiguous().t()
 
 

@@ -1,7 +1,7 @@
-"""AttentionCall: one attention as a hashable record of facts; AttentionInputs: its tensors.
+"""AttentionCall: one attention as hashable metadata; AttentionInputs: its tensors.
 
-Every layer above passes the record on unchanged, and every backend reads it. A new option is a field of
-`AttentionCall`, a `Feature` if some backend does not support it, and code in the backends that do.
+Every layer above passes the record on unchanged, and every backend reads it. A new option is an
+`AttentionCall` field, a `Feature` if some backend does not support it, and code in the backends that do.
 
 Legend: b batch, h query heads, g key and value heads (h is a multiple of g), s sequence, t packed tokens, d head size.
 """
@@ -30,7 +30,7 @@ QKV_FORMATS = ("sbhd", "bshd", "thd")
 
 @dataclass(frozen=True)
 class Switches:
-    """Families of backends that the environment leaves enabled; fused_kind is NVTE_FUSED_ATTN_BACKEND."""
+    """Backend families that the environment leaves enabled; fused_kind is NVTE_FUSED_ATTN_BACKEND."""
 
     flash: bool = True
     fused: bool = True
@@ -59,12 +59,12 @@ class AttentionCall:
     """softmax(softcap(scale * q k^T) + bias) v for b sequences, without tensors and without values of tensors.
 
     Attributes:
-        seqlen_q, seqlen_kv: Length of the longest sequence (the padded extent).
+        seqlen_q, seqlen_kv: Longest sequence length (the padded extent).
         q_format, kv_format: "sbhd", "bshd" or "thd"; different only if keys come from a cache.
-        page_size: Tokens per page of a paged cache; 0 without pages.
-        bias_shape: Shape of the bias, [1 | b, 1 | h, 1 | s_q, 1 | s_kv].
-        slopes_shape: Shape of the ALiBi slopes, [h] or [b, h].
-        masked_shape: Shape of the arbitrary mask.
+        page_size: Tokens per cache page; 0 without pages.
+        bias_shape: Bias shape, [1 | b, 1 | h, 1 | s_q, 1 | s_kv].
+        slopes_shape: ALiBi slopes shape, [h] or [b, h].
+        masked_shape: Arbitrary mask shape.
         softcap: Limit c of c * tanh(score / c), applied to the scaled scores, which contain a pre_scale_bias. Other
             biases are added afterwards. 0: no limit.
         dropout: Probability in force; 0 in evaluation.
@@ -72,12 +72,12 @@ class AttentionCall:
         padding_tensors: Padding is given as mask tensors, which may hide any tokens.
         same_lengths: Queries and keys have equal lengths, sequence by sequence.
         slopes_given: The ALiBi slopes are the caller's.
-        bias_gradient: The gradient of the bias is needed.
+        bias_gradient: The bias gradient is needed.
         num_splits: Parts in which the keys of a sequence are processed; 0 lets the backend choose.
         cached: Keys come from a cache of earlier steps.
-        fp8: Scaling of FP8 attention ("delayed", "current", "mxfp8" or "block"); None computes in `dtype`.
+        fp8: FP8 attention scaling ("delayed", "current", "mxfp8" or "block"); None computes in `dtype`.
         score_mod: score_mod(score, b, h, i, j) -> score, applied to the scores after softcap and bias.
-        hardware: Row of the device in the table of hardware; `NO_GPU` on a CPU.
+        hardware: Row of the device in the hardware table; `NO_GPU` on a CPU.
         deterministic: Gradients must be bitwise repeatable.
         torch_deterministic: PyTorch's own operators have bitwise repeatable gradients.
         needs_gradient: A gradient is needed, or may be needed if a checkpoint runs the call again.
@@ -157,13 +157,13 @@ class AttentionCall:
     def demands_determinism(self) -> bool:
         """Whether the backend must have deterministic gradients, by the environment and not by needs_gradient.
 
-        Evaluation then has the backend of training. Steps over a cache of keys and values never have a backward pass.
+        Evaluation then has the training backend. Steps over a key-value cache never have a backward pass.
         """
         return self.deterministic and (self.needs_gradient or not self.cached)
 
     @functools.cached_property
     def banded(self) -> bool:
-        """Whether the mask depends on the distance between query and key; read in every call of torch's attention."""
+        """Whether the mask depends on the distance between query and key; read in every torch attention call."""
         return self.mask.banded
 
     @property
@@ -183,23 +183,23 @@ class AttentionCall:
 
     @property
     def ends_aligned(self) -> bool:
-        """Whether the diagonal, if it matters, ends at the last query and the last key of every sequence."""
+        """Whether the diagonal, if it matters, ends at the last query and key of every sequence."""
         return self.mask.bottom_right or not self.diagonal or self.square
 
     @property
     def starts_aligned(self) -> bool:
-        """Whether the diagonal, if it matters, begins at the first query and the first key of every sequence."""
+        """Whether the diagonal, if it matters, begins at the first query and key of every sequence."""
         return not (self.mask.bottom_right and self.diagonal) or self.square
 
     @property
     def plain_causal(self) -> bool:
-        """Whether the mask is j <= i and nothing else, by one of the causal names without lengths."""
+        """Whether the mask is j <= i and nothing else, by a causal name without lengths."""
         aligned = not self.mask.bottom_right or self.seqlen_q == self.seqlen_kv
         return self.mask.causal and aligned and self.mask.name.startswith("causal")
 
 
 class Feature(str, Enum):
-    """Features of a call beyond dense self attention with a causal mask or none.
+    """Call features beyond dense self attention with a causal mask or none.
 
     A backend lists the features that it supports; calls with any other feature are unsupported there.
     """
@@ -274,13 +274,13 @@ class AttentionInputs(NamedTuple):
 
     Attributes:
         q, k, v: [.., h, d_qk], [.., g, d_qk], [.., g, d_v] in call.q_format and call.kv_format.
-        lengths_q, lengths_kv: Tokens of each sequence [b] int32.
-        starts_q, starts_kv: Start of each sequence in a thd tensor, [b + 1] int32.
+        lengths_q, lengths_kv: Tokens per sequence [b] int32.
+        starts_q, starts_kv: Sequence starts in a thd tensor, [b + 1] int32.
         masked_q, masked_kv: Padding masks [b, 1, 1, s].
         masked: Arbitrary mask, broadcastable to [b, h, s_q, s_kv].
         bias: Broadcastable to [b, h, s_q, s_kv].
         slopes: ALiBi slopes, float32 [h] or [b, h].
-        sink: Logit of a key without a value, float32 [h].
+        sink: Logit for a key without a value, float32 [h].
         page_table: int32 [b, pages]; page_table[b, j // page_size] holds token j, and k, v are
             [pages, page_size, g, d].
     """
@@ -302,12 +302,12 @@ class AttentionInputs(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Results of a backend's forward pass.
+    """A backend's forward-pass results.
 
     Attributes:
         output: [.., h, d_v] in call.q_format, contiguous.
-        lse: Natural logarithm of the softmax's denominator, sink included, float32 [b, h, s_q], for thd [h, t]; -inf
-            for a query without a visible key. May be None if no gradient is needed.
+        lse: Natural log of the softmax denominator, sink included, float32 [b, h, s_q], for thd [h,
+            t]; -inf for a query without a visible key. May be None if no gradient is needed.
         rng_state: int64 [2] (seed, offset) on the device, with dropout.
         max_logit: Largest visible score after softcap and bias, float32 [h], if call.max_logit.
     """
@@ -319,7 +319,7 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Results of a backend's backward pass, each in the shape and dtype of its input."""
+    """A backend's backward-pass results, each in the shape and dtype of its input."""
 
     q: Tensor
     k: Tensor

@@ -1,7 +1,7 @@
-"""Choice of the backend of an attention: the first that supports the call, in the order of the call's class.
+"""Backend choice for an attention: the first that supports the call, in its class's order.
 
-`TABLE` is the one list of backends; each declares the features that it supports. A new backend is a file in backends/,
-a row in `TABLE` and a place in `preference`.
+`TABLE` is the only backend list; each declares the features that it supports. A new backend is a
+file in backends/, a row in `TABLE` and a place in `preference`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .passes import Bound, Passes
 # Query tokens up to which attention to a cache is bound by reading keys and values.
 DECODE_QUERIES = 16
 
-# Inference over short sequences with small heads: H200, 32 sequences of 512, heads of 64: cudnn 0.072 ms, flash4 0.102;
-# from 2048 tokens on they are equal.
+# Inference over short sequences with small heads: H200, 32 sequences with 512 tokens, head size 64:
+# cudnn 0.072 ms, flash4 0.102; from 2048 tokens on they are equal.
 SHORT, SMALL_HEAD = 1024, 64
 
-# Multiply-adds of q k^T below which every backend's GPU time is shorter than its host time. torch's own attention, one
-# node in C++, needs the least host time: H200, forward and backward of a layer of 128 tokens, 1.42 ms; flash4 1.67 ms.
+# q k^T multiply-adds below which every backend's GPU time is shorter than its host time. torch's own attention, one
+# node in C++, needs the least host time: H200, forward and backward of a 128-token layer, 1.42 ms; flash4 1.67 ms.
 LAUNCH_BOUND = 1 << 29
 
 
 def preference(call: AttentionCall) -> tuple[str, ...]:
-    """Return the names of the backends, fastest first for calls of this class; docs/attention.md has measurements."""
+    """Return the backend names, fastest first for calls in this class; docs/attention.md has measurements."""
     if call.device_type != "cuda":
         return _ON_A_CPU
     if call.cached and call.seqlen_q <= DECODE_QUERIES:
@@ -67,10 +67,10 @@ _DEFAULT = (
     "reference",
 )
 _DECODE = ("triton", *(name for name in _DEFAULT if name != "triton"))
-# GPUs for which the young library has kernels that no test of this project has run.
+# GPUs for which the young library has kernels that no test in this project has run.
 _CUDNN_FIRST = ("cudnn", *(name for name in _DEFAULT if name != "cudnn"))
 _SHORT = ("cudnn", "torch_cudnn", *(name for name in _DEFAULT if name not in ("cudnn", "torch_cudnn")))
-# Exact float32 products do not use tensor cores: cuBLAS, which torch calls, is faster than kernels of plain FMAs.
+# Exact float32 products do not use tensor cores: cuBLAS, which torch calls, is faster than plain FMA kernels.
 _LAUNCH_BOUND = _FLOAT32 = ("torch_sdpa", *(name for name in _DEFAULT if name != "torch_sdpa"))
 _ON_A_CPU = (
     "torch_sdpa",
@@ -100,11 +100,11 @@ logger = logging.getLogger("DotProductAttention")
 
 
 class NoBackend(Unsupported, ValueError):
-    """No backend supports an attention; also a ValueError, which callers of the original catch."""
+    """No backend supports an attention; also a ValueError, which the original's callers catch."""
 
 
 def choose(call: AttentionCall) -> Bound:
-    """Return the backend of a call, bound to it; NVTE_DEBUG=1 logs the choice, NVTE_DEBUG_LEVEL=2 all reasons.
+    """Return the backend bound to a call; NVTE_DEBUG=1 logs the choice, NVTE_DEBUG_LEVEL=2 all reasons.
 
     Raises:
         NoBackend: No backend supports the call; the message lists every reason.
@@ -130,7 +130,8 @@ def check(call: AttentionCall) -> None:
 
 
 def passes_of(call: AttentionCall) -> Passes:
-    """Return the forward and backward functions of the first backend that supports the call and has both separately."""
+    """Return the forward and backward functions from the first backend that supports the call and has both
+    separately."""
     bound = TABLE.bind(call)
     if isinstance(bound, Passes):
         return bound

@@ -24,7 +24,7 @@ class Terms(NamedTuple):
 
     Attributes:
         bias: Added to the scaled scores, broadcastable to [b, h, i, j].
-        sink: Logit [h] of a key without a value.
+        sink: Logit [h] for a key without a value.
         visible: bool, broadcastable to [b, h, i, j]; None if all keys are visible.
         score_mod: score_mod(score, b, h, i, j) after softcap and bias, with index tensors that broadcast.
         softcap: Limit c of c * tanh(score / c); 0: no limit.
@@ -53,7 +53,7 @@ class DenseOutput(NamedTuple):
 
 
 class DenseGradients(NamedTuple):
-    """Gradients in the shapes and dtypes of q, k, v, bias and sink; None for missing ones."""
+    """Gradients with the shapes and dtypes of q, k, v, bias and sink; None for missing ones."""
 
     q: Tensor
     k: Tensor
@@ -63,7 +63,7 @@ class DenseGradients(NamedTuple):
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | None) -> DenseOutput:
-    """Compute the attention of q to k and v, which autograd can differentiate too."""
+    """Compute attention from q to k and v, which autograd can differentiate too."""
     with torch.autocast(autocast_kind(q.device), enabled=False):
         logits = _logits(_scores(q, k, terms), terms)
         lse = _log_sum(logits, terms.sink)
@@ -89,7 +89,7 @@ def backward(
 ) -> DenseGradients:
     """Compute dq = scale ds k, dk = scale ds^T q, dv = p^T do, dsink = -p_sink D; ds = p (dp - D), D = sum(do o).
 
-    With a softcap, ds has the factor 1 - tanh^2, which the gradient of a bias behind the softcap does not have.
+    With a softcap, ds has the factor 1 - tanh^2, which the gradient of a bias added after the softcap does not have.
     """
     with torch.autocast(autocast_kind(q.device), enabled=False):
         groups = k.shape[1]

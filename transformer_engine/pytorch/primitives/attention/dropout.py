@@ -1,11 +1,11 @@
-"""kept [b, h, i, j] = hash(seed, offset, index) >= p: dropout as a function of two numbers, for exact replay."""
+"""kept [b, h, i, j] = hash(seed, offset, index) >= p: dropout determined by two numbers, for exact replay."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# The constants of SplitMix64: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators (2014).
+# SplitMix64 constants: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators (2014).
 _INCREMENT = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
@@ -17,7 +17,7 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def kept(state: Tensor, shape: torch.Size, probability: float) -> Tensor:
-    """Return bool of this shape, each False with this probability; equal for equal states."""
+    """Return a bool tensor with this shape, each False with this probability; equal for equal states."""
     size = 1
     for extent in shape:
         size *= extent

@@ -1,4 +1,4 @@
-"""Conversions between sbhd, bshd, thd and [b, h, s, d]; names of layouts."""
+"""Conversions between sbhd, bshd, thd and [b, h, s, d]; layout names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .packed import bshd_to_thd, thd_to_bshd
 
 
 def dense_qkv(call: AttentionCall, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q_bhsd, k_bgsd, v_bgsd: views of sbhd and bshd tensors, padded copies of thd tensors and of pages."""
+    """Return q_bhsd, k_bgsd, v_bgsd: views for sbhd and bshd tensors, padded copies for thd tensors and pages."""
     k, v = inputs.k, inputs.v
     if call.page_size:
         assert inputs.page_table is not None
@@ -23,17 +23,17 @@ def dense_qkv(call: AttentionCall, inputs: AttentionInputs) -> tuple[Tensor, Ten
 
 
 def batch_first(tensor_format: str, x: Tensor) -> Tensor:
-    """Return a view [b, s, ..] of an sbhd tensor, or an sbhd view of [b, s, ..]; other formats are unchanged."""
+    """View an sbhd tensor as [b, s, ..], or [b, s, ..] as sbhd; other formats are unchanged."""
     return x.transpose(0, 1) if tensor_format == "sbhd" else x
 
 
 def heads_first(tensor_format: str, x: Tensor) -> Tensor:
-    """Return a view [b, h, s, d] of a tensor that is not packed."""
+    """View an unpacked tensor as [b, h, s, d]."""
     return x.permute(1, 2, 0, 3) if tensor_format == "sbhd" else x.transpose(1, 2)
 
 
 def heads_last(tensor_format: str, x_bhsd: Tensor) -> Tensor:
-    """Return a view of [b, h, s, d] in a format that is not packed."""
+    """View [b, h, s, d] in an unpacked format."""
     return x_bhsd.permute(2, 0, 1, 3) if tensor_format == "sbhd" else x_bhsd.transpose(1, 2)
 
 
@@ -43,19 +43,19 @@ def queries_to_bhsd(call: AttentionCall, inputs: AttentionInputs, x: Tensor) -> 
 
 
 def from_bhsd(call: AttentionCall, inputs: AttentionInputs, x_bhsd: Tensor) -> Tensor:
-    """Return [.., h, d] in call.q_format, contiguous; thd tokens of no sequence are zero."""
+    """Return [.., h, d] in call.q_format, contiguous; thd tokens outside the sequences are zero."""
     tokens = inputs.q.shape[0]
     return _from_bhsd(x_bhsd, call.q_format, inputs.starts_q, inputs.lengths_q, tokens)
 
 
 def keys_from_bhsd(call: AttentionCall, inputs: AttentionInputs, x_bgsd: Tensor) -> Tensor:
-    """Return [.., g, d] in call.kv_format, contiguous; thd tokens of no sequence are zero."""
+    """Return [.., g, d] in call.kv_format, contiguous; thd tokens outside the sequences are zero."""
     tokens = inputs.k.shape[0]
     return _from_bhsd(x_bgsd, call.kv_format, inputs.starts_kv, inputs.lengths_kv, tokens)
 
 
 def rows_of(call: AttentionCall, inputs: AttentionInputs, rows_bhs: Tensor) -> Tensor:
-    """Return [b, h, s_q] unchanged, or as [h, t] of packed queries."""
+    """Return [b, h, s_q] unchanged, or as [h, t] for packed queries."""
     if not call.packed:
         return rows_bhs
     return from_bhsd(call, inputs, rows_bhs[..., None])[..., 0].t()
@@ -96,7 +96,7 @@ def _from_bhsd(
     return x.clone(memory_format=torch.contiguous_format)
 
 
-# How q, k and v of one buffer are interleaved -> the axis, counted from the end, at which "3" or "2" stands.
+# How q, k and v in one buffer are interleaved -> the axis, counted from the end, at which "3" or "2" stands.
 _PACKED_AXIS = {"{n}hd": -3, "h{n}d": -2}
 
 

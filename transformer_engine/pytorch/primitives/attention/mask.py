@@ -43,7 +43,7 @@ class Mask:
 
     @property
     def padding(self) -> bool:
-        """Whether sequences have lengths of their own."""
+        """Whether sequences have their own lengths."""
         return self.name.startswith("padding")
 
     @property
@@ -62,7 +62,7 @@ class Mask:
         return self.window == (-1, 0)
 
     def within(self, longest: int) -> Mask:
-        """Clamp the window to `longest` tokens, which hides the same keys in sequences of at most that length."""
+        """Clamp the window to `longest` tokens, which hides the same keys in sequences at most that long."""
         left, right = self.window
         return Mask(self.name, (min(left, longest), min(right, longest)), self.bottom_right)
 
@@ -84,10 +84,10 @@ def canonical_name(attn_mask_type: str, argument: str = "attn_mask_type") -> str
 def resolve(
     attn_mask_type: str, window_size: tuple[int, int] | None, bottom_right_diagonal: bool | None
 ) -> Mask:
-    """Return the mask of a name, a window and an alignment.
+    """Return the mask for a name, a window and an alignment.
 
-    A causal name fixes the alignment ("causal" top left, "causal_bottom_right" bottom right). bottom_right_diagonal
-    applies to the windows of other masks, which are aligned bottom right by default.
+    A causal name fixes the alignment ("causal" top left, "causal_bottom_right" bottom right).
+    bottom_right_diagonal applies to the windows of other masks, which are aligned bottom right by default.
     """
     name = canonical_name(attn_mask_type)
     if "causal" in name:
@@ -98,7 +98,7 @@ def resolve(
 
 
 def over_cached_keys(name: str) -> str:
-    """Return the mask type of a step with cached keys, with lengths per sequence and bottom-right diagonals."""
+    """Return the mask type for a step with cached keys, with lengths per sequence and bottom-right diagonals."""
     if name == "arbitrary":
         raise ValueError(
             "attn_mask_type='arbitrary' with inference_params; keys are masked by the cache's lengths, "
@@ -136,7 +136,7 @@ def window_pair(window_size: Any) -> tuple[int, int]:
     """Return (left, right) as ints.
 
     Raises:
-        ValueError: The value is not a pair of whole numbers.
+        ValueError: The value is not two whole numbers.
     """
     try:
         left, right = window_size

@@ -39,7 +39,7 @@ _FIELDS = {
 
 
 def as_text(record: Any) -> str:
-    """Return a call, without score_mod, as the text of a tuple of literals, which a tracing compiler takes."""
+    """Return a call, without score_mod, as the text of a literal tuple, which a tracing compiler takes."""
     items = []
     for name in _FIELDS[type(record)]:
         value = getattr(record, name)
@@ -131,7 +131,7 @@ def as_traced(passes: Passes) -> Passes:
 
 
 def by_operators(name: str) -> Passes:
-    """Return the passes of a backend as calls of the two operators."""
+    """Return the passes of a backend as calls to the two operators."""
 
     def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
         found = torch.ops.transformer_engine.attention_forward(name, as_text(call), list(inputs))
@@ -152,7 +152,7 @@ def by_operators(name: str) -> Passes:
 
 
 def _passes_and_call(key: tuple[str, str]) -> tuple[Passes, AttentionCall]:
-    """Return (passes, call) for a key (backend name, text of the call)."""
+    """Return (passes, call) for a key (backend name, call text)."""
     name, text = key
     call, bind = from_text(text), TABLE.named(name).bind
     assert bind is not None
@@ -165,7 +165,7 @@ _BY_TEXT: Memory[tuple[str, str], tuple[Passes, AttentionCall]] = Memory(_passes
 
 
 def _returned(call: AttentionCall) -> tuple[bool, ...]:
-    """Return which fields of `Attended` are tensors."""
+    """Return which `Attended` fields are tensors."""
     return True, call.needs_gradient, call.dropout > 0.0, call.max_logit
 
 

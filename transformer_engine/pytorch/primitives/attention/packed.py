@@ -14,22 +14,22 @@ from ...runtime.launching import DTYPE_NAMES, run
 
 
 def lengths_of(cu_seqlens: Tensor) -> Tensor:
-    """Return the tokens of each sequence [b] from their cumulative sum [b + 1]."""
+    """Return the tokens per sequence [b] from their cumulative sum [b + 1]."""
     return cu_seqlens[1:] - cu_seqlens[:-1]
 
 
 def cumulative(lengths: Tensor) -> Tensor:
-    """Return cu_seqlens [b + 1] int32 from the tokens of each sequence [b]."""
+    """Return cu_seqlens [b + 1] int32 from the tokens per sequence [b]."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def lengths_of_mask(masked: Tensor) -> Tensor:
-    """Return the tokens of each sequence [b] int32 from a padding mask [b, 1, 1, s] or [b, s], True = padding."""
+    """Return the tokens per sequence [b] int32 from a padding mask [b, 1, 1, s] or [b, s], True = padding."""
     return (~masked.flatten(1)).sum(dim=1, dtype=torch.int32)
 
 
 def thd_to_bshd(x: Tensor, starts: Tensor, lengths: Tensor, size: int) -> Tensor:
-    """Return [b, size, h, d] of packed tokens [t, h, d]: x[starts[i] : starts[i] + lengths[i]], padded with zeros."""
+    """Unpack tokens [t, h, d] to [b, size, h, d]: x[starts[i] : starts[i] + lengths[i]], padded with zeros."""
     place = torch.arange(size, device=x.device)
     real = place < lengths[:, None]
     if x.shape[0] == 0:
@@ -39,7 +39,7 @@ def thd_to_bshd(x: Tensor, starts: Tensor, lengths: Tensor, size: int) -> Tensor
 
 
 def bshd_to_thd(x: Tensor, starts: Tensor, lengths: Tensor, tokens: int) -> Tensor:
-    """Return packed tokens [t, h, d] of [b, s, h, d], the inverse of thd_to_bshd; other tokens are zero."""
+    """Pack [b, s, h, d] to tokens [t, h, d], the inverse of thd_to_bshd; other tokens are zero."""
     if x.shape[1] == 0:  # every sequence is empty; the sum keeps the result differentiable
         return x.new_zeros(tokens, *x.shape[2:]) + x.sum()
     token = torch.arange(tokens, device=x.device)

@@ -15,14 +15,14 @@ from .call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gra
 
 
 class Passes(NamedTuple):
-    """Forward and backward function of a backend; the gradient of the output is passed contiguous."""
+    """Forward and backward function of a backend; the output gradient is passed contiguous."""
 
     name: str
     forward: Callable[[AttentionCall, AttentionInputs], Attended]
     backward: Callable[[AttentionCall, AttentionInputs, Attended, Tensor], Gradients]
 
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-        """Compute the attention of a call that needs no gradient."""
+        """Compute attention for a call that needs no gradient."""
         attended = self.forward(call, inputs)
         return AttentionResult(attended.output.flatten(-2), attended.max_logit)
 
@@ -31,7 +31,7 @@ class Differentiable(NamedTuple):
     """An attention that is differentiable by itself.
 
     Attributes:
-        name: Name of the backend.
+        name: Backend name.
         run: Computes the attention.
         as_passes: Returns the same kernels as two passes, for a node that computes more than an attention; None if the
             library does not provide them for these inputs.

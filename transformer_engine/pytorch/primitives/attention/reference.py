@@ -1,4 +1,4 @@
-"""The attention of any call in plain float32 torch operations on any device.
+"""Attention for any call in plain float32 torch operations on any device.
 
 It allocates float32 matrices [b, h, s_q, s_kv], which the other backends avoid.
 """
@@ -64,7 +64,7 @@ def backward(
 
 
 def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-    """Compute attention in operations that autograd sees: tensors of a score_mod may require gradients."""
+    """Compute attention in operations that autograd sees: score_mod tensors may require gradients."""
     attended = forward(call, inputs)
     return AttentionResult(attended.output.flatten(-2), attended.max_logit)
 
@@ -83,7 +83,7 @@ def _terms(call: AttentionCall, inputs: AttentionInputs) -> dense.Terms:
 
 
 def additive_bias(call: AttentionCall, inputs: AttentionInputs) -> Tensor | None:
-    """Return the bias of scale * q k^T: (q k^T + bias) * scale is scale * q k^T + bias * scale."""
+    """Return the bias added to scale * q k^T: (q k^T + bias) * scale is scale * q k^T + bias * scale."""
     if call.bias == "pre_scale_bias":
         assert inputs.bias is not None
         return inputs.bias * call.scale

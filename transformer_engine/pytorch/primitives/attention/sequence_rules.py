@@ -8,12 +8,12 @@ from itertools import pairwise
 def are_bounds(
     bounds: list[int], starts: list[int] | None, name: str, tokens: int | None, longest: int
 ) -> None:
-    """Raise ValueError unless bounds [b + 1] are those of sequences in a tensor.
+    """Raise ValueError unless bounds [b + 1] delimit sequences in a tensor.
 
     Args:
-        starts: Starts of the sequences if there are tokens between them (cu_seqlens_*_padded), else None.
+        starts: Sequence starts if there are tokens between them (cu_seqlens_*_padded), else None.
         tokens: Tokens of a packed tensor; None if sequences are padded to `longest` tokens.
-        longest: Tokens of the longest sequence of the call.
+        longest: Tokens in the longest sequence of the call.
     """
     _check_growing(bounds, name)
     for index, (begin, end) in enumerate(pairwise(bounds)):

@@ -1,6 +1,6 @@
 """visible[b, h, i, j]: whether query i sees key j, the mask of a call as booleans; and the slopes of ALiBi.
 
-Mask tensors of callers are True where a key is masked out.
+Caller masks are True where a key is masked out.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def _real(masked: Tensor | None, lengths: Tensor | None, size: int) -> Tensor:
 
 
 def default_slopes(heads: int, device: torch.device) -> Tensor:
-    """Return the ALiBi slopes [heads] float32 of Press et al., Train Short, Test Long (2022).
+    """ALiBi slopes [heads] float32: Press et al., Train Short, Test Long (2022).
 
-    For h a power of two 2^(-8/h), 2^(-16/h), ...; for other h those of the next lower power n, then every second one of
-    the sequence of 2n.
+    For a power of two h: 2^(-8/h), 2^(-16/h), ...; for other h the slopes for the next lower power
+    n, then every second one in the sequence for 2n.
     """
     power = 1 << (heads.bit_length() - 1)
     place = torch.arange(heads, device=device, dtype=torch.float32)

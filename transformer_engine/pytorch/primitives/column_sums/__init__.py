@@ -1,4 +1,4 @@
-"""sums [N] of the columns of a matrix [M, N] in float32 (float64 for float64): the gradient of a bias."""
+"""column sums [N] of a matrix [M, N] in float32 (float64 for float64): a bias gradient."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def column_sums(x: Tensor, dtype: torch.dtype, cast: Cast) -> tuple[Quantized, T
 def column_sums(x: Tensor, dtype: torch.dtype, cast: Cast | None = None) -> Tensor | tuple[Quantized, Tensor]:
     """Sum x [M, N] over its rows: [N] in dtype, accumulated in float32 in an order that depends on the backend.
 
-    With a cast, return (codes of x, sums). On a GPU the passes of the cast compute both: the cast itself where it is
-    given a multiplier or computes one per block, the pass that finds max|x| where one scale is computed from x.
+    With a cast, return (codes of x, sums). On a GPU the passes of the cast compute both: the cast itself where it
+    is given a multiplier or computes one per block, the pass that finds max|x| where one scale is computed from x.
     """
     facts = (x.shape, x.stride(), x.dtype, dtype, x.device)
     if cast is None:

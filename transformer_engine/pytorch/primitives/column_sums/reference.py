@@ -1,4 +1,4 @@
-"""The request of column sums, and the reference in torch operations."""
+"""The column-sum request, and the reference in torch operations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def request_of(
     given: bool = False,
     records: bool = False,
 ) -> ColumnSumsRequest:
-    """Return the request of a key; spec, given and records describe the cast."""
+    """Return the request for a key; spec, given and records describe the cast."""
     cast = cast_request(shape, dtype, device, spec, given, records)
     return ColumnSumsRequest(shape, strides, dtype, result, device, cast)
 

@@ -1,4 +1,4 @@
-"""Column sums on a GPU: of strips of rows, then over strips, fused with a cast of the same matrix if requested."""
+"""Column sums on a GPU: over row strips, then over strips, fused with a cast of the same matrix if requested."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
         return _with_codes(request, cast)
     from ....common.kernels import column_sums as kernels  # it imports triton
 
-    # Strips of rows, then the partial sums; torch's sum uses 128 MiB of scratch memory at 4096 x 4096.
+    # Row strips, then the partial sums; torch's sum uses 128 MiB scratch memory at 4096 x 4096.
     dense = request.strides[1] == 1 and request.strides[0] < LARGEST_EXTENT
     stride = request.strides[0] if dense else request.shape[1]
     program = kernels.sums(request.shape, stride, DTYPE_NAMES[request.result], _machine(request))
@@ -59,7 +59,7 @@ def _with_codes(
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor]]:
     in_blocks = fused_codes.in_blocks(cast.spec)
     if in_blocks or cast.given:
-        # One pass: the cast of the gradient of the identity also sums the columns of its tiles.
+        # One pass: casting the gradient of the identity also sums the columns of its tiles.
         from ....common.kernels import activation_codes  # it imports triton
 
         stride = request.strides[0] if request.strides[1] == 1 else request.shape[1]

@@ -1,8 +1,8 @@
-"""loss [M] = ln(sum(exp(x [M, V]))) - x[target], its gradient, and the table of backends.
+"""loss [M] = ln(sum(exp(x [M, V]))) - x[target], its gradient, and the backend table.
 
-In three steps, because other ranks may hold the rest of a row: statistics of the local columns, losses from the
-statistics of all columns, gradient of the local columns. x, contiguous, is read once for the loss and once for the
-gradient; the loss saves two numbers per row.
+In three steps, because other ranks may hold the rest of a row: local column statistics, losses from
+statistics of all columns, local column gradients. x, contiguous, is read once for the loss and once
+for the gradient; the loss saves two numbers per row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def cross_entropy_statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
-    """Compute partial statistics float32 [S, M, 4] of x [M, V] and targets int64 [M], for each of S strips of columns.
+    """Compute partial statistics float32 [S, M, 4] of x [M, V] and targets int64 [M], for each of S column strips.
 
     They are max, sum(exp(x - max)), x[target] (-inf outside the strip) and sum(x / vocabulary).
     """
@@ -39,7 +39,7 @@ def cross_entropy_statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tens
 def cross_entropy_losses(partials: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     """Combine partials [S, M, 4] into (loss float32 [M], statistics float32 [M, 2]).
 
-    The statistics are max and sum(exp(x - max)) of whole rows. A target outside all strips has an infinite loss.
+    The statistics are max and sum(exp(x - max)) over whole rows. A target outside all strips has an infinite loss.
     """
     strips, rows, _ = partials.shape
     key = ("losses", rows, labels.total, torch.float32, partials.device, labels, strips)
@@ -54,9 +54,9 @@ def cross_entropy_gradient(
     Args:
         x: Logits [M, V].
         targets: Class indices int64 [M].
-        statistics: Result of `cross_entropy_losses`.
+        statistics: Result from `cross_entropy_losses`.
         factor: float32 [M], or [1] for all rows.
-        labels: Ignored label, smoothing and numbers of classes; `wanted` is the smoothed one-hot target.
+        labels: Ignored label, smoothing and class counts; `wanted` is the smoothed one-hot target.
         in_place: Write the gradient to x, which is returned.
     """
     per_row = factor.shape[0] != 1

@@ -1,4 +1,4 @@
-"""The request of a cross entropy, and the reference in float32 torch operations on any device."""
+"""The cross-entropy request, and the reference in float32 torch operations on any device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ....common.operation_settings import Labels
 
 
 class CrossEntropyRequest(NamedTuple):
-    """One of "statistics", "losses", "gradient" on logits [rows, width], or "rescale" of gradients.
+    """One of "statistics", "losses", "gradient" on logits [rows, width], or "rescale" for gradients.
 
     Attributes:
-        operation: Name of the operation.
-        labels: Ignored label, smoothing and numbers of classes.
-        strips: Number of partial statistics per row.
+        operation: Operation name.
+        labels: Ignored label, smoothing and class counts.
+        strips: Partial statistics per row.
         per_row: The gradient has one factor per row instead of one for all rows.
         in_place: The gradient overwrites the logits.
     """
@@ -36,13 +36,13 @@ class CrossEntropyRequest(NamedTuple):
 
 
 def strips_of(rows: int, width: int) -> int:
-    """Return the number of strips of a row: with few rows, one program per row would leave most of a GPU idle."""
+    """Return how many strips a row has: with few rows, one program per row would leave most of a GPU idle."""
     whole = ceil_div(width, 8192)
     return ceil_div(whole, ceil_div(whole, min(ceil_div(1024, rows), whole)))
 
 
 def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
-    """Return the operation of a request.
+    """Return the operation for a request.
 
     * statistics: (x, targets) -> partials
     * losses: (partials, targets) -> (loss, statistics)

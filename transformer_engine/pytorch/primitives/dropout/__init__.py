@@ -1,4 +1,4 @@
-"""y = keep ? x / (1 - p) : 0 with a mask of one bit per element, its gradient, and the table of backends.
+"""y = keep ? x / (1 - p) : 0 with a one-bit mask per element, its gradient, and the backend table.
 
 The mask is a function of the seed and the element's index, equal on every device and backend. The seed is one draw
 from a torch generator: restoring the generator's state reproduces the mask.

@@ -1,4 +1,4 @@
-"""The request of a dropout, and the reference: Philox-4x32-7 in 64-bit integers, arithmetic in float32.
+"""The dropout request, and the reference: Philox-4x32-7 in 64-bit integers, arithmetic in float32.
 
 Salmon, Moraes, Dror, Shaw, Parallel Random Numbers: As Easy as 1, 2, 3 (2011); its seven rounds pass all of BigCrush.
 """
@@ -28,12 +28,12 @@ class DropoutRequest(NamedTuple):
 
 
 def threshold_of(p: float) -> int:
-    """Return the least of the numbers 0 .. 2^16 - 1 that keeps an element: p * 2^16, within 8e-6 of p."""
+    """Return the least number in 0 .. 2^16 - 1 that keeps an element: p * 2^16, which matches p within 8e-6."""
     return round(p * _UNIT)
 
 
 def factor_of(p: float) -> float:
-    """Return the factor of kept elements, 1 / (1 - p); 0 for p = 1, which keeps no element."""
+    """Return the factor for kept elements, 1 / (1 - p); 0 for p = 1, which keeps no element."""
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
@@ -97,7 +97,7 @@ def _scaled(x: Tensor, kept: Tensor, p: float) -> Tensor:
 
 
 def _philox(seed: Tensor, counter: Tensor, rounds: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four words of 32 bits for each counter (below 2^32), as int64."""
+    """Return four 32-bit words per counter (below 2^32), as int64."""
     key = [seed & _WORD, (seed >> 32) & _WORD]
     zero = torch.zeros_like(counter)
     c0, c1, c2, c3 = counter, zero, zero, zero

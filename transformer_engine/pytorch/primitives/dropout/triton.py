@@ -22,7 +22,7 @@ def unsupported_reason(request: DropoutRequest) -> str | None:
 
 
 def bind(request: DropoutRequest) -> Callable[..., Any]:
-    """Return a callable with the arguments and results of `reference.bind`."""
+    """Return a callable with the same arguments and results as `reference.bind`."""
     shape, operation, p = request.shape, request.operation, request.p
     if shape.numel() == 0:
         if operation == "forward":

@@ -1,4 +1,4 @@
-"""Scales of 1x128 and 128x128 blocks in the layout that cuBLASLt reads."""
+"""1x128 and 128x128 block scales in the layout that cuBLASLt reads."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ SCALE_ALIGNMENT = 16  # bytes; cuBLASLt reads the scale of a tensor at multiples
 
 
 def block_scale(operand: Operand, codes: Tensor) -> Tensor:
-    """Return the scales of an operand in cuBLASLt's layout; codes are those of the operand, possibly padded with zeros.
+    """Return the scales of an operand in cuBLASLt's layout; codes are the operand's, possibly padded with zeros.
 
-    1x128 blocks: [rows, K/128], rows contiguous; 128x128 blocks: [K/128, rows/128], K contiguous, padded to a multiple
-    of 4 blocks of K.
+    1x128 blocks: [rows, K/128], rows contiguous; 128x128 blocks: [K/128, rows/128], K contiguous,
+    padded to a multiple of 4 K blocks.
     """
     scale = block_scale_memory(operand, codes.shape)
     return scale if in_rows(operand.format) else scale.t()
 
 
 def in_rows(form: TensorFormat | None) -> bool:
-    """Return whether the blocks of a format are parts of rows, 1x128 elements."""
+    """Return whether blocks of a format lie in one row, 1x128 elements."""
     return form is BLOCK_1D or (form is not None and form.block == BLOCK_1D.block)
 
 
@@ -44,7 +44,7 @@ def block_scale_memory(operand: Operand, shape: Sequence[int]) -> Tensor:
     rows, depth = shape
     if in_rows(operand.format):
         if scale.shape[0] != rows:
-            # The codes of padding are zero: any finite scale will do.
+            # Padding codes are zero: any finite scale will do.
             scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
         if scale.stride() == (1, rows):
             return scale
@@ -59,8 +59,8 @@ def block_scale_memory(operand: Operand, shape: Sequence[int]) -> Tensor:
 def aligned_scale(scale: Tensor) -> Tensor:
     """Return the scale of a tensor at a multiple of 16 bytes, as cuBLASLt requires.
 
-    The scales of a stack's members are adjacent, so that they have other addresses and are copied here. Addresses are
-    unknown while torch.compile traces; members of a stack then have copies, see `GroupedTensorStorage`.
+    A stack's member scales are adjacent, so they have other addresses and are copied here. Addresses are
+    unknown while torch.compile traces; stack members then have copies, see `GroupedTensorStorage`.
     """
     if torch.compiler.is_compiling():
         return scale

@@ -1,4 +1,4 @@
-"""Requests of products with GELU, its gradient, or a cast to FP8, and the backend that computes them in two steps.
+"""Requests for products with GELU, its gradient, or a cast to FP8, and the backend that computes them in two steps.
 
 The two steps are the product, then the activation or the cast.
 """
@@ -34,10 +34,10 @@ class FusedRequest:
 
     Attributes:
         kind: GELU, GELU_GRADIENT or CODES.
-        product: Request of the product. Its dtype is that of the result; for CODES, the nominal dtype.
+        product: The product's request. Its dtype is the result dtype; for CODES, the nominal dtype.
         second: Whether there is a second result. GELU: the activation's input; CODES: the recorded absolute maximum.
-        x: Layout of the activation's input, for GELU_GRADIENT only.
-        dtype: Dtype of the activation's input or of the codes; None for GELU.
+        x: Layout of the activation input, for GELU_GRADIENT only.
+        dtype: Dtype of the activation input or the codes; None for GELU.
         forced: Reason to compute the two steps separately, if a backend is forced for one of them.
     """
 
@@ -63,7 +63,7 @@ class FusedRequest:
         x: Tensor | None,
         dtype: torch.dtype | None,
     ) -> FusedRequest:
-        """Return the request of this product and the operation that follows it."""
+        """Return the request for this product and the operation that follows it."""
         return described(*key_of(kind, a, b, epilogue, second, x, dtype))
 
 
@@ -96,7 +96,7 @@ def described(
     forced: str | None,
     *product: Any,
 ) -> FusedRequest:
-    """Return the request of a key.
+    """Return the request for a key.
 
     Raises:
         ValueError: The extents or devices do not match, or epilogue.out is given.
@@ -115,7 +115,7 @@ def described(
 
 
 def gelu(keeps: bool, a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
-    """Return (gelu(x), x or None) of x = a @ b.T + bias, rounded to epilogue.dtype before the activation."""
+    """Return (gelu(x), x or None) for x = a @ b.T + bias, rounded to epilogue.dtype before the activation."""
     x = product(a, b, epilogue)
     return activation_forward("gelu", x), x if keeps else None
 
@@ -126,7 +126,7 @@ def gelu_gradient(_: bool, a: Operand, b: Operand, epilogue: Epilogue, x: Tensor
 
 
 def codes(records: bool, a: Operand, b: Operand, epilogue: Epilogue, cast: Cast) -> Quantized:
-    """Return the cast of y = a @ b.T + bias, rounded to epilogue.dtype before it is scaled."""
+    """Cast y = a @ b.T + bias, rounded to epilogue.dtype before it is scaled."""
     return quantize_as(product(a, b, epilogue), cast)
 
 
@@ -134,7 +134,7 @@ _KINDS: dict[str, Callable[..., Any]] = {GELU: gelu, GELU_GRADIENT: gelu_gradien
 
 
 def bind(request: FusedRequest) -> Callable[..., Any]:
-    """Return the function of the request's kind, called without its first argument."""
+    """Return the function for the request's kind, called without its first argument."""
     return functools.partial(_KINDS[request.kind], request.second)
 
 

@@ -1,8 +1,8 @@
-"""Products by direct calls of cuBLASLt: planned once per shape, bias and accumulation in the same call, no copies.
+"""Products by direct cuBLASLt calls: planned once per shape, bias and accumulation in the same call, no copies.
 
-The library is the one that torch calls. A direct call has two advantages: the product itself adds a gradient to
-`main_grad` (also for FP8 operands), and a call costs only a few microseconds of host time. The rows of FP8 operands and
-results must be multiples of 16 bytes; the backends after this one pad other shapes.
+The library is the one that torch calls. A direct call has two advantages: the product itself adds a gradient
+to `main_grad` (also for FP8 operands), and a call costs only a few microseconds on the host. FP8 operand and
+result rows must be multiples of 16 bytes; the backends after this one pad other shapes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SCALE_MODES = {
     ((1, 16), "e4m3"): VEC16_UE4M3,
 }
 _ALL_LAYOUTS: Capability = "fp8 products in all layouts"
-_SWIZZLED = 120_900  # first version of cuBLASLt whose swizzled scales need no workaround
+_SWIZZLED = 120_900  # first cuBLASLt version whose swizzled scales need no workaround
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
@@ -111,7 +111,7 @@ def reads_bytes(request: GemmRequest) -> bool:
 
 
 def _by_exponents(request: GemmRequest) -> bool:
-    """Whether blocks of 128 elements are multiplied by exponents: where no product reads their float32 scales."""
+    """Whether 128-element blocks are multiplied by exponents: where no product reads their float32 scales."""
     needs = request.scaled_products if request.power_of_two else None
     hardware = request.hardware
     return needs is not None and not hardware.has("fp8 block products") and hardware.has(needs)
@@ -167,7 +167,7 @@ def problem_of(request: GemmRequest) -> CublasProblem:
     """Return the request in cuBLASLt's column-major terms, in which b is the left matrix and a the right one."""
     a, b, out = request.a_layout, request.b_layout, request.out_layout
     bias, exponents = NO_BIAS, _by_exponents(request)
-    if request.bias is not None:  # the dtype that the epilogue reads; a bias of another dtype is cast to it
+    if request.bias is not None:  # the dtype that the epilogue reads; a bias with another dtype is cast to it
         narrow = request.a_format is not None and request.dtype == torch.float32
         bias = library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
     return CublasProblem(
@@ -212,7 +212,7 @@ def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]
 
 
 def _without_bias(request: GemmRequest) -> GemmRequest:
-    """Return the request of the product alone, in float32."""
+    """Return the request for the product alone, in float32."""
     layout = MatrixLayout(True, request.n)
     return dataclasses.replace(
         request, dtype=torch.float32, bias=None, accumulate=False, into=False, out_layout=layout

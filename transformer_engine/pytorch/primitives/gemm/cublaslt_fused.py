@@ -1,12 +1,12 @@
 """GELU, its gradient and FP8 results inside cuBLASLt's product, if the library supports them.
 
-Sources: cuBLAS documentation, cublasLtMatmul, cublasLtMatmulDescAttributes_t and cublasLtEpilogue_t. An activation's
-input has the result's dtype, and a row stride that is a multiple of 8 elements. An FP8 result needs FP8 operands with
-tensor scales, and is E5M2 only if an operand is. With p the float32 product plus bias, the codes are p times the scale,
-saturated, and the maximum is that of |p|.
+Sources: cuBLAS documentation, cublasLtMatmul, cublasLtMatmulDescAttributes_t and cublasLtEpilogue_t. An
+activation's input has the result's dtype, and a row stride divisible by 8 elements. An FP8 result needs FP8
+operands with tensor scales, and is E5M2 only if an operand is. With p the float32 product plus bias, the
+codes are p times the scale, saturated, and the maximum is max|p|.
 
-Matrices at addresses that are not multiples of 256 bytes (parts of larger tensors) have a plan for their own alignment,
-down to 16 bytes. Below that, or if the library has no algorithm for it, the parts are computed separately.
+Matrices at addresses not divisible by 256 bytes (parts of larger tensors) have a plan for their own alignment, down
+to 16 bytes. Below that, or if the library has no algorithm for it, the parts are computed separately.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .cublaslt_problem import ALIGNMENT, CublasProblem
 from .request import Epilogue
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-_AUX_ROWS = 8  # divisor of the leading extent of an activation's input, in elements
+_AUX_ROWS = 8  # divisor of an activation input's leading extent, in elements
 _LEAST_ALIGNMENT = 16  # bytes; rows of 8 elements of 16 bits keep it, and FP8 products require it
 
 
@@ -91,7 +91,7 @@ def problem_of(request: FusedRequest) -> CublasProblem:
 
 
 def bind(request: FusedRequest) -> Callable[..., Any] | PlanFailure:
-    """Return a callable with the arguments of the function of the same kind in `composed`."""
+    """Return a callable with the same arguments as the function for this kind in `composed`."""
     try:
         plan = plan_for(problem_of(request))
     except NoAlgorithm as error:
@@ -152,7 +152,7 @@ _KINDS: dict[str, Callable[..., Any]] = {GELU: _gelu, GELU_GRADIENT: _gelu_gradi
 
 
 def plan_behind(call: Callable[..., Any]) -> CublasPlan | None:
-    """Return the plan of a bound product with GELU, or with its gradient; None for another backend's."""
+    """Return the plan behind a bound product with GELU, or with its gradient; None for another backend's."""
     if isinstance(call, functools.partial) and call.func in (_gelu, _gelu_gradient):
         return call.args[0]
     return None

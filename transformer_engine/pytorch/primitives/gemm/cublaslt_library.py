@@ -68,7 +68,7 @@ _workspaces: dict[tuple[int, int], tuple[int, Tensor]] = {}
 
 
 def workspace(device: int, stream: int) -> int:
-    """Return the address of the scratch memory of a stream, whose products run one after another and share it."""
+    """Return the scratch memory address for a stream, whose products run one after another and share it."""
     found = _workspaces.get((device, stream))
     if found is None:
         memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device_of(device))
@@ -82,16 +82,16 @@ def device_of(device: int) -> torch.device:
 
 
 def current_stream(device: int) -> int:
-    """Return the handle of the device's current CUDA stream."""
+    """Return the handle for the device's current CUDA stream."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 def current_device() -> int:
-    """Return the index of the calling thread's current CUDA device."""
+    """Return the calling thread's current CUDA device index."""
     return torch._C._cuda_getDevice()
 
 
-_cublas_workspace = None  # callers of the original assign their own scratch memory to this name
+_cublas_workspace = None  # the original's callers assign their own scratch memory to this name
 
 
 _callers_workspaces: Memory[torch.device, Tensor] = Memory(
@@ -100,8 +100,8 @@ _callers_workspaces: Memory[torch.device, Tensor] = Memory(
 
 
 def get_workspace() -> Tensor:
-    """Return scratch memory of the current device, uint8 [WORKSPACE_BYTES], for callers that pass it on to products.
+    """Return scratch memory on the current device, uint8 [WORKSPACE_BYTES], for callers that pass it on to products.
 
-    The products of this package do not use it: see `workspace`.
+    This package's products do not use it: see `workspace`.
     """
     return _callers_workspaces[canonical_device("cuda")]

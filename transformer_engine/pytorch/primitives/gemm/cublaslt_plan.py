@@ -1,8 +1,8 @@
 """D [N, M] = left [N, K] @ right [K, M] in cuBLASLt's column-major terms, planned once and then only launched.
 
-A plan holds the descriptors, the algorithm and the host scalars of one `CublasProblem`. A call sets the pointers that
-differ between calls (scales, bias) and makes one library call. Interfaces that query an algorithm and build descriptors
-in every call cost 15-35 us of host time.
+A plan holds the descriptors, the algorithm and the host scalars for one `CublasProblem`. A call
+sets the pointers that differ between calls (scales, bias) and makes one library call. Interfaces
+that query an algorithm and build descriptors in every call cost 15-35 us on the host.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Attached(NamedTuple):
 
     Attributes:
         bias: Bias [N].
-        aux: Input of the activation [M, N], written by GELU_AUX and read by DGELU.
-        scale: float32 [1], factor of the result before the cast to FP8.
+        aux: Activation input [M, N], written by GELU_AUX and read by DGELU.
+        scale: float32 [1], multiplies the result before the cast to FP8.
         amax: float32 [1], receives the absolute maximum of the result before scaling.
     """
 
@@ -58,15 +58,15 @@ class LibraryCall(NamedTuple):
     Attributes:
         idle: Idle descriptors.
         describe: Creates a descriptor if the list is empty.
-        set_attribute: Library function that sets an attribute of a descriptor.
+        set_attribute: Library function that sets a descriptor attribute.
         matmul: Library function that computes the product.
         attributes: The numbers of POINTERS.
         scalars: The library handle, and the addresses of alpha and beta.
         layouts: Handles of the left, right and result layouts, and the address of the algorithm.
-        alignment: Required alignment of the pointers, in bytes.
+        alignment: Required pointer alignment, in bytes.
         current_stream: Returns the stream of a device.
-        workspace: Returns the address of a workspace.
-        workspace_bytes: Size of the workspace.
+        workspace: Returns a workspace address.
+        workspace_bytes: Workspace size.
     """
 
     idle: list[Descriptor]
@@ -225,8 +225,8 @@ class CublasPlan:
     ) -> None:
         """Write epilogue(a [M, K] @ b [N, K].T) to out [M, N], for problems with an activation or an FP8 result.
 
-        Scales are tensor scales or swizzled; the matrices, including aux, have the problem's alignment. `scalars` are
-        alpha and beta, float32 [2], of problems with `device_scalars`.
+        Scales are tensor scales or swizzled; the matrices, including aux, have the problem's
+        alignment. `scalars` are alpha and beta, float32 [2], for problems with `device_scalars`.
         """
         index = self.problem.device
         if library.current_device() != index:

@@ -17,7 +17,7 @@ from . import cublaslt_library as library
 
 ALIGNMENT = 256  # bytes; the largest alignment that an algorithm requires
 SCALAR = 0  # cublasLtMatmulMatrixScale_t SCALAR_32F
-VEC16_UE4M3, VEC32_UE8M0 = 1, 2  # swizzled scales of one byte, for 16 and for 32 elements
+VEC16_UE4M3, VEC32_UE8M0 = 1, 2  # swizzled one-byte scales, for 16 and for 32 elements
 NO_SCALE = -1
 NO_BIAS = -1
 
@@ -35,15 +35,15 @@ POINTERS = (
 class CublasProblem(NamedTuple):
     """One product in cuBLASLt's terms; equal problems share a plan.
 
-    The fields that end in `_transposed` state that the matrix is the transpose of the column-major matrix in memory.
-    Fields that end in `_leading` are the elements between its columns in memory. Fields that end in `_scale` are values
-    of cublasLtMatmulMatrixScale_t, or NO_SCALE for an unquantized matrix.
+    The fields that end in `_transposed` state that the matrix is the transposed column-major matrix in
+    memory. Fields that end in `_leading` are the elements between its columns in memory. Fields that end in
+    `_scale` are cublasLtMatmulMatrixScale_t values, or NO_SCALE for an unquantized matrix.
 
     Attributes:
         bias: cudaDataType_t of the bias, or NO_BIAS.
-        alignment: Bytes, a power of two up to 256; every pointer to a matrix is a multiple of it.
-        activation: "GELU", "GELU_AUX" or "DGELU" of cublasLtEpilogue_t; "": none.
-        aux_leading: Elements between the columns of the activation's input; 0 if it is not in memory.
+        alignment: Bytes, a power of two up to 256; every matrix pointer is a multiple of it.
+        activation: "GELU", "GELU_AUX" or "DGELU" from cublasLtEpilogue_t; "": none.
+        aux_leading: Elements between the activation input's columns; 0 if it is not in memory.
         addend: Dtype of C, which has no values, if the result is FP8.
         amax: Also write the absolute maximum of the unscaled result.
     """
@@ -74,14 +74,14 @@ class CublasProblem(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The problem without the device, as text: the key of a stored algorithm."""
+        """The problem without the device, as text: the key for a stored algorithm."""
         plain = self[-4:] == ("", 0, None, False)
         fields: tuple[torch.dtype | int | str | None, ...] = self[1:-4] if plain else self[1:]
         return ",".join(f"{x:d}" if isinstance(x, int) else str(x).removeprefix("torch.") for x in fields)
 
     @property
     def reads(self) -> tuple[bool, ...]:
-        """Whether the operation uses each of POINTERS."""
+        """Whether the operation uses each POINTERS entry."""
         return (
             self.left_scale != NO_SCALE,
             self.right_scale != NO_SCALE,

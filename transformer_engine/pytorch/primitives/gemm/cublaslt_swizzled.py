@@ -1,4 +1,4 @@
-"""Products of MXFP8 and NVFP4 codes by cuBLASLt, whose scales of one byte are swizzled before the call."""
+"""cuBLASLt products for MXFP8 and NVFP4 codes, whose one-byte scales are swizzled before the call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .cublaslt_problem import CublasProblem
 from .request import Epilogue
 from .swizzle import second_level, swizzled_scale
 
-_ALIGNMENT = 16  # bytes; cuBLASLt has no product of codes at smaller multiples
+_ALIGNMENT = 16  # bytes; cuBLASLt has no code products at smaller multiples
 
 
 def run(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:

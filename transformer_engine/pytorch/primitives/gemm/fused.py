@@ -30,13 +30,13 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue, cast: Cast) -> Quantized: .
 def gemm(a: Operand, b: Operand, epilogue: Epilogue, cast: Cast | None = None) -> Tensor | Quantized:
     """y [M, N] = a [M, K] @ b [N, K].T (+ bias [N]) in epilogue.dtype; both operands end in the contracted axis.
 
-    With epilogue.out, the result is written there (accumulate=True: added to it) and returned. With a cast, the codes
-    of y are returned instead of y. cuBLASLt computes row-wise FP8 codes if their multiplier is given, from products
-    that are not rounded to epilogue.dtype first. While compiling, max|y| is not recorded. The function is not
-    differentiable: its callers are the forward and backward functions of autograd functions.
+    With epilogue.out, the result is written there (accumulate=True: added to it) and returned. With a cast,
+    the codes of y are returned instead. cuBLASLt computes row-wise FP8 codes if their multiplier is given,
+    from products that are not rounded to epilogue.dtype first. While compiling, max|y| is not recorded. The
+    function is not differentiable: its callers are the forward and backward of autograd functions.
 
     Raises:
-        ValueError: The sizes of operands, bias and out do not match.
+        ValueError: Operand, bias and out sizes do not match.
         Unsupported: No backend supports the formats.
     """
     if cast is None:
@@ -78,7 +78,7 @@ def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) ->
     return TABLE.bound(key_of(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype))(a, b, epilogue, x)
 
 
-# The operators of torch.compile.
+# The operators for torch.compile.
 
 _OPERANDS = (
     "Tensor a, Tensor? a_scale, Tensor? a_amax, str? a_format, "

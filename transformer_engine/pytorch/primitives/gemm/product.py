@@ -1,4 +1,4 @@
-"""out [M, N] = a [M, K] @ b [N, K].T, then the epilogue: a warm call is one look-up of the backend by its key."""
+"""out [M, N] = a [M, K] @ b [N, K].T, then the epilogue: a warm call looks the backend up by its key once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def product(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     return TABLE.bound_in_eager_mode(key_in_eager_mode(a, b, epilogue))(a, b, epilogue)
 
 
-# The operators of torch.compile. Eager mode and the graph run the same plan, so their results are equal bit for bit.
+# The operators for torch.compile. Eager mode and the graph run the same plan, so their results are equal bit for bit.
 
 _OPERANDS = (
     "Tensor a, Tensor? a_scale, Tensor? a_amax, str? a_format, "
@@ -119,7 +119,7 @@ DEQUANTIZING = ("decode", "widen", "reference")
 
 @functools.cache
 def multiplies_natively(form: TensorFormat, hardware: Hardware) -> bool:
-    """Return whether a backend multiplies two operands of a format on a GPU without dequantizing them."""
+    """Return whether a backend multiplies two operands in a format on a GPU without dequantizing them."""
     element = torch.uint8 if form.packing == 2 else torch.float8_e4m3fn
     codes, out = MatrixLayout(True, 128 // form.packing), MatrixLayout(True, 128)
     request = GemmRequest(

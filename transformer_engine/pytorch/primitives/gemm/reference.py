@@ -1,9 +1,9 @@
-"""Products of dequantized operands: the literal float32 reference for every format, and bfloat16 products on GPUs.
+"""Products from dequantized operands: the literal float32 reference for every format, and bfloat16 products on GPUs.
 
-The reference is the oracle of tests and the emulation on a CPU. The backend `widen` multiplies in bfloat16, which holds
-8 significant bits. An FP8 code has at most 4, so FP8 codes and MXFP8 values (a code times a power of two) are exact; an
-NVFP4 value is a 2-bit code times a 4-bit E4M3 scale, 6 bits. A scale of a whole tensor or of a row is applied to the
-float32 sum. Scales beyond bfloat16's range (2^-126 to 2^127) are the exception.
+The reference is the oracle for tests and the emulation on a CPU. The backend `widen` multiplies in bfloat16,
+which holds 8 significant bits. An FP8 code has at most 4, so FP8 codes and MXFP8 values (a code times a power
+of two) are exact; an NVFP4 value is a 2-bit code times a 4-bit E4M3 scale, 6 bits. A per-tensor or per-row
+scale is applied to the float32 sum. Scales beyond bfloat16's range (2^-126 to 2^127) are the exception.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .request import EPILOGUES, Epilogue, GemmRequest
 def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     """sum_k a[m, k] b[n, k] in float32; one scale for a whole tensor is applied to the sum, block scales before it.
 
-    Where an operand has a second-level scale per row, the second level of both is applied to the sum.
+    Where an operand has a second-level scale per row, both second levels are applied to the sum.
     """
     if _has_row_scales(a, b):
         product = matrix_product(_values(_at_unit_amax(a)), _values(_at_unit_amax(b)).t())
@@ -37,7 +37,7 @@ def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 
 
 def _has_row_scales(a: Operand, b: Operand) -> bool:
-    """Return whether an operand has a second-level scale for each of its rows."""
+    """Return whether an operand has one second-level scale per row."""
     return any(operand.format is not None and operand.format.row_scaled for operand in (a, b))
 
 
@@ -51,9 +51,9 @@ def _at_unit_amax(operand: Operand) -> Operand:
 
 
 def _with_second_level(product: Tensor, a: Operand, b: Operand) -> Tensor:
-    """product [M, N], float32, of operands `_at_unit_amax`, times the maxima of a's rows and of b's, over their ranges.
+    """product [M, N], float32, from operands `_at_unit_amax`, times the row maxima of a and b, over their ranges.
 
-    Where one of the operands has a single maximum, the two are multiplied first and the product by that vector.
+    Where one operand has a single maximum, the two are multiplied first and the product by that vector.
     """
     rows = columns = None
     ranges = 1.0
@@ -101,7 +101,7 @@ def _unsupported_by_widen(request: GemmRequest) -> str | None:
 
 
 def _run_widened(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    """Multiply bfloat16 values; scales of whole tensors or rows are applied to the float32 product."""
+    """Multiply bfloat16 values; per-tensor and per-row scales are applied to the float32 product."""
     product = torch.mm(_codes_in_bfloat16(a), _codes_in_bfloat16(b).t(), out_dtype=torch.float32)
     if _has_row_scales(a, b):
         for operand in (a, b):

@@ -1,4 +1,4 @@
-"""The epilogue of a product, and the product's request, from which a backend is chosen."""
+"""A product's epilogue and request, from which a backend is chosen."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def wanted() -> bool:
 
 
 is_compiling = torch.compiler.is_compiling
-dispatch_modes = torch._C._len_torch_dispatch_stack  # the TorchDispatchModes that see every operator of torch
+dispatch_modes = torch._C._len_torch_dispatch_stack  # the TorchDispatchModes that see every torch operator
 
 
 class Epilogue(NamedTuple):
     """The operations on a @ b.T [M, N] that follow the product.
 
     Attributes:
-        dtype: Dtype of the result if `out` is None.
+        dtype: Result dtype if `out` is None.
         bias: Bias [N], added in float32.
-        out: Buffer [M, N] of the result.
-        accumulate: Add to the values of `out`.
-        exact: Promote partial sums to float32 (the original's "split accumulator"). False allows the faster
-            accumulation of Hopper's FP8 tensor cores, which keeps about 14 bits.
+        out: Result buffer [M, N].
+        accumulate: Add to `out`.
+        exact: Promote partial sums to float32 (the original's "split accumulator"). False allows
+            the faster accumulation in Hopper's FP8 tensor cores, which keeps about 14 bits.
     """
 
     dtype: torch.dtype
@@ -85,7 +85,7 @@ def undisturbed_in_eager_mode() -> bool:
     return not (disturbances or dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None)
 
 
-# The features of a request, which a backend declares.
+# Request features, which a backend declares.
 BIAS, ACCUMULATION = "a bias", "accumulation"
 EPILOGUES = frozenset({BIAS, ACCUMULATION})
 
@@ -93,7 +93,7 @@ EPILOGUES = frozenset({BIAS, ACCUMULATION})
 class MatrixLayout(NamedTuple):
     """The layout of a matrix: whether its last axis (row_major) or its first is contiguous, and the other stride.
 
-    A stride of 0 means that neither axis is contiguous.
+    Stride 0 means that neither axis is contiguous.
     """
 
     row_major: bool
@@ -116,12 +116,12 @@ class GemmRequest:
     """The properties by which a backend is chosen: formats, element types, shapes, layouts and the device.
 
     Attributes:
-        dtype: Dtype of the result.
-        device: Type of the device, such as "cuda" or "cpu".
-        index: Index of the device; -1 for a device without an index.
-        bias: Dtype of the bias; None without a bias.
-        native: Whether the operands are plain tensors, not of a subclass, and no TorchDispatchMode (for example a flop
-            counter) observes the operators of torch.
+        dtype: Result dtype.
+        device: Device type, such as "cuda" or "cpu".
+        index: Device index; -1 for a device without an index.
+        bias: Bias dtype; None without a bias.
+        native: Whether the operands are plain tensors, not of a subclass, and no TorchDispatchMode
+            (for example a flop counter) observes the operators of torch.
         tf32: Whether torch allows float32 products to round their operands to TF32.
         tuned: Whether autotuning is on.
         into: Whether the result is written to epilogue.out.
@@ -153,7 +153,7 @@ class GemmRequest:
 
     @classmethod
     def of(cls, a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
-        """Return the request of this product."""
+        """Return the request for this product."""
         return described(*key_of(a, b, epilogue))
 
     @property
@@ -182,7 +182,7 @@ class GemmRequest:
     def scaled_products(self) -> Capability | None:
         """Capability whose matrix instructions read the scales of both operands; None if no instruction reads them.
 
-        They read MXFP8 and NVFP4 scales, and the exponents of 128-element blocks' scales that are powers of two.
+        They read MXFP8 and NVFP4 scales, and the exponents of 128-element blocks' power-of-two scales.
         """
         if self.swizzled:
             return self.block_products
@@ -190,7 +190,7 @@ class GemmRequest:
 
     @property
     def unsupported_on_gpu(self) -> str | None:
-        """The reason why no kernel of a GPU computes this product, or None."""
+        """The reason why no GPU kernel computes this product, or None."""
         if self.device != "cuda":
             return f"it needs a CUDA device, the operands are on {self.device}"
         return "there is nothing to multiply" if self.empty else None
@@ -208,7 +208,7 @@ def key_of(a: Operand, b: Operand, epilogue: Epilogue) -> Key:
 def key_in_eager_mode(a: Operand, b: Operand, epilogue: Epilogue, traced: bool = False) -> Key:
     """Return `key_of` for a caller that knows that no compiler is tracing."""
     dtype, bias, out, accumulate, exact = epilogue
-    # torch.compile is not a dispatch mode, and cannot trace the queries of process-wide settings.
+    # torch.compile is not a dispatch mode, and cannot trace queries for process-wide settings.
     return (
         *_operand_key(a),
         *_operand_key(b),
@@ -230,7 +230,7 @@ def _operand_key(operand: Operand) -> tuple[Any, ...]:
 
 
 def _rounds_to_tf32(values: Tensor) -> bool:
-    """Whether torch may round the operands of a product of float32 values to TF32."""
+    """Whether torch may round the operands of a float32 product to TF32."""
     return values.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -256,7 +256,7 @@ def described(
     tf32: bool,
     tuned: bool,
 ) -> GemmRequest:
-    """Return the request of a key; raise ValueError for sizes or devices of operands, bias and out that differ."""
+    """Return the request for a key; raise ValueError if operand, bias and out sizes or devices differ."""
     a_form, b_form = format_named(a_format), format_named(b_format)
     a_general, b_general = (None if form is None else form.general for form in (a_form, b_form))
     power_of_two = all(form is not None and form.power_of_two for form in (a_form, b_form))
@@ -310,7 +310,7 @@ _NATIVE = (Tensor, torch.nn.Parameter)
 
 
 def format_named(name: str | None) -> TensorFormat | None:
-    """Return the format of this name, as in a key or an operator."""
+    """Return the format with this name, as in a key or an operator."""
     if name is None:
         return None
     row = FORMATS.get(name)

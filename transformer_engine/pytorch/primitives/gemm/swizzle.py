@@ -16,7 +16,7 @@ from ..scale_order import TILE, swizzled
 def swizzled_scale(operand: Operand) -> Tensor:
     """Scales of an operand in swizzled order, one byte each.
 
-    Float32 scales of 128-element blocks, powers of two, become the exponents of 32 elements of every row.
+    Power-of-two float32 scales of 128-element blocks become exponents for 32 elements in every row.
     """
     scale, form = operand.scale, operand.format
     assert scale is not None and form is not None and form.block is not None

@@ -1,4 +1,4 @@
-"""Products by functions of torch: `torch.mm` of unquantized matrices, and `scaled_mm` of FP8 codes by cuBLASLt.
+"""Products by torch functions: `torch.mm` for unquantized matrices, and `scaled_mm` by cuBLASLt for FP8 codes.
 
 FP8 operands have one scale per tensor or, on Hopper, 1x128 and 128x128 blocks; on Blackwell MXFP8 and NVFP4 operands
 have swizzled scales.
@@ -24,7 +24,7 @@ from .swizzle import second_level, swizzled_scale
 
 # cuBLASLt requires 16-byte rows; zero codes added along K add nothing, and zero rows of b are sliced off again.
 _ALIGNMENT = 16
-# By whether blocks are 1x128: divisor of the rows, and name of the torch.nn.functional.ScalingType.
+# By whether blocks are 1x128: row divisor, and torch.nn.functional.ScalingType name.
 _BLOCK_KINDS = {True: (_ALIGNMENT, "BlockWise1x128"), False: (BLOCK, "BlockWise128x128")}
 
 
@@ -166,7 +166,7 @@ def _unsupported_swizzled_scales(request: GemmRequest) -> str | None:
 
 
 def _run_swizzled_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    # cuBLASLt rejects a bias on some GPUs if the operands have two levels of scales.
+    # cuBLASLt rejects a bias on some GPUs if the operands have two scale levels.
     one_level = b.format is not None and b.format.levels is None
     fused = one_level and _fuses_bias(b, epilogue)
     scales, kinds, swizzles = zip(*map(_swizzled_arguments, (a, b)), strict=True)

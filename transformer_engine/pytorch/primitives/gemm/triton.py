@@ -1,4 +1,4 @@
-"""Products of block-scaled codes by the Triton kernels of `scaled_product.py` and `promoted_product.py`.
+"""Products of block-scaled codes by the Triton kernels in `scaled_product.py` and `promoted_product.py`.
 
 FP8 codes with 1x128 and 128x128 blocks run on every GPU with FP8 tensor cores; MXFP8 and NVFP4 codes on GPUs whose
 tensor cores read their scales, where blocks with power-of-two scales are multiplied by the same instruction.
@@ -32,12 +32,12 @@ _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8
 
 
 class Activation(NamedTuple):
-    """The activation of a product's epilogue.
+    """The activation in a product's epilogue.
 
     Attributes:
         name: "", "gelu" or "gelu_gradient".
-        x: Input of GELU [M, N] whose derivative multiplies the product, with the layout of the result.
-        kept: Buffer [M, N] of the input of GELU, with the layout of the result.
+        x: GELU input [M, N] whose derivative multiplies the product, laid out like the result.
+        kept: Buffer [M, N] for the input of GELU, laid out like the result.
     """
 
     name: str = ""
@@ -127,7 +127,7 @@ def run_scaled(
     *,
     tma: bool = False,
 ) -> Tensor:
-    """Compute a product of MXFP8 or NVFP4 codes; tma: by TMA, where alignments permit it."""
+    """Multiply MXFP8 or NVFP4 codes; tma: by TMA, where alignments permit it."""
     from ....common.kernels import scaled_product  # it imports triton
     from ....common.kernels.product_parts import NO_TMA, Side, is_swapped
 
@@ -175,14 +175,14 @@ def _aligned(x: Tensor) -> bool:
 
 
 def run_blocks(a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION) -> Tensor:
-    """Compute a product of FP8 codes with float32 scales of 1x128 or 128x128 blocks."""
+    """Multiply FP8 codes with float32 scales per 1x128 or 128x128 block."""
     from ....common.kernels.promoted_product import block_product  # it imports triton
 
     return _run_blocks(block_product, (), a, b, epilogue, activation)
 
 
 def run_decoded(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    """Compute `run_blocks` by products of the codes' values in bfloat16, which represents them exactly."""
+    """Compute `run_blocks` by multiplying the codes' values in bfloat16, which represents them exactly."""
     from ....common.kernels.promoted_product import block_product  # it imports triton
 
     decoding = functools.partial(block_product, decodes=True)
@@ -192,7 +192,7 @@ def run_decoded(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 def run_exponents(
     a: Operand, b: Operand, epilogue: Epilogue, activation: Activation = NO_ACTIVATION
 ) -> Tensor:
-    """Compute a product of FP8 codes whose block scales are powers of two, by the instruction of MXFP8."""
+    """Multiply FP8 codes whose block scales are powers of two, by the MXFP8 instruction."""
     from ....common.kernels.scaled_product import exponent_product  # it imports triton
 
     return _run_blocks(exponent_product, (None, None), a, b, epilogue, activation)

@@ -1,4 +1,4 @@
-"""GELU and its gradient in the epilogue of Triton's products, for products that Triton computes anyway.
+"""GELU and its gradient in the epilogue of Triton products, for products that Triton computes anyway.
 
 The product is rounded to the result's dtype before the activation, as in two steps.
 """
@@ -33,7 +33,7 @@ def unsupported_reason(request: FusedRequest) -> str | None:
 
 
 def bind(request: FusedRequest) -> Callable[..., Any]:
-    """Return a callable with the arguments of the function of the same kind in `composed`."""
+    """Return a callable with the same arguments as the function for this kind in `composed`."""
     run = triton.runner(request.product)
 
     def gelu(a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:

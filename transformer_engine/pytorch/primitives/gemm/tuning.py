@@ -1,8 +1,8 @@
-"""Choosing the fastest of cuBLASLt's candidate algorithms for a plan: timed once, stored for later processes.
+"""Choosing a plan's fastest cuBLASLt candidate algorithm: timed once, stored for later processes.
 
-The heuristic is usually right. Tuning is off by default, because two algorithms may add in a
-different order: with it, results depend on the measured times. Each choice is one file, for a GPU model, a version of
-cuBLASLt and a problem. The library checks an algorithm that is read before it is used.
+The heuristic is usually right. Tuning is off by default, because two algorithms may add in a different order:
+with it, results depend on the measured times. Each choice is one file, for a GPU model, a cuBLASLt version
+and a problem. The library checks an algorithm that is read before it is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHOICES = Store(
 CANDIDATES = 8
 _ROUNDS = 3
 _DUELS = 9  # of the fastest candidate with the heuristic's first
-_ROUND_SECONDS = 1e-3  # of GPU time for one candidate in one round or duel
+_ROUND_SECONDS = 1e-3  # GPU time for one candidate in one round or duel
 _GAIN = 0.98  # another algorithm than the heuristic's first must need at most this share of its time
 
 
@@ -49,7 +49,7 @@ def tuned(plan: CublasPlan) -> Callable[[Operand, Operand, Epilogue], Tensor]:
 def tune(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> None:
     """Give the plan the fastest algorithm, from the file or by timing; does nothing the second time.
 
-    No tensor of the caller's is written. While a CUDA graph is captured nothing can be timed, and the plan stays.
+    No caller's tensor is written. While a CUDA graph is captured nothing can be timed, and the plan stays.
     """
     if plan.tuned or torch.cuda.is_current_stream_capturing():
         return
@@ -89,7 +89,7 @@ def _fastest(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> by
 
 
 def _seconds(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> float:
-    """GPU time of one run, the mean of several that were queued while the GPU was kept waiting."""
+    """GPU time per run, averaged over several that were queued while the GPU was kept waiting."""
     problem = plan.problem
     guess = 2.0 * problem.m * problem.n * problem.k / 500e12  # only how many runs are worth timing
     runs = max(2, min(30, int(_ROUND_SECONDS / max(guess, 1e-6))))
@@ -106,10 +106,10 @@ def _seconds(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> fl
 
 @functools.cache
 def _library_and_gpu(device: int) -> str:
-    """Dependencies of the fastest algorithm besides the problem: the GPU model and the version of cuBLASLt."""
+    """What the fastest algorithm depends on besides the problem: GPU model and cuBLASLt version."""
     return f"{torch.cuda.get_device_name(device)} cublaslt {library.bindings().get_version()}"
 
 
 def file_of(plan: CublasPlan) -> Path | None:
-    """Return the file with the algorithm of a plan's problem; None without a cache folder."""
+    """Return the file with the algorithm for a plan's problem; None without a cache folder."""
     return CHOICES.path_of(_library_and_gpu(plan.problem.device), plan.problem.key)

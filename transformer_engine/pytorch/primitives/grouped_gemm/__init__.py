@@ -1,8 +1,8 @@
-"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e, for all groups of rows at once.
+"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e, for all row groups at once.
 
-torch.nn.functional.grouped_mm requires a stack of parameters; these Triton kernels read the parameters in place. On an
-H200 both take about the same time (64 groups of 512 x 1408 x 2048, bfloat16: 628, 649 and 499 TFLOP/s of torch for the
-three products, 641, 605 and 496 of these kernels).
+torch.nn.functional.grouped_mm requires stacked parameters; these Triton kernels read the parameters
+in place. On an H200 both take about the same time (64 groups of 512 x 1408 x 2048, bfloat16: 628,
+649 and 499 TFLOP/s of torch for the three products, 641, 605 and 496 of these kernels).
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ def product_of_rows(
     out: Tensor | None = None,
     clears: bool = False,
 ) -> Tensor:
-    """Compute y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T + bias[e] of every group.
+    """Compute y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T + bias[e] for every group.
 
     Args:
         a: Rows [total, K] of all groups.
-        b: Matrix [N, K] of each group.
-        groups: The rows of each group.
+        b: Matrix [N, K] per group.
+        groups: Rows per group.
         dtype: Dtype of y.
         bias: Biases [groups, N]; None to add none.
         exact: Promote partial sums of FP8 products to float32.
-        out: Contiguous buffer of y's shape and dtype, which receives y; None to allocate y.
+        out: Contiguous buffer with y's shape and dtype, which receives y; None to allocate y.
         clears: Rows behind the last group are zero; otherwise they are undefined.
 
     Returns:
@@ -118,10 +118,10 @@ def product_of_columns(
     Args:
         a: Columns of a [total, N].
         b: Columns of b [total, K].
-        groups: The rows of each group.
+        groups: Rows per group.
         extents: (N, K).
         out: A stack [groups, N, K], or one tensor per group.
-        accumulate: Add to the values of out.
+        accumulate: Add to out.
         exact: Promote partial sums of FP8 products to float32.
     """
     if groups.total == 0:

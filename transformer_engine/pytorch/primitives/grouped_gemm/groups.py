@@ -1,7 +1,7 @@
-"""Groups: positions of consecutive groups of rows; Matrices: one matrix per group. The host needs neither.
+"""Groups: positions of consecutive row groups; Matrices: one matrix per group. The host needs neither.
 
-Kernels read both from small tensors on the device: the layout that `common/kernels/grouped_layout` describes, and a
-table of addresses. Tables of numbers that are known on the host are cached, so that a repeated call copies nothing.
+Kernels read both from small tensors on the device: the layout that `common/kernels/grouped_layout` describes,
+and an address table. Number tables known on the host are cached, so that a repeated call copies nothing.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _tables: DeviceTables[_Numbers, Tensor] = DeviceTables(_copied, _KEPT_TABLES)
 
 
 class Groups(NamedTuple):
-    """`count` consecutive groups of rows of a matrix with `total` rows.
+    """`count` consecutive row groups in a matrix with `total` rows.
 
     Attributes:
-        count: Number of groups.
-        total: Number of rows of the matrix.
-        rows: Rows of each group if known on the host, otherwise None.
-        layout: int32 on the matrix's device: first row and first tile of 128 rows of every group and of the end
-            [2 x (count + 1)], then the group of every tile (count: no such tile).
+        count: Group count.
+        total: Row count of the matrix.
+        rows: Rows per group if known on the host, otherwise None.
+        layout: int32 on the matrix's device: first row and first 128-row tile for every group and
+            the end [2 x (count + 1)], then the group of every tile (count: no such tile).
         padded: Sum of the groups' rows, each rounded up to 128. If the rows are unknown on the host, an upper bound.
-        fits: Whether the rows are known on the host and the number of rows of every group is a multiple of 16.
+        fits: Whether the rows are known on the host and every group's row count is a multiple of 16.
     """
 
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -79,18 +79,18 @@ class Groups(NamedTuple):
         return tuple(end - start for start, end in itertools.pairwise(starts))
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return each group's rows of a matrix [total, ..], without rows behind the last group."""
+        """Return each group's rows in a matrix [total, ..], without rows behind the last group."""
         rows = self.known_rows
         return x[: sum(rows)].split(rows)
 
 
 def tiles_at_most(total: int, count: int) -> int:
-    """Return the maximum number of tiles of 128 rows: each group has at most one partly filled tile."""
+    """Return the maximum number of 128-row tiles: each group has at most one partly filled tile."""
     return total // TILE_ROWS + count
 
 
 def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) -> Groups:
-    """Return the groups of a matrix with `total` rows on `device`, with `splits` rows each.
+    """Return the groups in a matrix with `total` rows on `device`, with `splits` rows each.
 
     A tensor on the device is not copied to the host or checked: rows past `total` are ignored.
 
@@ -116,10 +116,10 @@ def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) 
 
 @functools.lru_cache(maxsize=_KEPT_TABLES)
 def _layout(rows: tuple[int, ...], total: int) -> tuple[tuple[int, ...], int, bool]:
-    """Return the numbers of the layout, `Groups.padded` and `Groups.fits`.
+    """Return the layout numbers, `Groups.padded` and `Groups.fits`.
 
     Raises:
-        ValueError: The numbers of rows are negative or do not add up to `total`.
+        ValueError: Row counts are negative or do not add up to `total`.
     """
     if sum(rows) != total or min(rows, default=-1) < 0:
         raise ValueError(f"splits={list(rows)} must be numbers >= 0 that add up to the {total} rows")
@@ -135,7 +135,7 @@ def _layout(rows: tuple[int, ...], total: int) -> tuple[tuple[int, ...], int, bo
 
 
 class Matrices(NamedTuple):
-    """One contiguous matrix [rows, columns] per group, of one dtype, not copied: a table of addresses on a GPU."""
+    """One contiguous matrix [rows, columns] per group, in one dtype, not copied: an address table on a GPU."""
 
     tensors: tuple[Tensor, ...]
     table: Tensor | None

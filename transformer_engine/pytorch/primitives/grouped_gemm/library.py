@@ -1,10 +1,10 @@
-"""A grouped product as a loop of cuBLAS calls that write their part of the result, with the bits of single products.
+"""A grouped product as a loop over cuBLAS calls that write their part of the result, bit-equal to single products.
 
-It supports few groups, for which it keeps the bits of single products, and large groups, because a call must keep the
-GPU busy for longer than its host time, 12 us unquantized and 25 us in FP8. H200, 8 groups of 2048 x 4096 x 2048,
-TFLOP/s of forward, input and weight gradient: bfloat16 724, 747, 725 (Triton 713, 704, 712), e4m3 1214, 1239, 1101
-(Triton 1174, 997, 949), but 1.83 ms of host time per step against 1.05. With 64 groups of 512 x 1408 x 2048 the
-bfloat16 products run at 323 TFLOP/s, against 641.
+It supports few groups, for which it stays bit-equal to single products, and large groups, because a call must
+keep the GPU busy for longer than its host time, 12 us unquantized and 25 us in FP8. H200, 8 groups of 2048 x
+4096 x 2048, TFLOP/s of forward, input and weight gradient: bfloat16 724, 747, 725 (Triton 713, 704, 712),
+e4m3 1214, 1239, 1101 (Triton 1174, 997, 949), but 1.83 ms host time per step against 1.05. With 64 groups of
+512 x 1408 x 2048 the bfloat16 products run at 323 TFLOP/s, against 641.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .pieces import operands_of
 from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
 
 FEW = 6  # groups
-_LARGE = 1 << 33  # multiplications per group: 22 us of bfloat16 on an H200
-_LARGE_QUANTIZED = 1 << 35  # 55 us of FP8
+_LARGE = 1 << 33  # multiplications per group: 22 us in bfloat16 on an H200
+_LARGE_QUANTIZED = 1 << 35  # 55 us in FP8
 _HALVES = (torch.bfloat16, torch.float16)
 
 

@@ -1,4 +1,4 @@
-"""The operands of one group's product, as parts of the operands of a grouped product."""
+"""One group's operands, as parts of a grouped product's operands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows_of(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
 
 
 def columns_of(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operand]:
-    """Iterate over a_e.T [width, M_e] of every group; quantized: M_e rounded up to 128, with codes of zero."""
+    """Iterate over a_e.T [width, M_e] of every group; quantized: M_e rounded up to 128, with zero codes."""
     if a.format is None or a.scale is None:
         for codes in groups.split(a.codes):
             yield Operand(codes.t(), dtype=codes.dtype)
@@ -80,7 +80,7 @@ def _amaxes(a: GroupedRows | GroupedColumns, groups: Groups) -> Sequence[Tensor 
 
 
 def results_of(product: GroupedProduct) -> tuple[Tensor, ...]:
-    """Return the result of each group's product."""
+    """Return each group's result."""
     out = product.out
     if isinstance(product.b, GroupedMatrices):
         assert isinstance(out, Tensor)

@@ -1,6 +1,6 @@
-"""A grouped product as a loop over the groups, one call of `gemm` per group: any format, any device.
+"""A grouped product as a loop over the groups, one `gemm` call per group: any format, any device.
 
-It needs every group's number of rows on the host, and waits for the device if it does not know them.
+It needs every group's row count on the host, and waits for the device if it does not know them.
 """
 
 from __future__ import annotations

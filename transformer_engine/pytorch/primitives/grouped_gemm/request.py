@@ -12,7 +12,7 @@ from torch import Tensor
 from ....common.formats import TensorFormat
 from .groups import Groups, Matrices
 
-# (saved tensors, possibly followed by others) -> (operand, number of its tensors)
+# (saved tensors, possibly followed by others) -> (operand, its tensor count)
 Rebuilt = Callable[[list[Any]], tuple[Any, int]]
 
 
@@ -21,10 +21,10 @@ class GroupedRows(NamedTuple):
 
     Attributes:
         codes: [total, K] contiguous: FP8, or high precision if format is None. NVFP4: packed, [total, K / 2].
-        scale: FLOAT8: float32 [groups, 4], of which only the first column is read, so that scales are 16 bytes apart.
-            BLOCK_1D: float32, group after group [ceil(K / 128), rows], flattened. MXFP8: exponents [total, K / 32].
-            NVFP4: float8_e4m3fn [total, K / 16].
-        format: Format of the codes, or None.
+        scale: FLOAT8: float32 [groups, 4], whose first column alone is read, so that scales are 16
+            bytes apart. BLOCK_1D: float32, group after group [ceil(K / 128), rows], flattened.
+            MXFP8: exponents [total, K / 32]. NVFP4: float8_e4m3fn [total, K / 16].
+        format: Code format, or None.
         amax: NVFP4 only: float32 [groups], or [total] with one second-level scale per row.
     """
 
@@ -43,7 +43,7 @@ class GroupedRows(NamedTuple):
 
 
 class GroupedColumns(NamedTuple):
-    """The rows of all groups, contracted along the rows of each group.
+    """Rows of all groups, contracted per group.
 
     Attributes:
         codes: High precision [total, K] if format is None. MXFP8 and NVFP4: the transpose [K, total], packed for NVFP4,
@@ -52,7 +52,7 @@ class GroupedColumns(NamedTuple):
             rows of a group each (`tiles_columns`).
         scale: FLOAT8: float32 [groups, 4]. BLOCK_1D: float32, group after group [ceil(rows / 128), K], flattened.
             MXFP8: exponents [K, total / 32]. NVFP4: float8_e4m3fn [K, total / 16].
-        format: Format of the codes, or None.
+        format: Code format, or None.
         amax: NVFP4 only: float32 [groups].
     """
 
@@ -79,7 +79,7 @@ class GroupedMatrices(NamedTuple):
         codes: FP8 [groups, N, K], instead of matrices. NVFP4: packed, [groups, N, K / 2].
         scale: FLOAT8: float32 [groups, 4]. BLOCK_2D: float32 [groups, ceil(N / 128), ceil(K / 128)]. MXFP8: exponents
             [groups, N, K / 32]. NVFP4: float8_e4m3fn [groups, N, K / 16].
-        format: Format of the codes, or None.
+        format: Code format, or None.
         amax: NVFP4 only: float32 [groups].
     """
 
@@ -143,11 +143,11 @@ class GroupedProduct(NamedTuple):
     Attributes:
         a: Left operand.
         b: Right operand.
-        groups: The rows of each group.
-        extents: (N, K) of b_e or of the result.
+        groups: Rows per group.
+        extents: (N, K) of b_e or the result.
         out: [total, N]; in a product of columns, a stack [groups, N, K] or one tensor per group.
         bias: Biases [groups, N], in a product of rows only.
-        accumulate: Add to the values of out.
+        accumulate: Add to out.
         exact: Promote partial sums of FP8 products to float32.
         clears: In a product of rows, set rows of out after the last group to zero.
     """
@@ -168,9 +168,9 @@ class GroupedGemmRequest(NamedTuple):
 
     Attributes:
         along: "columns": y_e = a_e @ b_e.T; "rows": dw_e = a_e.T @ b_e.
-        fits: FP8 only: whether every group's number of rows is a multiple of 16.
-        n: N of b_e or of the result.
-        k: K of b_e or of the result.
+        fits: FP8 only: whether every group's row count is a multiple of 16.
+        n: N of b_e or the result.
+        k: K of b_e or the result.
         transposed: Whether b holds matrices [K, N].
         by_address: Whether one tensor per group is read or, along the rows, written in place.
         tiled: Whether the codes of columns are tiles of 128 rows.
@@ -198,7 +198,7 @@ class GroupedGemmRequest(NamedTuple):
 
 
 def request_of(product: GroupedProduct) -> GroupedGemmRequest:
-    """Return the request of one call."""
+    """Return the request for one call."""
     a, b, groups, (n, k), out, _, accumulate, exact, clears = product
     rows = groups.rows
     if isinstance(b, GroupedMatrices):

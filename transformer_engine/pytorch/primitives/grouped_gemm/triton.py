@@ -1,4 +1,4 @@
-"""A grouped product in one launch of a Triton kernel, whatever the sizes of the groups."""
+"""A grouped product in one Triton launch, whatever the group sizes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
 def on_device(
     start: Callable[[launch.Launch, GroupedProduct, int], None], record: launch.Launch
 ) -> Callable[[GroupedProduct], None]:
-    """Return the call that starts a launch on the device of its product's operands."""
+    """Return the call that starts a launch on its operands' device."""
 
     def call(product: GroupedProduct) -> None:
         device = product.a.codes.get_device()

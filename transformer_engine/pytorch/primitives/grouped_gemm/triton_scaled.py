@@ -1,4 +1,4 @@
-"""A grouped product of MXFP8 or NVFP4 codes in one launch, on GPUs whose tensor cores read the block scales."""
+"""A grouped MXFP8 or NVFP4 product in one launch, on GPUs whose tensor cores read the block scales."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
 
 
 def _aligned(product: GroupedProduct) -> bool:
-    """Return whether TMA can load the codes: they are not empty, and addresses and rows are multiples of 16 bytes."""
+    """Return whether TMA can load the codes: they are not empty, and addresses and rows are divisible by 16 bytes."""
     for codes in (product.a.codes, product.b.codes):  # pyright: ignore[reportAttributeAccessIssue]
         if codes is None or not codes.numel():
             return False

@@ -36,7 +36,7 @@ TABLE: Table[GroupedQuantizeRequest] = Table(
 def quantize_rows(
     x: Tensor, groups: Groups, spec: QuantizeSpec, slots: ScaleSlots | None = None, *, tiled: bool = False
 ) -> GroupedQuantized:
-    """Quantize each group of rows of x [total, K]: FLOAT8 by the scales of slots or its own amax, blocks or MXFP8.
+    """Quantize each row group of x [total, K]: FLOAT8 by its slot's scale or its own amax, blocks or MXFP8.
 
     Args:
         x: The rows.
@@ -46,7 +46,7 @@ def quantize_rows(
         tiled: Store FLOAT8 codes of columns as tiles [tiles, K, 128] of 128 rows.
 
     Raises:
-        ValueError: The format is unsupported, or a group's rows are not a multiple of 32 in the columns of MXFP8.
+        ValueError: The format is unsupported, or a group's rows are not a multiple of 32 in MXFP8 columns.
     """
     if spec.format.by_exponents:
         return _rows_of_one_matrix(x, groups, spec)
@@ -70,7 +70,7 @@ def quantize_rows(
 
 
 def _rows_of_one_matrix(x: Tensor, groups: Groups, spec: QuantizeSpec) -> GroupedQuantized:
-    """Quantize all rows as one matrix: no block of 32 rows contains rows of two groups."""
+    """Quantize all rows as one matrix: no 32-row block contains rows from two groups."""
     multiple = spec.format.length
     if spec.columnwise and (groups.rows is None or any(rows % multiple for rows in groups.rows)):
         rows = "unknown on the host" if groups.rows is None else list(groups.rows)
@@ -83,7 +83,7 @@ def _rows_of_one_matrix(x: Tensor, groups: Groups, spec: QuantizeSpec) -> Groupe
 def quantize_matrices(
     matrices: Matrices, spec: QuantizeSpec, slots: ScaleSlots | None = None
 ) -> GroupedQuantized:
-    """Quantize each matrix [M, K]: FLOAT8 by the scales of slots or its own amax, in 128x128 blocks, or to MXFP8.
+    """Quantize each matrix [M, K]: FLOAT8 by its slot's scale or its own amax, in 128x128 blocks, or to MXFP8.
 
     Raises:
         ValueError: The format is unsupported.
@@ -104,7 +104,7 @@ def quantize_matrices(
 
 
 def row_sums(x: Tensor, groups: Groups) -> Tensor:
-    """Return the sum of the rows of each group of x [total, N], float32 [groups, N]: gradients of biases.
+    """Sum each group's rows of x [total, N], float32 [groups, N]: bias gradients.
 
     The host waits for nothing on a GPU with Triton.
     """

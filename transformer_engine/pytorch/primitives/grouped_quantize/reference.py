@@ -1,6 +1,6 @@
-"""Grouped quantization as a loop of `quantize`, one call a group, its results put where the kernels put theirs.
+"""Grouped quantization as one `quantize` call per group, with results where the kernels put theirs.
 
-It needs every group's number of rows on the host, and waits for the device if it must read them.
+It needs every group's row count on the host, and waits for the device if it must read them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _joined(tensors: list[Tensor | None]) -> Tensor | None:
 
 
 def _flat(tensors: list[Tensor | None]) -> Tensor | None:
-    """Concatenate scales in memory order: those of 1x128 blocks have contiguous rows, hence the transpose."""
+    """Concatenate scales in memory order: 1x128-block scales have contiguous rows, hence the transpose."""
     found = [tensor for tensor in tensors if tensor is not None]
     if not found:
         return None

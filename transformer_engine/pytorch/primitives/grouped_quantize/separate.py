@@ -1,4 +1,4 @@
-"""Groups of NVFP4 codes for one product in one launch: each group is quantized with its own second-level scale."""
+"""NVFP4 groups for one product in one launch: each group is quantized with its own second-level scale."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ QuantizeOne = Callable[[Tensor, QuantizeSpec], Quantized]
 def quantize_rows_separately(
     x: Tensor, groups: Groups, spec: QuantizeSpec, quantize_one: QuantizeOne
 ) -> GroupedQuantized:
-    """Quantize each group of rows of x [total, K] by `quantize_one`: layouts of `GroupedRows` and `GroupedColumns`.
+    """Quantize each row group of x [total, K] by `quantize_one`, in `GroupedRows` and `GroupedColumns` layouts.
 
-    Random numbers are drawn in the order of the groups.
+    Random numbers are drawn in group order.
 
     Raises:
         ValueError: The host does not know the groups' rows.
@@ -52,7 +52,7 @@ def quantize_rows_separately(
 def quantize_matrices_separately(
     matrices: Matrices, spec: QuantizeSpec, quantize_one: QuantizeOne
 ) -> GroupedQuantized:
-    """Quantize each matrix [M, K] by `quantize_one`, to the layouts of `GroupedMatrices`."""
+    """Quantize each matrix [M, K] by `quantize_one`, in `GroupedMatrices` layouts."""
     parts = [quantize_one(matrix, spec) for matrix in matrices.tensors]
     codes, scale, codes_t, scale_t, amax, amax_t = [
         None if first is None else [member for part in parts if (member := part[i]) is not None]
@@ -75,7 +75,7 @@ def _of_all(maxima: Sequence[Tensor | None], present: list[Tensor] | None) -> Te
 
 
 def _joined(parts: list[Tensor] | None, dim: int) -> Tensor | None:
-    """Concatenation along an axis, of bytes: torch cannot concatenate FP8 tensors on every device."""
+    """Concatenate bytes along an axis: torch cannot concatenate FP8 tensors on every device."""
     if parts is None:
         return None
     return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)

@@ -17,9 +17,9 @@ class ScaleSlots(NamedTuple):
 
     Attributes:
         scale: float32, one dimension.
-        amax: float32 of the same size, or a matrix whose first row has that size.
+        amax: float32 in the same size, or a matrix whose first row has that size.
         stride: Distance between the slots of consecutive groups.
-        offset: Index of the first group's slot.
+        offset: The first group's slot index.
     """
 
     scale: Tensor
@@ -36,9 +36,9 @@ class ScaleSlots(NamedTuple):
 class GroupedQuantized(NamedTuple):
     """Codes of all groups; None for directions that were not requested.
 
-    For groups of rows [total, K], the layouts are those of `GroupedRows` and `GroupedColumns` of `grouped_gemm`. For
-    matrices [M, K], codes are [groups, M, K], codes_t [groups, K, M] and scales [groups, 4] or [groups, blocks,
-    blocks]. amax and amax_t are the maxima [groups] of formats with two levels of scales.
+    For row groups [total, K], the layouts are as in `GroupedRows` and `GroupedColumns` of `grouped_gemm`. For
+    matrices [M, K], codes are [groups, M, K], codes_t [groups, K, M] and scales [groups, 4] or [groups,
+    blocks, blocks]. amax and amax_t are the maxima [groups] for formats with two scale levels.
     """
 
     codes: Tensor | None
@@ -54,8 +54,8 @@ class GroupedQuantizeRequest(NamedTuple):
 
     Attributes:
         matrices: Whether the groups are matrices instead of rows.
-        shape: Shape of all rows, or of one matrix.
-        slots: (stride, offset) of given scales, or None.
+        shape: Shape of all rows, or one matrix.
+        slots: (stride, offset) for given scales, or None.
         tiled: Whether the codes of columns of groups of rows are tiles of 128 rows.
     """
 
@@ -69,5 +69,5 @@ class GroupedQuantizeRequest(NamedTuple):
     tiled: bool = False
 
 
-# (rows [total, K] or matrices, the groups of rows, the given scales) -> codes
+# (rows [total, K] or matrices, the row groups, the given scales) -> codes
 Call = Callable[["Tensor | Matrices", "Groups | None", "ScaleSlots | None"], GroupedQuantized]

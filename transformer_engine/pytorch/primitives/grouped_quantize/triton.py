@@ -20,7 +20,7 @@ from ..quantize import FORMATS, QuantizeSpec, torch_dtype
 from .spec import Call, GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
 
 _WIDTH = 128
-Inputs = tuple[Tensor, "Tensor | None", "Tensor | None"]  # values, addresses, layout of the groups
+Inputs = tuple[Tensor, "Tensor | None", "Tensor | None"]  # values, addresses, group layout
 
 
 def unsupported_reason(request: GroupedQuantizeRequest) -> str | None:
@@ -36,7 +36,7 @@ def unsupported_reason(request: GroupedQuantizeRequest) -> str | None:
 
 
 def bind(request: GroupedQuantizeRequest) -> Call:
-    """Return the call of the planned launches; the buffers of groups of rows depend on the groups."""
+    """Return the call that runs the planned launches; buffers for row groups depend on the groups."""
     spec = request.spec
     scaled = _by_exponents if spec.format.by_exponents else _by_blocks
     quantize = (_by_tensor if spec.format == FLOAT8 else scaled)(request)
@@ -127,7 +127,7 @@ def _by_tensor(request: GroupedQuantizeRequest) -> Callable[..., None]:
 def _space_for_matrices(
     spec: QuantizeSpec, count: int, rows: int, depth: int, device: torch.device
 ) -> GroupedQuantized:
-    """Allocate the codes and scales of count matrices [rows, depth]."""
+    """Allocate codes and scales for count matrices [rows, depth]."""
     codes_dtype = torch_dtype(spec.element)
     codes = codes_t = scale = scale_t = None
     if spec.rowwise:

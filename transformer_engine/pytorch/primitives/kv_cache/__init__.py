@@ -32,7 +32,7 @@ def append(
         new_v: Values, in the same layout.
         k_cache: Contiguous [sequences, tokens, h, d]; with page_table [pages, page size, h, d].
         v_cache: As k_cache.
-        page_table: int32 [b, pages per sequence]: indices of each sequence's pages.
+        page_table: int32 [b, pages per sequence]: each sequence's page indices.
         cu_new: int32 [b + 1]: cumulative new tokens.
         cu_cached: int32 [b + 1]: cumulative tokens, including the new ones.
         tensor_format: "sbhd", "bshd" or "thd".

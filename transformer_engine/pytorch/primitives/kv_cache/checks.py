@@ -1,4 +1,4 @@
-"""Checks of an append to a key-value cache: lengths, pages and shapes."""
+"""Checks for an append to a key-value cache: lengths, pages and shapes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ...runtime.device_checks import demand
 
 
 class CacheExtents(NamedTuple):
-    """Sizes of an append and of the cache.
+    """Sizes of an append and the cache.
 
     Attributes:
-        tokens: New tokens per sequence or, if packed, of all sequences.
+        tokens: New tokens per sequence or, if packed, in all sequences.
         packed: Whether the new tokens are packed (thd).
         longest: Upper bound of a sequence's new tokens.
         capacity: Tokens per sequence.
         page_size: Tokens per page; 0 without pages.
-        pages: Number of pages; 0 without pages.
+        pages: Page count; 0 without pages.
     """
 
     tokens: int
@@ -42,7 +42,7 @@ def check_append(
 ) -> None:
     """Raise ValueError, before anything is written, for lengths or pages that `append` cannot process.
 
-    The other arguments are those of `append`.
+    The other arguments are as in `append`.
 
     Args:
         own_table: The page table was filled by a cache manager, so its entries are not checked again.

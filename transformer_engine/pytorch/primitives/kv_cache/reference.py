@@ -1,4 +1,4 @@
-"""The request of an append to a key-value cache, and the reference in torch operations without reads on the host."""
+"""The request for an append to a key-value cache, and the reference in torch operations without reads on the host."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class CacheRequest(NamedTuple):
 
     Attributes:
         new: Dtype of the new tokens.
-        cache: Dtype of the cache.
-        caches: Shapes of the caches of keys and values.
-        strides: Strides of the new keys and values, whose features are contiguous.
+        cache: Cache dtype.
+        caches: Key and value cache shapes.
+        strides: Strides of the new keys and values, which have contiguous features.
         table: (pages per sequence, row stride) of the page table.
-        batch: Number of sequences.
+        batch: Sequence count.
         longest: Upper bound of new tokens per sequence.
         empty: Whether there are no new tokens.
     """
@@ -68,8 +68,8 @@ def append(
         slot = page_table[sequence, position // size].long() * size + position % size
     slots = k_cache.shape[0] * size
     real, slot = real & (slot >= 0) & (slot < slots), slot.clamp(0, slots - 1)
-    # A skipped token repeats the write of one real token; without any real token, it rewrites the stored values.
-    # Shape [1]: an index without axes would be read on the host.
+    # A skipped token repeats the write of one real token; without any real token, it rewrites the
+    # stored values. Shape [1]: an index without axes would be read on the host.
     first = real.to(torch.int8).argmax(dim=0, keepdim=True)
     slot = torch.where(real, slot, slot[first])
     for cache, tokens in ((k_cache, new_k), (v_cache, new_v)):

@@ -36,8 +36,8 @@ def bind(request: CacheRequest) -> Callable[..., None]:
 def _rounded(longest: int) -> int:
     """Round a length up to one of a few, so that prompts of all lengths share launches.
 
-    Short lengths are rounded to powers of two. Long lengths are rounded to one of eight lengths per power of two:
-    at most an eighth of the programs finds no token.
+    Short lengths are rounded to powers of two. Long lengths are rounded to eight lengths per power
+    of two: at most one program in eight finds no token.
     """
     power = 1 << (longest - 1).bit_length()
     return power if longest <= 1024 else round_up(longest, power // 16)
@@ -65,7 +65,7 @@ def _launch(request: CacheRequest) -> Launch:
 
 
 def _strides(strides: tuple[int, ...], tensor_format: str) -> tuple[int, int, int]:
-    """Return the strides of sequences, tokens and heads."""
+    """Return sequence, token and head strides."""
     if tensor_format == "thd":
         return 0, strides[0], strides[1]
     batch, token = (strides[1], strides[0]) if tensor_format == "sbhd" else (strides[0], strides[1])

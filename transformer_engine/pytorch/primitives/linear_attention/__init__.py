@@ -1,4 +1,4 @@
-"""Linear attention by gated delta rules, differentiable in all floating-point inputs; table of backends."""
+"""Linear attention by gated delta rules, differentiable in all floating-point inputs; backend table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def linear_attention(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
 
 
 def _key_of(inputs: DeltaInputs, spec: DeltaSpec) -> tuple[object, ...]:
-    """Return the fields of the request of a call."""
+    """Return the request fields for a call."""
     q, cu_seqlens = inputs.q, inputs.cu_seqlens
     return (
         spec,

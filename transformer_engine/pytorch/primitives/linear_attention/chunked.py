@@ -1,6 +1,6 @@
-"""Gated delta rules in chunks of tokens, in torch operations: products of matrices instead of a step per token.
+"""Gated delta rules in chunks of tokens, in torch operations: matrix products instead of a step per token.
 
-Within a chunk that begins with the state S, let G_i be the sum of the logarithms of the decays up to token i. The
+Within a chunk that begins with the state S, let G_i be the sum of the log decays up to token i. The
 updates r_i = write_i v_i - (the state before token i)^T (erase_i k_i) solve a triangular system:
 
     r_i + sum_{j < i} (erase_i k_i)^T (exp(G_i - G_j) k_j) r_j = write_i v_i - S^T (exp(G_i) erase_i k_i)
@@ -56,14 +56,14 @@ def recurrence(rows: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _over_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute outputs [B, H, N, C, dv] of tensors [B, H, N, C, ..]."""
+    """Compute outputs [B, H, N, C, dv] from tensors [B, H, N, C, ..]."""
     q, k, v, decay, erase, write = chunks
     from_start = torch.exp(decay.cumsum(-2))
     between = torch.exp(_sums_between(decay))
     erased = erase * k
     system = _pairs(erased, k, between).tril(-1)
     known = torch.cat((write * v, from_start * erased), -1)
-    # The diagonal of ones is implied.
+    # The unit diagonal is implied.
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     own, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
     parts = (
@@ -83,7 +83,7 @@ def _over_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sums_between(decay: Tensor) -> Tensor:
-    """G_i - G_j = sum of decay_t over j < t <= i for tokens i >= j, otherwise -inf: [.., C, C, dk] of [.., C, dk]."""
+    """G_i - G_j = sum of decay_t over j < t <= i for tokens i >= j, otherwise -inf: [.., C, C, dk] from [.., C, dk]."""
     size = decay.shape[-2]
     lower = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril().unsqueeze(-1)
     after = lower & ~lower.transpose(0, 1)  # t > j
@@ -99,7 +99,7 @@ def _pairs(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """Return [B, H, N, C, ..] of [B, T, H, ..], padded with zeros, which leave the state unchanged."""
+    """Split [B, T, H, ..] into chunks [B, H, N, C, ..], padded with zeros, which leave the state unchanged."""
     x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
     return x.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4)
 

@@ -1,6 +1,6 @@
 """cuDNN frontend's linear attention (cudnn.linear_attention.ops, 1.29 and newer), for compute capability 10.x.
 
-The library takes packed tokens only: rows of equal length are passed as packed sequences. All options are its own.
+The library takes packed tokens only: equally long rows are passed as packed sequences. All options are its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
 
 
 def run(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
-    """Compute a call by the library's function of its rule."""
+    """Compute a call by the library function for its rule."""
     from cudnn.linear_attention import ops
 
     arguments = arguments_of(differentiable_once(inputs), spec)
@@ -51,7 +51,7 @@ def run(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
 
 
 def arguments_of(inputs: DeltaInputs, spec: DeltaSpec) -> dict[str, Any]:
-    """Return the arguments of the library's function: all tokens packed [B * T, ..], and the options of the rule."""
+    """Return the arguments for the library function: all tokens packed [B * T, ..], and the rule's options."""
     batch, length = inputs.q.shape[:2]
     bounds = inputs.cu_seqlens
     if bounds is None:

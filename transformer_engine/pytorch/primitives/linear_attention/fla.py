@@ -1,7 +1,7 @@
 """flash-linear-attention (package fla-core): chunked Triton kernels for NVIDIA and AMD GPUs.
 
-Packed sequences cost one copy of their bounds to the host per call. Chunks have 64 tokens. The first of equal calls
-tunes the kernels for some seconds.
+Packed sequences copy their bounds to the host once per call. Chunks have 64 tokens. The first of
+equal calls tunes the kernels for some seconds.
 """
 
 from __future__ import annotations

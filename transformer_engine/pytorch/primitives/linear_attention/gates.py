@@ -15,19 +15,19 @@ from .request import DeltaInputs, DeltaSpec, Option, Rule, compute_dtype
 
 NORM_EPSILON = 1e-6
 DECAY_FLOOR = 1e-10
-# The guard shrinks gates to this part of the admissible contrast, so that rounding rarely leaves the limit.
+# The guard shrinks gates to this share of the admissible contrast, so that rounding rarely leaves the limit.
 _GUARD_SHARE = 1.0 - 1.0 / 32.0
 _GUARD_TOLERANCE = 4.0  # in units of the dtype's epsilon, for rounded gates
 
 
 class Gated(NamedTuple):
-    """Inputs of the recurrence; see `reference`.
+    """Recurrence inputs; see `reference`.
 
     Attributes:
         q: Scaled queries [B, T, H, dk].
         k: Keys [B, T, n, H, dk].
         v: Values [B, T, n, H, dv].
-        decay: Logarithm of the decay [B, T, H, 1], GDN2 [B, T, H, dk].
+        decay: Log decay [B, T, H, 1], GDN2 [B, T, H, dk].
         erase: Erase gates [B, T, n, H, 1], GDN2 [B, T, n, H, dk].
         write: Write gates [B, T, n, H, 1], GDN2 [B, T, n, H, dv].
     """
@@ -64,7 +64,7 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def log_decay(inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
-    """Logarithm of the decay: g, log(g + 1e-10) of a linear gate, -exp(a_log) softplus(g + dt_bias) of a safe one."""
+    """Log decay: g, log(g + 1e-10) for a linear gate, -exp(a_log) softplus(g + dt_bias) for a safe one."""
     dtype = compute_dtype(inputs)
     g = inputs.g.to(dtype)
     if Option.LINEAR_GATE in spec.options:

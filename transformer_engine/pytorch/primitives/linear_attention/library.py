@@ -1,4 +1,4 @@
-"""Libraries with their own autograd: limits, gradients of gradients, and tokens after the last packed sequence."""
+"""Libraries with their own autograd: limits, second-order gradients, and tokens after the last packed sequence."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..attention.packed import zero_padding
 from .request import DeltaInputs, DeltaRequest, DeltaResult
 
 OPERATION = "linear attention by a library"
-_TOKENS = 6  # q, k, v, g, beta and w have an axis of tokens
+_TOKENS = 6  # q, k, v, g, beta and w have a token axis
 
 
 class _Once(Function):
-    """Identity of several tensors, whose gradients cannot be differentiated."""
+    """Identity for several tensors, whose gradients cannot be differentiated."""
 
     @staticmethod
     def forward(ctx, cu_seqlens, have_tokens, *tensors):
@@ -39,8 +39,8 @@ class _Once(Function):
 def differentiable_once(inputs: DeltaInputs) -> DeltaInputs:
     """Return the inputs for a library, whose backward pass autograd would otherwise treat as a constant.
 
-    A second differentiation raises RuntimeError with the name of the operation, as do the transforms of torch.func.
-    Gradients of tokens after the last packed sequence, which libraries do not write, are zero.
+    A second differentiation raises RuntimeError with the name of the operation, as do the transforms of
+    torch.func. Gradients of tokens after the last packed sequence, which libraries do not write, are zero.
     """
     check_transforms(OPERATION, *inputs)
     if not torch.is_grad_enabled():

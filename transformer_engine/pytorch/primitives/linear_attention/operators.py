@@ -1,7 +1,7 @@
 """Linear attention as a tracing compiler sees it: one operator per pass.
 
-The backends are loops over tokens or chunks, or functions of libraries that compilers do not trace. The operators take
-the settings as texts. The backward operator computes the forward pass again.
+The backends are loops over tokens or chunks, or library functions that compilers do not trace. The
+operators take the settings as texts. The backward operator computes the forward pass again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INPUTS = (
     "Tensor? initial_state, Tensor? cu_seqlens, str rule, str scale, str options"
 )
 _COUNT = len(DeltaInputs._fields)
-_GRADIENTS = _COUNT - 1  # of all inputs but the bounds
+_GRADIENTS = _COUNT - 1  # for all inputs but the bounds
 
 
 class TracedLinearAttention:
@@ -128,5 +128,5 @@ def _results(*args) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_results(grad_output, grad_state, *args) -> tuple[Tensor, ...]:
-    """Allocate the gradients; those of absent inputs are empty."""
+    """Allocate the gradients; absent inputs get empty gradients."""
     return tuple(_absent(grad_output) if x is None else x.new_empty(x.shape) for x in args[:_GRADIENTS])

@@ -1,4 +1,4 @@
-"""The recurrence of gated delta rules in float32, token by token.
+"""The gated delta rule recurrence in float32, token by token.
 
 Per head, with the state S [dk, dv] and the updates j = 0 .. n - 1 of token t:
 
@@ -39,7 +39,7 @@ def recurrence(rows: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read(state: Tensor, key: Tensor) -> Tensor:
-    """S^T k by sums in float32, which no setting of matrix products changes."""
+    """S^T k by sums in float32, which no matrix-product setting changes."""
     return (state * key.unsqueeze(-1)).sum(-2)
 
 

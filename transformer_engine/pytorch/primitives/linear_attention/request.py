@@ -1,4 +1,4 @@
-"""Inputs, settings and requests of linear attention by delta rules."""
+"""Inputs, settings and requests for linear attention by delta rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...runtime.device import current_hardware
 
 
 class Rule:
-    """Names of the recurrences."""
+    """Recurrence names."""
 
     GDN = "gated_delta_net"
     GDN2 = "gated_delta_net_2"
@@ -21,7 +21,7 @@ class Rule:
 
 
 class Option:
-    """Options of a call.
+    """Call options.
 
     Attributes:
         FINAL_STATE: Return the state after the last token.
@@ -53,12 +53,12 @@ ALL_FEATURES = frozenset({*TITLES.values(), PACKED, INITIAL_STATE})
 
 
 class DeltaSpec(NamedTuple):
-    """Settings of a call; texts, because a compiled graph stores them as constants.
+    """Call settings; texts, because a compiled graph stores them as constants.
 
     Attributes:
-        rule: A name of `Rule`.
-        scale: Factor of the queries, as written by `float.hex`.
-        options: The active names of `Option`.
+        rule: A `Rule` name.
+        scale: Query factor, as written by `float.hex`.
+        options: The active `Option` names.
     """
 
     rule: str
@@ -67,7 +67,7 @@ class DeltaSpec(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """Factor of the queries."""
+        """Query factor."""
         return float.fromhex(self.scale)
 
 
@@ -79,12 +79,12 @@ class DeltaInputs(NamedTuple):
         k: Keys [B, T, H, dk]; GDP [B, T, n, H, dk].
         v: Values [B, T, H, dv]; GDP [B, T, n, H, dv].
         g: Decay gates [B, T, H]; GDN2 [B, T, H, dk].
-        beta: Gates of the update [B, T, H]; GDN2 erase gates [B, T, H, dk]; GDP [B, T, n, H].
-        w: Write gates [B, T, H, dv] of GDN2.
-        a_log: Logarithm of the amplitude of a safe gate [H].
-        dt_bias: Bias of a safe gate [H].
-        initial_state: State before the first token [N, H, dv, dk] of N sequences.
-        cu_seqlens: Bounds of packed sequences, int32 [N + 1].
+        beta: Update gates [B, T, H]; GDN2 erase gates [B, T, H, dk]; GDP [B, T, n, H].
+        w: GDN2 write gates [B, T, H, dv].
+        a_log: Log amplitude of a safe gate [H].
+        dt_bias: Safe gate bias [H].
+        initial_state: State before the first token [N, H, dv, dk] for N sequences.
+        cu_seqlens: Packed sequence bounds, int32 [N + 1].
     """
 
     q: Tensor
@@ -104,10 +104,10 @@ class DeltaRequest(NamedTuple):
 
     Attributes:
         spec: Settings.
-        q: Shape of the queries [B, T, H, dk].
-        v_size: Size of a value, dv.
-        updates: Updates of the state per token, n.
-        sequences: Number of packed sequences; None for rows of equal length.
+        q: Query shape [B, T, H, dk].
+        v_size: Value size, dv.
+        updates: State updates per token, n.
+        sequences: Packed sequence count; None for equally long rows.
         dtype: Dtype of q, k and v.
         device_type: Device of all tensors.
         has_state: Whether there is an initial state.
@@ -136,7 +136,7 @@ class DeltaRequest(NamedTuple):
 
     @property
     def hardware(self) -> Hardware:
-        """Row of the current GPU in the table of hardware."""
+        """Row of the current GPU in the hardware table."""
         return current_hardware()
 
 
@@ -145,7 +145,7 @@ DeltaResult = tuple[Tensor, Tensor | None]
 
 
 def compute_dtype(inputs: DeltaInputs) -> torch.dtype:
-    """Dtype of the state: float32, or float64 for float64 queries."""
+    """State dtype: float32, or float64 for float64 queries."""
     return torch.promote_types(inputs.q.dtype, torch.float32)
 
 
@@ -153,7 +153,7 @@ Compute = Callable[[DeltaInputs, DeltaSpec], DeltaResult]
 
 
 def binder(compute: Compute) -> Callable[[DeltaRequest], Callable[..., DeltaResult]]:
-    """Return `bind` of a backend: request -> function of the tensors of `DeltaInputs`."""
+    """Return `bind` for a backend: request -> function that takes `DeltaInputs` tensors."""
 
     def bind(request: DeltaRequest) -> Callable[..., DeltaResult]:
         spec = request.spec

@@ -1,4 +1,4 @@
-"""Packed sequences of linear attention as rows of equal length, whose padding leaves the state unchanged."""
+"""Packed sequences in linear attention as equally long rows, whose padding leaves the state unchanged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Recurrence = Callable[[Gated, Tensor], tuple[Tensor, Tensor]]
 
 
 def run_rows(recurrence: Recurrence, inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
-    """Compute a call by a recurrence over rows of equal length.
+    """Compute a call by a recurrence over equally long rows.
 
-    Reads the longest length of packed sequences on the host. Tokens after the last packed sequence get zeros.
+    Reads the longest packed length on the host. Tokens after the last packed sequence get zeros.
     """
     rows, dtype = gated(inputs, spec), compute_dtype(inputs)
     cu_seqlens = inputs.cu_seqlens
@@ -39,7 +39,7 @@ def run_rows(recurrence: Recurrence, inputs: DeltaInputs, spec: DeltaSpec) -> De
 def _padded(rows: Gated, cu_seqlens: Tensor) -> tuple[Gated, Tensor]:
     """Return the inputs as [N, L, ..], zero in padding, and the packed index of each token [N, L]; -1 for padding.
 
-    A token with a key of zero and the logarithm 0 of the decay leaves the state unchanged.
+    A token with a zero key and log decay 0 leaves the state unchanged.
     """
     starts, tokens = cu_seqlens.long(), rows.q.shape[1]
     lengths = starts[1:] - starts[:-1]
@@ -55,7 +55,7 @@ def _padded(rows: Gated, cu_seqlens: Tensor) -> tuple[Gated, Tensor]:
 
 
 def _packed(output: Tensor, token: Tensor, tokens: int) -> Tensor:
-    """Return [1, T, ..] of rows [N, L, ..], the inverse of `_padded`."""
+    """Pack rows [N, L, ..] to [1, T, ..], the inverse of `_padded`."""
     real = token >= 0
     packed = output.new_zeros(tokens, *output.shape[2:])
     return packed.index_put((token[real],), output[real]).unsqueeze(0)

@@ -1,7 +1,7 @@
-"""One operation on all tensors of parallel lists: a scaling, sums of squares, a step of Adam or of gradient descent.
+"""One operation on all tensors in parallel lists: scaling, sums of squares, an Adam or a gradient descent step.
 
-Lists are on one device; the tensors of one list have one dtype, and the i-th tensors of all lists have equal numbers
-of elements and are contiguous. A caller of repeated steps passes the `Extents`, which hold these numbers.
+Lists are on one device; the tensors in one list have one dtype, and the i-th tensors of all lists have equal
+element counts and are contiguous. A caller that repeats steps passes the `Extents`, which hold these numbers.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def squares_of_all(tensors: Sequence[Tensor], factor: Tensor | None = None) -> T
 def adam_step(
     lists: Lists, rates: Tensor, how: Adam, flag: Tensor | None = None, extents: Extents | None = None
 ) -> None:
-    """Compute one step of Adam on [gradients, parameters, first moments, second moments(, masters)], in place.
+    """Compute one Adam step on [gradients, parameters, first moments, second moments(, masters)], in place.
 
-    Gradients are not changed. The parameters are copies of the masters, which have higher precision. Masters of int16
-    are the lower halves of float32 numbers whose upper halves, rounded half up, are the parameters.
+    Gradients are not changed. The parameters copy the masters, which have higher precision. int16 masters are
+    the lower halves of float32 numbers whose upper halves, rounded half up, are the parameters.
 
     Args:
-        lists: The lists of tensors.
-        rates: float32 [10] of `adam_rates`.
-        how: Settings of the step.
+        lists: The tensor lists.
+        rates: float32 [10] from `adam_rates`.
+        how: Step settings.
         flag: int32 [1]: nothing is changed if it is not 0.
-        extents: Sizes of the tensors, for repeated steps.
+        extents: Tensor sizes, for repeated steps.
     """
     facts = _facts(lists)
     extents = Extents(map(Tensor.numel, lists[0])) if extents is None else extents
@@ -70,12 +70,12 @@ def adam_step(
 
 
 def sgd_step(lists: Lists, rates: Tensor, how: Sgd, flag: Tensor) -> None:
-    """Compute one step on [gradients, parameters, momenta(, copies of the parameters)], in place except for gradients.
+    """Compute one step on [gradients, parameters, momenta(, parameter copies)], in place except for gradients.
 
     Args:
-        lists: The lists of tensors.
-        rates: float32 [5]: weight decay, momentum, 1 - dampening, learning rate, factor of the gradients.
-        how: Settings of the step.
+        lists: The tensor lists.
+        rates: float32 [5]: weight decay, momentum, 1 - dampening, learning rate, gradient factor.
+        how: Step settings.
         flag: int32 [1]: nothing is changed if it is not 0.
     """
     TABLE.bound(("sgd", *_facts(lists), how, True))(lists, Extents(map(Tensor.numel, lists[0])), rates, flag)
@@ -84,7 +84,7 @@ def sgd_step(lists: Lists, rates: Tensor, how: Sgd, flag: Tensor) -> None:
 def adam_rates(
     lr: float, betas: tuple[float, float], eps: float, step: int, bias_correction: bool, weight_decay: float
 ) -> tuple[float, ...]:
-    """Return the ten numbers of `adam_step`, in double precision: 1 - 0.999 in float32 has a relative error of 5e-5."""
+    """Return the ten numbers for `adam_step`, in double precision: 1 - 0.999 in float32 has relative error 5e-5."""
     first, second = betas
     corrections = (1.0 - first**step, 1.0 - second**step) if bias_correction else (1.0, 1.0)
     return (lr, first, 1.0 - first, second, 1.0 - second, eps, weight_decay, *corrections, 1.0)

@@ -1,4 +1,4 @@
-"""Tables of the addresses of all chunks of parallel lists of tensors, cached by these addresses."""
+"""Chunk address tables for parallel tensor lists, cached by these addresses."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ...runtime.capture import is_capturing
 from ...runtime.device_tables import DeviceTables, stream_of
 
 Lists = Sequence[Sequence[Tensor]]
-# Bytes per element of each list, elements per chunk, device.
+# Bytes per element in each list, elements per chunk, device.
 _Kind = tuple[tuple[int, ...], int, torch.device]
 _Key = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], _Kind]  # addresses by list, sizes, kind
 _ALIGNMENT = 16
 
 
 class ChunkTable(NamedTuple):
-    """Parallel lists of tensors in chunks.
+    """Parallel tensor lists in chunks.
 
     Attributes:
         table: int64 [chunks, 1 + lists] on the device: the elements of a chunk, and its first address in each list.
-        aligned: Whether every size and every address is a multiple of 16.
-        each: Number of chunks of each tensor, int64 [n] on the device.
+        aligned: Whether all sizes and addresses are multiples of 16.
+        each: Chunks per tensor, int64 [n] on the device.
     """
 
     table: Tensor
@@ -33,7 +33,7 @@ class ChunkTable(NamedTuple):
 
 
 class Extents:
-    """Numbers of elements of the i-th tensors of parallel lists, and the table of their last step."""
+    """Element counts of the i-th tensors in parallel lists, and the table of their last step."""
 
     __slots__ = ("last", "sizes")
 
@@ -43,7 +43,7 @@ class Extents:
         self.last: tuple[tuple[_Kind, int], list[int], list[int], ChunkTable] | None = None
 
     def table_of(self, lists: Lists, kind: tuple[_Kind, int]) -> ChunkTable | None:
-        """Return the table of the last call if its stream and the addresses of all tensors are unchanged."""
+        """Return the table of the last call if its stream and all tensor addresses are unchanged."""
         if self.last is None or _addresses_equal is None:
             return None
         known, addresses, places, chunks = self.last
@@ -52,15 +52,15 @@ class Extents:
         return chunks if same and _addresses_equal(tensors, addresses, places) else None
 
 
-# In torch's builds for CUDA: whether tensors have these addresses. One call for all takes two thirds of the time of
-# a call of data_ptr() for each.
+# In torch's builds for CUDA: whether tensors have these addresses. One call for all takes two
+# thirds of the time for one data_ptr() call each.
 _addresses_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 def chunks_of(lists: Lists, extents: Extents, size: int) -> ChunkTable | None:
-    """Return the table of the lists in chunks of at most `size` elements.
+    """Return the table for the lists in chunks with at most `size` elements.
 
-    Returns None for unknown addresses during the capture of a CUDA graph, which cannot copy a table from the host.
+    Returns None for unknown addresses during CUDA graph capture, which cannot copy a table from the host.
     """
     device = lists[0][0].device
     kind = (tuple([tensors[0].element_size() for tensors in lists]), size, device)

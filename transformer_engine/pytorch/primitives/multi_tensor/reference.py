@@ -1,4 +1,4 @@
-"""Requests of operations on lists of tensors, and the reference in float32 torch operations on any device.
+"""Requests for operations on tensor lists, and the reference in float32 torch operations on any device.
 
 The reference reads no value on the host, so that a step can be captured in a CUDA graph.
 """
@@ -16,12 +16,12 @@ from ....common.operation_settings import Adam, Sgd
 
 
 class MultiTensorRequest(NamedTuple):
-    """One of "scale", "squares", "adam", "sgd" on lists of tensors of one device.
+    """One of "scale", "squares", "adam", "sgd" on tensor lists on one device.
 
     Attributes:
-        operation: Name of the operation.
-        kinds: Dtype of each list.
-        how: Settings of a step.
+        operation: Operation name.
+        kinds: Dtype per list.
+        how: Step settings.
         flag: Whether a flag can skip the step.
     """
 
@@ -69,10 +69,10 @@ def adam(lists: Lists, rates: Tensor, flag: Tensor | None, how: Adam) -> None:
     """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p).
 
     Args:
-        lists: The lists of tensors.
-        rates: lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, factor of the gradients.
+        lists: The tensor lists.
+        rates: lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, gradient factor.
         flag: int32 [1]: nothing is changed if it is not 0.
-        how: Settings of the step.
+        how: Step settings.
     """
     lr, keeps_first, takes_first, keeps_second, takes_second, epsilon, decay, *rest = rates.unbind()
     first_bias, second_bias, factor = rest
@@ -100,10 +100,10 @@ def sgd(lists: Lists, rates: Tensor, flag: Tensor, how: Sgd) -> None:
     """g = scale g (+ decay p), m = momentum m + (1 - dampening) g, p -= lr (nesterov: g + momentum m, otherwise m).
 
     Args:
-        lists: The lists of tensors.
+        lists: The tensor lists.
         rates: decay, momentum, 1 - dampening, lr, scale.
         flag: int32 [1]: nothing is changed if it is not 0.
-        how: Settings of the step.
+        how: Step settings.
     """
     decay, momentum, takes, lr, factor = rates.unbind()
     for grad, parameter, moment, *copy in zip(*lists, strict=True):
@@ -129,7 +129,7 @@ def joined(upper: Tensor, lower: Tensor) -> Tensor:
 
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (bfloat16, rounded half up on the bits, and the lower 16 bits as int16) of float32 values."""
+    """Split float32 values into (bfloat16, rounded half up on the bits, and the lower 16 bits as int16)."""
     bits = values.contiguous().view(torch.int32)
     low = (bits << 16) >> 16
     high = (bits >> 16) + (low < 0).to(torch.int32)

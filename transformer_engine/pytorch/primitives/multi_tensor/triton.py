@@ -1,4 +1,4 @@
-"""Operations on lists of tensors on GPUs: one launch for all elements of all tensors."""
+"""Operations on tensor lists on GPUs: one launch for all elements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def unsupported_reason(request: MultiTensorRequest) -> str | None:
 
 
 def bind(request: MultiTensorRequest) -> Callable[..., Any]:
-    """Return a callable with the arguments and results of `reference.bind`."""
+    """Return a callable with the same arguments and results as `reference.bind`."""
     captured = reference.bind(request)
     kinds = tuple(_NAMES[kind] for kind in request.kinds)
     from ....common.kernels.multi_tensor import CHUNK  # it imports triton

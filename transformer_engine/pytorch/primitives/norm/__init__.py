@@ -1,6 +1,6 @@
-"""y [M, H] = normalize(x) * gamma (+ beta), its gradients, and the table of backends that compute them.
+"""y [M, H] = normalize(x) * gamma (+ beta), its gradients, and their backend table.
 
-One table for the four operations, so that `use_backend(norm="...")` forces all of them together.
+One table for the four operations, so that `use_backend(norm="...")` forces all four together.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def layernorm_forward(
 ) -> tuple[Tensor | Quantized, Tensor, Tensor]:
     """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]; y in x's dtype, or the cast's codes.
 
-    With a cast, the codes of y are returned instead of y. On a GPU the norm's kernel writes codes with one scale per
-    tensor and codes of 1 x 128 blocks in the row direction. Then y is not stored, unless one scale is computed from its
-    maximum.
+    With a cast, the codes of y are returned instead. On a GPU the norm's kernel writes codes with
+    one scale per tensor and codes in row-wise 1 x 128 blocks. Then y is not stored, unless one
+    scale is computed from its maximum.
     """
     facts = ("layernorm_forward", x.shape, x.stride(), x.dtype, weight.dtype, x.device, zero_centered, eps)
     if cast is None:

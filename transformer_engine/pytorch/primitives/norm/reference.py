@@ -1,8 +1,8 @@
 """y = (x - E[x]) * rsqrt(Var[x] + eps) * gamma + beta and y = x * rsqrt(E[x²] + eps) * gamma, in float32.
 
-Layer Normalization: Ba, Kiros, Hinton, arXiv:1607.06450. Root Mean Square Layer Normalization: Zhang,
-Sennrich, arXiv:1910.07467. Every function takes matrices [rows, width]; gamma is weight, or 1 + weight if zero
-centered. The variance is that of the centered values (two passes), so that a large mean does not cancel it.
+Layer Normalization: Ba, Kiros, Hinton, arXiv:1607.06450. Root Mean Square Layer Normalization: Zhang, Sennrich,
+arXiv:1910.07467. Every function takes matrices [rows, width]; gamma is weight, or 1 + weight if zero centered. The
+variance is computed from the centered values (two passes), so that a large mean does not cancel it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NormRequest(NamedTuple):
     Attributes:
         operation: Name of the called public function.
         eps: Forward only.
-        dy: Strides and dtype of the gradient of the output, which a backward pass reads.
+        dy: Strides and dtype of the output gradient, which a backward pass reads.
         add: Strides and dtype of a gradient that is added to dx.
     """
 
@@ -64,7 +64,7 @@ def request_of(
     given: bool = False,
     records: bool = False,
 ) -> NormRequest:
-    """Return the request of a key; spec, given and records describe the cast."""
+    """Return the request for a key; spec, given and records describe the cast."""
     cast = cast_request(shape, dtype, device, spec, given, records)
     facts = (operation, shape, strides, dtype, weight_dtype, device, zero_centered, eps)
     return NormRequest(*facts, cast, dy, add)

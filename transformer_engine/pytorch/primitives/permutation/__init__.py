@@ -1,4 +1,4 @@
-"""y[row of a route] = x[its token], and its inverse: tokens [T, H] in the order of experts; table of backends."""
+"""y[row of a route] = x[its token], and its inverse: tokens [T, H] in expert order; backend table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def rows_of_mask(mask: Tensor) -> Tensor:
-    """Return the map by mask, int32 [T, 2 E + 1], of a mask [T, E]: not 0 if an expert processes a token.
+    """Return the map by mask, int32 [T, 2 E + 1], for a mask [T, E]: not 0 if an expert processes a token.
 
     Rows are ordered by expert, then by token.
     """
@@ -38,7 +38,7 @@ def rows_of_mask(mask: Tensor) -> Tensor:
 
 
 def rows_of_indices(experts: Tensor, rows: int) -> Tensor:
-    """Return the map by index, int32 [J * T], of the experts [T, J] of each token.
+    """Return the map by index, int32 [J * T], for the experts [T, J] of each token.
 
     Rows are ordered by expert, then by token and route. Routes to expert -1 and routes beyond the last row are dropped,
     -1.
@@ -53,7 +53,7 @@ def rows_of_indices(experts: Tensor, rows: int) -> Tensor:
 
 
 def rows_of_chunks(splits: Tensor, order: Tensor, tokens: int) -> Tensor:
-    """Return the map by index, int32 [T], that moves chunk order[i] of splits rows to place i; other rows stay."""
+    """Return the map by index, int32 [T], that moves chunk order[i] with splits rows to place i; other rows stay."""
     key = ("chunks", (tokens, splits.shape[0]), splits.dtype, splits.device)
     return TABLE.bound(key)(splits, order)
 
@@ -73,7 +73,7 @@ def send(
 
     Args:
         x: Tokens [T, H].
-        routes: The rows of the tokens.
+        routes: Token rows.
         rows: Number of rows of y.
         probs: Probabilities [T, columns], or None.
         every_row: Every row receives a token, so that rows are not checked.
@@ -101,8 +101,8 @@ def send_weighted(
 
     Args:
         dx: Gradient [T, H].
-        routes: The rows of the tokens.
-        rows: Number of rows.
+        routes: Token rows.
+        rows: Row count.
         weights: Weights [T, columns].
         y: Rows [rows, H]; None if the weights need no gradient.
     """

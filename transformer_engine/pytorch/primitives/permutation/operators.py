@@ -1,4 +1,4 @@
-"""The operators of permutations for torch.compile, and the allocation of their results."""
+"""Permutation operators for torch.compile, and their result allocation."""
 
 from __future__ import annotations
 

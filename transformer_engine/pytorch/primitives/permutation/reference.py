@@ -1,4 +1,4 @@
-"""Permutations of tokens in float32 torch operations of fixed shapes, on any device, by the token of every row."""
+"""Token permutations in float32 torch operations with fixed shapes, on any device, by the token of every row."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MASK, INDEX = "mask", "index"
 
 
 class Routes(NamedTuple):
-    """The rows of tokens; a route of a token has a row and a column of probabilities [T, columns].
+    """Token rows; a route of a token has a row and a column in the probabilities [T, columns].
 
     Attributes:
-        map: Layout MASK: int32 [T, 2 E + 1]. A token's rows are at 0, the highest first, their experts at E, and their
-            number at 2 E; other cells are arbitrary. Layout INDEX: int32 [J * T], with the row of token t's route j at
-            j * T + t, or -1 if the route is dropped.
+        map: Layout MASK: int32 [T, 2 E + 1]. A token's rows are at 0, the highest first, their
+            experts at E, and their number at 2 E; other cells are arbitrary. Layout INDEX: int32 [J
+            * T], with the row for token t's route j at j * T + t, or -1 if the route is dropped.
         layout: MASK, where a column is an expert, or INDEX, where column j belongs to route j.
-        tokens: Number of tokens.
-        columns: Number of columns.
-        pad_offsets: Layout MASK: int64 [E], offsets of the experts' rows.
+        tokens: Token count.
+        columns: Column count.
+        pad_offsets: Layout MASK: int64 [E], the experts' row offsets.
     """
 
     map: Tensor
@@ -38,12 +38,12 @@ class PermutationRequest(NamedTuple):
     """One operation on routes.
 
     Attributes:
-        operation: Name of the operation.
-        shape: Shape of the mask, of the chunks [T, N] or of the tokens [T, H].
-        rows: Number of permuted tokens.
-        weights: Dtype of the probabilities, or of values per row.
+        operation: Operation name.
+        shape: Shape of the mask, the chunks [T, N] or the tokens [T, H].
+        rows: Permuted token count.
+        weights: Dtype of the probabilities, or the values per row.
         every_row: Whether every row receives a token.
-        strides: Strides of the mask.
+        strides: Mask strides.
     """
 
     operation: str
@@ -76,7 +76,7 @@ def bind(request: PermutationRequest) -> Callable[..., Any]:
 
 
 def map_of_mask(mask: Tensor) -> Tensor:
-    """Return int32 [T, 2 E + 1] of a mask [T, E]; -1 in unused cells."""
+    """Return int32 [T, 2 E + 1] for a mask [T, E]; -1 in unused cells."""
     tokens, experts = mask.shape
     ones = (mask != 0).long()
     counts = ones.sum(0)
@@ -92,7 +92,7 @@ def map_of_mask(mask: Tensor) -> Tensor:
 
 
 def map_of_chunks(splits: Tensor, order: Tensor, tokens: int) -> Tensor:
-    """Return the map by index [T]: chunk order[i] of splits rows moves to place i."""
+    """Return the map by index [T]: chunk order[i] with splits rows moves to place i."""
     splits, order = splits.long(), order.long()
     starts = splits.cumsum(0) - splits
     sizes = splits[order]
@@ -121,7 +121,7 @@ def send(x: Tensor, routes: Routes, rows: int, probs: Tensor | None) -> tuple[Te
 def collect(
     y: Tensor, routes: Routes, rows: int, weights: Tensor | None, row_values: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return x [T, H] = sum of weight * y, and values [T, columns] of row_values."""
+    """Return x [T, H] = sum of weight * y, and values [T, columns] from row_values."""
     token, column = _origins(routes, rows)
     wide = _wide(y)
     if weights is not None:
@@ -147,7 +147,7 @@ def send_weighted(
 
 
 def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the token (T for a row without a token) and the column of every row."""
+    """Return the token (T for a row without a token) and column of every row."""
     tokens, columns, device = routes.tokens, routes.columns, routes.map.device
     if routes.layout == MASK:
         cells = routes.map.long()
@@ -178,7 +178,7 @@ def _by_column(values: Tensor, token: Tensor, column: Tensor, routes: Routes) ->
 
 
 def _with_zero(x: Tensor) -> Tensor:
-    """Return x followed by a row of zeros."""
+    """Return x followed by a zero row."""
     return torch.cat((x, x.new_zeros(1, x.shape[1])))
 
 

@@ -1,4 +1,4 @@
-"""Permutations of tokens on GPUs: every row read once and written once, one program per token."""
+"""Token permutations on GPUs: every row read once and written once, one program per token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unsupported_reason(request: PermutationRequest) -> str | None:
 
 
 def bind(request: PermutationRequest) -> Callable[..., Any]:
-    """Return a callable with the arguments and results of `reference.bind`."""
+    """Return a callable with the same arguments and results as `reference.bind`."""
     return {
         "map": _map,
         "chunks": _chunks,

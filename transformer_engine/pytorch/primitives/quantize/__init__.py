@@ -68,8 +68,8 @@ def quantize(
     Args:
         x: Matrix [M, K], in high precision.
         spec: Target format and scaling.
-        multiplier: FLOAT8: multiplier of the values, instead of one computed from their maximum. The scale is its
-            inverse.
+        multiplier: FLOAT8: value multiplier, instead of one computed from their maximum. The scale
+            is its inverse.
         amax: FLOAT8, NVFP4: the absolute maximum to use, for example one reduced over a group; [M] if the format has
             one scale per row.
         amax_t: NVFP4: the same for the columnwise direction.
@@ -85,7 +85,7 @@ def quantize(
 
 
 def _check_random(x: Tensor, spec: QuantizeSpec, random: tuple[Tensor, Tensor] | None) -> None:
-    """Raise ValueError unless stochastic rounding of x [M, K] gets one random number per element and direction."""
+    """Raise ValueError unless stochastic rounding for x [M, K] gets one random number per element and direction."""
     if random is None:
         raise ValueError(
             "stochastic rounding needs random=(uniform [M, K], uniform [K, M]), float32 in [0, 1); it is None"
@@ -113,7 +113,7 @@ def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized: ...
 
 
 def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized:
-    """Return the codes of x [M, K] by a cast; x for None."""
+    """Quantize x [M, K] by a cast; return x for None."""
     return x if cast is None else quantize(x, cast.spec, multiplier=cast.multiplier, record=cast.record)
 
 
@@ -125,7 +125,7 @@ def _described(
     multiplier_given: bool,
     amax_given: bool,
 ) -> QuantizeRequest:
-    """Return the request of a key; raise ValueError or TypeError for a matrix that the format does not support."""
+    """Return the request for a key; raise ValueError or TypeError for a matrix that the format does not support."""
     if len(shape) != 2:
         raise ValueError(f"quantize takes a matrix [M, K], not {list(shape)}; flatten the leading axes")
     if not dtype.is_floating_point:

@@ -1,4 +1,5 @@
-"""Quantization and dequantization of every format: by literal float32 operations, or Triton kernels with equal bits."""
+"""Quantization and dequantization for every format: by literal float32 operations, or Triton kernels with equal
+bits."""
 
 from __future__ import annotations
 

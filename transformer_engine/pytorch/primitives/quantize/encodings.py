@@ -1,4 +1,4 @@
-"""Encodings of elements and scales in float32 torch operations: FP8, E2M1, E8M0, and the Hadamard transform."""
+"""Element and scale encodings in float32 torch operations: FP8, E2M1, E8M0, and the Hadamard transform."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def absolute_maximum(x: Tensor) -> Tensor:
 
 
 def row_maxima(x: Tensor) -> Tensor:
-    """Return max|x| of every row of x [M, K] as float32 [M]; 0 for empty rows, NaN for a row with a NaN."""
+    """Return max|x| for every row of x [M, K] as float32 [M]; 0 for empty rows, NaN for a row with a NaN."""
     if x.shape[1] == 0:
         return torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
     least, greatest = torch.aminmax(x, dim=1)
@@ -64,7 +64,7 @@ def scale_from_amax(
 
 
 def second_level_scale(amax: Tensor, unit: float) -> Tensor:
-    """Return S = unit / amax in float32, at most FLOAT32_MAX; 1 if amax or S is 0. unit: value of S for amax 1."""
+    """Return S = unit / amax in float32, at most FLOAT32_MAX; 1 if amax or S is 0. unit: S for amax 1."""
     scale = divide(unit, amax).clamp(max=float32_max())
     return torch.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
 
@@ -78,12 +78,13 @@ def is_power_of_two(scale: Tensor) -> bool:
 
 
 def cast(x: Tensor, element: Element) -> Tensor:
-    """Nearest codes of float32 x in E4M3 or E5M2, ties to even; infinity becomes the maximum, NaN 0x7F for any sign.
+    """Cast float32 x to the nearest E4M3 or E5M2 codes, ties to even; infinity becomes the maximum, NaN 0x7F for any
+    sign.
 
-    0x7F is NVIDIA's canonical NaN of both formats, which the conversion instruction of the kernels produces.
+    0x7F is NVIDIA's canonical NaN in both formats, which the conversion instruction in the kernels produces.
     """
-    # torch keeps the sign of a NaN, so every NaN is made positive. Values beyond the maximum are clamped first, since
-    # the GPU's cast turns them into NaN or infinity.
+    # torch keeps the sign of a NaN, so every NaN is made positive. Values beyond the maximum are
+    # clamped first, since the GPU's cast turns them into NaN or infinity.
     dtype = CODE_DTYPES[element.name]
     limits = torch.finfo(dtype)
     x = x.nan_to_num(nan=torch.nan, posinf=limits.max, neginf=limits.min)
@@ -91,7 +92,7 @@ def cast(x: Tensor, element: Element) -> Tensor:
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """Transpose [K, R] of a matrix [R, K] of values, codes or scales, row-major."""
+    """Transpose a matrix [R, K] of values, codes or scales to [K, R], row-major."""
     # contiguous() would keep [K, 1] with strides (1, K), which cannot be viewed as another dtype.
     return matrix.t().clone(memory_format=torch.contiguous_format)
 
@@ -99,7 +100,7 @@ def transposed(matrix: Tensor) -> Tensor:
 def widen(codes: Tensor) -> Tensor:
     """Return float8 codes as float32, exactly."""
     if codes.dtype == torch.float8_e4m3fn and codes.device.type == "cpu":
-        # torch's own cast takes 10.7 ms for 2048 x 2048 on one core, a table of the 256 values 2.5 ms.
+        # torch's own cast takes 10.7 ms for 2048 x 2048 on one core, a 256-value table 2.5 ms.
         table = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).to(torch.float32)
         indices = codes.view(torch.uint8).flatten().to(torch.int32)
         return table.index_select(0, indices).view(codes.shape)
@@ -107,15 +108,15 @@ def widen(codes: Tensor) -> Tensor:
 
 
 def encode_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
-    """Return uint8 codes of float32 x: nearest, ties to the even code; above 6 the code of 6, NaN becomes +6.
+    """Return uint8 codes for float32 x: nearest, ties to the even code; above 6 the code for 6, NaN becomes +6.
 
-    With random (uniform in [0, 1), shape of x): floor(|x| + random * gap) on the grid; gap is the distance between the
-    two magnitudes that enclose |x|.
+    With random (uniform in [0, 1), shape of x): floor(|x| + random * gap) on the grid; gap is the
+    distance between the two magnitudes that enclose |x|.
     """
     x = x.nan_to_num(nan=E2M1.maximum, posinf=E2M1.maximum, neginf=-E2M1.maximum)
     magnitude = x.abs()
-    # The grid has gaps of 1/2 up to 2, of 1 up to 4 and of 2 up to 6: three ranges of 4, 2 and 1 codes. A code is the
-    # sum of the parts of the three ranges below |x|, in units of their gaps. Every term is exact in float32.
+    # The grid has gaps of 1/2 up to 2, 1 up to 4 and 2 up to 6: three ranges with 4, 2 and 1 codes. A code
+    # sums the parts of the three ranges below |x|, each divided by its gap. Every term is exact in float32.
     # torch.where() would cost 10 ms per call for 2048 x 2048 on one core, each of these about 0.6 ms.
     stretches = (
         magnitude.clamp(max=2.0) * 2.0,
@@ -135,8 +136,8 @@ def encode_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
-    """Return float32 values of uint8 codes 0..15, with the sign in bit 3."""
-    # Computed on the device: the capture of a CUDA graph does not allow a copy from the host.
+    """Decode uint8 codes 0..15 to float32, with the sign in bit 3."""
+    # Computed on the device: CUDA graph capture does not allow a copy from the host.
     every = torch.arange(16, dtype=torch.float32, device=codes.device)
     place = every % 8.0
     magnitudes = (
@@ -187,12 +188,12 @@ _NEGATIVE = 0b1101_0111_1110_1000  # bit i: element i of a group changes its sig
 
 
 def hadamard_transform(x: Tensor, random_sign: bool = True) -> Tensor:
-    """Return y = (x * signs) @ H / 4 on groups of 16 of the last axis [..., 16 n], in float32, rounded to x's dtype.
+    """Return y = (x * signs) @ H / 4 on groups of 16 along the last axis [..., 16 n], in float32, rounded to x's dtype.
 
-    H is the 16 x 16 Hadamard matrix of Sylvester's construction.
+    H is the 16 x 16 Hadamard matrix by Sylvester's construction.
 
-    Four rounds of sums and differences instead of a product: the order of additions, and so the bits, are the
-    same on every device.
+    Four rounds of sums and differences instead of a product: the addition order, and so the bits,
+    are the same on every device.
     """
     depth = x.shape[-1]
     if depth % GROUP:
@@ -201,7 +202,7 @@ def hadamard_transform(x: Tensor, random_sign: bool = True) -> Tensor:
         )
     groups = x.to(torch.float32).reshape(-1, GROUP)
     if random_sign:
-        # Computed on the device: the capture of a CUDA graph does not allow a copy from the host.
+        # Computed on the device: CUDA graph capture does not allow a copy from the host.
         bits = torch.arange(GROUP, dtype=torch.int32, device=x.device)
         groups = groups * (1 - 2 * ((_NEGATIVE >> bits) & 1)).to(torch.float32)
     for distance in (1, 2, 4, 8):

@@ -1,8 +1,8 @@
 """tex::fp8_quantize and its family: operators that an exporter writes as QuantizeLinear and DequantizeLinear.
 
-A tracing exporter does not look into them, so that a graph contains one node per quantization instead of the bit
-operations of the encodings. In eager mode they run the quantizations of `quantize`. Codes are tensors of torch's float8
-dtypes, and scales are float32 values that codes are multiplied by.
+A tracing exporter does not look into them, so that a graph contains one node per quantization instead of the
+bit operations of the encodings. In eager mode they run the quantizations in `quantize`. Codes are tensors in
+torch's float8 dtypes, and scales are float32 values that codes are multiplied by.
 """
 
 from __future__ import annotations

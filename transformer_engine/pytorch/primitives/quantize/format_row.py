@@ -45,13 +45,13 @@ class FormatRow:
     """The maths of one format.
 
     Attributes:
-        format: Description of the format.
-        quantize: The reference: codes of x [M, K] by literal float32 operations on any device.
+        format: Format description.
+        quantize: The reference: codes for x [M, K] by literal float32 operations on any device.
         dequantize: `dequantize(operand, scale)` returns the values [rows, K] in operand.dtype.
         check: `check(rows, depth, spec)` raises ValueError for an unsupported shape; None: every shape is supported.
         plan: `plan(request)` returns the kernels' call for these matrices; None: there are no kernels.
-        maxima: `maxima(x, spec, amax, amax_t)` returns the maxima for the second level of scales; None: one level.
-        matrices: `matrices(spec, shape, count)` returns the launch that quantizes matrices by a table of addresses.
+        maxima: `maxima(x, spec, amax, amax_t)` returns the maxima for the second scale level; None: one level.
+        matrices: `matrices(spec, shape, count)` returns the launch that quantizes matrices by an address table.
         empty_scale: `empty_scale(x, rows, depth)` returns uninitialized scales in the kernels' layout; None: row-major.
     """
 
@@ -65,7 +65,7 @@ class FormatRow:
     matrices: Callable[[QuantizeSpec, tuple[int, int], int], Launch] | None = None
 
     def new_scale(self, x: Tensor, rows: int, depth: int) -> Tensor:
-        """Allocate the scales of a matrix [rows, depth] on x's device, one per block, in the kernels' layout."""
+        """Allocate scales for a matrix [rows, depth] on x's device, one per block, in the kernels' layout."""
         if self.empty_scale is not None:
             return self.empty_scale(x, rows, depth)
         block = self.format.block

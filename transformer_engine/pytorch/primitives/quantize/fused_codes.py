@@ -1,4 +1,4 @@
-"""FP8 codes that a kernel writes instead of its result: conditions, and the arguments of kernels.
+"""FP8 codes that a kernel writes instead of its result: conditions and kernel arguments.
 
 The codes have one scale per tensor (`one_scale`), or one per block, which needs no scale beforehand (`blocks`,
 `in_blocks`, `in_row_blocks`).
@@ -31,7 +31,7 @@ def cast_request(
     given: bool,
     records: bool,
 ) -> CastRequest | None:
-    """Return the request of a cast of a result [M, N]; None without a cast."""
+    """Return the request for a cast of a result [M, N]; None without a cast."""
     if spec is None:
         return None
     return CastRequest(spec, given, records, fuses(shape, dtype, device, spec, given))
@@ -40,7 +40,7 @@ def cast_request(
 def fuses(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device, spec: QuantizeSpec, given: bool
 ) -> bool:
-    """Return whether a kernel's own codes equal those of `quantize`: scales per tensor or block, row-wise, Triton."""
+    """Return whether a kernel's own codes equal `quantize`'s codes: scales per tensor or block, row-wise, Triton."""
     if spec.format.name not in _FORMATS or not spec.rowwise or 0 in shape or torch.compiler.is_compiling():
         return False
     return TABLE.name_of((spec, shape, dtype, device, given, False)) == "triton"
@@ -57,12 +57,12 @@ def in_blocks(spec: QuantizeSpec) -> bool:
 
 
 def in_row_blocks(spec: QuantizeSpec) -> bool:
-    """Return whether blocks are parts of rows in the row direction only, so that a kernel quantizes each row."""
+    """Return whether blocks lie within rows, in the row direction only, so that a kernel quantizes each row."""
     return spec.format == BLOCK_1D and not spec.columnwise
 
 
 def gradient_fuses(spec: QuantizeSpec, sums_columns: bool) -> bool:
-    """Return whether the fused cast of dx is faster than a separate one: not for row blocks with column sums.
+    """Return whether a fused dx cast is faster than a separate one: not for row blocks with column sums.
 
     H200, 8192 x 14336 bfloat16, SwiGLU and GELU, both directions: 0.507 and 0.298 ms (0.548 and 0.304 in two steps),
     with sums 0.679 and 0.373 (0.677 and 0.380, but dx is stored then); rows only 0.285 and 0.219 (0.444 and 0.254),
@@ -72,7 +72,7 @@ def gradient_fuses(spec: QuantizeSpec, sums_columns: bool) -> bool:
 
 
 def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:
-    """Return the kernels' settings of a spec, for a result that is rounded to dtype."""
+    """Return the kernels' settings for a spec, for a result that is rounded to dtype."""
     from ....common.kernels.block_cast import Blocks  # it imports triton
 
     return Blocks(
@@ -86,7 +86,7 @@ def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:
 
 
 def one_scale(cast: CastRequest) -> OneScale:
-    """Return the kernels' settings of a cast with one scale per tensor."""
+    """Return the kernels' settings for a cast with one scale per tensor."""
     from ....common.kernels.cast import OneScale  # it imports triton
 
     spec = cast.spec

@@ -1,4 +1,4 @@
-"""maximum(x): max|x| of a matrix, for quantizers that take it over several ranks before they cast."""
+"""maximum(x): max|x| over a matrix, for quantizers that take it over several ranks before they cast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .encodings import absolute_maximum
 
 
 class MaximumRequest(NamedTuple):
-    """A matrix: its number of elements, dtype and device, and whether it is contiguous."""
+    """A matrix: its element count, dtype and device, and whether it is contiguous."""
 
     size: int
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Specifications, requests and results of a quantization."""
+"""Quantization specifications, requests and results."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from ....common.formats import E2M1, E4M3, E5M2, Element
 from ....common.quantize_spec import QuantizeSpec
 
-# Dtypes of the codes by the name of their element; two E2M1 codes share a byte.
+# Code dtypes by element name; two E2M1 codes share a byte.
 CODE_DTYPES = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2, E2M1.name: torch.uint8}
 
 
 def torch_dtype(element: Element) -> torch.dtype:
-    """Return the torch dtype of an element's codes (E2M1: uint8, two codes per byte)."""
+    """Return the torch dtype for an element's codes (E2M1: uint8, two codes per byte)."""
     return CODE_DTYPES[element.name]
 
 
 class Cast(NamedTuple):
-    """The quantization of an operation's result: from `Quantizer.cast`, passed to the operation.
+    """Quantization for an operation's result: from `Quantizer.cast`, passed to the operation.
 
     Attributes:
         spec: Target format and scaling.
-        multiplier: FLOAT8: float32 [1], multiplier of the values; None: computed from the values.
+        multiplier: FLOAT8: float32 [1], value multiplier; None: computed from the values.
         record: With a multiplier: float32 [1], which becomes the maximum of itself and the absolute maximum.
     """
 
@@ -35,14 +35,14 @@ class Cast(NamedTuple):
 
 
 class CastRequest(NamedTuple):
-    """The properties of a cast by which a backend is chosen.
+    """The cast properties by which a backend is chosen.
 
     Attributes:
         spec: Target format and scaling.
         given: Whether the multiplier is given.
         records: Whether a tensor for the maximum is given.
-        inside: Whether the kernel that computes the values may also compute the codes. They are equal to those of the
-            backend that would quantize the values.
+        inside: Whether the kernel that computes the values may also compute the codes. They equal
+            the codes from the backend that would quantize the values.
     """
 
     spec: QuantizeSpec
@@ -72,7 +72,7 @@ class Quantized(NamedTuple):
     amax_t: Tensor | None = None
 
 
-# The features of a spec, which a backend declares.
+# Spec features, which a backend declares.
 OPTIONS = ("power_of_two", "two_dimensional", "hadamard", "stochastic", "four_over_six", "tiled")
 
 

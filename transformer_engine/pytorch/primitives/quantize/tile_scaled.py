@@ -1,4 +1,4 @@
-"""Formats with one level of scales, whose tiles are independent: `encode` of one direction defines both directions."""
+"""Formats with one scale level, whose tiles are independent: `encode` for one direction defines both directions."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def tile_scaled(
     empty_scale: Callable[[Tensor, int, int], Tensor] | None = None,
     matrices: Callable[[QuantizeSpec, tuple[int, int], int], Launch] | None = None,
 ) -> FormatRow:
-    """Return the row of a format with one level of scales.
+    """Return the row for a format with one scale level.
 
     Args:
         form: The format.
-        encode: `encode(x [R, K], spec)` returns (codes [R, K], scales [ceil(R/r), ceil(K/c)]), with one scale per tile
-            of spec.tile.
+        encode: `encode(x [R, K], spec)` returns (codes [R, K], scales [ceil(R/r), ceil(K/c)]), with
+            one scale per spec.tile.
         decoded: Converts the scales to float32; None: they are float32.
-        launch: `launch(spec, shape, dtype, device)` returns the launch that writes the directions of spec; None: there
-            is no kernel.
+        launch: `launch(spec, shape, dtype, device)` returns the launch that writes the directions
+            of spec; None: there is no kernel.
         empty_scale: `empty_scale(x, rows, depth)` returns uninitialized scales; None: row-major.
         matrices: See `FormatRow`.
     """
@@ -76,7 +76,7 @@ def tile_scaled(
 
 
 def scale_a_row(scale: Tensor | None, spec: QuantizeSpec, rows: int) -> Tensor | None:
-    """Repeat the scale of each square tile for its rows, in a 2-D variant of a format with scales per row."""
+    """Repeat the scale of each square tile for its rows, in the 2-D variant of a format with scales per row."""
     if scale is None or not spec.two_dimensional or spec.tile is None:
         return scale
     return tiles.repeat_rows(scale, spec.tile[0], rows)

@@ -1,4 +1,4 @@
-"""Matrices [R, K] as tiles of (r, c) elements: [ceil(R/r), r, ceil(K/c), c], padded with zeros."""
+"""Matrices [R, K] as (r, c) tiles: [ceil(R/r), r, ceil(K/c), c], padded with zeros."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _join_ragged(tiles: Tensor, rows: int, depth: int) -> Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
-# An operator that Inductor cannot fuse: its C++ loops (torch 2.13) turn an index k // c into two nested loops of
-# K // c and c turns, which leaves the last K % c elements of a row unwritten.
+# An operator that Inductor cannot fuse: its C++ loops (torch 2.13) turn an index k // c into two
+# nested loops with K // c and c turns, which leaves the last K % c elements of a row unwritten.
 _join_alone = torch.library.custom_op(
     "transformer_engine::join_tiles",
     _join_ragged,
@@ -52,7 +52,7 @@ def _join_alone_shape(tiles: Tensor, rows: int, depth: int) -> Tensor:
 
 
 def tile_amax(tiles: Tensor) -> Tensor:
-    """Return max|x| of every tile, float32 [ceil(R/r), ceil(K/c)]; NaN for a tile with a NaN."""
+    """Return max|x| per tile, float32 [ceil(R/r), ceil(K/c)]; NaN for a tile with a NaN."""
     amax = tiles.abs().amax(dim=-1)
     # The width first: both axes in one call take 1.5 times as long on a CPU.
     return amax.squeeze(1) if amax.shape[1] == 1 else amax.amax(dim=1)
@@ -64,6 +64,6 @@ def spread(values: Tensor) -> Tensor:
 
 
 def repeat_rows(values: Tensor, rows_a_tile: int, rows: int) -> Tensor:
-    """Repeat [ceil(R/r), n] to [R, n]: each row of tiles' values for every row of its tiles."""
+    """Repeat [ceil(R/r), n] to [R, n]: each tile row's values for every row in its tiles."""
     tile_rows, columns = values.shape
     return join(spread(values).expand(tile_rows, rows_a_tile, columns, 1), (rows, columns))

@@ -1,4 +1,4 @@
-"""y = x rotated in pairs of features by an angle that grows with the token's position, and its gradient.
+"""y = x rotated in feature pairs by an angle that grows with the token's position, and its gradient.
 
 Su et al., RoFormer (2021). `angles` is float32 [positions, rotated features]; other features are copied. Public callers
 use `check_rotation`; these functions do not check their arguments, but a token whose position has no angle becomes NaN
@@ -36,9 +36,10 @@ def rope_qkv_forward(
     sizes: tuple[int, int, int],
     spec: RopeSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [.., g * n, d], k [.., g, d], v [.., g, dv] of qkv [.., g, n * d + d + dv]; q and k rotated, contiguous.
+    """Return q [.., g * n, d], k [.., g, d], v [.., g, dv] from qkv [.., g, n * d + d + dv]; q and k rotated,
+    contiguous.
 
-    sizes = (n * d, d, dv) are the parts of a group's features; the leading axes are those of spec.tensor_format.
+    sizes = (n * d, d, dv) are the parts of a group's features; the leading axes follow spec.tensor_format.
     """
     if sum(sizes) != qkv.shape[-1]:
         raise ValueError(
@@ -64,7 +65,7 @@ def rope_qkv_backward(
     sizes: tuple[int, int, int],
     spec: RopeSpec,
 ) -> Tensor:
-    """Return dqkv [.., g, n * d + d + dv], contiguous, from the gradients of the results of rope_qkv_forward."""
+    """Return dqkv [.., g, n * d + d + dv], contiguous, from the gradients for the results of rope_qkv_forward."""
     if (dq.shape[-2] * dq.shape[-1], dk.shape[-1], dv.shape[-1]) != (dk.shape[-2] * sizes[0], *sizes[1:]):
         raise ValueError(
             f"gradients {list(dq.shape)}, {list(dk.shape)}, {list(dv.shape)} do not fit the split {list(sizes)}; "
@@ -93,7 +94,7 @@ def _sequences(cu_seqlens: Tensor | None) -> int:
     return 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-# The operators of torch.compile, with arguments of the types that schemas support.
+# The operators for torch.compile, with argument types that schemas support.
 
 
 def _rotate(x, angles, start, cu_seqlens, tensor_format, interleaved, cp_size, cp_rank, clamps, transposed):

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a rotation: layout, head, ranks, and a table of angles for all positions."""
+"""Rotation argument checks: layout, head, ranks, and an angle table for all positions."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _check_starts(start: Tensor, sequences: int) -> None:
 
 
 def reaches_starts(starts: list[int], length: int, table: int) -> None:
-    """Raise ValueError unless sequences of that length from these positions on fit a table of that many positions."""
+    """Raise ValueError unless sequences that long from these positions on fit a table with that many positions."""
     if starts and min(starts) < 0:
         raise ValueError(f"start_positions has {min(starts)}; positions count from 0")
     needed = max(starts, default=0) + length
@@ -99,7 +99,7 @@ def reaches_starts(starts: list[int], length: int, table: int) -> None:
 def reaches_packed(
     bounds: list[int], starts: list[int] | None, tokens: int, table: int, cp_size: int
 ) -> None:
-    """Raise ValueError unless bounds are those of whole sequences that `cp_size` ranks share, and the table fits."""
+    """Raise ValueError unless bounds delimit whole sequences that `cp_size` ranks share, and the table fits."""
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens begins with {bounds[0]}; make its first entry 0")
     if starts is not None and starts and min(starts) < 0:
@@ -135,7 +135,7 @@ def reaches_lengths(bounds: list[int] | None, table: int) -> None:
 
 
 def three_sizes(sizes: Sequence[int]) -> tuple[int, int, int]:
-    """Return (q_size, k_size, v_size) of one group of packed projections as integers; ValueError for another count."""
+    """Return (q_size, k_size, v_size) for one packed projection group as integers; ValueError for another count."""
     given = [to_int("qkv_split_arg_list", size) for size in sizes]
     if len(given) != 3:
         raise ValueError(

@@ -12,15 +12,15 @@ from ....common.dispatch import Backend
 
 
 class RopeSpec(NamedTuple):
-    """Settings of a rotation.
+    """Rotation settings.
 
     Attributes:
         tensor_format: "sbhd" [s, b, h, d], "bshd" [b, s, h, d] or "thd" [t, h, d].
         interleaved: Features are paired (0, 1), (2, 3), ... instead of (i, i + d/2).
-        cp_size: Number of context-parallel ranks. A sequence has 2 * cp_size equal chunks.
+        cp_size: Context-parallel rank count. A sequence has 2 * cp_size equal chunks.
         cp_rank: This rank, which has the chunks cp_rank and 2 * cp_size - 1 - cp_rank.
-        clamps: Tokens whose position is outside of the angles are padding and use the nearest angles; otherwise they
-            become NaN. Tokens after the last packed sequence are always padding.
+        clamps: Tokens whose position is outside the angles are padding and use the nearest angles;
+            otherwise they become NaN. Tokens after the last packed sequence are always padding.
     """
 
     tensor_format: str
@@ -31,11 +31,11 @@ class RopeSpec(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Positions of the tokens.
+    """Token positions.
 
     Attributes:
         start: Position of each sequence's first token [b]; None: 0.
-        cu_seqlens: Bounds of the sequences [b + 1], for thd.
+        cu_seqlens: Sequence bounds [b + 1], for thd.
     """
 
     start: Tensor | None = None
@@ -47,10 +47,10 @@ class RopeRequest(NamedTuple):
 
     Attributes:
         operation: "forward", "backward", "qkv_forward" or "qkv_backward".
-        x: Shape and strides of the rotated tensor, or of the joint tensor; for qkv_backward, of dk.
-        angles: Shapes of the angles; for a joint tensor, of q and of k.
-        sequences: Number of packed sequences.
-        sizes: Sizes of the parts of a group's features, for a joint tensor.
+        x: Shape and strides of the rotated or joint tensor; for qkv_backward, of dk.
+        angles: Angle shapes; for a joint tensor, of q and k.
+        sequences: Packed sequence count.
+        sizes: Sizes of a group's feature parts, for a joint tensor.
     """
 
     operation: str
@@ -105,7 +105,7 @@ def qkv_forward(
     sizes: tuple[int, int, int],
     spec: RopeSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return contiguous q and k of the joint tensor, rotated, and a copy of v."""
+    """Return contiguous q and k from the joint tensor, rotated, and a copy of v."""
     q, k, v = torch.split(qkv, list(sizes), dim=-1)
     q = q.reshape(*qkv.shape[:-2], -1, sizes[1])
     return (
@@ -125,7 +125,7 @@ def qkv_backward(
     sizes: tuple[int, int, int],
     spec: RopeSpec,
 ) -> Tensor:
-    """Return the joint gradient: the gradients of the parts, rotated back and concatenated."""
+    """Return the joint gradient: the part gradients, rotated back and concatenated."""
     q = backward(dq, q_angles, positions, spec).reshape(*dk.shape[:-1], sizes[0])
     return torch.cat((q, backward(dk, k_angles, positions, spec), dv), dim=-1)
 
@@ -140,7 +140,7 @@ def _split(
 
 
 def _pair(x: Tensor, interleaved: bool) -> Tensor:
-    """Return (-x2, x1) for every pair (x1, x2) of features."""
+    """Return (-x2, x1) for every feature pair (x1, x2)."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
@@ -167,13 +167,13 @@ def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpe
 
 
 def _read(angles: Tensor, position: Tensor, padding: Tensor | bool) -> Tensor:
-    """Return angles [n, r] at each position; outside of 0..n - 1 the nearest ones for padding, NaN for other tokens."""
+    """Return angles [n, r] at each position; outside 0..n - 1 the nearest ones for padding, NaN for other tokens."""
     nearest = position.clamp(0, angles.shape[0] - 1)
     return torch.where(((nearest == position) | padding).unsqueeze(-1), angles[nearest], torch.nan)
 
 
 def _chunked(position: Tensor, length: int | Tensor, spec: RopeSpec) -> Tensor:
-    """Return the global position of a local one, for a rank with chunks cp_rank and 2 * cp_size - 1 - cp_rank."""
+    """Convert a local to a global position, for a rank with chunks cp_rank and 2 * cp_size - 1 - cp_rank."""
     if spec.cp_size == 1:
         return position
     half = length // 2

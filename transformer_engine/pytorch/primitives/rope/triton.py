@@ -21,7 +21,7 @@ def unsupported_reason(request: RopeRequest) -> str | None:
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:
-    """Return a callable with the arguments and results of `reference.bind`."""
+    """Return a callable with the same arguments and results as `reference.bind`."""
     if request.operation == "qkv_forward":
         shape, sizes = request.x[0], request.sizes
         if shape.numel() == 0:
@@ -106,7 +106,7 @@ def _ready(
 
 
 def _packed(request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], transposed: bool) -> Launch:
-    """Return the launch for a joint tensor of this shape and these strides."""
+    """Return the launch for a joint tensor with this shape and these strides."""
     from ....common.kernels import rope_packed  # it imports triton
 
     spec, (q_angles, k_angles) = request.spec, request.angles
@@ -129,7 +129,7 @@ def _packed(request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], t
 
 
 def _four(shape: torch.Size, strides: tuple[int, ...], layout: str) -> tuple[torch.Size, tuple[int, ...]]:
-    """Return shape and strides of the kernels' argument, `rows_dense` of the tensor, with four axes."""
+    """Return shape and strides with four axes for the kernels: `rows_dense` of the tensor."""
     if strides[-1] != 1:
         strides = torch.empty(shape, device="meta").stride()
     if layout != "thd":
@@ -138,7 +138,7 @@ def _four(shape: torch.Size, strides: tuple[int, ...], layout: str) -> tuple[tor
 
 
 def empty_parts(qkv: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate q, k and v of a joint tensor."""
+    """Allocate q, k and v for a joint tensor."""
     *leading, groups, _ = qkv.shape
     return (
         qkv.new_empty(*leading, groups * (sizes[0] // sizes[1]), sizes[1]),

@@ -1,4 +1,4 @@
-"""probs [T, E] of the k experts of each token, their gradient, and the load-balancing loss; table of backends."""
+"""probs [T, E] for the k experts of each token, their gradient, and the load-balancing loss; backend table."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def choose(
     indices: Tensor | None = None,
     keeps: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return probs [T, E] in dtype, map, and scores float32 [T, E] of logits [T, E]; computed in float32.
+    """Return probs [T, E] in dtype, map, and scores float32 [T, E] for logits [T, E]; computed in float32.
 
     Args:
         logits: Logits [T, E].
-        choice: Settings of the choice.
-        dtype: Dtype of the probabilities.
+        choice: Choice settings.
+        dtype: Probability dtype.
         bias: [E], added to the scores for the choice; weights do not include it.
         indices: [T, k], receives the experts, the best first. The map is then None.
         keeps: Return the scores for `choose_backward`: for a softmax after the choice, its result (-inf elsewhere); for
@@ -67,16 +67,16 @@ def choose(
 def choose_backward(
     map: Tensor | None, scores: Tensor, grad_probs: Tensor, choice: Choice, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of the logits [T, E] in dtype for the probs of `choose`; map, or indices as in choice."""
+    """Return the gradient of the logits [T, E] in dtype for the probs from `choose`; map, or indices as in choice."""
     key = ("gradient", scores.shape, grad_probs.dtype, dtype, scores.device, choice)
     return TABLE.bound(key)(map, scores, grad_probs)
 
 
 def count_margins(logits: Tensor, bias: Tensor, k: int, histogram: Tensor, bounds: Tensor) -> None:
-    """Add 1 to histogram int32 [E, bins] for each token and expert, in the bin of the expert's margin.
+    """Add 1 to histogram int32 [E, bins] for each token and expert, in the bin for the expert's margin.
 
-    The margin is c - sigmoid(logit), where c is the (k + 1)st largest sigmoid(logit) + bias of the token; ties are
-    ordered by expert. bounds float32 [2]: the lower end of the first bin, the upper end of the last.
+    The margin is c - sigmoid(logit), where c is the (k + 1)st largest sigmoid(logit) + bias of the token;
+    ties are ordered by expert. bounds float32 [2]: the lower end of the first bin, the upper end of the last.
     """
     choice = _NO_CHOICE._replace(k=k, score=SIGMOID)
     bins = histogram.shape[1]
@@ -100,8 +100,8 @@ def balance_loss(probs: Tensor, tokens: Tensor, factor: float, total: Tensor | N
 
     Args:
         probs: Probabilities [rows, columns].
-        tokens: Number of tokens of each column.
-        factor: Factor of the loss.
+        tokens: Tokens per column.
+        factor: Loss factor.
         total: Number on the device by whose square the loss is divided, or None.
     """
     key = (

@@ -1,4 +1,4 @@
-"""Choice of experts, its gradient and the loss that balances them, in float32 torch operations on any device."""
+"""Expert choice, its gradient and the loss that balances them, in float32 torch operations on any device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BYTES, BITS, INDICES = "bytes", "bits", "indices"
 
 
 class Choice(NamedTuple):
-    """The choice of the k experts of each token.
+    """The choice of k experts per token.
 
     Attributes:
-        k: Number of experts per token.
-        score: SOFTMAX, SIGMOID or SQRTSOFTPLUS of the logits; SOFTMAX_AFTER: a softmax over the chosen logits.
-        whole: Return weights of all experts, which sum to 1, instead of those of the chosen experts.
-        groups: (number of groups, number of groups with candidates). A group's score is the sum of its largest scores,
-            as many as k divided by the second number. None: all experts are candidates.
+        k: Experts per token.
+        score: SOFTMAX, SIGMOID or SQRTSOFTPLUS over the logits; SOFTMAX_AFTER: a softmax over the chosen logits.
+        whole: Return weights of all experts, which sum to 1, instead of weights of the chosen experts only.
+        groups: (group count, candidate group count). A group's score sums its k / (candidate group
+            count) largest scores. None: all experts are candidates.
         scale: Factor of the weights of chosen experts.
         map: BYTES: uint8 [T, E]. BITS: uint8 [T, ceil(E / 8)], expert e in bit e % 8 of byte e // 8. INDICES: [T, k].
     """
@@ -37,18 +37,19 @@ class Choice(NamedTuple):
 
 
 class RouterRequest(NamedTuple):
-    """One operation: "choose", "gradient" and "margins" of logits [T, E], the "loss" of probabilities [rows, columns].
+    """One operation: "choose", "gradient" and "margins" for logits [T, E], the "loss" for probabilities [rows,
+    columns].
 
     Attributes:
-        operation: Name of the operation.
-        shape: Shape of the logits or probabilities.
-        dtype: Dtype of the logits or probabilities that are read.
-        made: Dtype of the results.
-        choice: Settings of the choice.
+        operation: Operation name.
+        shape: Logit or probability shape.
+        dtype: Dtype of the logits or probabilities read.
+        made: Result dtype.
+        choice: Choice settings.
         keeps: Whether the scores are returned for the gradient.
-        factor: Factor of a loss.
-        dynamic: Whether the loss is divided by the square of a number of tokens on the device.
-        bins: Number of bins of a histogram of margins.
+        factor: Loss factor.
+        dynamic: Whether the loss is divided by a squared token count on the device.
+        bins: Number of bins in a margin histogram.
     """
 
     operation: str
@@ -175,19 +176,19 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def packed(chosen: Tensor) -> Tensor:
-    """Return uint8 [T, ceil(E / 8)] of uint8 [T, E], with expert e in bit e % 8 of byte e // 8."""
+    """Pack uint8 [T, E] to uint8 [T, ceil(E / 8)], with expert e in bit e % 8 of byte e // 8."""
     rows, experts = chosen.shape
     whole = torch.nn.functional.pad(chosen.to(torch.int32), (0, -experts % 8)).view(rows, -1, 8)
     return (whole << torch.arange(8, device=chosen.device, dtype=torch.int32)).sum(2).to(torch.uint8)
 
 
 def _first(key: Tensor, count: int) -> Tensor:
-    """Return the indices [T, count] of the largest keys, the largest first; ties go to the lower index."""
+    """Indices [T, count] of the largest keys, the largest first; ties go to the lower index."""
     return key.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def _of_best_groups(key: Tensor, choice: Choice) -> Tensor:
-    """Return the keys, -inf for experts outside of the best groups."""
+    """Return the keys, -inf for experts outside the best groups."""
     if choice.groups is None:
         return key
     count, kept = choice.groups

@@ -1,4 +1,4 @@
-"""Choice of experts on GPUs: logits are read once, and a row of experts stays in registers until its weights."""
+"""Expert choice on GPUs: logits are read once, and an expert row stays in registers until its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unsupported_reason(request: RouterRequest) -> str | None:
 
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
-    """Return a callable with the arguments and results of `reference.bind`."""
+    """Return a callable with the same arguments and results as `reference.bind`."""
     return {"choose": _choose, "gradient": _gradient, "loss": _loss, "margins": _margins}[request.operation](
         request
     )

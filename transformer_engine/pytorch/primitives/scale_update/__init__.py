@@ -1,4 +1,4 @@
-"""scale = (fp8_max / amax) / 2^margin for many delayed-scaling states, and one step of their amax histories."""
+"""scale = (fp8_max / amax) / 2^margin for many delayed-scaling states, and one step for their amax histories."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def advance_scales(
     margin: float,
     keep_idle: bool,
 ) -> None:
-    """Advance delayed scaling by one step, in place, for each pair of histories and scales.
+    """Advance delayed scaling by one step, in place, for each history and its scales.
 
     Row 0 of a history is the running step. It becomes the last row, row 1 is dropped, and row 0 is cleared.
 
@@ -34,7 +34,7 @@ def advance_scales(
         scales: Scales, float32 [n].
         algorithm: "max" over the history, or "most_recent".
         fp8_max: Largest value of the format.
-        margin: Exponent of the safety factor.
+        margin: Safety factor exponent.
         keep_idle: Columns whose latest amax is 0 keep scale and history.
     """
     length: int | None = histories[0].shape[0]

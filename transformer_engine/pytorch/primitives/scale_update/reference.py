@@ -1,4 +1,4 @@
-"""The step in torch operations, on any device: all columns of histories of equal length at once."""
+"""The step in torch operations, on any device: all columns of equally long histories at once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ....common.formats import FLOAT32_MAX
 
 
 class ScaleUpdateRequest(NamedTuple):
-    """The update of several states, by the rule of `advance_scales`.
+    """Update for several states, by the `advance_scales` rule.
 
-    The fields are the device's type, the common length of the histories (None: they differ), the largest number of
-    columns, the number of states, and the rule.
+    The fields are the device type, the common length of the histories (None: they differ), the
+    largest column count, the state count, and the rule.
     """
 
     device: str
@@ -37,7 +37,7 @@ def scale_of(amax: Tensor, scale: Tensor, fp8_max: float, margin: float) -> Tens
 
 
 def amax_of(history: Tensor, algorithm: str) -> Tensor:
-    """Return amax [n] of a history [length, n] whose row 0 is the latest step."""
+    """Return amax [n] from a history [length, n] whose row 0 is the latest step."""
     return history.amax(dim=0) if algorithm == "max" else history[0].clone()
 
 

@@ -1,4 +1,4 @@
-"""The step on a GPU: one launch for all states, which it finds through a table of addresses on the device."""
+"""The step on a GPU: one launch for all states, which it finds through an address table on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""y [.., q, k] = softmax(scale * x) over the keys that are not masked, its gradient, and the table of backends."""
+"""y [.., q, k] = softmax(scale * x) over the keys that are not masked, its gradient, and the backend table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scaled_softmax_forward(
 
     Args:
         x: Scores [.., q, k].
-        scale: Factor of the scores.
+        scale: Score factor.
         mask: bool or uint8, nonzero where a key is hidden, broadcastable to x.
         causal: "top_left": query i sees the keys j <= i; "bottom_right": j <= i + k - q.
     """

@@ -11,12 +11,12 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as
 
-# Which keys query i of q sees, of k: top_left j <= i; bottom_right j <= i + k - q.
+# Which of k keys query i of q sees: top_left j <= i; bottom_right j <= i + k - q.
 CAUSAL = ("top_left", "bottom_right")
 
 
 class SoftmaxRequest(NamedTuple):
-    """One call on x [.., q, k]; mask: shape and strides of what hides keys, forward only."""
+    """One call on x [.., q, k]; mask: shape and strides of the mask that hides keys, forward only."""
 
     operation: str
     shape: torch.Size
@@ -28,7 +28,7 @@ class SoftmaxRequest(NamedTuple):
 
 
 def shift_of(causal: str | None, shape: torch.Size) -> int | None:
-    """Return the number of keys beyond its own index that a query sees; None without a causal mask."""
+    """Return how many keys beyond its own index a query sees; None without a causal mask."""
     if causal is None:
         return None
     return 0 if causal == "top_left" else shape[-1] - shape[-2]

@@ -64,7 +64,7 @@ def _four(shape: torch.Size) -> tuple[int, int, int, int]:
 
 
 def _hidden(mask: Tensor, shape: torch.Size) -> Tensor:
-    """Return the mask as uint8 [batch, heads, queries, keys], expanded by strides of 0."""
+    """Return the mask as uint8 [batch, heads, queries, keys], expanded by zero strides."""
     if mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
     mask = mask.expand(shape)

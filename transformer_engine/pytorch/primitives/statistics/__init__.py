@@ -1,7 +1,7 @@
-"""Accumulated statistics [6] of the quantization of x [M, K]: max|x|, underflow, saturation, signal, noise, nonfinite.
+"""Accumulated quantization statistics [6] for x [M, K]: max|x|, underflow, saturation, signal, noise, nonfinite.
 
-The maximum is that of finite values. Underflow counts nonzero values that became 0. Saturation counts values more than
-half a step beyond the largest code. Signal and noise are the sums of x^2 and (x - q)^2 over finite values.
+The maximum is over finite values. Underflow counts nonzero values that became 0. Saturation counts values
+more than half a step beyond the largest code. Signal and noise sum x^2 and (x - q)^2 over finite values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .reference import StatisticsRequest
 
 __all__ = ["FIELDS", "TABLE", "StatisticsRequest", "take_in_statistics"]
 
-# Equal to those of the kernel (`common.kernels.statistics`), whose module imports triton.
+# Equal to the kernel's values (`common.kernels.statistics`), whose module imports triton.
 FIELDS = ("maximum", "underflow", "saturation", "signal", "noise", "nonfinite")
 
 TABLE: Table[StatisticsRequest] = Table(
@@ -29,7 +29,7 @@ def take_in_statistics(x: Tensor, operand: Operand | None, kept: Tensor) -> None
 
     Args:
         x: Matrix [M, K].
-        operand: x quantized, in the same order of rows; None: not quantized, three of the statistics are 0.
+        operand: x quantized, in the same row order; None: not quantized, three statistics are 0.
         kept: float64 [6].
     """
     facts = (x.shape, x.stride(), x.dtype, x.device)

@@ -1,4 +1,4 @@
-"""The request of the statistics, and the reference in torch operations: float32 values, float64 sums."""
+"""The statistics request, and the reference in torch operations: float32 values, float64 sums."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..quantize.encodings import decode_e2m1, unpack_fp4
 
 
 class StatisticsRequest(NamedTuple):
-    """One matrix [M, K], and the layout of its codes if it is quantized.
+    """One matrix [M, K], and its code layout if it is quantized.
 
     Attributes:
-        format: Format of the codes; None: the matrix was not quantized.
-        element: Dtype of the codes.
-        codes: Strides of the codes.
-        scales: Strides of the scales; () for one scale.
+        format: Code format; None: the matrix was not quantized.
+        element: Code dtype.
+        codes: Code strides.
+        scales: Scale strides; () for one scale.
     """
 
     shape: tuple[int, int]
@@ -65,7 +65,7 @@ def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor
 
 
 class Greatest(NamedTuple):
-    """Magnitude of the largest code, and the multiple of it above which a value is half a step beyond."""
+    """Magnitude of the largest code, and its multiple above which a value is half a step beyond."""
 
     code: float
     beyond: float

@@ -1,4 +1,4 @@
-"""Payloads of quantized tensors outside of torch.Tensor: the class of each file is a name of this package."""
+"""Quantized tensor payloads outside torch.Tensor: the class in each file is a name in this package."""
 
 from .float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 from .float8_tensor_storage import Float8TensorStorage

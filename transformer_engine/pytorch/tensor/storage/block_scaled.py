@@ -1,8 +1,8 @@
-"""The base of block-scaled storages: codes and scales for each direction, value = code x scale of its block.
+"""Base class for block-scaled storages: codes and scales for each direction, value = code x block scale.
 
-Row-wise codes have the values' shape [..., K]; packed codes have fewer bytes along K. Column-wise codes have the
-transposed shape [K, ...] or the values' shape, and are always K-last in memory. The format's class determines which,
-and the padding of scales. All other properties are those of the format's row.
+Row-wise codes have the values' shape [..., K]; packed codes have fewer bytes along K. Column-wise codes have
+the transposed shape [K, ...] or the values' shape, and are always K-last in memory. The format's class
+determines which, and the scale padding. All other properties come from the format's row.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class BlockScaledStorage(QuantizedTensorStorage):
     """Two independent directions, each with codes and scales. A subclass only needs a format.
 
     Attributes:
-        ELEMENT: Name of the attribute that identifies the codes' element type.
-        PACKING: Number of codes per byte.
+        ELEMENT: Attribute name that identifies the codes' element type.
+        PACKING: Codes per byte.
         COLUMNS_TRANSPOSED: Whether column-wise codes have the transposed shape; otherwise they have the values' shape.
         SCALE_PADDING: Multiples to which scales [rows, blocks] are padded.
     """
@@ -73,7 +73,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
     _columnwise_scale_inv: Tensor | None
     _fp8_dtype: DType
     _with_gemm_swizzled_scales: bool = False
-    # The maxima from which a second level of scales is computed, for formats that have one.
+    # The maxima from which a second scale level is computed, for formats that have one.
     _amax_rowwise: Tensor | None = None
     _amax_columnwise: Tensor | None = None
 
@@ -93,7 +93,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         quantizer: Writer | None,
         dtype: torch.dtype,
     ) -> None:
-        """Store (codes, scales) of both directions, and the settings of every block-scaled storage."""
+        """Store (codes, scales) for both directions, and the settings that every block-scaled storage has."""
         self._rowwise_data, self._rowwise_scale_inv = rowwise
         self._columnwise_data, self._columnwise_scale_inv = columnwise
         setattr(self, self.ELEMENT, element if type(element) is DType else element_number(element))
@@ -113,12 +113,12 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
     @classmethod
     def _rowwise_shape(cls, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of row-wise codes of values [..., K]."""
+        """Return the row-wise code shape for values [..., K]."""
         return tuple(shape) if cls.PACKING == 1 else (*shape[:-1], shape[-1] // cls.PACKING)
 
     @classmethod
     def _columnwise_shape(cls, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of column-wise codes, with leading dimensions if whole bytes fill the last of them."""
+        """Return the column-wise code shape, with leading dimensions if whole bytes fill the last one."""
         if not cls.COLUMNS_TRANSPOSED:
             return tuple(shape)
         if cls.PACKING == 1:
@@ -162,11 +162,11 @@ class BlockScaledStorage(QuantizedTensorStorage):
         return Operand(codes, scale, form, amax, self._dtype)
 
     def _format_of(self, axis: str) -> TensorFormat:
-        """Return the format of one direction's operand."""
+        """Return one direction's operand format."""
         return self.format
 
     def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
-        """Return the scales [rows, columns] of a result of `_padded`."""
+        """Return the scales [rows, columns] from a `_padded` result."""
         return scale[:rows, :columns]
 
     @classmethod
@@ -188,9 +188,9 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
         Args:
             quantized: Codes, K last and unpadded, and scales, in row order unless `tiled`.
-            shape: Shape of the values.
+            shape: Value shape.
             tiled: Scales are in swizzled order, as `with_gemm_swizzled_scales` among the constants stores them.
-            constants: Other keywords of the constructor.
+            constants: Other constructor keywords.
         """
         in_tiles = constants.get("with_gemm_swizzled_scales", False)
         codes, scale, codes_t, scale_t = quantized[:4]
@@ -216,7 +216,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         )
 
     def _set_swizzled(self, swizzled: bool) -> None:
-        """Record whether scales are in the order of matrix instructions.
+        """Record whether scales are in matrix-instruction order.
 
         Raises:
             ValueError: Swizzled scales do not fill whole tiles.
@@ -236,7 +236,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         return self.storage_class().pack(self.unpack(), self.shape, **constants)  # pyright: ignore
 
     def swizzle_(self) -> None:
-        """Put scales of one byte in the order of matrix instructions, in new memory; float32 scales stay."""
+        """Put one-byte scales in matrix-instruction order, in new memory; float32 scales stay."""
         if self.format.swizzled and not self._with_gemm_swizzled_scales:
             made = self.in_scale_order(True)
             self._rowwise_scale_inv, self._columnwise_scale_inv = (
@@ -268,5 +268,5 @@ class BlockScaledStorage(QuantizedTensorStorage):
         return self._undo_transform(values_t).t().contiguous().view(self.shape)
 
     def _undo_transform(self, values_t: Tensor) -> Tensor:
-        """Invert the transform of the column direction before quantization; this class has none."""
+        """Invert the transform applied to the column direction before quantization; this class has none."""
         return values_t

@@ -1,8 +1,8 @@
 """Float8BlockwiseQTensorStorage: value = code x scale, one float32 scale for 1 x 128 or 128 x 128 elements.
 
-Row-wise codes have the values' shape [..., K], column-wise codes are those of the transpose, [K, ...]. Scales are
-padded with zeros to multiples of 4, of M x K values in 1 x 128 blocks: [ceil(K/128), pad4(M)], and
-[ceil(M/128), pad4(K)] column-wise; in 128 x 128 blocks: [ceil(M/128), pad4(ceil(K/128))], and its transpose's.
+Row-wise codes have the values' shape [..., K], column-wise codes the transposed shape, [K, ...]. Scales are padded
+with zeros to multiples of 4; for M x K values in 1 x 128 blocks: [ceil(K/128), pad4(M)], and [ceil(M/128), pad4(K)]
+column-wise; in 128 x 128 blocks: [ceil(M/128), pad4(ceil(K/128))], and its transposed counterpart column-wise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GEMM_READY = 0
 
 
 class Float8BlockwiseQTensorStorage(BlockScaledStorage):
-    """FP8 codes with scales of blocks of 128 values, as in "DeepSeek-V3 Technical Report" (arXiv:2412.19437).
+    """FP8 codes with scales for 128-value blocks, as in "DeepSeek-V3 Technical Report" (arXiv:2412.19437).
 
     Args:
         rowwise_data: Codes uint8 for products along the last dimension, or None.
@@ -37,7 +37,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         is_2D_scaled: Blocks are 128 x 128 instead of 1 x 128.
         data_format: Accepted for compatibility.
         fake_dtype: Nominal dtype.
-        dtype: Another name of fake_dtype.
+        dtype: Alias for fake_dtype.
         power_of_two: Every scale is a power of two, so that GPUs with MXFP8 products multiply by exponents.
     """
 
@@ -78,7 +78,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         return BLOCK_FORMATS[bool(self._is_2D_scaled), self._power_of_two]
 
     def byte_layout(self) -> tuple[Any, ...]:
-        # Scales of either kind replace each other: `copy_from_storage` adopts the kind.
+        # Both scale kinds replace each other: `copy_from_storage` adopts the kind.
         return self._fp8_dtype, self._is_2D_scaled
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:

@@ -26,10 +26,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
         data: Codes uint8, or None if only the transpose exists.
         fp8_scale_inv: Factor float32 [1] that turns codes into values.
         fp8_dtype: kFloat8E4M3 or kFloat8E5M2.
-        data_transpose: Codes uint8 of the transpose, or None.
+        data_transpose: Transposed codes uint8, or None.
         quantizer: Quantizer that writes into this storage; None for read-only storages.
         fake_dtype: Nominal dtype.
-        dtype: Another name of fake_dtype.
+        dtype: Alias for fake_dtype.
         transpose_invalid: The transpose is out of date and is dropped.
     """
 

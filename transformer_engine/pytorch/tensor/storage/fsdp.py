@@ -1,9 +1,9 @@
 """Rows of a quantized tensor [M, ...] cut and joined as bytes: slices for shards, and the gather of a parameter.
 
-torch's fully_shard frees a gathered parameter by resizing the storages of its tensors to zero, and writes the same
-storages again before the backward, with their version counters kept: what a forward saved as a view of them is what
-the backward reads. So whatever is derived from gathered bytes (a transpose, padded scales, the scale of the whole)
-lives in storages that fully_shard knows too, and a later gather writes into them.
+torch's fully_shard frees a gathered parameter by resizing the storages of its tensors to zero, and writes the
+same storages again before the backward, with their version counters kept: what a forward saved as a view of
+them is what the backward reads. So whatever is derived from gathered bytes (a transpose, padded scales, the
+scale of the whole tensor) lives in storages that fully_shard knows too, and a later gather writes into them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def row_slice(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantiz
 
 
 def row_views(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantized:
-    """Return the codes and scales, as views, of storage[start:stop], if `row_slice` supports it."""
+    """View the codes and scales of storage[start:stop], if `row_slice` supports it."""
     shape = storage.shape
     inner = prod(shape[1:-1])
     return _cut(storage, shape[0] * inner, start * inner, stop * inner)
@@ -56,7 +56,7 @@ def _cut(storage: QuantizedTensorStorage, rows: int, first: int, last: int) -> Q
 
 
 def _run(part: Tensor | None, dim: int, rows: int, first: int, last: int) -> Tensor | None:
-    """Return rows first:last of a matrix whose dimension `dim` covers `rows` values; one scale of all rows is kept."""
+    """Return rows first:last of a matrix whose dimension `dim` covers `rows` values; one scale for all rows is kept."""
     if part is None or part.dim() < 2 or rows == 0:
         return part
     values = -(-rows // part.shape[dim])
@@ -66,7 +66,7 @@ def _run(part: Tensor | None, dim: int, rows: int, first: int, last: int) -> Ten
 
 @dataclass(frozen=True)
 class GatheredPayload:
-    """Metadata of gathered bytes: their fields of `Quantized`, in order, and the tensors that are not gathered.
+    """Metadata for gathered bytes: their `Quantized` fields, in order, and the tensors that are not gathered.
 
     Attributes:
         rows: Rows of the whole matrix, after which the gathered rows are padding; None if no shard is padded.
@@ -83,7 +83,7 @@ class GatheredPayload:
     rows: int | None = None
 
     def holding(self, tensors: Sequence[Tensor]) -> GatheredPayload:
-        """Return the payload with these tensors, after the first field's, outside of the gathered bytes."""
+        """Return the payload with these tensors, after the first field's, outside the gathered bytes."""
         held = {
             name: tensor.view(kind).t() if name.endswith("_t") else tensor.view(kind)
             for name, kind, tensor in zip(self.fields[1:], self.dtypes[1:], tensors, strict=True)
@@ -98,7 +98,7 @@ class DerivedTensors(list[Tensor]):
     share one list; copies have none.
     """
 
-    NAME = "_derived_tensors"  # the attribute of a gathered parameter
+    NAME = "_derived_tensors"  # attribute on a gathered parameter
 
     def __init__(self, tensors: Iterable[Tensor] = ()):
         super().__init__()
@@ -123,10 +123,10 @@ class DerivedTensors(list[Tensor]):
 
 
 def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...], GatheredPayload]:
-    """Return uint8 and float32 matrices with rows along dimension 0, and metadata with scales of the whole tensor."""
+    """Return uint8 and float32 matrices with rows along dimension 0, and metadata with whole-tensor scales."""
     usages = storage.get_usages()
     if storage.transposable and usages["rowwise"]:
-        storage = storage.drop(columnwise=True)  # made again after the gather, instead of sent
+        storage = storage.drop(columnwise=True)  # recomputed after the gather, not sent
     parts = storage.unpack()._asdict()
     fields, tensors, dtypes, whole = [], [], [], {}
     for name, part in parts.items():
@@ -158,13 +158,13 @@ def sent_shard(
 ) -> tuple[tuple[Tensor, ...], GatheredPayload]:
     """Return the tensors of a shard that `fully_shard` gathers, and their metadata; see `gather_payload`.
 
-    Codes with one scale are padded with zeros to the same number of rows on all ranks, if the number of ranks does not
-    divide the rows of the whole tensor.
+    Codes with one scale are padded with zeros to the same row count on all ranks, if the rank count
+    does not divide the rows of the whole tensor.
 
     Args:
         storage: The shard.
         whole: Shape of the whole tensor.
-        ranks: Number of shards; None if they are not gathered.
+        ranks: Shard count; None if they are not gathered.
     """
     tensors, payload = gather_payload(storage)
     if ranks == 1:  # torch then copies only the first tensor
@@ -182,7 +182,7 @@ def sent_shard(
 def join_payload(
     tensors: Sequence[Tensor], payload: GatheredPayload, dtype: torch.dtype, columnwise: bool | None = None
 ) -> QuantizedTensorStorage:
-    """Return the storage of the gathered rows; columnwise: derive column-wise data (None: as in the shards)."""
+    """Return the storage for the gathered rows; columnwise: derive column-wise data (None: as in the shards)."""
     parts: dict[str, Tensor] = {name: part.clone() for name, part in payload.whole.items()}
     for name, kind, tensor in zip(payload.fields, payload.dtypes, tensors, strict=True):
         tensor = tensor.view(kind)[: payload.rows]
@@ -237,12 +237,12 @@ def write_gathered(out: Any, storage: QuantizedTensorStorage, derived: DerivedTe
 
 
 class ShardedBuffers:
-    """Methods of a quantized tensor whose rows are sharded over ranks."""
+    """Methods for a quantized tensor whose rows are sharded over ranks."""
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """Return the attributes of the buffers that `fsdp_extract_buffers` returns, in the same order.
+        """Return the attributes for the buffers that `fsdp_extract_buffers` returns, in the same order.
 
-        A direction that follows from the other one is not among them, nor is a scale of the whole tensor.
+        A direction that follows from the other one is not among them, nor is a whole-tensor scale.
 
         Raises:
             RuntimeError: A buffer is not one of the attributes, but a copy of it.
@@ -271,10 +271,10 @@ class ShardedBuffers:
         return gather_payload(storage)
 
     def fsdp_assign_gathered(self, gathered: Sequence[Tensor], meta: GatheredPayload) -> None:
-        """Replace this tensor's payload by the joined payload of all shards; this tensor has the shape of the whole.
+        """Replace this tensor's payload by the joined payload of all shards; this tensor has the whole shape.
 
         Args:
-            gathered: The buffers of all shards, concatenated along dimension 0, in the order of `fsdp_extract_buffers`.
+            gathered: The buffers of all shards, concatenated along dimension 0, ordered as by `fsdp_extract_buffers`.
             meta: The metadata that `fsdp_extract_buffers` returned.
 
         Raises:

@@ -21,7 +21,7 @@ class GroupExtents:
 
     @property
     def _members(self) -> tuple[GroupMember, ...]:
-        """Positions of the members; the first access after a cast on the device reads their shapes."""
+        """Member positions; the first access after a cast on the device reads their shapes."""
         if self._layout.members is None:
             self._read_shapes()
         members = self._layout.members
@@ -33,7 +33,7 @@ class GroupExtents:
 
     @property
     def shape(self) -> torch.Size:
-        """[n, M, N] for matrices of one shape, otherwise their logical shape."""
+        """[n, M, N] for equally shaped matrices, otherwise their logical shape."""
         if self.all_same_shape():
             return torch.Size((len(self._members), *self._members[0].shape))
         return self.logical_shape
@@ -53,7 +53,7 @@ class GroupExtents:
 
     @property
     def offsets(self) -> list[int] | None:
-        """First element of each member's values, and the end; None while only the device knows the shapes."""
+        """First element in each member's values, and the end; None while only the device knows the shapes."""
         members = self._layout.members
         return None if members is None else ends_of([prod(member.shape) for member in members])
 
@@ -69,14 +69,14 @@ class GroupExtents:
 
     @property
     def _with_gemm_swizzled_scales(self) -> bool:
-        """Whether the scales of all matrices are in the order of matrix instructions."""
+        """Whether all matrices' scales are in matrix-instruction order."""
         return self._layout.has_swizzled_scales
 
     def members(self) -> list[Any]:
         raise NotImplementedError
 
     def swizzle_(self) -> None:
-        """Put scales of one byte in the order of matrix instructions, matrix by matrix, in the buffers."""
+        """Put one-byte scales in matrix-instruction order, matrix by matrix, in the buffers."""
         members = self.members()
         for member in members:
             member.swizzle_()

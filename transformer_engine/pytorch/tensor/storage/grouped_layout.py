@@ -1,4 +1,4 @@
-"""Layout of the members of a grouped tensor: the flat buffer and position of each tensor of a member."""
+"""Member layout in a grouped tensor: the flat buffer and position for each member tensor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from ....common.checks import whole
 from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
-# The buffer of a member's tensor, by the keyword of the member's storage. The single scale of an FP8 tensor serves
-# both directions, so each direction's buffer holds it.
+# The buffer for a member's tensor, by the keyword of the member's storage. The single scale of an
+# FP8 tensor serves both directions, so each direction's buffer holds it.
 BUFFERS = {
     "data": "rowwise_data",
     "hp_data": "rowwise_data",
@@ -47,10 +47,10 @@ class GroupLayout:
     """Extents of a group and, once they are known on the host, the positions of its members.
 
     Attributes:
-        count: Number of matrices.
-        logical: Logical shape: [n M, N] of equal shapes, [sum M_i, N], [M, sum N_i], or [1, total].
+        count: Matrix count.
+        logical: Logical shape: [n M, N] for equal shapes, [sum M_i, N], [M, sum N_i], or [1, total].
         varies: Whether first and last extents vary between the matrices.
-        members: Positions of the members; None until `first_dims` and `last_dims` have been read from the device.
+        members: Member positions; None until `first_dims` and `last_dims` have been read from the device.
     """
 
     count: int
@@ -60,7 +60,7 @@ class GroupLayout:
 
     @property
     def has_swizzled_scales(self) -> bool:
-        """Whether the scales of all matrices are known to be in the order of matrix instructions."""
+        """Whether all matrices' scales are known to be in matrix-instruction order."""
         rebuilds = [member.rebuild for member in self.members or ()]
         return bool(rebuilds) and all(
             rebuild is not None and dict(rebuild.constants).get("with_gemm_swizzled_scales", False)
@@ -70,7 +70,7 @@ class GroupLayout:
     def rewritten(
         self, members: Sequence[QuantizedTensorStorage], buffers: Mapping[str, Tensor | None]
     ) -> GroupLayout:
-        """Copy the members' scales to their places in the buffers, and return the layout of these members."""
+        """Copy the members' scales to their places in the buffers, and return the new layout."""
         assert self.members is not None
         found = []
         for placed, member in zip(self.members, members, strict=True):
@@ -103,7 +103,7 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class GroupMember:
-    """One matrix: its shape, the places of its tensors, and how to rebuild its storage (None: a plain tensor)."""
+    """One matrix: its shape, the positions of its tensors, and how to rebuild its storage (None: a plain tensor)."""
 
     shape: tuple[int, ...]
     places: tuple[Place, ...]
@@ -140,7 +140,7 @@ def has_one_scale(members: Sequence[GroupMember]) -> bool:
 
 
 def extents_of(layout: GroupLayout, device: torch.device) -> dict[str, Any]:
-    """Tensors of the varying extents: first_dims, last_dims [n] and, if any vary, tensor_offsets [n + 1]."""
+    """Varying extents as tensors: first_dims, last_dims [n] and, if any vary, tensor_offsets [n + 1]."""
     if layout.members is None or not any(layout.varies):
         return {}
     shapes = [member.shape for member in layout.members]
@@ -152,12 +152,12 @@ def extents_of(layout: GroupLayout, device: torch.device) -> dict[str, Any]:
 
 
 def ends_of(extents: Sequence[int]) -> list[int]:
-    """Running sum of n extents, with a leading zero: n + 1 numbers."""
+    """Running sum over n extents, with a leading zero: n + 1 numbers."""
     return list(itertools.accumulate(extents, initial=0))
 
 
 def make_tensor_offsets(split_dims: Tensor | Sequence[int], common_dim: int) -> Tensor:
-    """First element of every matrix [split, common_dim] in their buffer, and the end: int64 [n + 1].
+    """First element of every matrix [split, common_dim] in the buffer, and the end: int64 [n + 1].
 
     Args:
         split_dims: The varying extent of every matrix, integers [n]; a tensor stays on its device.
@@ -179,7 +179,7 @@ def begins_in(layout: GroupLayout, buffer: str) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Offsets:
-    """First elements of the members' tensors in caller-owned buffers; None: one member after the other.
+    """The members' first elements in caller-owned buffers; None: one member after the other.
 
     Attributes:
         values: Of the codes, counted in values.
@@ -208,11 +208,11 @@ class Offsets:
 
 
 def check_variant(quantizer: Any, settings: Mapping[str, tuple[Any, Any]]) -> None:
-    """Check keywords that repeat settings of the quantizer.
+    """Check keywords that repeat quantizer settings.
 
     Args:
         quantizer: Quantizer of the group; None: plain values.
-        settings: By attribute of the quantizer, the given value and the value of a quantizer without the attribute.
+        settings: By quantizer attribute, the given value and the value for a quantizer without the attribute.
 
     Raises:
         ValueError: A setting differs from the quantizer's.
@@ -242,8 +242,8 @@ def member_shapes(
     """Return the shape of each member.
 
     Args:
-        shape: [n, M, N] of equal members, or the logical shape: [n M, N] of equal members, [sum M_i, N] or [M, sum N_i]
-            where one extent varies.
+        shape: [n, M, N] for equal members, or the logical shape: [n M, N] for equal members, [sum
+            M_i, N] or [M, sum N_i] where one extent varies.
         num_tensors: n.
         shapes: The shape of each member, if the caller knows them.
         first_dims: M_i; None if all are equal.
@@ -297,7 +297,7 @@ def placed_members(
     *,
     swizzled: bool = False,
 ) -> tuple[GroupMember, ...]:
-    """Return the members of buffers that the caller filled, or will fill.
+    """Return the members in buffers that the caller filled, or will fill.
 
     Args:
         shapes: Shape of each member.
@@ -305,7 +305,7 @@ def placed_members(
         buffers: The flat buffers by attribute name.
         dtype: Nominal dtype.
         offsets: First elements in the buffers.
-        swizzled: Scales of one byte are in the order of matrix instructions, member by member.
+        swizzled: One-byte scales are in matrix-instruction order, member by member.
 
     Raises:
         ValueError: A buffer is missing or too short.

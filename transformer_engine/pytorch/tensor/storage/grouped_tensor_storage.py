@@ -1,7 +1,7 @@
-"""GroupedTensorStorage: n matrices [M_i, N_i] of one format, in flat buffers of codes and scales.
+"""GroupedTensorStorage: n matrices [M_i, N_i] in one format, in flat code and scale buffers.
 
-A member is a storage of views of the buffers (a tensor, if values are plain), so writing into a member writes into the
-group. `grouped_layout` describes the positions in the buffers.
+A member is a storage of buffer views (a tensor, if values are plain), so writing into a member
+writes into the group. `grouped_layout` describes the positions in the buffers.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ __all__ = ["GroupedTensorStorage"]
 
 
 class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Flat buffers that hold the codes, scales and maxima of n matrices.
+    """Flat buffers that hold codes, scales and maxima of n matrices.
 
     Args:
-        shape: [n, M, N] of equal matrices, or their logical shape [n M, N], [sum M_i, N] or [M, sum N_i].
+        shape: [n, M, N] for equal matrices, or their logical shape [n M, N], [sum M_i, N] or [M, sum N_i].
         dtype: Nominal dtype; the dtype of `data` for plain values, float32 otherwise, unless given.
         num_tensors: n.
         shapes: Shape of each matrix; by default they follow from shape, first_dims and last_dims.
-        quantizer: Quantizer of every matrix; None for plain values.
-        data: Codes (or plain values) of the rowwise direction, one matrix after the other.
-        columnwise_data: Codes of the columnwise direction.
+        quantizer: Quantizer for every matrix; None for plain values.
+        data: Rowwise codes (or plain values), one matrix after the other.
+        columnwise_data: Columnwise codes.
         scale_inv: Rowwise scales.
         columnwise_scale_inv: Columnwise scales.
-        amax: Maxima from which a second level of scales is computed, rowwise.
+        amax: Maxima from which a second scale level is computed, rowwise.
         columnwise_amax: The same, columnwise.
-        scale: Kept for the caller; the scales of delayed scaling belong to the quantizer.
+        scale: Kept for the caller; delayed-scaling scales belong to the quantizer.
         first_dims: Extents M_i, int64 [n]; None if all are equal.
         last_dims: Extents N_i, likewise.
         tensor_offsets: First element of each matrix in `data`, as a tensor [n + 1].
@@ -65,12 +65,12 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         columnwise_scale_inv_offsets: First columnwise scale of each matrix.
         requires_grad: Of a `GroupedTensor`; a storage has none.
         stride: Likewise.
-        with_gemm_swizzled_scales: Scales of one byte are in the order of matrix instructions, matrix by matrix.
-        row_scaled_nvfp4: Must be the setting of the quantizer, as the next two.
+        with_gemm_swizzled_scales: One-byte scales are in matrix-instruction order, matrix by matrix.
+        row_scaled_nvfp4: Must equal the quantizer's setting, as the next two.
         nvfp4_use_4over6: See `row_scaled_nvfp4`.
         nvfp4_e4m3_max: See `row_scaled_nvfp4`.
         layout: Extents and positions, if this package created the group.
-        rowwise_data: Other name of `data`.
+        rowwise_data: Alias for `data`.
 
     Raises:
         ValueError: The shapes contradict each other, or a buffer is missing or too short.
@@ -91,8 +91,8 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
     }
     CONSTANTS = {"_layout": "layout", "_quantizer": "quantizer", "_dtype": "dtype"}
 
-    # The module of `GroupedTensor`, which builds on this one, assigns the constructors and the function that returns
-    # the quantizer of a group.
+    # The module of `GroupedTensor`, which builds on this one, assigns the constructors and the
+    # function that returns the quantizer of a group.
     make_grouped_tensor: ClassVar[Any]
     make_grouped_tensor_with_shapes: ClassVar[Any]
     make_grouped_tensor_from_rowwise_data: ClassVar[Any]
@@ -178,7 +178,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         quantizer: Writer | None,
         dtype: torch.dtype,
     ) -> GroupedTensorStorage:
-        """Return a group with a copy of the members, each of whose tensors is contiguous in its buffer.
+        """Copy the members into a group, where each member tensor is contiguous in its buffer.
 
         Raises:
             NotImplementedError: The format of the members has other tensors than codes and scales.
@@ -210,7 +210,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
     def around(
         cls, shapes: Sequence[Sequence[int]], data: Tensor, quantizer: Writer | None
     ) -> GroupedTensorStorage:
-        """Return plain matrices of these shapes in a shared buffer."""
+        """Return plain matrices with these shapes in a shared buffer."""
         total = sum(prod(shape) for shape in shapes)
         if not shapes or data.numel() != total:
             raise ValueError(
@@ -237,7 +237,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         return group
 
     def members(self) -> list[Any]:
-        """Return the members, as storages or plain tensors, of views of the buffers."""
+        """Return the members, as storages or plain tensors over buffer views."""
         members: list[Any] = []
         for member in self._members:
             parts = {p.buffer: self._at(p) for p in member.places if getattr(self, p.buffer) is not None}
@@ -309,7 +309,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         return self.rowwise_data.view(self.shape)
 
     def set_nominal_dtype(self, dtype: torch.dtype) -> None:
-        """Present values of another dtype; plain values are converted, codes stay."""
+        """Present values in another dtype; plain values are converted, codes stay."""
         self._dtype = dtype
         if self.rowwise_data is not None and self.quantizer is None:
             self.rowwise_data = self.rowwise_data.to(dtype)
@@ -337,10 +337,10 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         return (self._layout,)
 
     def row_granularity(self) -> int:
-        """Return the number of all rows: products cannot read a part of a group, so that only all rows are a slice."""
+        """Return the total row count: products cannot read a part of a group, so that only all rows are a slice."""
         return max(prod(self.shape[:-1]), 1)
 
-    # Settings of the quantizer under the names of the constructor's arguments.
+    # Quantizer settings under the constructor's argument names.
     row_scaled_nvfp4 = property(lambda self: getattr(self.quantizer, "row_scaled_nvfp4", False))
     nvfp4_use_4over6 = property(lambda self: getattr(self.quantizer, "nvfp4_use_4over6", False))
     nvfp4_e4m3_max = property(lambda self: getattr(self.quantizer, "nvfp4_e4m3_max", 448))
@@ -351,7 +351,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         return self.split_into_quantized_tensors()
 
     def split_into_quantized_tensors(self) -> list[Tensor]:
-        """Return the matrices as tensors of their format that share the group's buffers.
+        """Return the matrices as tensors in their format that share the group's buffers.
 
         Shapes that only the GPU knows are read once; the host waits for it.
         """
@@ -390,7 +390,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
                 and copied is not scales
                 and has_one_scale(self._members)
             ):
-                copied.copy_(scales)  # buffers of the caller, of which members write the first
+                copied.copy_(scales)  # buffers of the caller, whose first elements members write
         return held
 
     make_tensor_offsets = staticmethod(make_tensor_offsets)

@@ -1,7 +1,7 @@
 """HybridQuantizedTensorStorage: row-wise data in one format, column-wise data in another.
 
-The tensors of both parts are in numbered slots, so that the bookkeeping of storages applies to them; the rebuilds of
-the two parts define the slots.
+The tensors of both parts are in numbered slots, so that storage bookkeeping applies to them; the
+rebuilds of the two parts define the slots.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _SLOT_KEYWORDS = (*_REBUILDS, *(name.lstrip("_") for name in (*_ROWWISE, *_COLUM
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
-    """Two storages of one direction each. The values are those of the row-wise part, or of the only part.
+    """Two storages, each with one direction. The row-wise part, or the only part, has the values.
 
     Args:
         rowwise_storage: The part that products along the last dimension read.
-        columnwise_storage: The part that products along the rows read, of the same shape.
+        columnwise_storage: The part that products along the rows read, with the same shape.
         quantizer: Quantizer that writes into this storage; None for read-only storages.
-        fake_dtype: Nominal dtype, by default that of the first part.
-        dtype: Another name of fake_dtype.
+        fake_dtype: Nominal dtype, by default the first part's.
+        dtype: Alias for fake_dtype.
         slots: The fields of both parts, as `get_metadata()` returns them.
 
     Raises:
-        ValueError: No part, parts of two shapes or devices, or a part without data of its direction.
+        ValueError: No part, parts with two shapes or devices, or a part without data for its direction.
     """
 
     TENSORS = {name: name.lstrip("_") for name in (*_ROWWISE, *_COLUMNWISE)}
@@ -186,7 +186,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
 
 def _agreed(parts: dict[str, QuantizedTensorStorage | None]) -> QuantizedTensorStorage:
-    """Return the first part, after a check that the parts are storages of one tensor, each with its direction."""
+    """Return the first part, after checking that the parts are storages of one tensor, each with its direction."""
     given = {name: part for name, part in parts.items() if part is not None}
     if not given:
         raise ValueError(

@@ -23,9 +23,9 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     Args:
         hp_data: The values [.., K], floating point; None while autograd keeps them.
-        fake_dtype: Nominal dtype, by default that of hp_data.
+        fake_dtype: Nominal dtype, by default hp_data's.
         quantizer: Quantizer that writes into this storage; None for read-only storages.
-        dtype: Another name of fake_dtype.
+        dtype: Alias for fake_dtype.
     """
 
     TENSORS = {"_data": "hp_data"}

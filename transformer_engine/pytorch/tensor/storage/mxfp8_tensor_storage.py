@@ -1,4 +1,4 @@
-"""MXFP8TensorStorage: value = code x 2^(e - 127), one exponent e for 32 elements of a row, or of a column.
+"""MXFP8TensorStorage: value = code x 2^(e - 127), one exponent e for 32 elements in a row, or in a column.
 
 Codes have the values' shape in both directions; the column-wise ones lie K-last in memory, so that a product along
 rows reads them without a copy. Scales are padded with zeros: row-wise [pad128(M), pad4(K/32)], column-wise
@@ -21,16 +21,16 @@ __all__ = ["MXFP8TensorStorage"]
 
 
 class MXFP8TensorStorage(BlockScaledStorage):
-    """FP8 codes and exponents of OCP Microscaling Formats 1.0.
+    """FP8 codes and exponents as in OCP Microscaling Formats 1.0.
 
     Args:
-        rowwise_scale_inv: Exponents uint8 (E8M0) of the row-wise codes.
-        columnwise_scale_inv: Exponents uint8 (E8M0) of the column-wise codes.
-        with_gemm_swizzled_scales: The exponents are in the order of matrix instructions, column-wise ones as those of
-            the transpose.
+        rowwise_scale_inv: Row-wise exponents uint8 (E8M0).
+        columnwise_scale_inv: Column-wise exponents uint8 (E8M0).
+        with_gemm_swizzled_scales: The exponents are in matrix-instruction order, column-wise
+            exponents as for the transpose.
         square_tiles: 32 x 32 values share an exponent, so each direction is the transpose of the other.
 
-    The other arguments are those of `Float8BlockwiseQTensorStorage`.
+    The other arguments are as in `Float8BlockwiseQTensorStorage`.
     """
 
     CONSTANTS = {
@@ -70,6 +70,6 @@ class MXFP8TensorStorage(BlockScaledStorage):
         return super().contract(axis)
 
     def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
-        # The scales of queries [s, b, h, d] are [s, b, h, d / 32].
+        # Scales for queries [s, b, h, d] are [s, b, h, d / 32].
         matrix = scale if scale.dim() == 2 else scale.reshape(-1, scale.shape[-1])
         return super()._unpadded(matrix, rows, columns)

@@ -1,8 +1,8 @@
 """NVFP4TensorStorage: value = code x s x amax / (6 x largest scale), with an E4M3 scale s per 16 elements.
 
-Two codes per byte, low nibble first: row-wise [..., K/2], column-wise those of the transpose [K, .../2]. Scales are
-E4M3 bytes padded with zeros, [pad128(M), pad4(ceil(K/16))], and those of the transpose. The column-wise codes may be
-those of Hadamard-transformed values: two such operands contract to the product of the values themselves.
+Two codes per byte, low nibble first: row-wise [..., K/2], column-wise for the transpose [K, .../2]. Scales are E4M3
+bytes padded with zeros, [pad128(M), pad4(ceil(K/16))], and likewise for the transpose. The column-wise codes may
+encode Hadamard-transformed values: two such operands contract to the product of the values themselves.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ __all__ = ["NVFP4TensorStorage"]
 
 
 class NVFP4TensorStorage(BlockScaledStorage):
-    """FP4 codes, two to a byte, with two levels of scales.
+    """FP4 codes, two to a byte, with two scale levels.
 
     Args:
-        rowwise_scale_inv: Block scales uint8 (E4M3) of the row-wise codes.
-        columnwise_scale_inv: Block scales uint8 (E4M3) of the column-wise codes.
+        rowwise_scale_inv: Row-wise block scales uint8 (E4M3).
+        columnwise_scale_inv: Column-wise block scales uint8 (E4M3).
         amax_rowwise: Maximum float32 [1], or [M] with row_scaled_nvfp4.
-        amax_columnwise: Maximum float32 [1] of the column-wise direction.
+        amax_columnwise: Column-wise maximum float32 [1].
         fp4_dtype: kFloat4E2M1.
-        with_gemm_swizzled_scales: The block scales are in the order of matrix instructions.
+        with_gemm_swizzled_scales: The block scales are in matrix-instruction order.
         row_scaled_nvfp4: amax_rowwise holds a maximum per row.
         nvfp4_use_4over6: The codes were chosen by 4over6; they are read like any other.
         nvfp4_e4m3_max: Largest block scale, 448 or 256.
         square_tiles: 16 x 16 values share a scale, so each direction is the transpose of the other.
         transform_signs: Column-wise codes are Hadamard transformed, with (True) or without (False) random signs.
         fake_dtype: Nominal dtype.
-        dtype: Another name of fake_dtype.
+        dtype: Alias for fake_dtype.
 
-    The other arguments are those of `Float8BlockwiseQTensorStorage`.
+    The other arguments are as in `Float8BlockwiseQTensorStorage`.
     """
 
     TENSORS = BlockScaledStorage.TENSORS | {

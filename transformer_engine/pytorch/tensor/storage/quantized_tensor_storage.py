@@ -26,7 +26,7 @@ __all__ = ["QuantizedTensorStorage"]
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, K) of a tensor [..., K] with flattened leading dimensions."""
+    """Return (rows, K) for a tensor [..., K] with flattened leading dimensions."""
     return (prod(shape[:-1]), shape[-1]) if len(shape) else (1, 1)
 
 
@@ -42,9 +42,9 @@ def plain_matrix(tensor: Tensor) -> Tensor:
 
 
 class Rebuild:
-    """Callable that rebuilds a storage from tensors, with the class and the constants of `flatten`.
+    """Callable that rebuilds a storage from tensors, with the class and constants from `flatten`.
 
-    Not a dataclass: torch 2.11 cannot trace a call of a frozen dataclass that was created in the same graph.
+    Not a dataclass: torch 2.11 cannot trace a call to a frozen dataclass that was created in the same graph.
     """
 
     def __init__(self, storage_class: type[QuantizedTensorStorage], constants: tuple[tuple[str, Any], ...]):
@@ -106,20 +106,20 @@ class Writer(Protocol):
         ...
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Writer:
-        """Return the quantizer of a shard of a tensor that is sharded over a group."""
+        """Return the quantizer for a shard whose tensor is sharded over a group."""
         ...
 
 
 class QuantizedTensorStorage:
     """Codes and scales of one tensor. Subclasses declare their fields, and this class manages them.
 
-    An abstract class without abc's metaclass, which is incompatible with that of torch.Tensor.
+    An abstract class without abc's metaclass, which is incompatible with torch.Tensor's.
 
     Attributes:
-        TENSORS: {attribute: constructor keyword} of all tensors, which may be None.
-        CONSTANTS: {attribute: constructor keyword} of all other fields.
-        ROWWISE: Attributes of the tensors of row-wise data alone, with the codes first.
-        COLUMNWISE: Attributes of the tensors of column-wise data alone, with the codes first.
+        TENSORS: {attribute: constructor keyword} for all tensors, which may be None.
+        CONSTANTS: {attribute: constructor keyword} for all other fields.
+        ROWWISE: Tensor attributes for row-wise data alone, with the codes first.
+        COLUMNWISE: Tensor attributes for column-wise data alone, with the codes first.
     """
 
     TENSORS: ClassVar[dict[str, str]]
@@ -133,7 +133,7 @@ class QuantizedTensorStorage:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the values."""
+        """Value shape."""
         raise NotImplementedError
 
     @property
@@ -189,7 +189,7 @@ class QuantizedTensorStorage:
         return seen
 
     def unpack(self) -> Quantized:
-        """Return the inverse of `pack`, as views, with scales in rows; maxima per row are a column [M, 1]."""
+        """Invert `pack`, as views, with scales in rows; maxima per row are a column [M, 1]."""
         usages = self.get_usages()
         rowwise = row_major(self.contract(COLS)) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
         columnwise = row_major(self.contract(ROWS)) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
@@ -260,7 +260,7 @@ class QuantizedTensorStorage:
 
     @classmethod
     def storage_class(cls) -> type[QuantizedTensorStorage]:
-        """Return the class that holds this payload outside of autograd."""
+        """Return the class that holds this payload outside autograd."""
         return cls
 
     def as_storage(self) -> QuantizedTensorStorage:
@@ -268,7 +268,7 @@ class QuantizedTensorStorage:
         return self
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensorStorage:
-        """Return a new storage of the same kind with every tensor changed."""
+        """Return a new storage like this one with every tensor changed."""
         tensors, rebuild = QuantizedTensorStorage.flatten(self)
         return rebuild([None if tensor is None else change(tensor) for tensor in tensors])
 
@@ -281,7 +281,8 @@ class QuantizedTensorStorage:
         return tensors, self
 
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Restore the tensors of `prepare_for_saving`; return the remaining tensors, which belong to other storages."""
+        """Restore the tensors from `prepare_for_saving`; return the remaining tensors, which belong to other
+        storages."""
         names = saved_attributes(self)
         for name, tensor in zip(names, tensors[: len(names)], strict=True):
             setattr(self, name, tensor)
@@ -322,7 +323,7 @@ class QuantizedTensorStorage:
         return tuple(getattr(self, name) for name in self.CONSTANTS if name not in ("_quantizer", "_dtype"))
 
     def row_granularity(self) -> int:
-        """Return the multiple of rows at which slices do not split blocks of scales in any present direction."""
+        """Return the row multiple at which slices do not split scale blocks in any present direction."""
         block = self.format.block
         if block is None:
             return 1

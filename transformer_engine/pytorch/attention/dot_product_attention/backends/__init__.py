@@ -1,7 +1,7 @@
-"""Names of the original's attention backends for its callers; the backends of this package are rows of a table.
+"""The original's attention backend names for its callers; this package's backends are table rows.
 
-`fused_attn_fwd` and `fused_attn_bwd` are those of `cpp_extensions`, imported on first use. Other libraries wrap them by
-assigning to this module. Attention does not call them through this module, so an assignment warns.
+`fused_attn_fwd` and `fused_attn_bwd` come from `cpp_extensions`, imported on first use. Other libraries wrap
+them by assigning to this module. Attention does not call them through this module, so an assignment warns.
 """
 
 import functools

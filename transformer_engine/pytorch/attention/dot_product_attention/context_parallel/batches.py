@@ -1,4 +1,4 @@
-"""Token ids, labels and positions of packed sequences, padded so that ranks can share them, and a rank's part.
+"""Token ids, labels and positions in packed sequences, padded so that ranks can share them, and a rank's part.
 
 These functions belong into a data loader: they read lengths on the host.
 """
@@ -33,10 +33,10 @@ def pad_thd_sequences_for_cp(
     Args:
         input_ids: Token ids [t] or [1, t].
         labels: Labels [t] or [1, t].
-        cu_seqlens: Bounds of the sequences [b + 1].
+        cu_seqlens: Sequence bounds [b + 1].
         divisibility_factor: 2 * (number of ranks), so that each rank gets two equal chunks of every sequence.
-        padding_token_id: Token id of the padding.
-        padding_label_id: Label of the padding.
+        padding_token_id: Padding token id.
+        padding_label_id: Padding label.
 
     Returns:
         input_ids [p], labels [p] and cu_seqlens [b + 1]; p includes the padding.
@@ -81,14 +81,14 @@ def get_batch_on_this_cp_rank(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return (input_ids, labels, position_ids), each with the tokens [t / ranks] of one rank; None stays None.
 
-    The three are [t], [1, t] or [t, ..], padded as by `pad_thd_sequences_for_cp`. load_balancing_strategy divides the
-    tokens. The number of ranks and this rank are
-    those of cp_group by torch.distributed.get_world_size and get_rank; None means the default group, which must be
+    The three are [t], [1, t] or [t, ..], padded as by `pad_thd_sequences_for_cp`.
+    load_balancing_strategy divides the tokens. The number of ranks and this rank come from cp_group
+    by torch.distributed.get_world_size and get_rank; None means the default group, which must be
     initialized. cp_rank overrides the rank.
 
     Raises:
         AssertionError: load_balancing_strategy is not a CPLoadBalancingStrategy.
-        ValueError: qvk_format is not "thd", or a tensor has no axis of t tokens.
+        ValueError: qvk_format is not "thd", or a tensor has no axis with t tokens.
     """
     CPLoadBalancingStrategy.check(load_balancing_strategy)
     if qvk_format != "thd":
@@ -114,13 +114,13 @@ def validate_no_load_balance_thd_metadata(
     """Check packed sequences that ranks are to share in contiguous pieces; reads the bounds on the host.
 
     Args:
-        cu_seqlens: Cumulative lengths of the real tokens [b + 1].
-        cu_seqlens_padded: Bounds of the padded sequences [b + 1].
-        total_tokens: Packed tokens of all ranks.
+        cu_seqlens: Cumulative real token counts [b + 1].
+        cu_seqlens_padded: Padded sequence bounds [b + 1].
+        total_tokens: Packed tokens on all ranks.
         cp_size: Number of ranks.
 
     Raises:
-        ValueError: The bounds are not those of sequences in the buffer, or the tokens cannot be divided evenly.
+        ValueError: The bounds do not delimit sequences in the buffer, or the tokens cannot be divided evenly.
     """
     tokens_of_piece(total_tokens, cp_size)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape != cu_seqlens_padded.shape or cu_seqlens.numel() < 2:
@@ -144,13 +144,13 @@ def validate_no_load_balance_thd_metadata(
 def get_no_load_balance_thd_causal_metadata(
     cu_seqlens: Tensor, cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return the bounds of a rank's one step of causal attention, each int32 [b + 1] in a list of one element.
+    """Return the bounds for a rank's one causal attention step, each int32 [b + 1] in a one-element list.
 
-    The arguments are those of `validate_no_load_balance_thd_metadata`, and the rank.
+    The arguments are as in `validate_no_load_balance_thd_metadata`, and the rank.
 
     Returns:
-        Cumulative lengths of the queries in the rank's piece, bounds of the padded sequences in the piece, and
-        cumulative lengths of the visible keys, which end with the piece.
+        Cumulative query lengths in the rank's piece, padded sequence bounds in the piece, and
+        cumulative visible key lengths, which end with the piece.
     """
     check_rank(cp_size, cp_rank)
     tokens = tokens_of_piece(total_tokens, cp_size)
@@ -159,7 +159,7 @@ def get_no_load_balance_thd_causal_metadata(
 
 
 def _token_axis(name: str, x: Tensor, tokens: int) -> int:
-    """Return the axis of the tokens: the second if it has this length, otherwise the first."""
+    """Return the token axis: the second if it has this length, otherwise the first."""
     for axis in (1, 0):
         if axis < x.ndim and x.shape[axis] == tokens:
             return axis

@@ -1,4 +1,4 @@
-"""attn_forward_func_with_cp: attention of context-parallel ranks as a function, which the modules do not need."""
+"""attn_forward_func_with_cp: context-parallel attention as a function, which the modules do not need."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def attn_forward_func_with_cp(
     load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
     **unused: Any,
 ) -> Any:  # fmt: skip
-    """Compute the attention of a rank's tokens to the tokens of all ranks that share the sequences.
+    """Compute attention from a rank's tokens to the tokens on all ranks that share the sequences.
 
     Args:
         is_training: Apply dropout.
         q: Queries of this rank, in qkv_format, [.., h, d].
         k: Keys of this rank, [.., g, d].
         v: Values of this rank, [.., g, d_v].
-        dropout_p: Dropout rate of the softmax.
+        dropout_p: Softmax dropout rate.
         attn_bias: Bias with the rank's queries as rows and all keys as columns.
         fp8: Compute in FP8, by the recipe of `autocast`.
-        softmax_offset: Logits [h] or [1, h, 1, 1] of the learnable softmax.
+        softmax_offset: Learnable softmax logits [h] or [1, h, 1, 1].
         use_fused_attention, use_flash_attn_3, fp8_meta, quantizers, layer_number: Have no effect; te.explain prints how
             a backend is chosen.
 
-    The other arguments are those of `DotProductAttention` and its `set_context_parallel_group`. Lengths and bounds are
-    those of the whole sequences.
+    The other arguments are as in `DotProductAttention` and its `set_context_parallel_group`.
+    Lengths and bounds describe whole sequences.
 
     Returns:
         The output [.., h, d_v] in q's layout, or (output, largest logits [h]) with return_max_logit.

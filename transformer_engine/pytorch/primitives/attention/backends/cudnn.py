@@ -40,7 +40,7 @@ from .cudnn_plan import (
 from .cudnn_score_mod import bound_tensors, unsupported_score_mod
 from .limits import unsupported_by_cudnn, unsupported_by_environment
 
-# The deterministic backward keeps a float32 gradient of q for every block of keys.
+# The deterministic backward keeps a float32 gradient of q for every key block.
 DETERMINISTIC_WORKSPACE = 8 << 30
 TAKES = frozenset(Feature) - {
     Feature.EMPTY,
@@ -169,7 +169,7 @@ def _planning_failure(call: AttentionCall) -> str | None:
         if call.needs_gradient:
             _plan(describe_backward, device, call, strided._replace(grad_output=grad_output))
     except (RuntimeError, TypeError) as error:
-        # TypeError: a score_mod passes arguments that an operation of the library does not accept.
+        # TypeError: a score_mod passes arguments that a library operation does not accept.
         return str(error).partition("\n")[0]
     return None
 
@@ -180,14 +180,14 @@ def _format_strides(call: AttentionCall, of_queries: bool, heads: int, depth: in
     return contiguous_strides(format_shape(tensor_format, call.batch, size, heads, depth, 1))
 
 
-# By the function that describes the graph, the device and the arguments of the function.
+# By the function that describes the graph, its arguments and the device.
 _PLANS: Memory[tuple[Any, int, AttentionCall, Strided], CudnnPlan] = Memory(
     lambda key: planned(*key), MOST_PLANS
 )
 
 
 def _plan(describe: Any, device: int, call: AttentionCall, strided: Strided) -> CudnnPlan:
-    """Return the plan of a call. The key has the program of its score_mod (in `strided`) instead of the functions."""
+    """Return the plan for a call. The key has its score_mod program (in `strided`) instead of the functions."""
     plain = call if call.score_mod is None else replace(call, score_mod=None)
     return _PLANS[describe, device, plain, strided]
 
@@ -246,7 +246,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _common(call: AttentionCall, inputs: AttentionInputs, given: _Addressable) -> dict[str, int]:
-    """Return the addresses of the tensors that both passes read."""
+    """Addresses of the tensors that both passes read."""
     pointers = {"q": given.q.data_ptr(), "k": given.k.data_ptr(), "v": given.v.data_ptr()}
     if given.bias is not None:
         pointers["bias"] = given.bias.data_ptr()
@@ -266,7 +266,7 @@ def _fresh(call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None)
     """Allocate a result [.., heads, depth] whose tokens that belong to no sequence are zero.
 
     Args:
-        starts: Starts of packed sequences; None without packing.
+        starts: Packed sequence starts; None without packing.
     """
     shape = (*like.shape[:-1], depth)
     if starts is None or not call.padded_between:
@@ -278,7 +278,7 @@ def _fresh(call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None)
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
-    """Compute o = softmax(scale * q k^T + bias) v and the logarithm of the softmax's denominator."""
+    """Compute o = softmax(scale * q k^T + bias) v and the log of the softmax denominator."""
     given = _addressable(call, inputs)
     device = given.q.device
     plan = _plan(describe_forward, device.index, call, given.strided)
@@ -374,7 +374,7 @@ def backward(
         inner = (grad_output.float() * output.float()).sum(dim=-1)
         inner = inner.permute(1, 2, 0) if call.q_format == "sbhd" else inner.transpose(1, 2)
         share = torch.exp(inputs.sink[None, :, None] - stats)
-        # Rows of no token have no logarithm, and no output.
+        # Rows without a token have no logarithm, and no output.
         grad_sink = -torch.where(inner == 0.0, 0.0, share * inner).sum(dim=(0, 2))
     if not call.bias_gradient:
         grad_bias = None

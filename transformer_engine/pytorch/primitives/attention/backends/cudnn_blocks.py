@@ -1,4 +1,4 @@
-"""cuDNN's MXFP8 attention: from codes of q, k and v with block scales to an output in 16 bits, and its gradients.
+"""cuDNN's MXFP8 attention: from q, k and v codes with block scales to an output in 16 bits, and its gradients.
 
 Every product contracts blocks of 32 elements. Codes with blocks along d serve the products that contract d; codes with
 blocks along the sequence, which are quantized from the values, serve the products that contract tokens. The forward
@@ -54,8 +54,8 @@ TAKES = frozenset(
 E4M3 = torch.float8_e4m3fn
 _BLOCK = MXFP8.length
 _FIRST, _DETERMINISTIC = (9, 21, 0), (9, 18, 0)
-# Releases with wrong results: 9.23.0 and 9.23.1 in any call; 9.24 writes zeros to 16-bit outputs of several queries
-# and of 4096 keys or more without a band, which 9.25 corrects.
+# Releases with wrong results: 9.23.0 and 9.23.1 in any call; 9.24 writes zeros to 16-bit outputs
+# for several queries and 4096 keys or more without a band, which 9.25 corrects.
 _WRONG = ((9, 23, 0), (9, 23, 1))
 _ZEROS, _CORRECTED, _LONG = (9, 24, 0), (9, 25, 0), 4096
 
@@ -95,7 +95,7 @@ def _unsupported_library() -> str | None:
 
 
 def _unsupported_version(call: AttentionCall) -> str | None:
-    """Return the reason why the release of cuDNN does not support the call, or None."""
+    """Return the reason why the cuDNN release does not support the call, or None."""
     version = get_cudnn_version()
     found = f"cuDNN {_dotted(version)}"
     if version < _FIRST:
@@ -116,7 +116,7 @@ def _unsupported_version(call: AttentionCall) -> str | None:
 def _scale_shape(
     call: AttentionCall, heads: int, size: int, depth: int, along_tokens: bool
 ) -> tuple[int, ...]:
-    """Shape [b, h, s, d] of a tensor's scales, padded to whole tiles; size and depth are those of the tensor."""
+    """Shape [b, h, s, d] of a tensor's scales, padded to whole tiles; size and depth are the tensor's."""
     if along_tokens:
         return call.batch, heads, round_up(size // _BLOCK, TILE[1]), round_up(depth, TILE[0])
     return call.batch, heads, round_up(size, TILE[0]), round_up(depth // _BLOCK, TILE[1])
@@ -132,7 +132,7 @@ def _scales(tensors: Tensors, role: str, heads: int, depth: int, of_queries: boo
 
 
 def describe_forward(call: AttentionCall, strided: Strided, **where: Any) -> Description:
-    """Describe the graph from codes and scales of q, k and v to the output in 16 bits, and stats."""
+    """Describe the graph from q, k and v codes and scales to the output in 16 bits, and stats."""
     description = Description(E4M3, **where)
     tensors = Tensors(call, strided, description, E4M3)
     of_q, of_k = (call.heads, call.head_dim_qk, True), (call.groups, call.head_dim_qk, False)
@@ -156,7 +156,7 @@ def describe_forward(call: AttentionCall, strided: Strided, **where: Any) -> Des
 
 
 def describe_backward(call: AttentionCall, strided: Strided, **where: Any) -> Description:
-    """Describe the graph from codes with both kinds of blocks, output, grad_output and stats to 16-bit gradients."""
+    """Describe the graph from codes with both block directions, output, grad_output and stats to 16-bit gradients."""
     description = Description(E4M3, **where)
     tensors = Tensors(call, strided, description, E4M3)
     assert strided.grad_output is not None
@@ -204,7 +204,7 @@ class BlockCodes(NamedTuple):
 
     Attributes:
         codes: Codes in the shape of the tensor, [b, s, h, d] or [s, b, h, d], contiguous.
-        scales: Exponents uint8 in swizzled order, the memory of the shape of `_scale_shape`.
+        scales: Exponents uint8 in swizzled order, in memory shaped like `_scale_shape`.
     """
 
     codes: Tensor
@@ -218,11 +218,11 @@ def as_matrix_of_tokens(x: Tensor, tensor_format: str) -> Tensor:
 
 
 def block_codes(operand: Operand, shape: torch.Size, tensor_format: str, along_tokens: bool) -> BlockCodes:
-    """Arrange the codes of `as_matrix_of_tokens` as the kernels read them.
+    """Arrange codes from `as_matrix_of_tokens` as the kernels read them.
 
     Args:
-        operand: One direction of the quantized matrix: blocks along d, or along the tokens, which are contracted.
-        shape: Shape of the tensor.
+        operand: One quantized direction: blocks along d, or along the tokens, which are contracted.
+        shape: Tensor shape.
         tensor_format: "bshd" or "sbhd".
         along_tokens: The operand contracts tokens.
     """
@@ -250,7 +250,7 @@ _PLANS: Memory[tuple[Any, ...], CudnnPlan] = Memory(lambda key: planned(*key), M
 
 
 def _pointers(tensors: dict[str, BlockCodes]) -> dict[str, int]:
-    """Addresses of codes and scales by role."""
+    """Code and scale addresses by role."""
     found = {}
     for role, tensor in tensors.items():
         found[role] = tensor.codes.data_ptr()
@@ -259,7 +259,7 @@ def _pointers(tensors: dict[str, BlockCodes]) -> dict[str, int]:
 
 
 def forward(call: AttentionCall, q: BlockCodes, k: BlockCodes, v: BlockCodes) -> tuple[Tensor, Tensor | None]:
-    """Compute o [.., h, d_v] in the call's dtype and the logarithms of the softmax's denominators [b, h, s].
+    """Compute o [.., h, d_v] in the call's dtype and the logs of the softmax denominators [b, h, s].
 
     Args:
         call: The attention.
@@ -290,8 +290,8 @@ def backward(
         call: The attention.
         codes: By role, with blocks along d: q, k, v and grad_output_codes; along the tokens: q_t, k_t, grad_output_t.
         output: o [.., h, d_v], contiguous.
-        grad_output: do of the same shape, contiguous.
-        lse: Result of the forward pass.
+        grad_output: do in the same shape, contiguous.
+        lse: Forward-pass result.
     """
     device = output.device
     q, k, v = (codes[role].codes for role in ("q", "k", "v"))

@@ -1,4 +1,4 @@
-"""cuDNN's FP8 attention: from codes of q, k, v to codes of o; the softmax's numerators P are FP8 inside too.
+"""cuDNN's FP8 attention: from q, k, v codes to o codes; the softmax's numerators P are FP8 inside too.
 
 A value is code x descale. The kernel itself quantizes P and o, and dP, dq, dk, dv in the backward pass: it multiplies
 them by a scale and returns their largest magnitude before the multiplication as an amax.
@@ -33,15 +33,15 @@ TAKES = frozenset(
 )
 FORWARD_HEAD_SIZES = range(16, 257, 16)
 BACKWARD_HEAD_SIZE = 128
-# First versions on 10.x and 11.0 for heads of 192/128, for deterministic gradients, and for a scale from the tensor
-# itself: the original's rules. cuDNN 9.24 computes wrong zeros for outputs in 16 bits; the outputs of this package are
-# codes.
+# First versions on 10.x and 11.0 for heads of 192/128, for deterministic gradients, and for a scale
+# from the tensor itself: the original's rules. cuDNN 9.24 computes wrong zeros for outputs in 16
+# bits; this package's outputs are codes.
 _TWO_SIZES, _DETERMINISTIC, _CURRENT = (9, 21, 0), (9, 18, 0), (9, 14, 0)
 DECODED = "attention of the decoded tensors in 16 bits takes its place"
 
 
 class CudnnFP8Output(NamedTuple):
-    """Output codes [.., h, d_v]; lse as in Attended; amax float32 [2] of the output and of the softmax."""
+    """Output codes [.., h, d_v]; lse as in Attended; amax float32 [2] for output and softmax."""
 
     output: Tensor
     lse: Tensor | None
@@ -49,7 +49,7 @@ class CudnnFP8Output(NamedTuple):
 
 
 class CudnnFP8Gradients(NamedTuple):
-    """Codes of the gradients; amax float32 [4] of dq, dk, dv and dP."""
+    """Gradient codes; amax float32 [4] for dq, dk, dv and dP."""
 
     q: Tensor
     k: Tensor
@@ -73,7 +73,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def _unsupported_on_blackwell(call: AttentionCall) -> str | None:
-    """Return the reason why FP8 attention of compute capability 10.x and 11.0 does not support the call, or None."""
+    """Return the reason why FP8 attention on compute capability 10.x and 11.0 does not support the call, or None."""
     sizes = call.head_dim_qk, call.head_dim_v
     if max(sizes) > 128 and sizes != (192, 128):
         return (
@@ -117,7 +117,7 @@ def fp8_options(tensors: Tensors) -> dict[str, Any]:
 def describe_forward(
     call: AttentionCall, strided: Strided, code: torch.dtype, output_code: torch.dtype, **where: Any
 ) -> Description:
-    """Describe the graph from codes of q, k, v to codes of the output, stats, and amaxes of output and softmax."""
+    """Describe the graph from q, k, v codes to output codes, stats, and the output and softmax amaxes."""
     description = Description(code, **where)
     tensors = Tensors(call, strided, description, code)
     output, stats, amax_s, amax_output = description.graph.sdpa_fp8(
@@ -150,7 +150,7 @@ def describe_backward(
     grad_code: torch.dtype,
     **where: Any,
 ) -> Description:
-    """Describe the graph from codes of q, k, v, output, grad_output and stats to codes of dq, dk, dv, and amaxes."""
+    """Describe the graph from codes of q, k, v, output and grad_output, and stats, to dq, dk, dv codes and amaxes."""
     description = Description(code, **where)
     tensors = Tensors(call, strided, description, code)
     assert strided.grad_output is not None
@@ -188,7 +188,7 @@ _PLANS: Memory[tuple[Any, ...], CudnnPlan] = Memory(lambda key: planned(*key), M
 
 
 def _common(call: AttentionCall, codes: Sequence[Tensor], inputs: AttentionInputs) -> dict[str, int]:
-    """Return the addresses of the tensors that both passes read."""
+    """Addresses of the tensors that both passes read."""
     q, k, v = codes
     pointers = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
     if call.mask.padding:
@@ -205,11 +205,11 @@ def forward(
     scalars: Mapping[str, int],
     output_code: torch.dtype,
 ) -> CudnnFP8Output:
-    """Compute the FP8 attention of codes of q, k and v.
+    """Compute FP8 attention from codes of q, k and v.
 
     Args:
-        scalars: Addresses of float32 numbers on the device: descale_q, descale_k, descale_v, descale_s, scale_s and
-            scale_output.
+        scalars: Device addresses of float32 numbers: descale_q, descale_k, descale_v, descale_s,
+            scale_s and scale_output.
     """
     q, k, v = codes
     device = q.device

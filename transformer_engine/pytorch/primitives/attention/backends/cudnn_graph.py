@@ -1,7 +1,7 @@
 """plan.run(pointers): a cuDNN graph that is planned once for its shapes and strides, and then run on addresses.
 
-A graph is described tensor by tensor under the names of `ROLES`. A warm call makes one library call with a list of
-integers, without tensor objects and attribute accesses.
+A graph is described tensor by tensor under the `ROLES` names. A warm call makes one library call
+with a list of integers, without tensor objects and attribute accesses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ....runtime.device import get_cudnn_version, is_current_device
 from ....runtime.device_tables import keep_if_captured
 from . import cudnn_store
 
-# The unique ids of a graph's tensors are numbers of a fixed table of roles, which therefore has an end.
+# A graph's unique tensor ids are numbers from a fixed role table, which therefore has an end.
 MOST_SCORE_MOD_TENSORS = 64
 
 ROLES = (
@@ -34,7 +34,7 @@ ROLES = (
     *("descale_dp", "scale_s", "scale_output", "scale_grad_q", "scale_grad_k", "scale_grad_v", "scale_dp"),
     *("amax_s", "amax_output", "amax_grad_q", "amax_grad_k", "amax_grad_v", "amax_dp"),
     *(f"score_mod_{index}" for index in range(MOST_SCORE_MOD_TENSORS)),
-    # Codes of MXFP8 with blocks along the sequence, and of the output gradient in 16 bits.
+    # MXFP8 codes with blocks along the sequence, and of the output gradient in 16 bits.
     *("q_t", "k_t", "grad_output_codes", "grad_output_t"),
     *("descale_q_t", "descale_k_t", "descale_grad_output_t"),
 )
@@ -43,8 +43,8 @@ _FIRST_OFFSET = 1000
 
 REMEDY = "pip install 'nvidia-cudnn-frontend>=1.23,<2'"
 
-# Plans in a process before all are dropped. A dropped plan unloads its kernels, which captured CUDA graphs still use:
-# the limit is for lengths that occur only once, not for the shapes of a model.
+# Plans in a process before all are dropped. A dropped plan unloads its kernels, which captured CUDA
+# graphs still use: the limit is for lengths that occur only once, not for the shapes of a model.
 MOST_PLANS = 4096
 
 Strides = tuple[int, ...]
@@ -113,7 +113,7 @@ def missing_name(module: Any) -> str | None:
 
 @functools.cache
 def data_type(dtype: torch.dtype) -> Any:
-    """Return cuDNN's name of a dtype."""
+    """Return cuDNN's name for a dtype."""
     names = {
         torch.bfloat16: "BFLOAT16",
         torch.float16: "HALF",
@@ -128,7 +128,7 @@ def data_type(dtype: torch.dtype) -> Any:
 
 
 class _Handles(threading.local):
-    """This thread's library handle of each device, and the handle's present stream."""
+    """This thread's library handle per device, and the handle's present stream."""
 
     def __init__(self) -> None:
         self.of_device: dict[int, tuple[int, int]] = {}
@@ -179,7 +179,7 @@ class Description:
 
         Args:
             on_host: A number whose host address is passed.
-            swizzled: Block scales in the order of matrix instructions, tiles of 128 x 4.
+            swizzled: Block scales in matrix-instruction order, tiles of 128 x 4.
         """
         self.roles.append(role)
         order = {"reordering_type": library().tensor_reordering.F8_128x4} if swizzled else {}
@@ -216,7 +216,7 @@ class Description:
             tensor.set_ragged_offset(ragged)
 
     def offset(self, side: str, step: int, batch: int) -> Any:
-        """Return the start of each sequence in elements: starts of a side ("q" or "kv") x the elements of a token."""
+        """Return sequence starts in elements: a side's starts ("q" or "kv") x the elements per token."""
         known = self.offsets.get((side, step))
         if known is None:
             known = self.graph.tensor(
@@ -270,7 +270,7 @@ class CudnnPlan:
                 self.run(pointers, device, offsets)
             return
         keep_if_captured(self, device)  # the library may unload the kernels of a plan that no cache holds
-        # Allocated by torch for each call: ordered by the stream, and part of a captured CUDA graph's pool.
+        # Allocated by torch for each call: ordered by the stream, and in a captured CUDA graph's pool.
         space = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
         addresses = [pointers[role] for role in self.roles]
         addresses += offsets
@@ -281,7 +281,7 @@ class CudnnPlan:
 
 
 def planned(describe: Callable[..., Description], device: int, *arguments: Any) -> CudnnPlan:
-    """Return the plan of describe(*arguments) on a device, from disk if stored there, unless TE_CUDNN_PLAN_CACHE=0.
+    """Return the plan for describe(*arguments) on a device, from disk if stored there, unless TE_CUDNN_PLAN_CACHE=0.
 
     Raises:
         RuntimeError: The library has no engine for the graph; the message contains its reason.
@@ -326,7 +326,7 @@ def _library_errors() -> tuple[type[Exception], ...]:
 
 
 def _restored(path: Path, description: Description, device: int) -> CudnnPlan | None:
-    """Return the plan in a file if its tensors are those of the description; otherwise None."""
+    """Return the plan in a file if its tensors match the description; otherwise None."""
     kept = cudnn_store.read(path)
     if kept is None:
         return None
@@ -372,7 +372,7 @@ def _steps(device: torch.device, steps: tuple[int, ...]) -> Tensor:
 def ragged_offsets(
     plan: CudnnPlan, starts_q: Tensor | None, starts_kv: Tensor | None
 ) -> tuple[list[int], list[Tensor]]:
-    """Return addresses of starts x step for each of the plan's offsets, and the tensors that own them."""
+    """Return addresses of starts x step for each plan offset, and the tensors that own them."""
     if not plan.offsets:
         return [], []
     if starts_q is not None and starts_q is starts_kv:
@@ -390,7 +390,7 @@ def ragged_offsets(
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """Return the strides of a contiguous tensor."""
+    """Return contiguous strides."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)

@@ -1,7 +1,7 @@
-"""cuDNN's graphs of o = softmax(scale * q k^T + bias) v and of its gradients, for one call and its strides.
+"""cuDNN's graphs for o = softmax(scale * q k^T + bias) v and its gradients, for one call and its strides.
 
-Every tensor is described as [b, heads, s, d] with the strides it has, so that no layout needs a copy. Sequences of
-a thd tensor are ragged: where each begins is read on the device.
+Every tensor is described as [b, heads, s, d] with the strides it has, so that no layout needs a
+copy. thd sequences are ragged: where each begins is read on the device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Strided(NamedTuple):
     """Strides of the tensors of a call in their own formats.
 
     Attributes:
-        tokens_q, tokens_kv: Tokens of packed sequences, rounded up.
-        pages, columns: Extents of a paged cache and of its table.
-        modifier: Graph of the score_mod with the facts of its tensors.
+        tokens_q, tokens_kv: Packed token counts, rounded up.
+        pages, columns: Extents of a paged cache and its table.
+        modifier: score_mod graph with its tensor metadata.
     """
 
     q: Strides
@@ -40,7 +40,7 @@ class Strided(NamedTuple):
 
 
 def as_bhsd(tensor_format: str, strides: Strides, size: int) -> Strides:
-    """Return the strides of [b, h, s, d] for a tensor in one of the formats; sequences of thd are ragged."""
+    """Return [b, h, s, d] strides for a tensor in one of the formats; thd sequences are ragged."""
     if tensor_format == "sbhd":
         return strides[1], strides[2], strides[0], strides[3]
     if tensor_format == "bshd":
@@ -49,7 +49,7 @@ def as_bhsd(tensor_format: str, strides: Strides, size: int) -> Strides:
 
 
 def extents(call: AttentionCall) -> tuple[int, int]:
-    """Return the sequence lengths of a plan; those of packed sequences are rounded up, so that plans are shared."""
+    """Return the sequence lengths of a plan; packed lengths are rounded up, so that plans are shared."""
     size_q = _bucket(call.seqlen_q) if call.q_format == "thd" else call.seqlen_q
     return size_q, _bucket(call.seqlen_kv) if call.kv_format == "thd" else call.seqlen_kv
 
@@ -60,7 +60,7 @@ def _bucket(size: int) -> int:
 
 
 def bucketed_tokens(tokens: int) -> int:
-    """Return the number of packed tokens for which a plan has workspace."""
+    """Return the packed token count for which a plan has workspace."""
     return _bucket(max(tokens, 1))
 
 
@@ -97,7 +97,7 @@ class Tensors:
         result: Any = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """Describe q, k, v, a gradient or another tensor of such a shape; with `result`, as an output."""
+        """Describe q, k, v, a gradient or another tensor with such a shape; with `result`, as an output."""
         dtype = self.dtype if dtype is None else dtype
         call, tensor_format = self.call, self.call.q_format if of_queries else self.call.kv_format
         size = self.size_q if of_queries else self.size_kv
@@ -111,19 +111,19 @@ class Tensors:
         return self.description.output(role, result, shape, placed, dtype, ragged)
 
     def dense(self, role: str, heads: int, depth: int, of_queries: bool, *result: Any, **dtype: Any) -> Any:
-        """Describe a contiguous tensor of such a shape."""
+        """Describe a contiguous tensor with such a shape."""
         tensor_format = self.call.q_format if of_queries else self.call.kv_format
         size = self.call.seqlen_q if of_queries else self.call.seqlen_kv
         shape = format_shape(tensor_format, self.call.batch, size, heads, depth, 1)
         return self.given(role, heads, depth, contiguous_strides(shape), of_queries, *result, **dtype)
 
     def paged(self, role: str, depth: int, strides: Strides) -> Any:
-        """Describe the keys or values of a paged cache [pages, page_size, g, d]."""
+        """Describe the paged keys or values [pages, page_size, g, d]."""
         shape = (self.strided.pages, self.call.groups, self.call.page_size, depth)
         return self.description.tensor(role, shape, as_bhsd("bshd", strides, 0), self.call.dtype)
 
     def row_statistics(self) -> tuple[Shape, Strides, Any]:
-        """Return shape, strides and raggedness of one float32 number per row: [b, h, s], for thd [t, h]."""
+        """Shape, strides and raggedness for one float32 number per row: [b, h, s], for thd [t, h]."""
         call = self.call
         shape = (call.batch, call.heads, self.size_q, 1)
         if call.q_format != "thd":
@@ -180,7 +180,7 @@ def has_sink_gradient(call: AttentionCall) -> bool:
 def describe_forward(call: AttentionCall, strided: Strided, **where: Any) -> Description:
     """Describe the graph from q, k, v to the output and stats.
 
-    stats are the float32 logarithm of the softmax's denominator, or its two parts for max_logit.
+    stats are the float32 log of the softmax denominator, or its two parts for max_logit.
     """
     description = Description(call.dtype, **where)
     tensors = Tensors(call, strided, description)

@@ -1,9 +1,9 @@
-"""Functions of the scores as a part of cuDNN's graphs: which calls they support, their tensors and their callbacks.
+"""Score functions inside cuDNN's graphs: supported calls, their tensors and callbacks.
 
 A function is score_mod(graph, score, tensors), or the softcap of a call.
 
-The library calls back with its own graph while it builds a plan. The callbacks repeat the recorded program, and never
-call the user's functions: a plan is a function of the program, of the attention and of the facts of the tensors.
+The library calls back with its own graph while it builds a plan. The callbacks repeat the recorded program,
+and never call the user's functions: a plan depends on the program, the attention and the tensor metadata.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ScoreModTensor(NamedTuple):
-    """Facts of a tensor of a score_mod; shape and strides have 4 dimensions, which broadcast with [b, h, s_q, s_kv].
+    """Metadata of a score_mod tensor; shape and strides have 4 dimensions, which broadcast with [b, h, s_q, s_kv].
 
     Attributes:
         number: Number of the tensor in the program.
@@ -51,7 +51,7 @@ class ScoreModTensor(NamedTuple):
 
 
 class Modifier(NamedTuple):
-    """A program with the facts of its tensors: everything that a plan with a score_mod depends on."""
+    """A program with its tensor metadata: everything that a plan with a score_mod depends on."""
 
     program: ScoreProgram
     operands: tuple[ScoreModTensor, ...]
@@ -95,7 +95,7 @@ def _recorded(call: AttentionCall) -> RecordedScoreMod | None:
 
 @functools.lru_cache(maxsize=64)
 def _softcap(limit: float) -> RecordedScoreMod:
-    """Return the record of limit * tanh(score / limit) and its derivative."""
+    """Record limit * tanh(score / limit) and its derivative."""
 
     class Softcap:
         def forward(self, graph: Any, score: Any, tensors: Any) -> Any:
@@ -157,7 +157,7 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
 
 
 def _unsupported_tensors(call: AttentionCall, score_mod: RecordedScoreMod) -> str | None:
-    """Return the reason why the tensors of a score_mod are unsupported, or None."""
+    """Return the reason why score_mod tensors are unsupported, or None."""
     tensors = score_mod.operands()
     if len(tensors) > MOST_SCORE_MOD_TENSORS:
         return f"{len(tensors)} tensors of a score_mod; it takes at most {MOST_SCORE_MOD_TENSORS}"
@@ -179,18 +179,18 @@ def _unsupported_tensors(call: AttentionCall, score_mod: RecordedScoreMod) -> st
         one_row = tensor.shape[2] == 1 or tensor.stride(2) == 0
         columns = tensor.shape[3] > 1 and tensor.stride(3) != 0
         if call.needs_gradient and call.seqlen_q > 1 and one_row and columns:
-            # cuDNN 9.19 on an H200: gradients with a relative error of 0.9, while the output is correct.
+            # cuDNN 9.19 on an H200: gradients with relative error 0.9, while the output is correct.
             return f"gradients with {name} {list(tensor.shape)}, one row for all queries; give a row for each"
         if tensor.shape[0] > 1 and tensor.stride(0) != 0 and one_row and not columns:
-            # cuDNN 9.19 on an H200: values with a relative error of 0.1 to 0.9.
+            # cuDNN 9.19 on an H200: values with relative errors from 0.1 to 0.9.
             return f"{name} {list(tensor.shape)}, one number for each sequence; give one for each query"
     return None
 
 
 def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier | None, tuple[Tensor, ...]]:
-    """Return the modifier of a supported call, and the tensors in the order of its operands.
+    """Return the modifier for a supported call, and the tensors in operand order.
 
-    A tensor of one element on the host stays there, in float32; other tensors on the host are copied to the device.
+    A one-element tensor on the host stays there, in float32; other tensors on the host are copied to the device.
     """
     score_mod = _recorded(call)
     if score_mod is None:
@@ -210,7 +210,7 @@ def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier |
             if stride == 0:
                 tensor = tensor.narrow(axis, 0, 1)
         tensor = tensor.contiguous()
-        # The library reads strides of dimensions of one element too, where tensor.stride() is arbitrary.
+        # The library reads the strides of one-element dimensions too, where tensor.stride() is arbitrary.
         strides = contiguous_strides(tensor.shape)
         operands.append(ScoreModTensor(number, tuple(tensor.shape), strides, tensor.dtype, on_host))
         tensors.append(tensor)

@@ -1,7 +1,7 @@
 """stored = read(locate(...)): cuDNN's plans as files, which later processes of the same user read instead of building.
 
-The content of a file is the size of the workspace (8 bytes) and the library's own bytes. The key contains all inputs of
-the plan, and the source files that describe graphs.
+A file contains the workspace size (8 bytes) and the library's own bytes. The key contains all
+inputs of the plan, and the source files that describe graphs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SOURCES = (
 
 
 class StoredPlan(NamedTuple):
-    """A plan on disk: bytes of its workspace, and the library's serialization."""
+    """A plan on disk: its workspace bytes, and the library's serialization."""
 
     workspace: int
     serialized: bytes
@@ -53,7 +53,7 @@ def source_digest() -> str:
 
 
 def locate(*parts: object) -> Path | None:
-    """Return the file of a plan that depends on `parts`, by their text; None if it cannot be stored."""
+    """Return the file for a plan that depends on `parts`, by their text; None if it cannot be stored."""
     try:
         digest = source_digest()
     except (OSError, RuntimeError) as error:

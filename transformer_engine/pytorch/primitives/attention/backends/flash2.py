@@ -32,8 +32,8 @@ WINDOWS, ALIBI, DETERMINISTIC, SOFTCAP = (
     (2, 4, 1),
     (2, 6, 0),
 )  # releases from which the package has an option
-# The first release with kernels for 10.0 and higher, if it was built with CUDA 12.8; and the first whose gradients of
-# heads above 192 fit into 99 KiB of shared memory, without dropout.
+# The first release with kernels for 10.0 and higher, if it was built with CUDA 12.8; and the first
+# whose gradients for heads above 192 fit into 99 KiB of shared memory, without dropout.
 BLACKWELL, SMALL_GRADIENTS = (2, 7, 3), (2, 5, 5)
 _WIDE_HEAD = 192
 TAKES = FLASH | {Feature.ALIBI, Feature.DROPOUT, Feature.SOFTCAP}
@@ -49,7 +49,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def is_supported(version: str) -> bool:
-    """Return whether this backend supports a release of flash-attn 2."""
+    """Return whether this backend supports a flash-attn 2 release."""
     return FIRST <= release(version) < END
 
 

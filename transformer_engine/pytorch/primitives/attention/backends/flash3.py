@@ -27,7 +27,7 @@ _FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func")
 @constant_while_tracing
 @functools.cache
 def _without_softcap() -> str | None:
-    """Name of a function of the package without the argument softcap, or None."""
+    """Name of a package function without the argument softcap, or None."""
     import flash_attn_interface  # pyright: ignore[reportMissingImports]
 
     for name in _FUNCTIONS:

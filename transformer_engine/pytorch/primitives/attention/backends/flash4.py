@@ -1,7 +1,7 @@
 """FlashAttention-4, kernels in the CuTe DSL (package flash-attn-4) for Hopper and Blackwell.
 
-The first of equal calls compiles a kernel in 3 to 10 seconds. Diagonals end at the last query and key. The library
-does not write rows behind the length of a sequence, so those are allocated as zeros.
+The first of equal calls compiles a kernel in 3 to 10 seconds. Diagonals end at the last query and key. The
+library does not write rows behind the length of a sequence, so those are allocated as zeros.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TAKES = FLASH | {
     Feature.CACHED,
     Feature.PAGED,
 }
-# Version 4.0.0b36 gives wrong gradients for heads of size 40 on Hopper.
+# Version 4.0.0b36 gives wrong gradients for head size 40 on Hopper.
 _MULTIPLE = 32
 
 
@@ -97,7 +97,7 @@ def _unsupported_softcap(call: AttentionCall) -> str | None:
     return optional.failure("flash_attn.cute.utils", *names)
 
 
-# The library compiles one kernel per score function, and computes the hash of a new function from its source.
+# The library compiles one kernel per score function, and hashes the source of a new function.
 @functools.lru_cache(maxsize=64)
 def _score_functions(softcap: float) -> tuple[Any, Any]:
     """Return the library's functions softcap * tanh(score / softcap) and its derivative, cached by the softcap."""

@@ -1,7 +1,7 @@
 """torch.nn.attention.flex_attention: kernels that torch.compile generates for any bias, mask and score_mod.
 
-The first of equal calls compiles for many seconds. Bands without lengths become block masks, so that hidden blocks are
-skipped; everything else is part of the function that modifies the scores.
+The first of equal calls compiles for many seconds. Bands without lengths become block masks, so
+that hidden blocks are skipped; everything else goes into the function that modifies the scores.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _compiled_once() -> Callable[..., Any]:
 
 
 def _band(call: AttentionCall, device: torch.device) -> BlockMask:
-    """Return the visible blocks of a band, for sequences of one length."""
+    """Return the visible blocks of a band, for equally long sequences."""
     return keep_if_captured(_blocks_of_band(call, device), device)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .....common.hardware import Capability
 from ..call import AttentionCall, Feature
 
-# Masks of bands and sequences packed without gaps, with diagonals that end at the last query and key.
+# Band masks and sequences packed without gaps, with diagonals that end at the last query and key.
 FLASH = frozenset(
     {Feature.PACKED, Feature.WINDOW, Feature.BOTTOM_RIGHT, Feature.GROUPS, Feature.DETERMINISTIC}
 )
@@ -17,13 +17,13 @@ WITHOUT_DETERMINISM = (
 
 
 def unsupported_by_environment(call: AttentionCall, capability: Capability, other_kind: str) -> str | None:
-    """Return the reason why switches, device or hardware exclude a kernel of cuDNN; None if they do not.
+    """Return the reason why switches, device or hardware exclude a cuDNN kernel; None if they do not.
 
     Args:
         call: The call.
         capability: Capability that the kernel needs.
-        other_kind: Value of NVTE_FUSED_ATTN_BACKEND that selects kernels of the other precision: "1" selects 16-bit
-            kernels, "2" FP8 kernels.
+        other_kind: Value of NVTE_FUSED_ATTN_BACKEND that selects kernels of the other precision:
+            "1" selects 16-bit kernels, "2" FP8 kernels.
     """
     if not call.switches.fused:
         return "NVTE_FUSED_ATTN=0"
@@ -47,7 +47,7 @@ def unsupported_beyond_flash(call: AttentionCall, largest_head: int, multiple: i
 
 
 def unsupported_by_cudnn(call: AttentionCall, version: tuple[int, int, int]) -> str | None:
-    """Return the reason why a version of cuDNN has no 16-bit attention for a call on its GPU, or None."""
+    """Return the reason why a cuDNN version has no 16-bit attention for a call on its GPU, or None."""
     hardware = call.hardware
     if version < hardware.cudnn:
         found, first = (".".join(map(str, each)) for each in (version, hardware.cudnn))

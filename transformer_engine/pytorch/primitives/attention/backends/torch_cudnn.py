@@ -41,7 +41,7 @@ def backward(
     assert attended.lse is not None
     form = call.q_format
     q, k, v = (heads_first(form, x) for x in inputs[:3])
-    nothing = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout that is 0
+    nothing = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset for dropout 0
     found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         heads_first(form, grad_output),
         q,

@@ -1,4 +1,4 @@
-"""The FlashAttention-2 kernels of PyTorch (aten::_flash_attention_forward): any NVIDIA GPU from Ampere on."""
+"""PyTorch's FlashAttention-2 kernels (aten::_flash_attention_forward): any NVIDIA GPU from Ampere on."""
 
 from __future__ import annotations
 

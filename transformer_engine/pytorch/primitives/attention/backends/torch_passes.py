@@ -1,4 +1,4 @@
-"""forward, backward = torch_passes(call, inputs): the kernels of torch's own attention as separate passes.
+"""forward, backward = torch_passes(call, inputs): torch's own attention kernels as separate passes.
 
 `scaled_dot_product_attention` chooses among libraries by shapes, strides and torch's switches, and couples both passes
 in its own autograd nodes. A node that computes more than an attention makes the same choice and calls the same kernels.
@@ -25,7 +25,7 @@ Key = tuple[Any, ...]
 
 
 def torch_passes(call: AttentionCall, inputs: AttentionInputs) -> Passes | None:
-    """Return the passes of dense q, k, v without dropout; None if torch has no separate ones."""
+    """Return the passes for dense q, k, v without dropout; None if torch has no separate ones."""
     q, k, v = inputs.q, inputs.k, inputs.v
     has = torch._C
     return _CHOSEN[

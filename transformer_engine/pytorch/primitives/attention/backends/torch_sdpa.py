@@ -99,7 +99,7 @@ def _as_recorded(
 
 
 def _named(out: Tensor, *inputs: Tensor) -> None:
-    """Raise for a second derivative with this backend's name: torch's error has the name of its kernel's gradient."""
+    """Raise for a second derivative with this backend's name: torch's error names its kernel's gradient."""
     if torch.compiler.is_compiling():  # which traces no node
         return
     node = out.grad_fn
@@ -109,7 +109,7 @@ def _named(out: Tensor, *inputs: Tensor) -> None:
 
 def _guarded(out: Tensor) -> AttentionResult:
     if out.is_cuda and out.requires_grad and not torch.compiler.is_compiling():
-        # On a GPU torch 2.11 reads a gradient that is a slice of wider rows as if it were contiguous.
+        # On a GPU torch 2.11 reads a gradient sliced from wider rows as if it were contiguous.
         out.register_hook(Tensor.contiguous)
     return AttentionResult(out)
 

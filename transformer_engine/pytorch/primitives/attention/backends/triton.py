@@ -1,8 +1,8 @@
-"""Triton kernels of this project: every mask, bias, softmax and layout.
+"""This project's Triton kernels: every mask, bias, softmax and layout.
 
-No matrix of size s_q x s_kv is allocated. Tensors are read by their strides, packed sequences in place, cached keys
-through their page table. Both passes are bitwise repeatable. A few queries to many keys are computed by
-`triton_decode`.
+No s_q x s_kv matrix is allocated. Tensors are read by their strides, packed sequences in place,
+cached keys through their page table. Both passes are bitwise repeatable. A few queries to many keys
+are computed by `triton_decode`.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
         return triton_decode.forward(call, inputs)
     sources, q = _sources(call, inputs), inputs.q
     launch = _forward_launch(call, strides(call, inputs), q.get_device())
-    make = torch.zeros if call.packed else torch.empty  # packed: tokens of no sequence are not visited
+    make = torch.zeros if call.packed else torch.empty  # packed: tokens outside the sequences are not visited
     out = make((*q.shape[:-1], call.head_dim_v), dtype=q.dtype, device=q.device)
     lse = None
     if call.needs_gradient and call.packed:
-        # lse [h, t] is a view of [t, h], so that its strides do not change with t.
+        # lse [h, t] is a [t, h] view, so that its strides do not change with t.
         lse = torch.full((q.shape[0], call.heads), -torch.inf, dtype=torch.float32, device=q.device).t()
     elif call.needs_gradient:
         lse = q.new_empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32)
@@ -135,7 +135,7 @@ class _BackwardPlan(NamedTuple):
     Attributes:
         parts: Programs that share the query heads of a group while they iterate over keys.
         sink_parts: Partial sums per head of the gradient of a sink.
-        bias_shape: Shape of the bias's gradient, or of its partial sums; () without a gradient.
+        bias_shape: Shape of the bias gradient or its partial sums; () without a gradient.
     """
 
     program: Program
@@ -145,7 +145,7 @@ class _BackwardPlan(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """Results of the launches, in their order."""
+    """Launch results, in order."""
 
     delta: Tensor
     sink: Tensor | None

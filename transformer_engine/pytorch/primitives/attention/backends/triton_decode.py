@@ -1,4 +1,4 @@
-"""Attention of a few queries to a long cache, which all multiprocessors read once, for any batch size."""
+"""Attention from a few queries to a long cache, which all multiprocessors read once, for any batch size."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def takes(call: AttentionCall) -> bool:
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
-    """Compute the output, without lse, of a call that `takes` supports."""
+    """Compute the output, without lse, for a call that `takes` supports."""
     q = inputs.q
     program = _program(call, strides(call, inputs), q.get_device())
-    make = torch.zeros if call.packed else torch.empty  # packed: tokens of no sequence are not visited
+    make = torch.zeros if call.packed else torch.empty  # packed: tokens outside the sequences are not visited
     out = make((*q.shape[:-1], call.head_dim_v), dtype=q.dtype, device=q.device)
     perform(program, (*inputs[:7], inputs.slopes, inputs.page_table, inputs.sink, out))
     return Attended(out)

@@ -27,7 +27,7 @@ class Strides(NamedTuple):
 
 
 def strides(call: AttentionCall, inputs: AttentionInputs) -> Strides:
-    """Return the strides of a call's tensors."""
+    """Strides of a call's tensors."""
     masked, bias, slopes, pages = inputs.masked, inputs.bias, inputs.slopes, inputs.page_table
     return Strides(
         inputs.q.stride(),
@@ -49,7 +49,7 @@ def as_bytes(mask: Tensor | None, flat: bool) -> Tensor | None:
 
 
 def triple(tensor_format: str, given: tuple[int, ...]) -> Triple:
-    """Return the (batch, token, head) strides of a tensor [.., h, d]."""
+    """(batch, token, head) strides of a tensor [.., h, d]."""
     if tensor_format == "thd":
         return 0, given[0], given[1]
     batch, token = (given[1], given[0]) if tensor_format == "sbhd" else (given[0], given[1])
@@ -57,14 +57,14 @@ def triple(tensor_format: str, given: tuple[int, ...]) -> Triple:
 
 
 def contiguous_triple(tensor_format: str, batch: int, size: int, heads: int, width: int) -> Triple:
-    """Return the (batch, token, head) strides of a contiguous tensor [.., heads, width]."""
+    """(batch, token, head) strides of a contiguous tensor [.., heads, width]."""
     if tensor_format == "sbhd":
         return heads * width, batch * heads * width, width
     return (0 if tensor_format == "thd" else size * heads * width), heads * width, width
 
 
 def lse_triple(call: AttentionCall, given: tuple[int, ...] | None) -> Triple:
-    """Return the (batch, token, head) strides of lse [b, h, s_q], or [h, t]; None: as the forward pass allocates it."""
+    """(batch, token, head) strides of lse [b, h, s_q], or [h, t]; None: as the forward pass allocates it."""
     if call.packed:
         head, token = (1, call.heads) if given is None else given
         return 0, token, head
@@ -76,7 +76,7 @@ def lse_triple(call: AttentionCall, given: tuple[int, ...] | None) -> Triple:
 def problem(
     call: AttentionCall, given: Strides, out: Triple, lse: Triple, shared_memory: int
 ) -> AttentionProblem:
-    """Return a call as the kernels' numbers; out: strides of the output, in the backward pass those of its gradient."""
+    """Return a call as the kernels' numbers; out: the output's strides, in the backward pass its gradient's strides."""
     left, right = call.mask.window
     varied = call.bias != "no_bias" or call.mask.arbitrary or call.padding_tensors or call.dropout > 0.0
     return AttentionProblem(
@@ -109,7 +109,7 @@ def problem(
 
 
 def _broadcast(shape: tuple[int, ...] | None, given: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Return strides over [b, h, i, j] of a tensor that broadcasts to it: 0 for an axis of one element or none."""
+    """Return a tensor's strides when broadcast to [b, h, i, j]: 0 for a missing or one-element axis."""
     own = [0 if size == 1 else stride for size, stride in zip(shape or (), given, strict=True)]
     b, h, i, j = [0] * (4 - len(own)) + own
     return b, h, i, j

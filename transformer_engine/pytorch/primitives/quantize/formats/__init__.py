@@ -1,4 +1,4 @@
-"""FORMATS[name]: every file of this folder gives the rows of its formats; the folder is the table."""
+"""FORMATS[name]: every file in this folder gives the rows for its formats; the folder is the table."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""codes [R, K] = saturate(x * scale of its tile), tiles of 1 x 128 or 128 x 128, scales in float32.
+"""codes [R, K] = saturate(x * scale of its tile), 1 x 128 or 128 x 128 tiles, scales in float32.
 
-The scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+DeepSeek-V3's scheme (arXiv:2412.19437, section 3.3).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..tile_scaled import tile_scaled
 
 
 def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
-    """Return codes [R, K] of x [R, K], and decode scales float32 [ceil(R/r), ceil(K/128)]."""
+    """Encode x [R, K] to codes [R, K] and decode scales float32 [ceil(R/r), ceil(K/128)]."""
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile)
     scale = scale_from_amax(
@@ -75,7 +75,7 @@ ROWS = (
         empty_scale=lambda x, rows, depth: x.new_empty((ceil_div(depth, 128), rows), dtype=torch.float32).t(),
     ),
     tile_scaled(BLOCK_2D, encode, launch=_square_blocks),
-    # Formats of operands only: specs have the option `power_of_two`.
+    # Formats for operands only: specs have the option `power_of_two`.
     tile_scaled(BLOCK_1D_POWERS, encode),
     tile_scaled(BLOCK_2D_POWERS, encode),
 )

@@ -15,10 +15,10 @@ from ..spec import CODE_DTYPES, Quantized, QuantizeRequest, QuantizeSpec
 
 
 def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
-    """Return codes of x [M, K] in the directions of spec, one scale [1] for both, and the maximum."""
+    """Quantize x [M, K] in the directions of spec, with one scale [1] for both, and return the maximum too."""
     multiplier, amax, record = given.multiplier, given.amax, given.record
     if x.device.type == "meta":
-        # The states of delayed scaling have values, which a matrix without values does not change.
+        # Delayed-scaling states have values, which a matrix without values does not change.
         multiplier, record = [None if t is None else t.to("meta") for t in (multiplier, record)]
     if amax is None:
         amax = absolute_maximum(x)

@@ -17,7 +17,7 @@ from ..tile_scaled import tile_scaled
 
 
 def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
-    """Return codes [R, K] of x [R, K], and exponents uint8 [ceil(R/r), ceil(K/32)], one per tile of r x 32."""
+    """Encode x [R, K] to codes [R, K] and exponents uint8 [ceil(R/r), ceil(K/32)], one per r x 32 tile."""
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile)
     exponents = e8m0_from_float(tiles.tile_amax(cut) * (1.0 / spec.element.maximum))

@@ -1,7 +1,7 @@
 """NVFP4: codes [R, K] = e2m1(x / (s * g)), an E4M3 scale s per 16 elements and a float32 scale g per matrix or row.
 
-Two-level scaling of "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149). The variants, "4over6" and a
-second level per row, are described in `common/formats.py` and in docs/numerics.md.
+Two-level scaling from "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149). The variants,
+"4over6" and a second level per row, are described in `common/formats.py` and in docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..tile_scaled import scale_a_row
 
 
 def _range(form: TensorFormat) -> float:
-    """Return 6 times the largest block scale: the quotient of a matrix's maximum and its second-level scale."""
+    """Return 6 times the largest block scale: a matrix's maximum divided by its second-level scale."""
     assert form.unit_amax is not None
     return form.unit_amax
 
@@ -63,7 +63,7 @@ def encode(
 
 
 def _multiplier(block_scale: Tensor, encode_scale: Tensor) -> Tensor:
-    """Return the multiplier of a block's values, 1 / (block scale / S), at most FLOAT32_MAX."""
+    """Return the multiplier for a block's values, 1 / (block scale / S), at most FLOAT32_MAX."""
     multiplier = (block_scale.to(torch.float32) * encode_scale.reciprocal()).reciprocal()
     return multiplier.clamp(max=float32_max())
 
@@ -73,7 +73,7 @@ def _four_or_six(
 ) -> tuple[Tensor, Tensor]:
     """Return codes and block scales with each tile's maximum mapped to 6, or to 4 if that makes a smaller error.
 
-    A NaN error, of a tile or matrix that is not finite, is never smaller: such tiles map their maximum to 6.
+    A NaN error, from a tile or matrix that is not finite, is never smaller: such tiles map their maximum to 6.
     """
     tile_amax = tiles.tile_amax(cut)
     base = torch.div(tile_amax, torch.full_like(tile_amax, E2M1.maximum)) * encode_scale
@@ -118,7 +118,7 @@ def _tile_error(
 
 
 def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
-    """Quantize x [M, K]: packed codes, block scales and maxima of the spec's directions."""
+    """Quantize x [M, K]: packed codes, block scales and maxima in the spec's directions."""
     _, amax, amax_t, random, _ = given
     random_rows, random_columns = random if spec.stochastic and random is not None else (None, None)
     amax, amax_t = maxima(x, spec, amax, amax_t)
@@ -201,7 +201,7 @@ class TransformedMaximumRequest(NamedTuple):
     """A matrix [rows, columns] whose transpose is Hadamard transformed.
 
     Attributes:
-        rows, columns: Extents of the matrix.
+        rows, columns: Matrix extents.
         dtype: Its dtype.
         device: Its device.
         contiguous: Whether it is contiguous.
@@ -253,14 +253,14 @@ TRANSFORMED_MAXIMUM: Table[TransformedMaximumRequest] = Table(
 
 
 def transformed_maximum(x: Tensor, random_sign: bool) -> Tensor:
-    """max|Hadamard transform of x.T| of a matrix x [M, K], as float32 [1].
+    """max|Hadamard transform of x.T| for a matrix x [M, K], as float32 [1].
 
     Args:
         x: The matrix.
         random_sign: Whether the transform applies signs.
 
     Raises:
-        ValueError: M is not a multiple of the transform's groups of 16.
+        ValueError: M is not a multiple of the transform's group size, 16.
     """
     if torch.compiler.is_compiling():
         return _largest_transformed(x, random_sign)
