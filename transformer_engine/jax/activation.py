@@ -21,10 +21,10 @@ __all__ = ["ActivationParams", "activation", "is_known"]
 
 
 def is_known(activation_type: Sequence[Any]) -> bool:
-    """Return whether this is the name of an activation.
+    """Whether the names form a supported activation.
 
     Args:
-        activation_type: Names of the activations, for example ("gelu",) or ("silu", "linear").
+        activation_type: Activation names, for example ("gelu",) or ("silu", "linear").
     """
     return tuple(activation_type) in ACTIVATIONS
 
@@ -35,14 +35,14 @@ def activation(
     quantizer: Quantizer | None = None,
     act_params: ActivationParams | Mapping[str, float] | None = None,
 ) -> Array:
-    """Return y [..., h] in x's dtype.
+    """Compute the activation y [..., h] in x's dtype.
 
     Args:
-        x: Values [..., n_act, h], n_act the number of names.
+        x: Values [..., n_act, h] for n_act names.
         activation_type: Names such as ("gelu",) or ("silu", "linear"); a pair multiplies the two.
         quantizer: Quantizer through whose codes y passes, or None. It is differentiable: its cotangent is its next
             state.
-        act_params: limit, alpha and glu_linear_offset of ("clamped_silu", "clamped_linear").
+        act_params: limit, alpha and glu_linear_offset for ("clamped_silu", "clamped_linear").
 
     Raises:
         TypeError: An argument has another type.
@@ -61,7 +61,7 @@ def activation(
 
 
 def check_activation(activation_type: Sequence[str], shape: Sequence[int]) -> tuple[str, ...]:
-    """Return the names; raise ValueError for unknown names, or if shape is not [..., n_act, h]."""
+    """Normalize the names to a tuple; raise ValueError for unknown names, or if shape is not [..., n_act, h]."""
     if isinstance(activation_type, str) or not isinstance(activation_type, Sequence):
         raise TypeError(
             f"activation_type={described(activation_type)}; give a tuple of names, such as ('gelu',)"

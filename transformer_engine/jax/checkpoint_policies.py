@@ -1,4 +1,4 @@
-"""Policies of jax.checkpoint that save the results of this package's products, which are tagged with names."""
+"""jax.checkpoint policies that save this package's matrix products, which are tagged with names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation of the arguments of functions of arrays."""
+"""Validation for array functions' arguments."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def check_array(name: str, array: Any) -> None:
 
 
 def check_values(name: str, array: Any) -> None:
-    """Raise TypeError unless a value is an array of float32, bfloat16 or float16."""
+    """Raise TypeError unless a value is a float32, bfloat16 or float16 array."""
     dtype = getattr(array, "dtype", None)
     if dtype is None or dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
 
 
 def check_shaped(name: str, array: Any, shape: Sequence[int]) -> None:
-    """Raise TypeError or ValueError unless a value is a float32, bfloat16 or float16 array of this shape."""
+    """Raise TypeError or ValueError unless a value is a float32, bfloat16 or float16 array with this shape."""
     check_values(name, array)
     if tuple(array.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must be {tuple(shape)}")
 
 
 def check_dtype(name: str, dtype: Any) -> Any:
-    """Return the dtype of a scalar class, a name or a dtype; raise TypeError unless arrays of JAX can have it."""
+    """Convert a scalar class, a name or a dtype to a dtype; raise TypeError unless JAX arrays can have it."""
     try:
         found = None if dtype is None else jnp.dtype(dtype)
     except (TypeError, ValueError):
-        found = None  # the message of NumPy does not contain the name of the argument
+        found = None  # NumPy's message does not contain the argument name
     # NumPy converts {} and [] to structured dtypes without fields.
     if found is None or found.kind in "OSUMm" or found.type is np.void:
         raise TypeError(f"{name}={described(dtype)} is not a dtype of arrays; pass one such as jnp.float32")
@@ -48,7 +48,7 @@ def check_dtype(name: str, dtype: Any) -> Any:
 
 
 def check_floating(name: str, dtype: Any) -> Any:
-    """Return the dtype as `check_dtype`; raise TypeError unless it is a floating-point dtype."""
+    """Convert as `check_dtype`; raise TypeError unless the dtype is floating-point."""
     found = check_dtype(name, dtype)
     if not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"{name}={found.name} is not a floating-point dtype; pass one such as jnp.float32")
@@ -56,7 +56,7 @@ def check_floating(name: str, dtype: Any) -> Any:
 
 
 def check_axis_pairs(name: str, dims: Any) -> None:
-    """Raise TypeError or ValueError unless dims is a pair of sequences of integers, one per array."""
+    """Raise TypeError or ValueError unless dims is a pair of integer sequences, one per array."""
     if not isinstance(dims, (tuple, list)) or len(dims) != 2:
         raise ValueError(f"{name}={described(dims)}; give two sequences of axes, such as ((1,), (0,))")
     for side in dims:
@@ -64,18 +64,18 @@ def check_axis_pairs(name: str, dims: Any) -> None:
 
 
 def check_sizes(name: str, sizes: Any, count: int | None, rows: int) -> None:
-    """Validate the sizes of groups of rows.
+    """Validate the row counts of groups.
 
-    The values of a traced array, or of an array sharded over several processes, are not checked.
+    Values are not checked if the array is traced or sharded over several processes.
 
     Args:
-        name: Name of the argument in messages.
+        name: Argument name for messages.
         sizes: Rows per group, integers [count].
         count: Required number of groups; None allows any number.
-        rows: Largest sum of the sizes.
+        rows: Largest allowed sum.
 
     Raises:
-        TypeError: sizes is not an array of integers.
+        TypeError: sizes is not an integer array.
         ValueError: The shape does not match, a size is negative, or the sum is above rows.
     """
     check_integers(name, sizes)
@@ -94,14 +94,14 @@ def check_sizes(name: str, sizes: Any, count: int | None, rows: int) -> None:
 
 
 def is_known(array: Any) -> bool:
-    """Return whether values can be read: not those of a tracer or of an array sharded over several processes."""
+    """Whether values can be read: not in a tracer or an array sharded over several processes."""
     if isinstance(array, Tracer):
         return False
     return not isinstance(array, Array) or array.is_fully_addressable or array.is_fully_replicated
 
 
 def is_symbolic(extent: Any) -> bool:
-    """Return whether an extent is a symbolic dimension of `jax.export`."""
+    """Whether an extent is a symbolic `jax.export` dimension."""
     return export.is_symbolic_dim(extent)
 
 
@@ -115,7 +115,7 @@ def check_extent(name: str, extent: Any, reason: str) -> None:
 
 
 def check_integers(name: str, array: Any) -> None:
-    """Raise TypeError unless a value is an array of integers."""
+    """Raise TypeError unless a value is an integer array."""
     dtype = getattr(array, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{name} is {described(array)}; give an array of integers, such as int32")
@@ -130,7 +130,7 @@ def check_integer(name: str, value: Any) -> None:
 
 
 def check_key(name: str, key: Any) -> None:
-    """Raise TypeError unless a value is a key of jax.random, typed or raw (uint32 [2] by default)."""
+    """Raise TypeError unless a value is a jax.random key, typed or raw (uint32 [2] by default)."""
     dtype = getattr(key, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
         raise TypeError(
@@ -164,7 +164,7 @@ def check_bias(bias: Array | None, features: Sequence[int]) -> None:
 
 
 def broadcasts(shape: Sequence[int], extents: Sequence[int]) -> bool:
-    """Return whether a shape has these extents, or 1 instead of some."""
+    """Whether a shape has these extents, or 1 instead."""
     return len(shape) == len(extents) and all(n in (1, m) for n, m in zip(shape, extents, strict=True))
 
 

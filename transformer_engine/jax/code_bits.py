@@ -1,8 +1,8 @@
-"""Codes and scales of at most one byte as unsigned integers, the form in which derivative rules save them.
+"""Codes and scales up to one byte as unsigned integers, the form in which derivative rules save them.
 
-A recomputation policy of `jax.checkpoint` decides which values are saved. JAX inserts `lax.reduce_precision` after
-every saved floating-point value. XLA computes it as for an IEEE type, which float8 and float4 dtypes are not: E4M3
-codes above 240 become NaN, and subnormal codes become 0. Integers are saved unchanged.
+A `jax.checkpoint` recomputation policy decides which values are saved. JAX inserts `lax.reduce_precision` after every
+saved floating-point value. XLA computes it as for an IEEE type, which float8 and float4 dtypes are not: E4M3 codes
+above 240 become NaN, and subnormal codes become 0. Integers are saved unchanged.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 Tree = TypeVar("Tree")
-_INTEGERS = {8: jnp.uint8, 4: jnp.uint4}  # by the bits of a floating-point dtype
+_INTEGERS = {8: jnp.uint8, 4: jnp.uint4}  # keyed by a floating-point dtype's bit width
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["dtype"])
 @dataclass(frozen=True)
 class CodeBits:
-    """The bits of an array in a float8 or float4 dtype, as unsigned integers."""
+    """Bits of a float8 or float4 array, as unsigned integers."""
 
     bits: Array
     dtype: jnp.dtype

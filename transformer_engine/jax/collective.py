@@ -1,4 +1,4 @@
-"""Collectives of a product: the one in the forward pass determines the one in the backward pass."""
+"""Collectives around a matrix product: the one in the forward pass determines the one in the backward pass."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class CollectiveOp(enum.Enum):
 
 @dataclass(frozen=True)
 class CollectiveOpSet:
-    """The collectives of one layer; XLA inserts them where the sharding of input and output requires.
+    """One layer's collectives; XLA inserts them where the input and output shardings require.
 
     Args:
-        forward: Collective of the forward pass.
-        backward: Collective of the backward pass.
+        forward: Collective in the forward pass.
+        backward: Collective in the backward pass.
     """
 
     forward: CollectiveOp
@@ -58,8 +58,8 @@ def collective_gemm_bootstrap(
     """Check that the sizes fit together; nothing is prepared, because XLA schedules the collectives.
 
     Args:
-        num_total_devices: Number of devices of all processes.
-        num_devices_per_process: Number of devices of a process.
+        num_total_devices: Number of devices over all processes.
+        num_devices_per_process: Devices per process.
         process_id: Index of this process.
         tensor_parallel_size: Number of tensor-parallel devices.
         num_max_streams: Checked; has no other effect.

@@ -1,4 +1,4 @@
-"""y = x @ kernel + bias over any axes, in the precision of a set of quantizers."""
+"""y = x @ kernel + bias over any axes, in a quantizer set's precision."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def dense(
     collective_op_set: CollectiveOpSet = noop_collective_op_set,
     quantizer_set: QuantizerSet = noop_quantizer_set,
 ) -> Array:
-    """Return y [*batch, *features] = x @ kernel + bias [*features] in x's dtype.
+    """Compute y [*batch, *features] = x @ kernel + bias [*features] in x's dtype.
 
     Args:
         x: Input, float32, bfloat16 or float16.
         kernel: Kernel; without quantizers it is cast to x's dtype.
         bias: Bias, or None.
-        contracting_dims: Axes of x and of kernel that are contracted.
+        contracting_dims: Contracted x and kernel axes.
         transpose_batch_sequence: Whether the sequence is before the batch; the result does not depend on it.
-        input_axes: Logical names of the axes of x, for sharding.
-        kernel_axes: Logical names of the axes of kernel.
-        output_axes: Logical names of the axes of y.
+        input_axes: Logical axis names of x, for sharding.
+        kernel_axes: Logical axis names of the kernel.
+        output_axes: Logical axis names of y.
         collective_op_set: Collective operations around the product. XLA places them by the shardings; the values do not
             depend on it.
-        quantizer_set: Quantizers. The set is differentiable: the cotangent of its state is the state of the next step.
+        quantizer_set: Quantizers. The set is differentiable: the cotangent of its state is the next step's state.
 
     Raises:
         TypeError: An argument has another type.
@@ -86,7 +86,7 @@ def dense(
     x = jnp.moveaxis(x, x_dims, range(x.ndim - contracted, x.ndim))
     kernel = jnp.moveaxis(kernel, kernel_dims, range(contracted))
     shape = (*x.shape[: x.ndim - contracted], *kernel.shape[contracted:])
-    # An array whose axes are all contracted is multiplied as a matrix of one row or one column.
+    # An array whose axes are all contracted is multiplied as a matrix with one row or one column.
     x = x if x.ndim > contracted else x[None]
     kernel = kernel if kernel.ndim > contracted else kernel[..., None]
     if quantizer_set.is_noop:
@@ -96,7 +96,7 @@ def dense(
 
 
 def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the contracted axes as non-negative integers; raise TypeError or ValueError if they do not match."""
+    """Normalize the contracted axes to non-negative integers; raise TypeError or ValueError if they do not match."""
     check_values("x", x)
     check_values("kernel", kernel)
     check_axis_pairs("contracting_dims", dims)
@@ -127,14 +127,14 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
 def product_of(
     source: OperandSource, given: tuple[Any, ...], kernel: Array, quantizer_set: QuantizerSet, contracted: int
 ) -> Array:
-    """Return y [*batch, *features] = operand @ kernel.
+    """Compute y [*batch, *features] = operand @ kernel.
 
     Args:
         source: Computes the operand [*batch, *contracted] from given.
         given: Inputs of the source.
         kernel: Kernel [*contracted, *features].
-        quantizer_set: Quantizers of the operand, the kernel and the output gradient.
-        contracted: Number of contracted axes, the operand's last and the kernel's first.
+        quantizer_set: Quantizers for the operand, the kernel and the output gradient.
+        contracted: Number of contracted axes, the last of the operand and the first of the kernel.
     """
     (given, kernel), quantizer_set = align_mesh_axes((given, kernel), quantizer_set)
     y, passed = with_automatic_axes(
@@ -159,7 +159,7 @@ def _product_fwd(
     source: OperandSource, contracted: int, given: tuple[Any, ...], kernel: Array, quantizers: QuantizerSet
 ) -> tuple[tuple[Array, tuple[Array, ...]], Any]:
     dtype, of, passed = given[0].dtype, (given, kernel), source.passed(given)
-    # Arrays without elements contain the shapes and dtypes of the gradients.
+    # Empty arrays carry the gradients' shapes and dtypes.
     likes = jax.tree.map(like, of)
     if not quantizers.is_noop:
         (given, kernel), quantizers = constant((of, quantizers))
@@ -186,7 +186,7 @@ def _product_bwd(source: OperandSource, contracted: int, residuals: Any, cotange
     codes, amax = encode(quantizer, dy, batch)
     dtypes = x_like.dtype, kernel_like.dtype
     dx, dkernel = gradient_products(codes, transposes_late, batch, kernel_rows, x_columns, dtypes)
-    # The three states advance here, in one operation, because the last of their maxima has just been computed.
+    # The three states advance here, in one operation, because the last maximum has just been computed.
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))
     made = (source.gradients(kept, dx, passed), dkernel)

@@ -39,12 +39,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EpLayerConfig:
-    """Settings of one layer's dispatch; the placement of experts is that of `ep_bootstrap`.
+    """Settings for one layer's dispatch; `ep_bootstrap` defines the expert placement.
 
     Attributes:
-        top_k: Number of experts per token.
-        dispatch_output_per_expert_alignment: The received rows of each local expert start at a multiple of this
-            number, with zeros in between. 0 and 1 mean no alignment.
+        top_k: Experts per token.
+        dispatch_output_per_expert_alignment: Each local expert's received rows start at a multiple of this number, with
+            zeros in between. 0 and 1 mean no alignment.
     """
 
     top_k: int
@@ -57,7 +57,7 @@ class EpLayerConfig:
 
 @dataclass(frozen=True)
 class _Bootstrap:
-    """Arguments of `ep_bootstrap` that later calls are checked against."""
+    """`ep_bootstrap` arguments that later calls are checked against."""
 
     config: EpConfig
     limits: dict[str, int]
@@ -77,20 +77,20 @@ def ep_bootstrap(
     max_num_sms: int = 0,
     drop_on_overflow: bool = False,
 ) -> EpConfig:
-    """Set the placement of experts and the size limits of later dispatches.
+    """Set the expert placement and the size limits for later dispatches.
 
     The expert axis is the ep_resource of the current MeshResource, "ep" by default.
 
     Args:
-        world_size: Number of devices along the expert axis; None for those of the current mesh, or of all processes
-            without a mesh.
-        rank: Index of this process's device along the axis; None derives it from the process. XLA's collectives do not
+        world_size: Number of devices along the expert axis; None derives it from the current mesh, or from all
+            processes without a mesh.
+        rank: This process's device index along the axis; None derives it from the process. XLA's collectives do not
             read it.
         num_experts: Number of experts on all devices, a multiple of world_size.
-        max_tokens_per_rank: Largest number of tokens that a device may dispatch.
-        recv_capacity_per_rank: Largest number of rows of a receive buffer.
-        hidden_dim: Largest width of a token.
-        max_token_dtype: Widest dtype of tokens: float32, bfloat16 or float16.
+        max_tokens_per_rank: Most tokens that a device may dispatch.
+        recv_capacity_per_rank: Most rows in a receive buffer.
+        hidden_dim: Largest token width.
+        max_token_dtype: Widest token dtype: float32, bfloat16 or float16.
         max_num_sms: Has no effect; XLA schedules its collectives.
         drop_on_overflow: Has no effect: rows beyond the capacity are always dropped. Compare total_recv_tokens with
             the capacity to detect them.
@@ -100,7 +100,7 @@ def ep_bootstrap(
 
     Raises:
         ValueError: rank is outside [0, world_size), or world_size does not divide num_experts.
-        TypeError: max_token_dtype is not a floating-point dtype of at least 16 bits.
+        TypeError: max_token_dtype is not a floating-point dtype with at least 16 bits.
         RuntimeError: ep_bootstrap was called before; call ep_finalize first.
     """
     axis = mesh_resource_or_default().ep_resource or "ep"
@@ -136,10 +136,10 @@ def ep_bootstrap(
 
 
 def set_ep_config(config: EpConfig) -> None:
-    """Set the placement of experts without size limits, in place of `ep_bootstrap`.
+    """Set the expert placement without size limits, in place of `ep_bootstrap`.
 
     Args:
-        config: Placement of experts on devices.
+        config: Expert placement on devices.
     """
     check_instance("config", config, EpConfig)
     global _bootstrap
@@ -147,7 +147,7 @@ def set_ep_config(config: EpConfig) -> None:
 
 
 def get_ep_config() -> EpConfig:
-    """Placement of experts of the last `ep_bootstrap` or `set_ep_config`.
+    """Expert placement from the last `ep_bootstrap` or `set_ep_config`.
 
     Raises:
         RuntimeError: None was set.
@@ -158,12 +158,12 @@ def get_ep_config() -> EpConfig:
 
 
 def bootstrapped_capacity() -> int | None:
-    """Rows of a receive buffer for which `ep_bootstrap` was called; None without a call."""
+    """Receive-buffer rows passed to `ep_bootstrap`; None without a call."""
     return None if _bootstrap is None else _bootstrap.limits.get("capacity")
 
 
 def ep_finalize() -> None:
-    """Discard the settings of ep_bootstrap; without an earlier ep_bootstrap do nothing."""
+    """Discard the ep_bootstrap settings; without an earlier ep_bootstrap do nothing."""
     global _bootstrap
     _bootstrap = None
 
@@ -181,20 +181,21 @@ def ep_dispatch(
     """Send each token to the devices of its experts.
 
     Args:
-        cfg: Settings of the layer, or the placement that `ep_bootstrap` returned.
-        topk_idx: Experts of this device's tokens, int [T, k], distinct per token. An index outside [0, num_experts)
-            sends nothing. A device with fewer experts than k receives at most one row per expert and token.
+        cfg: Layer settings, or the placement that `ep_bootstrap` returned.
+        topk_idx: Expert indices for this device's tokens, int [T, k], distinct per token. An index outside [0,
+            num_experts) sends nothing. A device with fewer experts than k receives at most one row per expert and
+            token.
         tokens: Tokens of this device [T, H], float32, bfloat16 or float16.
         topk_weights: Routing weights [T, k].
-        recv_capacity_per_rank: Number of rows of the receive buffer. Rows beyond it are dropped.
+        recv_capacity_per_rank: Receive-buffer rows. Rows beyond it are dropped.
 
     Returns:
-        A tuple of recv_tokens [capacity, H], sorted by local expert; recv_topk_weights [capacity]; the EpHandle for
-        `ep_combine`; token_counts int32 [local experts], the rows of each expert within the capacity, including
-        alignment; and total_recv_tokens int32 [], the number of rows sent to this device.
+        A tuple: recv_tokens [capacity, H], sorted by local expert; recv_topk_weights [capacity]; the EpHandle for
+        `ep_combine`; token_counts int32 [local experts], the rows per expert within the capacity, including alignment;
+        and total_recv_tokens int32 [], the number of rows sent to this device.
 
     Raises:
-        ValueError: Shapes do not match, sizes exceed those of ep_bootstrap, topk_idx does not have cfg.top_k columns,
+        ValueError: Shapes do not match, sizes exceed the ep_bootstrap limits, topk_idx does not have cfg.top_k columns,
             or the expert axis is not manual here.
         RuntimeError: cfg is an EpLayerConfig and ep_bootstrap was not called.
     """
@@ -209,14 +210,14 @@ def ep_dispatch(
 
 
 def ep_prepare(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> tuple[Array, Array, EpHandle]:
-    """Exchange the routing of tokens without the tokens.
+    """Exchange the token routing without the tokens.
 
     Args:
-        cfg: As in `ep_dispatch`. The receive buffer is that of `ep_bootstrap`.
+        cfg: As in `ep_dispatch`. `ep_bootstrap` sets the receive buffer's size.
         topk_idx: As in `ep_dispatch`.
 
     Returns:
-        A tuple of token_counts, total_recv_tokens and the EpHandle, equal to those of `ep_dispatch`.
+        A tuple: token_counts, total_recv_tokens and the EpHandle, equal to the results of `ep_dispatch`.
 
     Raises:
         ValueError: topk_idx is not a matrix with cfg.top_k columns, or the expert axis is not manual here.
@@ -236,10 +237,10 @@ def ep_prepare(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> tuple[Array, A
 
 
 def ep_handle_mem_size(cfg: EpLayerConfig) -> int:
-    """Bytes of the EpHandle of a dispatch of the largest number of tokens.
+    """EpHandle size in bytes for the largest dispatch.
 
     Args:
-        cfg: Settings of the layer.
+        cfg: Layer settings.
 
     Raises:
         RuntimeError: ep_bootstrap was not called.
@@ -257,13 +258,13 @@ def ep_handle_mem_size(cfg: EpLayerConfig) -> int:
 
 
 def _rows_within(counts: Array, align_size: int, capacity: int) -> Array:
-    """Rows of each expert within a buffer, including alignment, int32 [local experts]."""
+    """Per-expert rows within a buffer, including alignment, int32 [local experts]."""
     ends = jnp.minimum(jnp.cumsum(aligned(counts, align_size)), capacity)
     return jnp.diff(ends, prepend=0).astype(jnp.int32)
 
 
 def _alignment(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> int:
-    """Return the multiple at which experts begin; raise ValueError if topk_idx does not have cfg.top_k columns."""
+    """Look up the multiple at which experts begin; raise ValueError if topk_idx does not have cfg.top_k columns."""
     if topk_idx.ndim != 2:
         raise ValueError(f"topk_idx has shape {topk_idx.shape}; pass [T, k], the experts of each token")
     if not isinstance(cfg, EpLayerConfig):
@@ -277,7 +278,7 @@ def _alignment(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> int:
 
 
 def placement_of(cfg: EpLayerConfig | EpConfig) -> EpConfig:
-    """Return the placement of experts for a config; an EpLayerConfig uses that of ep_bootstrap."""
+    """Expert placement for a config; an EpLayerConfig uses the ep_bootstrap placement."""
     if isinstance(cfg, EpConfig):
         return cfg
     if not isinstance(cfg, EpLayerConfig):
@@ -301,10 +302,10 @@ def ep_combine(
         cfg: The config of the dispatch.
         handle_mem: The handle that `ep_dispatch` returned.
         token_counts: The counts that `ep_dispatch` returned, int32 [local experts].
-        expert_out: Outputs of the experts [capacity, H], in the order of recv_tokens. The caller multiplies them by
+        expert_out: Expert outputs [capacity, H], in recv_tokens order. The caller multiplies them by
             recv_topk_weights.
         num_local_tokens: Number of tokens T that this device dispatched.
-        out_sharding: Sharding constraint of the result, or None.
+        out_sharding: Sharding constraint for the result, or None.
 
     Returns:
         Sums [T, H] in expert_out's dtype, accumulated in float32.

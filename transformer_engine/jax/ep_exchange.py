@@ -1,4 +1,4 @@
-"""The exchange of tokens between the devices of experts.
+"""Token exchange between the experts' devices.
 
 GPUs exchange only the filled rows with lax.ragged_all_to_all. Other platforms lack that operation and exchange whole
 buffers with a dense all_to_all.
@@ -19,7 +19,7 @@ from .permutation import aligned, room_for
 
 @dataclass(frozen=True)
 class EpConfig:
-    """Placement of experts on devices.
+    """Expert placement on devices.
 
     Attributes:
         num_experts: Number of experts on all devices.
@@ -37,11 +37,11 @@ class EpConfig:
 
 
 class EpHandle(NamedTuple):
-    """Routing of one dispatch, which `ep_combine` reverses.
+    """Routing for one dispatch, which `ep_combine` reverses.
 
     Attributes:
-        sent: int32 [T, k], slot of the send buffer for each choice of each token.
-        arrived: int32 [devices * slots], row of the receive buffer for each received slot. A row past the end of
+        sent: int32 [T, k], send-buffer slot for each token's choices.
+        arrived: int32 [devices * slots], receive-buffer row for each received slot. A row past the end of
             the buffer marks a dropped slot, the largest int32 an empty one.
         sizes: int32 [2, devices], number of slots sent to each device and received from each device.
     """
@@ -68,7 +68,7 @@ def planned(cfg: EpConfig, topk_idx: Array, align_size: int = 1) -> tuple[EpHand
     slots = count * min(picks, cfg.local_experts)
     chosen = (topk_idx >= 0) & (topk_idx < cfg.num_experts)
     device = jnp.where(chosen, topk_idx // cfg.local_experts, cfg.devices)
-    # For each slot, the number of earlier slots for the same device.
+    # For each slot, count the earlier slots for the same device.
     kinds = device.ravel()
     same = jax.nn.one_hot(kinds, cfg.devices + 1, dtype=jnp.int32)
     place = (jnp.take_along_axis(jnp.cumsum(same, axis=0), kinds[:, None], axis=1)[:, 0] - 1).reshape(
@@ -78,7 +78,7 @@ def planned(cfg: EpConfig, topk_idx: Array, align_size: int = 1) -> tuple[EpHand
     sent = jnp.where(chosen & (place < slots), device * slots + place, cfg.devices * slots)
     local = jnp.full(cfg.devices * slots, cfg.local_experts, jnp.int32)
     local = local.at[sent.ravel()].set((topk_idx % cfg.local_experts).ravel().astype(jnp.int32), mode="drop")
-    # Number of slots sent to each device and received from each device, int32 [2, devices].
+    # Slot counts sent to each device and received from each device, int32 [2, devices].
     out = (device.ravel() == jnp.arange(cfg.devices)[:, None]).sum(axis=1, dtype=jnp.int32)
     out = jnp.minimum(out, slots)
     back = out if cfg.devices == 1 else lax.all_to_all(out, cfg.axis, 0, 0, tiled=True)
@@ -101,13 +101,13 @@ def dispatched(
     """Dispatch as `ep.ep_dispatch`, with token_counts that include dropped rows and exclude alignment.
 
     Args:
-        cfg: Placement of the experts.
+        cfg: Expert placement.
         topk_idx: As in `ep_dispatch`.
         tokens: As in `ep_dispatch`.
         topk_weights: As in `ep_dispatch`.
         capacity: Number of tokens for which the receive buffer has room.
-        align_size: The rows of each expert start at a multiple of this number, with zeros in between.
-        rows_of_buffer: Number of rows of the receive buffer. By default the buffer holds `capacity` tokens for any
+        align_size: Each expert's rows start at a multiple of this number, with zeros in between.
+        rows_of_buffer: Receive-buffer rows. By default the buffer holds `capacity` tokens for any
             distribution over the experts.
 
     Returns:
@@ -147,7 +147,7 @@ def _receive(cfg: EpConfig, handle: EpHandle, slots: Array, room: int) -> Array:
 
 
 def returned(cfg: EpConfig, handle: EpHandle, expert_out: Array) -> Array:
-    """Return the experts' outputs [T, k, H] in the order of the tokens' choices; zeros for choices not sent."""
+    """Return the experts' outputs [T, k, H] to the order of the tokens' choices; zeros for choices not sent."""
     slots = expert_out.at[handle.arrived].get(mode="fill", fill_value=0)
     received = _exchange(slots, handle.sizes[::-1], 0, cfg)
     return received.at[handle.sent].get(mode="fill", fill_value=0)
@@ -156,7 +156,7 @@ def returned(cfg: EpConfig, handle: EpHandle, expert_out: Array) -> Array:
 def _exchange(x: Array, sizes: Array, empty: int, cfg: EpConfig) -> Array:
     """Exchange slots [devices * slots, ...] between devices; block d of the input is sent to device d.
 
-    sizes is int32 [2, devices], the filled slots of each sent and received block. All other slots hold `empty`.
+    sizes is int32 [2, devices], the filled slots in each sent and received block. All other slots hold `empty`.
     """
     if cfg.devices == 1:
         return x
@@ -168,7 +168,7 @@ def _exchange(x: Array, sizes: Array, empty: int, cfg: EpConfig) -> Array:
 
     def ragged(x: Array, sizes: Array) -> Array:
         starts = jnp.arange(cfg.devices, dtype=jnp.int32) * slots
-        # Offset of this device's block in the buffer of every receiver.
+        # Offset of this device's block in every receiver's buffer.
         there = jnp.full(cfg.devices, lax.axis_index(cfg.axis) * slots, jnp.int32)
         return lax.ragged_all_to_all(
             x, jnp.full(x.shape, empty, x.dtype), starts, sizes[0], there, sizes[1], axis_name=cfg.axis
@@ -191,7 +191,7 @@ def check_routed(topk_idx: Array, tokens: Array, topk_weights: Array) -> None:
 
 
 def _check_axis(cfg: EpConfig) -> None:
-    """Raise ValueError unless the expert axis is manual here and has the number of devices of the config."""
+    """Raise ValueError unless the expert axis is manual here and has the config's number of devices."""
     if cfg.devices == 1:
         return
     try:

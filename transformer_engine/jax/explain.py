@@ -22,9 +22,9 @@ def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **k
     lowered for; the requests name the platform.
 
     Args:
-        function: Function of arrays, such as `model.apply`.
+        function: Array function, such as `model.apply`.
         *args: Arguments of the function.
-        backward: Whether to also trace the gradient of the sum of the first result with respect to args.
+        backward: Whether to also trace the gradient with respect to args, for the sum of the first result.
         **kwargs: Keyword arguments of the function.
 
     Returns:
@@ -34,7 +34,7 @@ def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **k
     switch("backward", backward)
     traced: Any = function
     if hasattr(function, "lower") and hasattr(function, "__wrapped__"):
-        traced = function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]  # a cached trace of jax.jit would not choose backends again
+        traced = function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]  # a cached jax.jit trace would not choose backends again
 
     def run(*args: Any) -> Any:
         if not backward:

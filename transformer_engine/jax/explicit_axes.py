@@ -1,8 +1,8 @@
 """Computation under Explicit mesh axes, which this package treats as Auto axes.
 
-With Explicit axes, the default of `jax.make_mesh`, the sharding of an array is part of its type. JAX then rejects a
-product whose contracted axes are sharded, such as a weight gradient. Over Auto axes, XLA chooses the sharding of the
-product and inserts the sum.
+With Explicit axes, the default of `jax.make_mesh`, an array's sharding is part of its type. JAX then rejects a product
+whose contracted axes are sharded, such as a weight gradient. Over Auto axes, XLA chooses the sharding of the product
+and inserts the sum.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Entry = str | tuple[str, ...] | None
 
 
 def explicit_axes() -> tuple[str, ...]:
-    """Return the Explicit axes of the mesh in use."""
+    """The Explicit axes in the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in kinds if kind is AxisType.Explicit)
 
 
 def explicit_entries(x: Array) -> tuple[Entry, ...]:
-    """Return the Explicit mesh axes over which each axis of an array is sharded."""
+    """Explicit mesh axes over which each array axis is sharded."""
     return tuple(jax.typeof(x).sharding.spec)
 
 
 def with_automatic_axes(function: Callable[..., Any], *args: Any, out: Callable[[], Any]) -> Any:
-    """Call a function of pytrees of arrays with all mesh axes automatic.
+    """Call a pytree function with all mesh axes automatic.
 
     Args:
         function: The function.
@@ -68,7 +68,7 @@ def replicating_results(function: Callable[Params, Result]) -> Callable[Params, 
 
 
 def unique_axes(entries: Sequence[Entry]) -> PartitionSpec:
-    """Return a spec in which each mesh axis occurs once, at its first entry."""
+    """Spec in which each mesh axis occurs once, at its first entry."""
     seen: set[str] = set()
     spec: list[Entry] = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""y [M, N] = rows of group g of x [M, K] @ kernel[g] (+ bias[g]), in the precision of the quantizers."""
+"""y [M, N] = (rows of group g in x [M, K]) @ kernel[g] (+ bias[g]), in the quantizers' precision."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ ROWS, COLUMNS = TensorUsage.LHS, TensorUsage.LHS_TRANS
 
 
 class RowsSpec(NamedTuple):
-    """Properties of rows in groups.
+    """Properties of grouped rows.
 
     Attributes:
-        over: Manual mesh axes whose devices hold other rows of the same groups, which count in maxima.
-        aligned: Whether all group sizes are multiples of every format's block.
+        over: Manual mesh axes whose devices hold other rows from the same groups, which count in maxima.
+        aligned: Whether every group size is a multiple of every format's block.
     """
 
     over: tuple[str, ...] = ()
@@ -74,20 +74,20 @@ def grouped_dense(
     quantizer_set: QuantizerSet = noop_quantizer_set,
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),
 ) -> Array:
-    """Multiply groups of rows by one kernel per group: y [M, N]. The first group_sizes[0] rows are group 0, and so on.
+    """Multiply row groups by one kernel per group: y [M, N]. The first group_sizes[0] rows are group 0, and so on.
 
     Args:
         x: Input [M, K].
         kernel: Kernels [G, K, N], or [G, N, K].
-        group_sizes: Rows of each group, int32 [G], with a sum of at most M. Rows beyond the sum become zero, and do not
+        group_sizes: Rows per group, int32 [G], with a sum of at most M. Rows beyond the sum become zero, and do not
             change scales.
         contracting_dims: ((1,), (1,)), or ((1,), (2,)) for kernels [G, N, K].
         bias: Biases [G, N], or None.
         precision: Accepted for compatibility; partial sums are in float32.
-        preferred_element_type: Dtype of y, by default that of x.
+        preferred_element_type: Dtype of y, by default x's dtype.
         group_offset: Accepted for compatibility.
-        quantizer_set: Set of GroupedQuantizers, which quantize each group as a separate matrix. Its cotangent is the
-            state of the next step.
+        quantizer_set: GroupedQuantizer set, which quantizes each group as a separate matrix. Its cotangent is the state
+            of the next step.
         kernel_fsdp_info: (mesh axis, dimension) over which the kernel is sharded; XLA gathers it.
     """
     kernel = checked_kernel(x, kernel, group_sizes, contracting_dims)
@@ -110,14 +110,14 @@ def grouped_dense(
 def product(
     x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet, spec: RowsSpec = ANY_ROWS
 ) -> Array:
-    """Return y [M, N] of `grouped_dense` for x [M, K] and the result of `checked_kernel`.
+    """Compute y [M, N] as `grouped_dense` for x [M, K] and the kernel from `checked_kernel`.
 
     Args:
         x: Input [M, K].
         kernel: Kernels [G, K, N].
-        group_sizes: Rows of each group.
-        quantizer_set: Set of GroupedQuantizers.
-        spec: Properties of the rows.
+        group_sizes: Rows per group.
+        quantizer_set: GroupedQuantizer set.
+        spec: Row properties.
     """
     check_instance("quantizer_set", quantizer_set, QuantizerSet)
     for name in ("x", "kernel", "dgrad"):
@@ -137,7 +137,7 @@ def product(
 
 
 def plus_bias(y: Array, bias: Array, groups: Array) -> Array:
-    """Return y [M, N] + bias [G, N] of every row's group, groups int32 [M]; rows of group G have no bias."""
+    """Compute y [M, N] + bias [G, N] for every row's group, groups int32 [M]; rows with group G have no bias."""
     (y, bias, groups), _ = align_mesh_axes((y, bias.astype(y.dtype), groups))
     return _plus_bias(y, bias, groups)
 
@@ -164,7 +164,7 @@ _plus_bias.defvjp(lambda y, bias, groups: (_plus_bias(y, bias, groups), (like(bi
 
 
 def checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any = ((1,), (1,))) -> Array:
-    """Return kernel as [G, K, N]; raise an error if the arguments do not fit together."""
+    """Arrange kernel as [G, K, N]; raise an error if the arguments do not fit together."""
     check_values("x", x)
     check_values("kernel", kernel)
     if x.ndim != 2 or kernel.ndim != 3:
@@ -195,20 +195,20 @@ def _encode(
 
 
 def _scales(a: Any, b: Any) -> Scales:
-    """Return the scales of two quantized tensors if both have one per group, so that a product can read their codes."""
+    """Scales of two quantized tensors if both have one per group, so that a product can read their codes."""
     return None if a.scales is None or b.scales is None else (a.scales, b.scales)
 
 
 def _have_block_scales(a: Any, b: Any) -> bool:
-    """Whether both tensors are quantized with scales of blocks."""
+    """Whether both tensors are quantized with block scales."""
     both = isinstance(a, GroupedScaledTensor1x) and isinstance(b, GroupedScaledTensor1x)
     return both and a.scales is None and b.scales is None
 
 
 def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool) -> Array:
-    """Return rows of group g of x [M, K] @ kernel[g] [K, N]; backward: x is dy [M, N], contracted over N.
+    """Compute (rows of group g in x [M, K]) @ kernel[g] [K, N]; backward: x is dy [M, N], contracted over N.
 
-    Partial sums of codes are promoted to float32 as in products of one matrix, see `products`.
+    Partial sums over codes are promoted to float32 as in products of one matrix, see `products`.
     """
     rows, stack = x.get_tensor(ROWS), kernel.get_tensor(ROWS if backward else COLUMNS)
     if _have_block_scales(rows, stack):
@@ -224,7 +224,7 @@ def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool
 
 
 def _of_columns(x: Any, dy: Any, group_sizes: Array, dtype: Any) -> Array:
-    """Return dkernel [G, K, N]: (rows of group g of x).T @ (rows of group g of dy)."""
+    """Compute dkernel [G, K, N]: (rows of group g in x).T @ (rows of group g in dy)."""
     if _have_block_scales(x, dy):
         return grouped_block_contraction(x, dy, group_sizes, dtype)
     scales = _scales(x, dy)

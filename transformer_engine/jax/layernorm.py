@@ -25,7 +25,7 @@ _TYPES = ("layernorm", "rmsnorm")
 
 @accepts_former_keywords(norm_type="x")
 def canonicalize_norm_type(x: str) -> str:
-    """Return "layernorm" or "rmsnorm" for a name in any case, with - or _.
+    """Convert a name in any case, with - or _, to "layernorm" or "rmsnorm".
 
     Args:
         x: The name, for example "LayerNorm" or "rms-norm".
@@ -47,7 +47,7 @@ def layernorm(
     epsilon: float = 1e-6,
     quantizer: Quantizer | None = None,
 ) -> Array:
-    """Normalize the last axis of x: y [.., width] in the dtype of x.
+    """Normalize the last axis of x: y [.., width] in x's dtype.
 
     Args:
         x: Input [.., width].
@@ -56,7 +56,7 @@ def layernorm(
         norm_type: "layernorm", or "rmsnorm", which takes neither beta nor zero_centered_gamma.
         zero_centered_gamma: Multiply by 1 + gamma.
         epsilon: Added to the variance or the mean square.
-        quantizer: Quantizer of y. Its cotangent is its state of the next step.
+        quantizer: Quantizer for y. Its cotangent is its state of the next step.
     """
     name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     check_optional("quantizer", quantizer, Quantizer)
@@ -74,7 +74,7 @@ def layernorm(
 def check_norm(
     x: Array, gamma: Array, beta: Array | None, norm_type: str, zero_centered_gamma: bool, epsilon: float
 ) -> str:
-    """Return the norm's canonical name; raise an error if the arguments do not fit together."""
+    """Look up the norm's canonical name; raise an error if the arguments do not fit together."""
     name = canonicalize_norm_type(norm_type)
     check_values("x", x)
     check_epsilon("epsilon", epsilon)
@@ -97,7 +97,7 @@ def check_norm(
 def _norm(
     x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float, passes: bool
 ) -> tuple[Array, tuple[Array, ...]]:  # fmt: skip
-    """Return y, and x for a norm whose result passes through codes."""
+    """Compute y, and x for a norm whose result passes through codes."""
     return _norm_fwd(x, gamma, beta, centered, zero_centered, epsilon, passes)[0]
 
 

@@ -1,4 +1,4 @@
-"""y = norm(x) @ kernel + bias, which saves x, the statistics and, of a quantized product, the codes of the norm."""
+"""y = norm(x) @ kernel + bias, which saves x, the statistics and, for a quantized product, the norm's codes."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def layernorm_dense(
         zero_centered_gamma: Multiply by 1 + gamma.
         epsilon: Added to the variance or the mean square.
         transpose_batch_sequence: The sequence axis precedes the batch axis; the result does not depend on it.
-        layernorm_input_axes: Logical names of the axes of x.
-        dot_input_axes: Logical names of the axes of norm(x).
-        kernel_axes: Logical names of the axes of the kernel.
+        layernorm_input_axes: Logical axis names of x.
+        dot_input_axes: Logical axis names of norm(x).
+        kernel_axes: Logical axis names of the kernel.
         quantizer_set: Quantizers. Its cotangent is the state of the next step.
     """
     check_ungrouped("quantizer_set", quantizer_set)

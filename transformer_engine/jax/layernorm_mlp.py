@@ -65,15 +65,15 @@ def layernorm_mlp(
         zero_centered_gamma: Multiply by 1 + gamma.
         epsilon: Added to the variance or the mean square.
         transpose_batch_sequence: The sequence axis precedes the batch axis; the result does not depend on it.
-        norm_input_axes: Logical names of the axes of x.
-        dot_1_input_axes: Logical names of the axes of norm(x).
-        dot_2_input_axes: Logical names of the axes of the hidden features.
-        kernel_1_axes: Logical names of the axes of the first kernel.
-        kernel_2_axes: Logical names of the axes of the second kernel.
+        norm_input_axes: Logical axis names of x.
+        dot_1_input_axes: Logical axis names of norm(x).
+        dot_2_input_axes: Logical axis names for the hidden features.
+        kernel_1_axes: Logical axis names for the first kernel.
+        kernel_2_axes: Logical axis names for the second kernel.
         ffn1_ckpt_name: Name of the first product for recomputation policies.
         ffn2_ckpt_name: Name of the second product.
-        activation_type: Names of n_act activations, whose results are multiplied.
-        activation_params: Parameters of clamped activations.
+        activation_type: Names for n_act activations, whose results are multiplied.
+        activation_params: Parameters for clamped activations.
         collective_op_sets: Collective operations around both products; the values do not depend on them.
         quantizer_sets: Quantizers of both products. Their cotangents are the states of the next step.
     """
@@ -127,7 +127,7 @@ def layernorm_mlp(
 def _check_products(
     x: Array, kernels: Sequence[Array], biases: Sequence[Array | None], activation_type: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return the activation's names; raise an error if the sizes do not match."""
+    """Normalize the activation names; raise an error if the sizes do not match."""
     last = ((x.ndim - 1,), (0,))
     check_contraction(x, kernels[0], last)
     names = check_activation(activation_type, kernels[0].shape)

@@ -1,4 +1,4 @@
-"""Manual mesh axes of shard_map that arrays vary over, and casts to varying arrays."""
+"""Manual shard_map axes that arrays vary over, and casts to varying arrays."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import jax
 
 
 def align_manual_axes(*arrays: Any) -> Any:
-    """Return the pytrees of arrays, cast to vary over every manual axis that one of them varies over.
+    """Cast array pytrees to vary over every manual axis that one of them varies over.
 
-    In shard_map with check_vma, its default, a gradient must vary over the axes of its argument. A derivative rule of
-    this package returns each device's part, even for a parameter that all devices share; JAX adds the parts of a
+    In shard_map with check_vma, its default, a gradient must vary over the axes of its argument. Derivative rules in
+    this package return each device's part, even for a parameter that all devices share; JAX adds the parts of a
     parameter that was cast.
     """
     axes = varies_over(arrays)
@@ -19,7 +19,7 @@ def align_manual_axes(*arrays: Any) -> Any:
 
 
 def vary_over(axes: frozenset[str], arrays: Any) -> Any:
-    """Return a pytree of arrays, cast to vary over these manual axes."""
+    """Cast an array pytree to vary over these manual axes."""
 
     def cast(leaf: Any) -> Any:
         missing = tuple(sorted(axes - varies_over(leaf)))
@@ -29,12 +29,12 @@ def vary_over(axes: frozenset[str], arrays: Any) -> Any:
 
 
 def varies_over(arrays: Any) -> frozenset[str]:
-    """Return the manual axes over which an array of a pytree varies, if shard_map tracks them (check_vma)."""
+    """Manual axes over which an array in a pytree varies, if shard_map tracks them (check_vma)."""
     return frozenset[str]().union(*(manual_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays)))
 
 
 def manual_axes(aval: Any) -> frozenset[str]:
-    """Return the manual axes over which an array of this type varies."""
+    """Manual axes over which an array with this type varies."""
     kind = getattr(
         aval, "manual_axis_type", None
     )  # its name from jax 0.10.2 on; some versions before 0.12 have vma

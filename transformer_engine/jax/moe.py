@@ -1,6 +1,6 @@
 """y = sum over the chosen experts of weight * (act(x @ gate[e]) * (x @ up[e])) @ wo[e]: a mixture of experts.
 
-The kernels of gate and up are the two halves of wi.
+The gate and up kernels are the two halves of wi.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _ALIGN_SIZE = ALIGN_SIZE  # which code for the original reads here
 
 
 def _with_halves(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate `moe`, so that it also accepts the kernels wi_0 and wi_1 [E, h, f] in place of wi.
+    """Decorate `moe` to also accept the kernels wi_0 and wi_1 [E, h, f] in place of wi.
 
     The positional arguments are then x, gate_kernel, wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias and expert_bias.
-    They are recognized by wo, an array of three axes where otherwise a bias is, or by keywords.
+    They are recognized by wo, a three-axis array where otherwise a bias is, or by keywords.
     """
 
     @functools.wraps(function)
@@ -87,38 +87,38 @@ def moe(
     quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 2, dtype: Any = None,
     recv_capacity_per_rank: int | None = None,
 ) -> tuple[Array, Array | None, Array]:  # fmt: skip
-    """Mixture of experts: (y [b, s, h], the balancing loss or None, rows that the experts of this device received).
+    """Mixture of experts: (y [b, s, h], the balancing loss or None, rows that this device's experts received).
 
     The former kernels wi_0 and wi_1 [E, h, f], with biases wi_0_bias and wi_1_bias and three quantizer_sets, are also
     accepted in place of wi.
 
     Args:
         x: Input [b, s, h].
-        gate_kernel: Kernel [h, E] of the router.
+        gate_kernel: Router kernel [h, E].
         wi: Kernels [E, h, 2 f]: the activation's kernels, then the kernels of the other factor.
         wo: Kernels [E, f, h].
         wi_bias: Biases [E, 2 f], or None.
         wo_bias: Biases [E, h], or None.
-        expert_bias: Bias [E] of the scores that are compared, or None.
+        expert_bias: Bias [E] for the scores that are compared, or None.
         num_experts: Number E of experts.
-        num_experts_per_tok: Experts of each token.
-        activation_type: Activation of the first f hidden features.
+        num_experts_per_tok: Experts per token.
+        activation_type: Activation for the first f hidden features.
         score_function: "softmax", "sigmoid" or "sqrtsoftplus".
-        use_pre_softmax: Take the weights of a softmax over all experts.
-        num_groups: Groups of experts; None or a number below 1 disables the limit.
+        use_pre_softmax: Take the weights from a softmax over all experts.
+        num_groups: Expert groups; None or a number below 1 disables the limit.
         group_topk: Groups that the experts of a token come from.
         scaling_factor: Factor of the weights.
-        aux_loss_coeff: Factor of the balancing loss; 0 returns None.
+        aux_loss_coeff: Factor for the balancing loss; 0 returns None.
         apply_topk_weights_early: Multiply the hidden features by the weights of a token, not the output.
         ep_axis: Mesh axis over which experts and tokens are sharded.
         data_parallelism_axes: Further mesh axes over which tokens are sharded.
-        input_axes: Logical names of the axes of x.
-        gate_kernel_axes: Logical names of the axes of gate_kernel.
-        wi_kernel_axes: Logical names of the axes of wi.
-        wo_kernel_axes: Logical names of the axes of wo.
-        quantizer_sets: Quantizers of wi and wo, created with n_groups.
-        dtype: Dtype of the computation, by default that of x.
-        recv_capacity_per_rank: Rows of a device's receive buffer, a multiple of 128; see
+        input_axes: Logical axis names of x.
+        gate_kernel_axes: Logical axis names of gate_kernel.
+        wi_kernel_axes: Logical axis names of wi.
+        wo_kernel_axes: Logical axis names of wo.
+        quantizer_sets: Quantizers for wi and wo, created with n_groups.
+        dtype: dtype of the computation, by default the dtype of x.
+        recv_capacity_per_rank: Rows in a device's receive buffer, a multiple of 128; see
             `get_moe_recv_capacity_per_rank`. Rows beyond it are dropped. None receives all rows. Without an exchange
             over ep_axis, no row is dropped.
 
@@ -190,18 +190,18 @@ def get_moe_recv_capacity_per_rank(
     *, num_experts: int, num_experts_per_tok: int, max_tokens_per_rank: int, ep_size: int,
     recv_capacity_factor: float | None = None, alignment: int = ALIGN_SIZE,
 ) -> int:  # fmt: skip
-    """Compute the rows of the receive buffer of a device, a multiple of `alignment`.
+    """Compute the row count for a device's receive buffer, a multiple of `alignment`.
 
-    A device receives at most min(k, L) rows of each of the T * ep_size tokens, for L = num_experts / ep_size local
-    experts, of which each begins at a multiple of `alignment`.
+    A device receives at most min(k, L) rows for each of the T * ep_size tokens, for L = num_experts / ep_size local
+    experts, each of which begins at a multiple of `alignment`.
 
     Args:
         num_experts: Number of experts on all devices, a multiple of ep_size.
-        num_experts_per_tok: Experts k of each token.
-        max_tokens_per_rank: Tokens T of each device.
+        num_experts_per_tok: Experts k per token.
+        max_tokens_per_rank: Tokens T per device.
         ep_size: Number of devices along the expert axis.
-        recv_capacity_factor: Multiple, at least 1, of the rows of a balanced routing; never more than the worst case.
-            None: the rows of the worst case, of which none is dropped.
+        recv_capacity_factor: Multiple, at least 1, of a balanced routing's rows; never more than the worst case.
+            None: the worst case's rows, without any dropped row.
         alignment: Number whose multiples the rows of each expert fill.
 
     Raises:
@@ -263,7 +263,7 @@ def _check_kernels(params: dict[str, Any], experts: int, hidden: int) -> None:
 
 
 def _check_capacity(recv_capacity_per_rank: int | None) -> None:
-    """Raise ValueError unless the capacity is None, or a multiple of ALIGN_SIZE and equal to that of ep_bootstrap."""
+    """Raise ValueError unless the capacity is None, or a multiple of ALIGN_SIZE and equal to ep_bootstrap's."""
     if recv_capacity_per_rank is None:
         return
     whole("recv_capacity_per_rank", recv_capacity_per_rank)
@@ -281,7 +281,7 @@ def _check_capacity(recv_capacity_per_rank: int | None) -> None:
 
 
 def _constrained(params: dict[str, Any], names: dict[str, Axes]) -> dict[str, Any]:
-    """Constrain the kernels of experts that have a logical axis with a rule of Flax."""
+    """Constrain the expert kernels that have a logical axis with a Flax rule."""
     from flax import linen
 
     ruled = {axis for axis, _ in linen.get_logical_axis_rules()}
@@ -295,7 +295,7 @@ def _constrained(params: dict[str, Any], names: dict[str, Axes]) -> dict[str, An
 def _on_one_device(
     x: Array, gate_kernel: Array, expert_bias: Array | None, params: Any, routing: Routing, experts: Experts
 ) -> tuple[Array, Array | None, Array]:
-    """Choose experts for all tokens, and compute the experts without an exchange of tokens."""
+    """Choose experts for all tokens, and compute the experts without a token exchange."""
     tokens = x.reshape(-1, x.shape[-1])
     logits, weights, chosen = _routed(tokens, gate_kernel, expert_bias, routing)
     slots = tokens.shape[0] * routing.topk
@@ -309,7 +309,7 @@ def _on_one_device(
 def _routed(
     x: Array, gate_kernel: Array, expert_bias: Array | None, routing: Routing
 ) -> tuple[Array, Array, Array]:
-    """Return (logits, weights, choice) [T, E] of tokens [T, h], in float32: rounding must not change the choice."""
+    """Compute (logits, weights, choice) [T, E] for tokens [T, h], in float32: rounding must not change the choice."""
     logits = jnp.matmul(
         x.astype(jnp.float32), gate_kernel.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
@@ -329,7 +329,7 @@ def _on_several_devices(
 ) -> tuple[Array, Array | None, Array]:
     """Choose experts for the tokens of every device, exchange the tokens, and sum the returned results.
 
-    An expert's rows are sharded over data_axes, those of all experts over cfg.axis too. XLA shards over other axes.
+    Each expert's rows are sharded over data_axes, and the experts also over cfg.axis. XLA shards over other axes.
     """
     data_axes = tuple(axis for axis in data_axes if axis != cfg.axis)
     batch = (*data_axes, cfg.axis)
@@ -374,10 +374,10 @@ def _on_several_devices(
         lambda leaf: by_expert if jnp.issubdtype(leaf.dtype, jnp.floating) else whole_axes,
         experts.quantizer_sets,
     )
-    # The device's index is an argument: lax.axis_index is not lowered if an outer shard_map has part of the mesh.
+    # The device index is an argument: lax.axis_index is not lowered if an outer shard_map has part of the mesh.
     places = jnp.arange(math.prod(get_mesh_axis_size(axis) for axis in batch), dtype=jnp.int32)
-    # A shard_map of a part of the mesh's axes runs in compiled programs only, and hides the sharding over the other
-    # axes from kernels; therefore it includes the axes with one device.
+    # A shard_map over part of the mesh axes runs in compiled programs only, and hides the sharding over the other axes
+    # from kernels; therefore it includes the axes with one device.
     mapped = jax.shard_map(
         local,
         mesh=mesh_in_use(),
@@ -390,7 +390,7 @@ def _on_several_devices(
 
 
 def _of_own(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> QuantizerSet:
-    """Return the part of a set for this device's experts, whose states the devices along axes share."""
+    """Select the part of a set for this device's experts, whose states the devices along axes share."""
     parts = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     own = [None if part is None else GroupedQuantizer(part.quantizer, count) for part in parts]
     return over_devices(QuantizerSet(*own), axes, merges=False)

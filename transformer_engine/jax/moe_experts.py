@@ -1,4 +1,4 @@
-"""The choice of experts for tokens, and the computation of the experts."""
+"""Expert choice for tokens, and expert computation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .quantize.grouped import group_of_rows
 from .quantize.quantizers import QuantizerSet
 from .router import fused_moe_aux_loss, fused_topk_with_score_function
 
-# Rows of an expert are a multiple, which all formats' blocks and kernels' tiles divide.
+# The row count of an expert is a multiple, which all formats' blocks and kernels' tiles divide.
 ALIGN_SIZE = 128
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The choice of experts; see `fused_topk_with_score_function`."""
+    """Expert choice; see `fused_topk_with_score_function`."""
 
     num_experts: int
     topk: int
@@ -39,7 +39,7 @@ class Routing:
         )  # fmt: skip
 
     def aux_loss(self, logits: Array, chosen: Array, axes: tuple[str, ...]) -> Array | None:
-        """Return the loss of all tokens, including those on other devices along `axes`."""
+        """Compute the loss over all tokens, including those on other devices along `axes`."""
         if self.aux_loss_coeff == 0.0:
             return None
         scores, _ = fused_topk_with_score_function(
@@ -53,13 +53,13 @@ class Routing:
 
 @dataclass(frozen=True)
 class Experts:
-    """The computation of the experts.
+    """Expert computation.
 
     Attributes:
-        activation_type: Activation of the first half of the hidden features, which multiplies the second half.
+        activation_type: Activation for the first half of the hidden features, which multiplies the second half.
         weights_early: Multiply the hidden features by the weights of a token, not the output.
-        quantizer_sets: Quantizers of wi and wo, or of wi_0, wi_1 and wo.
-        over: Axes whose devices hold other rows of the same experts.
+        quantizer_sets: Quantizers for wi and wo, or for wi_0, wi_1 and wo.
+        over: Axes whose devices hold other rows for the same experts.
     """
 
     activation_type: str
@@ -71,10 +71,10 @@ class Experts:
         """Compute rows [rows, h] -> [rows, h]; with `weights_early`, weights multiply the hidden values.
 
         Args:
-            params: Kernels and biases, of wi [E, h, 2 f] or of both halves wi_0 and wi_1 [E, h, f], and of wo.
-            rows: Rows of the experts.
-            weights: Weight of each row.
-            counts: Tokens of every expert, whose rows begin at multiples of ALIGN_SIZE, expert 0 first. The rows
+            params: Kernels and biases for wi [E, h, 2 f] or both halves wi_0 and wi_1 [E, h, f], and for wo.
+            rows: Expert rows.
+            weights: Weight per row.
+            counts: Tokens per expert, whose rows begin at multiples of ALIGN_SIZE, expert 0 first. The rows
                 between them stay zero up to the last product, because otherwise their biases would count in maxima.
         """
         sizes = aligned(counts, ALIGN_SIZE)
@@ -100,11 +100,11 @@ class Experts:
 
 
 def _expert_of_rows(sizes: Array, counts: Array, rows: int) -> Array:
-    """Return int32 [rows]: the expert of each row's token; the number of experts for a row without a token.
+    """Expert of each row's token, int32 [rows]; the number of experts for a row without a token.
 
     Args:
-        sizes: Rows of every expert.
-        counts: Tokens of every expert, which are its first rows.
+        sizes: Rows per expert.
+        counts: Tokens per expert, which are its first rows.
         rows: Number of rows.
     """
     expert = group_of_rows(sizes, rows)

@@ -1,4 +1,4 @@
-"""Modules of transformer_engine.jax.flax in Flax NNX: bridging, differentiation, and updates of their state."""
+"""transformer_engine.jax.flax modules in Flax NNX: bridging, differentiation, and state updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import linen
 
 try:
     from flax import nnx
-except AttributeError as error:  # flax 0.12.8 uses a name of jax.experimental that jax 0.11.2 has removed
+except AttributeError as error:  # flax 0.12.8 uses a jax.experimental name that jax 0.11.2 has removed
     raise ImportError(
         f"transformer_engine.jax.nnx: flax.nnx of flax {flax.__version__} cannot be imported beside jax "
         f"{jax.__version__} ({error}); pip install --upgrade flax"
@@ -27,15 +27,15 @@ __all__ = ["bridged", "state_type", "value_and_grad"]
 
 
 def bridged(module: linen.Module, rngs: nnx.Rngs, *inputs: Any, **options: Any) -> Any:
-    """Return a linen module as a module of NNX, with parameters and state created for the inputs.
+    """Convert a linen module to an NNX module, with parameters and state created for the inputs.
 
-    Without a mesh the names of its parameters' axes stay names.
+    Without a mesh, its parameters' axis names stay names.
 
     Args:
         module: The linen module.
-        rngs: Random streams of NNX.
-        inputs: Arguments of a first call.
-        options: Keyword arguments of a first call.
+        rngs: NNX random streams.
+        inputs: Arguments for a first call.
+        options: Keyword arguments for a first call.
     """
     if not isinstance(module, linen.Module):
         raise TypeError(f"module is {with_article(type(module))}; give a module of flax.linen")
@@ -45,7 +45,7 @@ def bridged(module: linen.Module, rngs: nnx.Rngs, *inputs: Any, **options: Any) 
 
 
 def state_type(collection: str = NVTE_FP8_COLLECTION_NAME) -> type[nnx.Variable]:
-    """Return NNX's type of the variables of a collection.
+    """NNX variable type for a collection.
 
     Args:
         collection: "fp8_metas" or "_overwrite_with_gradient".
@@ -56,10 +56,11 @@ def state_type(collection: str = NVTE_FP8_COLLECTION_NAME) -> type[nnx.Variable]
 def value_and_grad(
     loss: Callable[..., Any], model: Any, *args: Any, has_aux: bool = False, **kwargs: Any
 ) -> tuple[Any, nnx.State]:
-    """Return (loss(model, *args, **kwargs), gradients of its nnx.Params) and advance the model's quantizers by a step.
+    """Compute (loss(model, *args, **kwargs), gradients for its nnx.Params) and advance the model's quantizers by a
+    step.
 
     The gradient of a state is its next state, which is written into the model. If the loss calls the model several
-    times, the larger maximum counts; calls inside of jit, scan or vmap within the loss must be single.
+    times, the larger maximum counts; calls inside jit, scan or vmap within the loss must be single.
 
     Args:
         loss: loss(model, *args, **kwargs).

@@ -1,4 +1,4 @@
-"""Permutation of tokens into the order of their experts, and its inverse."""
+"""Token permutation to expert order, and its inverse."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def token_dispatch(
     probs: Array | None = None,
     align_size: int | None = None,
 ) -> tuple[Array, Array | None, Array, Array | None, Array]:
-    """Return tokens sorted by expert, differentiable in inp and probs.
+    """Sort tokens by expert, differentiable in inp and probs.
 
     Args:
         inp: Tokens [T, H].
         routing_map: [T, E], nonzero if token t is routed to expert e.
-        num_out_tokens: Rows of the result: all pairs (t, e) before padding; later rows are dropped.
+        num_out_tokens: Result rows: all pairs (t, e) before padding; later rows are dropped.
         probs: Weights [T, E], which are sorted too.
-        align_size: Pad the rows of every expert with zeros to a multiple of this size.
+        align_size: Pad every expert's rows with zeros to a multiple of this size.
 
     Returns:
         Rows sorted by expert, their weights [rows], row_id_map, pad_offsets and tokens_per_expert. row_id_map is int32
         [T, 2 E + 1]: for the n experts of a token its rows without padding, from E on the experts, -1 after both, and
-        last n. pad_offsets is int32 [E], the shift of an expert's rows by padding; None without it. tokens_per_expert
+        last n. pad_offsets is int32 [E], an expert's row shift due to padding; None without padding. tokens_per_expert
         is int32 [E] and includes padding.
     """
     check_values("inp", inp)
@@ -92,7 +92,7 @@ def token_dispatch(
         padded = aligned(counts, align_size)
         pad_offsets = jnp.cumsum(padded) - padded - starts
         rows, counts = jnp.where(rows < 0, -1, rows + pad_offsets[None]), padded
-    # The pair (t, e) of every row of the result, T * E for padding.
+    # The pair (t, e) for every result row, T * E for padding.
     pairs = jnp.arange(tokens * experts, dtype=jnp.int32)
     places = jnp.where(rows.ravel() < 0, size, rows.ravel())
     source = jnp.full(size, tokens * experts, jnp.int32).at[places].set(pairs, mode="drop")
@@ -102,12 +102,12 @@ def token_dispatch(
 
 
 def aligned(counts: Array, align_size: int) -> Array:
-    """Return the padded rows, multiples of align_size, of groups with these numbers of tokens."""
+    """Pad these token counts per group to multiples of align_size."""
     return -(-counts // align_size) * align_size
 
 
 def room_for(tokens: int, groups: int, align_size: int) -> int:
-    """Return rows that suffice for all sizes of groups with this total, each aligned to a multiple of align_size."""
+    """Row count that suffices for all group sizes with this total, each aligned to a multiple of align_size."""
     return (tokens + groups * (align_size - 1)) // align_size * align_size
 
 
@@ -118,13 +118,13 @@ def token_combine(
     merging_probs: Array | None = None,
     pad_offsets: Array | None = None,
 ) -> Array:
-    """Return out [T, H]: the sum of a token's rows of inp [rows, H], multiplied by merging_probs [T, E] if given.
+    """Compute out [T, H]: a token's rows in inp [rows, H], multiplied by merging_probs [T, E] if passed, and summed.
 
     Args:
         inp: Rows of all experts [rows, H].
         row_id_map: Map that `token_dispatch` returned, [T, 2 E + 1].
-        merging_probs: Weights of all experts [T, E]; None is 1.
-        pad_offsets: Rows of padding before each expert [E], as `token_dispatch` returned them.
+        merging_probs: Weights for all experts [T, E]; None is 1.
+        pad_offsets: Padding rows before each expert [E], as `token_dispatch` returned them.
     """
     check_values("inp", inp)
     check_integers("row_id_map", row_id_map)
@@ -155,7 +155,7 @@ def token_combine(
 
 
 def _row_id_map(rows: Array) -> Array:
-    """Return the row_id_map of `token_dispatch`; rows [T, E], -1 for a pair without a row."""
+    """Compute the row_id_map for `token_dispatch`; rows [T, E], -1 for a pair without a row."""
     order = jnp.argsort(rows < 0, axis=1, stable=True)
     sorted_rows = jnp.take_along_axis(rows, order, axis=1)
     of = jnp.where(sorted_rows < 0, -1, order)
@@ -165,11 +165,11 @@ def _row_id_map(rows: Array) -> Array:
 
 @replicating_results
 def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) -> tuple[Array, Array]:
-    """Return chunks of inp [rows, H] in the order of sorted_indices, and row_id_map [rows], the new index of every row.
+    """Reorder chunks in inp [rows, H] by sorted_indices; also return row_id_map [rows], the new index for every row.
 
     Args:
         inp: Rows of all chunks [rows, H].
-        split_sizes: Rows of every chunk in their present order; rows after their sum are not moved.
+        split_sizes: Rows per chunk in their present order; rows after their sum are not moved.
         sorted_indices: Chunks in their new order.
     """
     check_values("inp", inp)
@@ -201,12 +201,12 @@ def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) 
 
 
 class PureJaxPermState(NamedTuple):
-    """The permutation of `pure_jax_token_dispatch`: the order of all slots, and counts of tokens and of padding.
+    """Permutation from `pure_jax_token_dispatch`: the order of all slots, token count and padding count.
 
     Args:
-        sorted_indices: Source slots in the order of the sorted rows.
+        sorted_indices: Source slots in sorted-row order.
         num_real_tokens: Number of slots without padding, T k.
-        padding_size: Number of slots of padding.
+        padding_size: Number of padding slots.
     """
 
     sorted_indices: Array
@@ -222,13 +222,13 @@ def pure_jax_token_dispatch(
     align_size: int = 0,
     roll_to_expert_id: Array | int | None = None,
 ) -> tuple[Array, PureJaxPermState, Array]:
-    """Return inputs [.., H] sorted by selected_experts [.., k], the state, and the rows of every expert.
+    """Sort inputs [.., H] by selected_experts [.., k]; also return the state and the rows per expert.
 
     Args:
         inputs: Tokens [.., H].
-        selected_experts: Experts of each token [.., k], integers.
+        selected_experts: Experts for each token [.., k], integers.
         num_experts: Number of experts.
-        num_experts_per_tok: Number of choices per token, k.
+        num_experts_per_tok: Choices per token, k.
         align_size: Pads every expert's rows with zeros to a multiple of this number; 0 does not pad.
         roll_to_expert_id: Expert that comes first; the earlier ones come last. May be traced, for example
             lax.axis_index.
@@ -268,18 +268,18 @@ def pure_jax_token_combine(
     expert_outputs: Array, perm_state: PureJaxPermState, routing_weights: Array, num_experts_per_tok: int,
     batch_size: int | None = None, sequence_length: int | None = None,
 ) -> Array:  # fmt: skip
-    """Compute out [T, H]: the sum of a token's rows, multiplied by routing_weights [.., k].
+    """Compute out [T, H]: a token's rows, multiplied by routing_weights [.., k] and summed.
 
     Args:
         expert_outputs: Rows of all experts [rows, H].
         perm_state: State that `pure_jax_token_dispatch` returned.
-        routing_weights: Weights of the choices [.., k].
-        num_experts_per_tok: Number of choices per token, k.
+        routing_weights: Weights for the choices [.., k].
+        num_experts_per_tok: Choices per token, k.
         batch_size: With sequence_length, whose product is T: the result is [batch_size, sequence_length, H].
-        sequence_length: Tokens of each sequence.
+        sequence_length: Tokens per sequence.
 
     Raises:
-        ValueError: Shapes do not match, or only one of batch_size and sequence_length is given.
+        ValueError: Shapes do not match, or only one of batch_size and sequence_length is passed.
     """
     check_values("expert_outputs", expert_outputs)
     check_values("routing_weights", routing_weights)
@@ -313,12 +313,12 @@ def pure_jax_token_combine(
 def routing_map_to_selected_experts(
     sparse_probs: Array, routing_map: Array, topk: int
 ) -> tuple[Array, Array]:
-    """Return the chosen experts int32 [T, topk], sorted, and their weights [T, topk].
+    """List the chosen experts int32 [T, topk], sorted, and their weights [T, topk].
 
     Args:
-        sparse_probs: Weights of all experts [T, E].
+        sparse_probs: Weights for all experts [T, E].
         routing_map: True at the chosen experts [T, E].
-        topk: Number of choices per token.
+        topk: Choices per token.
     """
     check_array("routing_map", routing_map)
     if routing_map.ndim != 2:
@@ -336,12 +336,12 @@ def routing_map_to_selected_experts(
 def local_permute_after_a2a(
     x_recv: Array, all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array]:
-    """Return rows sorted by local expert, rows of every local expert, and the new index of every received row.
+    """Sort rows by local expert; also return the rows per local expert and the new index for every received row.
 
     Args:
-        x_recv: Rows in the order of reception: by shard, then by expert.
+        x_recv: Rows in reception order: by shard, then by expert.
 
-    The other arguments are those of `compute_ragged_all_to_all_params`.
+    The other arguments are as in `compute_ragged_all_to_all_params`.
     """
     shards = num_expert_shards
     counts = rows_by_shard(all_shards_tokens_per_expert, shard_id, shards)[:, shard_id]
@@ -353,11 +353,11 @@ def local_permute_after_a2a(
 
 @accepts_former_keywords(goes_to="state")
 def local_unpermute_before_a2a(expert_outputs: Array, state: Array) -> Array:
-    """Return the rows of `local_permute_after_a2a` in the order of reception.
+    """Restore the reception order that `local_permute_after_a2a` changed.
 
     Args:
         expert_outputs: Rows sorted by local expert [rows, H].
-        state: New index of every received row, the third result of `local_permute_after_a2a`.
+        state: New index for every received row, the third result from `local_permute_after_a2a`.
     """
     check_values("expert_outputs", expert_outputs)
     check_integers("state", state)

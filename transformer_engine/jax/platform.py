@@ -1,4 +1,4 @@
-"""Hardware, library versions and flags of XLA; the only module that queries them from JAX.
+"""Hardware, library versions and XLA flags; the only module that queries them from JAX.
 
 Importing the module queries nothing, because the first query initializes the backends of JAX.
 """
@@ -28,26 +28,26 @@ def _gpus() -> tuple[Any, ...]:
 
 
 def has_gpu() -> bool:
-    """Return whether JAX computes on a GPU by default."""
+    """Whether JAX computes on a GPU by default."""
     return bool(_gpus())
 
 
 def compute_capability(gpu_id: int = 0) -> int:
-    """Return ten times the compute capability of a local GPU, 90 for Hopper; also 90 on a CPU.
+    """Ten times the compute capability of a local GPU, 90 for Hopper; also 90 on a CPU.
 
     Raises:
         TypeError: gpu_id is not an integer.
-        ValueError: The process has no GPU of that number.
+        ValueError: The process has no GPU with that number.
     """
     return number_of(hardware(gpu_id))
 
 
 def hardware(gpu_id: int = 0) -> Hardware:
-    """Return the row of a local GPU in the table of hardware; Hopper's on a CPU, which emulates all formats.
+    """Row for a local GPU in the hardware table; Hopper's on a CPU, which emulates all formats.
 
     Raises:
         TypeError: gpu_id is not an integer.
-        ValueError: The process has no GPU of that number.
+        ValueError: The process has no GPU with that number.
     """
     whole("gpu_id", gpu_id, 0)
     gpus = _gpus()
@@ -65,13 +65,13 @@ def _hardware(gpu_id: int) -> Hardware:
 
 
 def is_emulating() -> bool:
-    """Return whether the reference computes formats that the hardware lacks: TE_EMULATE, or True without a GPU."""
+    """Whether the reference computes formats that the hardware lacks: TE_EMULATE, or True without a GPU."""
     setting = env.get("TE_EMULATE")
     return not has_gpu() if setting is None else bool(setting)
 
 
 def xla_flag(name: str) -> str | None:
-    """Return the value of --name in XLA_FLAGS, "true" for a flag without a value; None if the flag is not set."""
+    """Value for --name in XLA_FLAGS, "true" for a flag without a value; None if the flag is not set."""
     found = None
     for flag in os.environ.get("XLA_FLAGS", "").split():
         key, _, value = flag.lstrip("-").partition("=")
@@ -88,7 +88,7 @@ _LIBRARIES = {
 
 
 def library_version(name: str) -> int:
-    """Return the version of a library as an integer.
+    """Query a library version as an integer.
 
     Args:
         name: "cuda", "cudnn" or "cublas" for the library that XLA uses, or "cudnn_frontend" for the Python package.
@@ -112,7 +112,7 @@ def library_version(name: str) -> int:
 
 @dataclass(frozen=True)
 class Processors:
-    """Number of multiprocessors of a GPU, and bytes of shared memory that one program may use."""
+    """Number of multiprocessors on a GPU, and the bytes of shared memory that one program may use."""
 
     count: int
     shared_memory: int
@@ -122,7 +122,7 @@ _H100 = 132  # multiprocessors; used to plan programs on a machine without a GPU
 
 
 def processors() -> Processors:
-    """Return the processors of the first GPU; on a CPU those of an H100, for programs lowered for CUDA there."""
+    """Processors of the first GPU; on a CPU the processors of an H100, for programs lowered for CUDA there."""
     gpus = _gpus()
     count = _H100 if not gpus else int(getattr(gpus[0], "core_count", None) or _H100)
     return Processors(count, hardware().shared_memory)

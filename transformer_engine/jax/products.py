@@ -1,4 +1,4 @@
-"""The three products of a linear layer, their operands from quantized tensors, and the bias.
+"""The three products in a linear layer, their operands from quantized tensors, and the bias.
 
 x [M, K] (axes *batch, *contracted), kernel [K, N] (axes *contracted, *features), dy [M, N]; axes are not merged:
 
@@ -34,17 +34,17 @@ def encode(quantizer: Quantizer | None, x: Array, flatten_axis: int) -> tuple[Te
     return quantizer.encode(x, flatten_axis=flatten_axis)
 
 
-# Gradients of at least this many elements are cast to rows alone; their codes are transposed once dx is computed, so
-# that only one direction is allocated at a time. H200, 8192 tokens, delayed and current scaling: a gated MLP of
-# 4096 x 14336 features needs 848 and 736 MiB of temporary memory instead of 1072 and 1040 and takes 6.71 and 7.22 ms
-# instead of 6.66 and 7.10; a linear layer 176 MiB instead of 200, and 1.77 and 1.91 ms instead of 1.74 and 1.87 (H100).
+# Gradients with at least this many elements are cast to rows alone; their codes are transposed once dx is computed, so
+# that only one direction is allocated at a time. H200, 8192 tokens, delayed and current scaling: a gated MLP with 4096
+# x 14336 features needs 848 and 736 MiB temporary memory instead of 1072 and 1040 and takes 6.71 and 7.22 ms instead of
+# 6.66 and 7.10; a linear layer 176 MiB instead of 200, and 1.77 and 1.91 ms instead of 1.74 and 1.87 (H100).
 LATE_ELEMENTS = 1 << 26
 
 
 def gradient_quantizer(quantizer: Quantizer | None, gradient: Array) -> tuple[Quantizer | None, bool]:
     """Decide in which directions an output gradient is quantized.
 
-    The columns of a tensor with one scale are the transpose of its rows, bit for bit.
+    For a tensor with one scale, the columnwise codes are the transposed rowwise codes, bit for bit.
 
     Returns:
         The quantizer, for rows only if the columns are transposed late; and whether `gradient_products` transposes them
@@ -61,15 +61,15 @@ def gradient_quantizer(quantizer: Quantizer | None, gradient: Array) -> tuple[Qu
 def gradient_products(
     dy: Tensor, transposes_late: bool, batch: int, kernel_rows: Operand, x_columns: Operand, dtypes: tuple[Any, Any]
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Compute dx and dw of a linear layer.
+    """Compute dx and dw for a linear layer.
 
     Args:
         dy: Output gradient [*M, *N], encoded by its `gradient_quantizer`.
         transposes_late: Whether the codes of dy are transposed after dx is computed; see `gradient_quantizer`.
         batch: Number of axes of M.
         kernel_rows: Kernel, to be contracted over N.
-        x_columns: Input of the layer, to be contracted over M.
-        dtypes: Dtypes of dx and of dw.
+        x_columns: Layer input, to be contracted over M.
+        dtypes: dx and dw dtypes.
 
     Returns:
         dx [*M, *K] and dw [*K, *N].
@@ -81,7 +81,7 @@ def gradient_products(
 
 
 def row_operand(tensor: Tensor, flatten_axis: int) -> Operand:
-    """Return the operand [*rows, *columns] that is contracted over the columns."""
+    """Operand [*rows, *columns] that is contracted over the columns."""
     if isinstance(tensor, NoScaleTensor):
         return plain(tensor.data, positive_axis(flatten_axis, tensor.ndim))
     if isinstance(tensor, ScaledTensor1x) and tensor.is_colwise:
@@ -90,7 +90,7 @@ def row_operand(tensor: Tensor, flatten_axis: int) -> Operand:
 
 
 def column_operand(tensor: Tensor, flatten_axis: int) -> Operand:
-    """Return the operand [*columns, *rows] that is contracted over the rows."""
+    """Operand [*columns, *rows] that is contracted over the rows."""
     if isinstance(tensor, NoScaleTensor):
         axis = positive_axis(flatten_axis, tensor.ndim)
         return plain(turned(tensor.data, axis), tensor.ndim - axis)
@@ -99,24 +99,24 @@ def column_operand(tensor: Tensor, flatten_axis: int) -> Operand:
         and not tensor.is_colwise
         and tensor.scaling_mode.is_tensor_scaling()
     ):
-        # With one scale per tensor the codes of both directions are equal.
+        # With one scale per tensor, both directions have equal codes.
         rows = tensor.operand()
         return replace(rows, codes=turned(rows.codes, rows.axis), axis=rows.codes.ndim - rows.axis)
     if isinstance(tensor, ScaledTensor1x) and not tensor.is_colwise:
-        # Block scales of the other direction are not factors of this product: it multiplies the values of the codes.
+        # The other direction's block scales are not factors in this product: it multiplies the decoded values.
         axis = positive_axis(flatten_axis, tensor.ndim)
         return plain(turned(tensor.values(), axis), tensor.ndim - axis)
     return tensor.get_tensor(TensorUsage.LHS_TRANS).operand()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def forward_product(x: Operand, kernel: Operand, dtype: Any) -> Array:
-    """Return y [*M, *N] = x [*M, *K] @ kernel [*N, *K].T in dtype."""
+    """Compute y [*M, *N] = x [*M, *K] @ kernel [*N, *K].T in dtype."""
     return gemm(x, kernel, dtype, exact=env.flag("NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION"))
 
 
 @jax.custom_vjp
 def quantized_identity(x: Array, quantizer: Quantizer) -> Array:
-    """Return y = dequantize(quantize(x)); the gradient of x is that of y, that of the quantizer its next state."""
+    """Compute y = dequantize(quantize(x)); x receives the gradient of y, the quantizer its next state."""
     return _forward(x, quantizer)[0]
 
 
@@ -133,7 +133,7 @@ quantized_identity.defvjp(_forward, lambda following, dy: (dy, as_cotangent(foll
 
 
 def biased(y: Array, bias: Array | None) -> Array:
-    """Return y [*batch, *features] + bias [*features] in y's dtype; y without a bias.
+    """Compute y [*batch, *features] + bias [*features] in y's dtype; y without a bias.
 
     The axes are expanded explicitly: jax_numpy_rank_promotion may be "raise".
     """

@@ -1,7 +1,7 @@
 """y = activation(norm(x) @ kernel_1 + bias_1) @ kernel_2, with each operand quantized by the kernel that computes it.
 
-One derivative rule covers the whole MLP: the kernel of the activation's gradient quantizes the output gradient of the
-first product, and the states of both products advance in one operation.
+One derivative rule covers the whole MLP: the activation-gradient kernel quantizes the output gradient of the first
+product, and the states of both products advance in one operation.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .undifferentiated import constant, like, undifferentiated
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """The operands of an MLP's products.
+    """Operands for an MLP's products.
 
     Attributes:
-        source: Source of the first product's operand.
-        activation: Source of the second product's operand.
-        name: Name of the first product's result for recomputation policies.
+        source: Source for the first product's operand.
+        activation: Source for the second product's operand.
+        name: The first product's result name for recomputation policies.
     """
 
     source: OperandSource
@@ -56,7 +56,7 @@ def quantized_mlp(
     bias: Array | None,
     quantizer_sets: Sequence[QuantizerSet],
 ) -> Array:
-    """Return y [*batch, h] of inputs, first x [*batch, h]; kernels [h, n, f] and [f, h]; bias [n, f] or None."""
+    """Compute y [*batch, h] from inputs, first x [*batch, h]; kernels [h, n, f] and [f, h]; bias [n, f] or None."""
     values, sets = align_mesh_axes((given, tuple(kernels), bias), tuple(quantizer_sets))
     x, last = values[0][0], values[1][1]
     y, passed = with_automatic_axes(
@@ -104,7 +104,8 @@ def _forward(
 def _product(
     operand: SourceOperand, kernel: Array, quantizers: QuantizerSet, dtype: Any, batch: int
 ) -> tuple[Array, Operand, Array | None]:
-    """Return operand @ kernel [*batch, *features], the kernel's operand for the backward pass, and its maximum."""
+    """Compute operand @ kernel [*batch, *features]; also return the kernel's operand for the backward pass, and its
+    maximum."""
     codes, amax = encode(quantizers.kernel, kernel, 1)
     y = forward_product(row_operand(operand.tensor, batch), column_operand(codes, 1), dtype)
     return y, row_operand(codes, 1), amax

@@ -1,4 +1,4 @@
-"""Arguments of lax.ragged_all_to_all that exchange tokens between the devices of experts."""
+"""lax.ragged_all_to_all arguments that exchange tokens between the experts' devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .checks import check_integers, is_known
 def compute_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array, Array]:
-    """Return (input_offsets, send_sizes, output_offsets, recv_sizes), each [R], for lax.ragged_all_to_all of one shard.
+    """Compute (input_offsets, send_sizes, output_offsets, recv_sizes), each [R], for lax.ragged_all_to_all of one
+    shard.
 
     Args:
         all_shards_tokens_per_expert: Rows of every shard for every expert [R, E]; expert e is on shard e // (E / R).
@@ -29,12 +30,12 @@ def compute_ragged_all_to_all_params(
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the arguments of the inverse exchange: received rows are sent back to their origin.
+    """Compute the arguments of the inverse exchange: received rows are sent back to their origin.
 
     Args:
         shard_id: Index of this shard; may be traced.
 
-    The other arguments are those of `compute_ragged_all_to_all_params`.
+    The other arguments are as in `compute_ragged_all_to_all_params`.
     """
     sent = rows_by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
     received = sent[:, shard_id]
@@ -43,7 +44,7 @@ def compute_reverse_ragged_all_to_all_params(
 
 
 def rows_by_shard(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> Array:
-    """Return [from, to, local expert]: rows sent from a shard to an expert of another shard."""
+    """Count [from, to, local expert]: rows sent from a shard to an expert on another shard."""
     whole("num_expert_shards", shards)
     check_integers("all_shards_tokens_per_expert", tokens_per_expert)
     shape = tokens_per_expert.shape

@@ -1,4 +1,4 @@
-"""Residual connections around a norm: the kernel of the norm's gradient adds the gradient that bypasses the block.
+"""Residual connections around a norm: the norm-gradient kernel adds the gradient that bypasses the block.
 
 x + block(norm(x)) reads x twice, and JAX would add both gradients in another kernel. Therefore the norm returns x too,
 the addition reads that x, and the norm's derivative rule receives both gradients: dx = dnorm + dy in float32, rounded
@@ -17,7 +17,7 @@ from jax import Array
 
 @dataclass(eq=False)
 class Residual:
-    """The value that bypasses a block of x: x itself, then the x that a norm of it returned."""
+    """The value that bypasses a block: x itself, then the x that its norm returned."""
 
     x: Array
     value: Array
@@ -28,10 +28,10 @@ _RESIDUAL: ContextVar[Residual | None] = ContextVar("residual", default=None)
 
 @contextmanager
 def bypass(x: Array, read: bool) -> Iterator[Residual]:
-    """Register the residual connection of a block that is traced in the context.
+    """Register a residual connection for a block that is traced in the context.
 
     The first norm of x in the block returns x too. Set `read` only if the block reads the residual's value; otherwise
-    the norm would add a gradient of zeros.
+    the norm would add a zero gradient.
     """
     residual = Residual(x, x)
     token = _RESIDUAL.set(residual if read else None)
@@ -42,7 +42,7 @@ def bypass(x: Array, read: bool) -> Iterator[Residual]:
 
 
 def is_bypassed(x: Array) -> bool:
-    """Return whether a norm of x must return x too; see `store_returned_input`."""
+    """Whether a norm over x must return x too; see `store_returned_input`."""
     residual = _RESIDUAL.get()
     return residual is not None and residual.x is x and residual.value is x
 

@@ -1,4 +1,4 @@
-"""The choice of experts for a token, their weights, and the loss that balances them."""
+"""Expert choice for a token, expert weights, and the loss that balances the experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .checks import check_array, check_shaped, check_values
 
 __all__ = ["RoutingMapFormat", "ScoreFunction", "fused_moe_aux_loss", "fused_topk_with_score_function"]
 
-_TINY = 1e-20  # prevents a division by zero for a row of scores that are all zero
+_TINY = 1e-20  # prevents a division by zero for a row whose scores are all zero
 
 
 class ScoreFunction(enum.Enum):
@@ -27,7 +27,7 @@ class ScoreFunction(enum.Enum):
 
 
 class RoutingMapFormat(enum.Enum):
-    """The storage of the choice: a bool or a bit per expert."""
+    """Storage format for the choice: a bool or a bit per expert."""
 
     BYTEMAP = 0
     BITMAP_U8 = 1
@@ -49,16 +49,16 @@ def fused_topk_with_score_function(
 
     Args:
         logits: Scores [T, E].
-        topk: Experts of each token.
-        use_pre_softmax: Take the weights of a softmax over all experts instead of the chosen ones.
-        num_groups: Number of groups of experts; -1 for none.
-        group_topk: Number of best groups that experts are chosen from; -1 for all.
+        topk: Experts per token.
+        use_pre_softmax: Take the weights from a softmax over all experts instead of the chosen ones.
+        num_groups: Number of expert groups; -1 for none.
+        group_topk: Best groups that experts are chosen from; -1 for all.
         scaling_factor: Factor of the weights.
         score_function: "softmax"; or "sigmoid" or "sqrtsoftplus", sqrt(log(1 + exp(logit))), whose weights are divided
             by their sum if topk > 1.
         expert_bias: Bias [E] with "sigmoid" or "sqrtsoftplus", which only decides the choice.
-        compute_aux_scores: Return normalized scores of all experts and the plain choice, for the loss.
-        routing_map_format: "bytemap" or "bitmap_u8", whose bit e % 8 of byte e // 8 is expert e.
+        compute_aux_scores: Return normalized scores for all experts and the plain choice, for the loss.
+        routing_map_format: "bytemap" or "bitmap_u8", whose bit e % 8 in byte e // 8 is expert e.
 
     Returns:
         Weights [T, E] in the dtype of the logits, and the choice, bool [T, E] or uint8 [T, ceil(E / 8)].
@@ -80,7 +80,7 @@ def fused_topk_with_score_function(
         scores = _scores(wide, function)
     judged = scores if expert_bias is None else scores + expert_bias.astype(jnp.float32)
     if group_topk > 0:
-        # -inf outside of the groups with the largest sums of their topk / group_topk best experts.
+        # -inf outside the groups with the largest sums over their topk / group_topk best experts.
         tokens, experts = judged.shape
         grouped = lax.stop_gradient(judged).reshape(tokens, num_groups, experts // num_groups)
         best, _ = lax.top_k(grouped, topk // group_topk)
@@ -99,12 +99,12 @@ def fused_topk_with_score_function(
 def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff: float) -> Array:
     """Compute E * coeff / (topk * T^2) * sum over e of tokens_per_expert[e] * sum over t of probs[t, e].
 
-    Differentiable in probs only; equation 4 of arXiv:2101.03961 for topk choices.
+    Differentiable in probs only; arXiv:2101.03961, equation 4, for topk choices.
 
     Args:
         probs: Scores [T, E].
-        tokens_per_expert: Tokens of each expert [E].
-        topk: Experts of each token.
+        tokens_per_expert: Tokens per expert [E].
+        topk: Experts per token.
         coeff: Factor of the loss.
     """
     check_values("probs", probs)
@@ -132,7 +132,8 @@ def _scores(logits: Array, function: ScoreFunction) -> Array:
     """Compute scores that do not depend on the logits of other experts."""
     if function is ScoreFunction.SIGMOID:
         return jax.nn.sigmoid(logits)
-    # softplus(-inf) is 0, where the gradient of the root is infinite and that of the logarithm 0: their product is NaN.
+    # softplus(-inf) is 0, where the root has an infinite gradient and the logarithm a zero gradient: their product is
+    # NaN.
     positive = jax.nn.softplus(logits)
     usable = positive > 0.0
     return jnp.where(usable, jnp.sqrt(jnp.where(usable, positive, 1.0)), 0.0)
@@ -146,13 +147,13 @@ def _normalised(logits: Array, function: ScoreFunction) -> Array:
 
 
 def _chosen(scores: Array, topk: int) -> Array:
-    """Return bool [T, E]: the topk largest scores of every row; ties go to the lower index."""
+    """Select the topk largest scores in every row, bool [T, E]; ties go to the lower index."""
     _, places = lax.top_k(lax.stop_gradient(scores), topk)
     return jax.nn.one_hot(places, scores.shape[-1], dtype=jnp.bool_).any(axis=-2)
 
 
 def _member(kind: type[enum.Enum], name: str, value: Any) -> Any:
-    """Return a member given by itself, by its name in any case, or by its number."""
+    """Look up a member by itself, by its name in any case, or by its number."""
     if isinstance(value, kind):
         return value
     for member in kind:

@@ -1,8 +1,8 @@
-"""The mesh axes over which the dimensions of tensors are sharded, by name.
+"""The mesh axes over which tensor dimensions are sharded, by name.
 
 These functions move no data: a constraint is a hint to XLA's partitioner, and has no effect without a mesh.
 
-Longer than 400 lines because it is one public module of the original.
+Longer than 400 lines because it is one public module in the original.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .blocks import reusable
 from .checks import check_array, check_axis_names
 from .explicit_axes import explicit_axes, explicit_entries
 
-_PREFIX = "nvte_"  # of the logical axis names of this module
+_PREFIX = "nvte_"  # prefix for this module's logical axis names
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
 SEQLEN_TP_AXES = "nvte_seqlen_tp"
@@ -41,12 +41,12 @@ W_JOINED_AXES = "nvte_w_joined"
 
 
 def token_axes(transposed: bool, sequence: str, hidden: str) -> tuple[str, str, str]:
-    """Return the names of the axes of [b, s, hidden], or of [s, b, hidden] if transposed.
+    """Axis names for [b, s, hidden], or for [s, b, hidden] if transposed.
 
     Args:
         transposed: Whether the sequence is the first axis.
-        sequence: Name of the sequence's axis.
-        hidden: Name of the last axis.
+        sequence: Sequence axis name.
+        hidden: Last axis name.
     """
     return (sequence, BATCH_AXES, hidden) if transposed else (BATCH_AXES, sequence, hidden)
 
@@ -54,16 +54,16 @@ def token_axes(transposed: bool, sequence: str, hidden: str) -> tuple[str, str, 
 @suggests_keywords
 @dataclass(frozen=True)
 class MeshResource:
-    """Names of the mesh axes by the kind of parallelism that they serve; None if the mesh has no such axis.
+    """Mesh axis names by the parallelism that they serve; None if the mesh has no such axis.
 
     Args:
-        dp_resource: Axis of data parallelism: shards batches.
-        tp_resource: Axis of tensor parallelism: shards weights and heads.
-        tpsp_resource: Axis of tensor parallelism that also shards sequences between the sharded layers.
+        dp_resource: Data-parallel axis: shards batches.
+        tp_resource: Tensor-parallel axis: shards weights and heads.
+        tpsp_resource: Tensor-parallel axis that also shards sequences between the sharded layers.
         fsdp_resource: Axis over which batches and weights are sharded (FSDP).
-        pp_resource: Axis of pipeline parallelism.
-        cp_resource: Axis of context parallelism: shards sequences.
-        ep_resource: Axis of expert parallelism.
+        pp_resource: Pipeline-parallel axis.
+        cp_resource: Context-parallel axis: shards sequences.
+        ep_resource: Expert-parallel axis.
     """
 
     dp_resource: str | None = None
@@ -80,15 +80,15 @@ _resource: ContextVar[MeshResource | None] = ContextVar("transformer_engine_mesh
 
 @reusable
 def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
-    """Shard the tensors of layers that are traced in this block over the axes of `resource`; None: over no axis.
+    """Shard the tensors in layers that are traced in this block over `resource`'s axes; None: over no axis.
 
     A mesh that is entered later is checked when an axis is read.
 
     Args:
-        resource: Names of the mesh axes.
+        resource: Mesh axis names.
 
     Raises:
-        ValueError: The mesh in use lacks one of the axes.
+        ValueError: The mesh in use lacks an axis.
     """
     if resource is not None:
         if not isinstance(resource, MeshResource):
@@ -107,12 +107,12 @@ def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
 
 
 def mesh_resource_or_default() -> MeshResource:
-    """Return the active MeshResource, by default one without axes."""
+    """The active MeshResource, by default one without axes."""
     return MeshResource() if _resource.get() is None else global_mesh_resource()
 
 
 def global_mesh_resource() -> MeshResource:
-    """Return the active MeshResource; raise ValueError without one, or if the mesh in use lacks one of its axes."""
+    """Get the active MeshResource; raise ValueError without one, or if the mesh in use lacks one of its axes."""
     resource = _resource.get()
     if resource is None:
         mesh = "no mesh is in use, and no" if _mesh() is None else "a mesh is in use and no"
@@ -125,7 +125,7 @@ def global_mesh_resource() -> MeshResource:
 
 
 def _check_axes(resource: MeshResource) -> None:
-    """Raise ValueError if the mesh in use lacks an axis, or if two axes would both shard the width of tensors."""
+    """Raise ValueError if the mesh in use lacks an axis, or if two axes would both shard tensor widths."""
     for name, axis in vars(resource).items():
         check_axis(name, axis)
     both = (resource.tp_resource, resource.tpsp_resource)
@@ -137,12 +137,12 @@ def _check_axes(resource: MeshResource) -> None:
 
 
 def _mesh() -> Mesh | jax.sharding.AbstractMesh | None:
-    """Return the mesh of jax.set_mesh, otherwise that of `with mesh:`, otherwise None."""
+    """Get the mesh from jax.set_mesh, otherwise from `with mesh:`, otherwise None."""
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
         return abstract
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the only access to a mesh of `with mesh:`
+        warnings.simplefilter("ignore", DeprecationWarning)  # the only access to the mesh in `with mesh:`
         try:
             from jax.interpreters import pxla
 
@@ -153,7 +153,7 @@ def _mesh() -> Mesh | jax.sharding.AbstractMesh | None:
 
 
 def mesh_of_devices() -> Mesh | None:
-    """Return the mesh in use; None for an abstract mesh, and in a trace, where jax does not provide devices."""
+    """The mesh in use; None for an abstract mesh, and in a trace, where jax does not provide devices."""
     mesh = _mesh()
     if mesh is None or isinstance(mesh, Mesh):
         return mesh
@@ -165,7 +165,7 @@ def mesh_of_devices() -> Mesh | None:
 
 
 def mesh_in_use() -> Mesh | jax.sharding.AbstractMesh:
-    """Return the mesh in use; raise ValueError without one."""
+    """Get the mesh in use; raise ValueError without one."""
     mesh = _mesh()
     if mesh is None:
         raise ValueError("no mesh is in use; enter `with mesh:` or jax.set_mesh(mesh)")
@@ -173,23 +173,23 @@ def mesh_in_use() -> Mesh | jax.sharding.AbstractMesh:
 
 
 def automatic_axes() -> dict[str, int]:
-    """Return the axes of the mesh in use that are not manual in an enclosing shard_map, with their device counts."""
+    """Axes in the current mesh that are not manual in an enclosing shard_map, with their device counts."""
     mesh = mesh_in_use()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind is not AxisType.Manual}
 
 
 def is_mesh_available() -> bool:
-    """Return whether a mesh is in use."""
+    """Whether a mesh is in use."""
     return _mesh() is not None
 
 
 def get_mesh_axis_size(axis: str | None, mesh: Mesh | None = None) -> int:
-    """Return the number of devices along an axis of a mesh; 1 for None, and without a mesh.
+    """Number of devices along a mesh axis; 1 for None, and without a mesh.
 
     Args:
-        axis: Name of a mesh axis, or None.
-        mesh: A mesh of devices; None is the mesh in use.
+        axis: Mesh axis name, or None.
+        mesh: Device mesh; None is the mesh in use.
 
     Raises:
         ValueError: The mesh does not have the axis.
@@ -203,9 +203,9 @@ def check_axis(name: str, axis: str | None, mesh: Mesh | None = None) -> None:
     """Raise ValueError if the mesh, by default the one in use, lacks the axis; without a mesh, every axis is valid.
 
     Args:
-        name: Name of the argument or field, for the message.
-        axis: Name of a mesh axis, or None.
-        mesh: A mesh of devices; None is the mesh in use.
+        name: Argument or field name, for the message.
+        axis: Mesh axis name, or None.
+        mesh: Device mesh; None is the mesh in use.
     """
     found = _mesh() if mesh is None else mesh
     if found is not None and axis is not None and axis not in found.axis_names:
@@ -219,8 +219,8 @@ def check_automatic_axis(name: str, axis: str | None) -> None:
     """Raise ValueError if the mesh in use lacks the axis, or if the axis is manual; without a mesh, it is valid.
 
     Args:
-        name: Name of the argument or field, for the message.
-        axis: Name of a mesh axis, or None.
+        name: Argument or field name, for the message.
+        axis: Mesh axis name, or None.
     """
     check_axis(name, axis)
     mesh = _mesh()
@@ -234,22 +234,22 @@ def check_automatic_axis(name: str, axis: str | None) -> None:
 
 
 def num_of_devices() -> int:
-    """Return the number of devices of all processes."""
+    """Number of devices over all processes."""
     return jax.device_count()
 
 
 def get_num_devices_in_mesh(mesh: Mesh | None = None) -> int:
-    """Return the number of devices of a mesh, by default of the one in use; 1 without a mesh.
+    """Number of devices in a mesh, by default the one in use; 1 without a mesh.
 
     Args:
-        mesh: A mesh of devices; None is the mesh in use.
+        mesh: Device mesh; None is the mesh in use.
     """
     found = _mesh() if mesh is None else mesh
     return 1 if found is None else found.size
 
 
 def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, str | None]:
-    """Return {axis name of this module: axis of the mesh or None} for the active MeshResource."""
+    """Map {axis name in this module: mesh axis or None} for the active MeshResource."""
     resource = global_mesh_resource()
 
     def either(first: str | None, second: str | None) -> str | None:
@@ -273,14 +273,14 @@ def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, str | None]:
 
 
 def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
-    """Return x, sharded over the mesh by `pspec`; x itself without a mesh, without a spec, or if `pspec` is all None.
+    """Shard x over the mesh by `pspec`; x itself without a mesh, without a spec, or if `pspec` is all None.
 
     Axes that are manual here (inside shard_map) are dropped from the spec. An axis that the mesh does not have raises
-    ValueError, except in a mesh whose axes are all manual, such as that of pmap, where nothing can be sharded.
+    ValueError, except in a mesh whose axes are all manual, such as pmap's mesh, where nothing can be sharded.
 
     Args:
         x: The array.
-        pspec: Mesh axes of each axis of `x`.
+        pspec: Mesh axes for each axis of `x`.
     """
     check_array("x", x)
     _check_spec(pspec, x.ndim)
@@ -307,7 +307,7 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
         spec = PartitionSpec(*(_without(entry, explicit) for entry in spec))
         if all(entry is None for entry in spec):
             return x
-    # A concrete array needs a mesh of devices, which JAX does not provide in a trace.
+    # A concrete array needs a device mesh, which JAX does not provide in a trace.
     devices = None if isinstance(x, Tracer) else mesh_of_devices()
     if devices is not None:
         return jax.lax.with_sharding_constraint(x, NamedSharding(devices, spec))
@@ -316,12 +316,12 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _constrained(x: Array, sharding: NamedSharding) -> Array:
-    """Constrain an array over an abstract mesh in a program, since tracers of an eager gradient are outside of one."""
+    """Constrain an array over an abstract mesh in a program, since an eager gradient's tracers are outside programs."""
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _explicit_spec(spec: PartitionSpec, current: Sequence[Any], explicit: Sequence[str]) -> PartitionSpec:
-    """Return the part of a spec over Explicit axes; an unconstrained axis keeps its current entry."""
+    """Select the spec entries over Explicit axes; an unconstrained axis keeps its current entry."""
     entries: list[Any] = []
     for entry, unchanged in zip((*spec, *(None,) * (len(current) - len(spec))), current, strict=True):
         names = entry if isinstance(entry, tuple) else (entry,)
@@ -331,7 +331,7 @@ def _explicit_spec(spec: PartitionSpec, current: Sequence[Any], explicit: Sequen
 
 
 def _without(entry: Any, axes: Sequence[str]) -> Any:
-    """Return an entry of a spec without these axes."""
+    """Remove these axes from a spec entry."""
     if entry is PartitionSpec.UNCONSTRAINED:
         return entry
     names = entry if isinstance(entry, tuple) else (entry,)
@@ -339,7 +339,7 @@ def _without(entry: Any, axes: Sequence[str]) -> Any:
 
 
 def _check_spec(pspec: Any, ndim: int) -> None:
-    """Raise TypeError or ValueError unless this is None, or names of mesh axes for at most ndim axes of an array."""
+    """Raise TypeError or ValueError unless this is None, or mesh axis names for at most ndim array axes."""
     if pspec is None:
         return
     if not isinstance(pspec, (PartitionSpec, tuple, list)):
@@ -364,10 +364,10 @@ def _check_spec(pspec: Any, ndim: int) -> None:
 def with_sharding_constraint_by_logical_axes(
     x: Array, logical_axis_names: Sequence[str | None] | None
 ) -> Array:
-    """Return x, sharded by the names of its axes: by Flax's axis rules, or by the names of this module.
+    """Shard x by the names of its axes: by Flax's axis rules, or by the names in this module.
 
-    None or () has no effect, and neither has any name if all axes of the mesh are manual (shard_map, pmap). Without
-    Flax rules, names of this module are mapped with a DeprecationWarning, and axes with other names, such as "embed" of
+    None or () has no effect, and neither has any name if all mesh axes are manual (shard_map, pmap). Without
+    Flax rules, names in this module are mapped with a DeprecationWarning, and axes with other names, such as "embed" in
     the layers' defaults, are not sharded. With Flax rules, an axis whose name has no rule is not sharded, which a
     warning reports once per name.
 
@@ -376,8 +376,8 @@ def with_sharding_constraint_by_logical_axes(
         logical_axis_names: One name, or None, per axis of `x`.
 
     Raises:
-        ValueError: Without Flax rules, a name that begins with "nvte_" is not one of this module, or no MeshResource is
-            active.
+        ValueError: Without Flax rules, a name that begins with "nvte_" is not defined in this module, or no
+            MeshResource is active.
     """
     if logical_axis_names is None:
         return x
@@ -433,10 +433,10 @@ def _warn_of_name(name: str) -> None:
 
 @accepts_former_keywords(mesh_resource_name="resource_name")
 def get_active_resource_axis(resource_name: str) -> str | None:
-    """Return the mesh axis of a field of MeshResource ("tp_resource"); None if it has one device.
+    """Look up the mesh axis for a MeshResource field ("tp_resource"); None if it has one device.
 
     Args:
-        resource_name: Name of a field of MeshResource.
+        resource_name: MeshResource field name.
 
     Raises:
         ValueError: MeshResource does not have the field.
@@ -452,27 +452,27 @@ def get_active_resource_axis(resource_name: str) -> str | None:
 
 
 def tpsp_axis_size() -> int:
-    """Return the number of devices along the tensor-sequence-parallel axis."""
+    """Number of devices along the tensor-sequence-parallel axis."""
     return get_mesh_axis_size(global_mesh_resource().tpsp_resource)
 
 
 def dp_or_fsdp_axis_size() -> int:
-    """Return the number of devices along the axis over which batches are sharded."""
+    """Number of devices along the axis over which batches are sharded."""
     resource = global_mesh_resource()
     return max(get_mesh_axis_size(resource.dp_resource), get_mesh_axis_size(resource.fsdp_resource))
 
 
 def ep_axis_size() -> int:
-    """Return the number of devices along the expert-parallel axis."""
+    """Number of devices along the expert-parallel axis."""
     return get_mesh_axis_size(global_mesh_resource().ep_resource)
 
 
 def all_reduce_max_along_all_axes_except_PP(x: Array, mesh: Mesh | None = None) -> Array:
-    """Return the maximum of x over all axes of the MeshResource except the pipeline axis; for use in shard_map.
+    """Compute the maximum of x over all MeshResource axes except the pipeline axis; for use in shard_map.
 
     Args:
         x: The device's values.
-        mesh: A mesh of devices; None is the mesh in use.
+        mesh: Device mesh; None is the mesh in use.
     """
     resource = global_mesh_resource()
     axes = [axis for name, axis in vars(resource).items() if name != "pp_resource"]
@@ -480,22 +480,22 @@ def all_reduce_max_along_all_axes_except_PP(x: Array, mesh: Mesh | None = None) 
 
 
 def all_reduce_sum_along_dp_fsdp(x: Array, mesh: Mesh | None = None) -> Array:
-    """Return the sum of x over the axes over which batches are sharded; for use in shard_map.
+    """Sum x over the axes over which batches are sharded; for use in shard_map.
 
     Args:
         x: The device's values.
-        mesh: A mesh of devices; None is the mesh in use.
+        mesh: Device mesh; None is the mesh in use.
     """
     resource = global_mesh_resource()
     return _reduced(jax.lax.psum, x, [resource.dp_resource, resource.fsdp_resource], mesh)
 
 
 def all_reduce_sum_along_dp_fsdp_tpsp(x: Array, mesh: Mesh | None = None) -> Array:
-    """Return the sum of x over the axes over which batches and sequences are sharded; for use in shard_map.
+    """Sum x over the axes over which batches and sequences are sharded; for use in shard_map.
 
     Args:
         x: The device's values.
-        mesh: A mesh of devices; None is the mesh in use.
+        mesh: Device mesh; None is the mesh in use.
     """
     resource = global_mesh_resource()
     axes = [resource.dp_resource, resource.fsdp_resource, resource.tpsp_resource]
@@ -505,6 +505,6 @@ def all_reduce_sum_along_dp_fsdp_tpsp(x: Array, mesh: Mesh | None = None) -> Arr
 def _reduced(
     operation: Callable[..., Array], x: Array, axes: Sequence[str | None], mesh: Mesh | None
 ) -> Array:
-    """Return operation(x) over each of the axes that has several devices."""
+    """Apply operation(x) over each axis that has several devices."""
     several = tuple(dict.fromkeys(axis for axis in axes if axis and get_mesh_axis_size(axis, mesh) > 1))
     return operation(x, several) if several else x

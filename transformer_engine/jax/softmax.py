@@ -1,4 +1,4 @@
-"""p = softmax(scale * logits), optionally with a mask of hidden keys or a causal mask."""
+"""p = softmax(scale * logits), optionally with a hidden-key mask or a causal mask."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def softmax(
     scale_factor: float = 1.0,
     softmax_fusion_type: SoftmaxFusionType = SoftmaxFusionType.SCALED,
 ) -> Array:
-    """Compute the probabilities of logits [b, h, q, k] in their dtype; hidden keys get exactly zero.
+    """Compute probabilities from logits [b, h, q, k] in their dtype; hidden keys get exactly zero.
 
     Args:
         logits: Scores [b, h, q, k].
-        mask: Mask [1 or b, 1 or h, q, k] of SCALED_MASKED, where True hides a key. Other types warn and ignore it.
+        mask: Mask [1 or b, 1 or h, q, k] for SCALED_MASKED, where True hides a key. Other types warn and ignore it.
         scale_factor: Factor of the scores.
         softmax_fusion_type: Type; SCALED_UPPER_TRIANG_MASKED hides keys after the query.
     """
@@ -55,7 +55,7 @@ def scaled_softmax(
     softmax_fusion_type: SoftmaxFusionType,
     sink: Array | None,
 ) -> Array:
-    """Return `softmax` in float32, with a sink."""
+    """Compute `softmax` in float32, with a sink."""
     member("softmax_fusion_type", softmax_fusion_type, SoftmaxFusionType)
     check_scores(logits, scale_factor)
     if softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED:

@@ -1,7 +1,7 @@
-"""Sources of the first operand of a product: values, a norm of them, or an activation of them.
+"""Sources for a product's first operand: values, a norm, or an activation.
 
 The kernel that computes the values quantizes the operand. A backward pass saves the codes and the inputs of the norm or
-the activation, not their result.
+activation, not their result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Axes = tuple[str | None, ...] | None
 
 
 class SourceOperand(NamedTuple):
-    """An operand, its absolute maximum if a state needs it, and the residuals of its gradient."""
+    """An operand, its absolute maximum if a state needs it, and the residuals for its gradient."""
 
     tensor: Tensor
     amax: Array | None
@@ -32,18 +32,18 @@ class SourceOperand(NamedTuple):
 
 
 class OperandSource:
-    """Computes the operand of a product from its inputs. Hashable, as a static argument of derivative rules."""
+    """Computes the operand of a product from its inputs. Hashable, as a static argument in derivative rules."""
 
     def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
-        """Return the operand [*batch, *contracted]; flatten_axis: where the contracted axes begin."""
+        """Compute the operand [*batch, *contracted]; flatten_axis: where the contracted axes begin."""
         raise NotImplementedError
 
     def passed(self, given: tuple[Any, ...]) -> tuple[Array, ...]:
-        """Return the inputs that bypass the product; see `residual`."""
+        """Inputs that bypass the product; see `residual`."""
         return ()
 
     def gradients(self, saved: Any, gradient: Array, passed: tuple[Array, ...]) -> tuple[Any, ...]:
-        """Return the gradients of the inputs from the gradients of the operand and of the passed inputs."""
+        """Compute the inputs' gradients from the gradients for the operand and the passed inputs."""
         raise NotImplementedError
 
 
@@ -67,7 +67,7 @@ class NormSource(OperandSource):
         centered: Whether the norm is a layernorm.
         zero_centered: Whether the scale is gamma + 1.
         epsilon: Added to the variance.
-        axes: Logical names of the operand's axes.
+        axes: Logical names for the operand's axes.
         passes: Whether x bypasses the product.
     """
 
@@ -100,7 +100,7 @@ class NormSource(OperandSource):
 
 @dataclass(frozen=True)
 class ActivationSource(OperandSource):
-    """The operand is the product of activations of x [*batch, n, F]; axes: logical names of the operand's axes."""
+    """The operand multiplies the activations of x [*batch, n, F]; axes: logical names for the operand's axes."""
 
     names: tuple[str, ...]
     params: ActivationParams
@@ -124,7 +124,8 @@ class ActivationSource(OperandSource):
     def encoded_gradient(
         self, saved: Array, gradient: Array, quantizer: Quantizer | None, sums: Any | None
     ) -> tuple[Tensor, Array | None, Array | None]:
-        """Return the quantized gradient of x, its maximum, and its sums over the batch [n, F] in dtype sums, if any."""
+        """Quantize the gradient of x; also return its maximum, and its sums over the batch [n, F] in dtype sums, if
+        any."""
         gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:
@@ -138,7 +139,7 @@ class ActivationSource(OperandSource):
 
 
 def _sharded(tensor: Tensor, axes: Axes) -> Tensor:
-    """Shard the operand by the logical names of its axes, so that devices exchange codes instead of values."""
+    """Shard the operand by its logical axis names, so that devices exchange codes instead of values."""
     if not axes:
         return tensor
     return tensor.apply_sharding_constraint_by_logical_axes(axes)  # pyright: ignore[reportAttributeAccessIssue]

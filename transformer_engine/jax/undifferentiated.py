@@ -17,16 +17,16 @@ Tree = TypeVar("Tree")
 
 
 def constant(tree: Tree) -> Tree:
-    """Return a pytree without derivatives, for quantization, whose kernels have no derivative rules."""
+    """Stop a pytree's derivatives, for quantization, whose kernels have no derivative rules."""
     return lax.stop_gradient(tree)
 
 
 def undifferentiated(made: Tree, of: Any) -> Tree:
-    """Return a pytree that was computed from codes of the arrays `of`, and raise an error if it is differentiated.
+    """Mark a pytree that was computed from codes of the arrays `of`; raise an error if it is differentiated.
 
     Raises:
         NotImplementedError: A cotangent reaches the arrays, and `of` is differentiated. Arrays after `stop_gradient`,
-            or outside of the differentiated function, do not raise.
+            or outside the differentiated function, do not raise.
     """
     tied: Any = _tied(made, of)
     return tied
@@ -34,7 +34,7 @@ def undifferentiated(made: Tree, of: Any) -> Tree:
 
 @jax.jit  # one program with an empty result: in eager mode the separate operations would copy the array
 def like(array: Array) -> Array:
-    """Return an array [0, *shape] without elements, with the dtype of an array, that depends on it for JAX."""
+    """Create an empty array [0, *shape], with an array's dtype, that depends on it for JAX."""
     return jnp.expand_dims(array, 0)[:0]
 
 

@@ -1,4 +1,4 @@
-"""Comparison of the installed jax with a required version."""
+"""Comparison between the installed jax and a required version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ absent.install_getter(__name__)
 
 @accepts_former_keywords(requirement="version", least="version")
 def jax_version_meet_requirement(version: str) -> bool:
-    """Return whether the installed jax has at least a version such as "0.5.3".
+    """Whether the installed jax has at least a version such as "0.5.3".
 
     Raises:
         ValueError: version is not a version number.
@@ -30,5 +30,5 @@ def jax_version_meet_requirement(version: str) -> bool:
 
 
 def is_xla_ffi_collectives_supported() -> bool:
-    """Return whether the installed jax passes XLA's communicator to custom calls (jax 0.11.2 and newer)."""
+    """Whether the installed jax passes XLA's communicator to custom calls (jax 0.11.2 and newer)."""
     return jax_version_meet_requirement("0.11.2")

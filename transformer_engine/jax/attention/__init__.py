@@ -1,4 +1,4 @@
-"""Attention of transformer_engine.jax: vocabulary, sequences, masks, and the call."""
+"""Attention for transformer_engine.jax: vocabulary, sequences, masks, and the call."""
 
 from ..context_parallel.reorder import (
     CPStrategy,

@@ -1,4 +1,4 @@
-"""Checks and conversions of the arrays and options of an attention."""
+"""Checks and conversions for attention arrays and options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..primitives.attention.enums import AttnBiasType, AttnSoftmaxType, QKVLayou
 
 
 def separated(qkv: tuple[Array, ...], layout: QKVLayout) -> tuple[Array, Array, Array]:
-    """Return query, key and value [b, s, heads, d] of the arrays of a layout."""
+    """Split a layout's arrays into query, key and value [b, s, heads, d]."""
     if not isinstance(qkv, (tuple, list)):
         raise TypeError(f"qkv={described(qkv)}; give a tuple of one, two or three arrays")
     wanted = 1 if layout.is_qkvpacked() else 2 if layout.is_kvpacked() else 3
@@ -74,7 +74,7 @@ def check_attention(
 
 
 def sink_of(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> Array | None:
-    """Return the sink in the denominator, float32 [1, h or 1, 1, 1]: None, 0, or the learnable offsets."""
+    """Sink in the softmax denominator, float32 [1, h or 1, 1, 1]: None, 0, or the learnable offsets."""
     member("softmax_type", softmax_type, AttnSoftmaxType)
     if (offset is not None) is not (softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX):
         raise ValueError(
@@ -89,7 +89,7 @@ def sink_of(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> 
 
 
 def dropout_of(key: Array, rate: float) -> Callable[[Array], Array]:
-    """Return a function that drops weights [b, h, q, k] and scales the kept ones; TypeError unless key is a key."""
+    """Build a function that drops weights [b, h, q, k] and scales the kept ones; TypeError unless key is a key."""
     check_key("seed", key)
 
     def drop(weights: Array) -> Array:

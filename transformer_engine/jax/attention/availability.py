@@ -20,7 +20,7 @@ __all__ = ["is_fused_attn_kernel_available"]
 
 
 def _with_former_arguments(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Decorate `is_fused_attn_kernel_available`, so that it accepts calls of releases that had no batch_size."""
+    """Decorate `is_fused_attn_kernel_available` to accept calls from releases that had no batch_size."""
 
     @functools.wraps(function)
     def is_fused_attn_kernel_available(is_training: bool, *arguments: Any, **options: Any) -> bool:
@@ -43,30 +43,30 @@ def is_fused_attn_kernel_available(
     bottom_right_diagonal: bool | None = None, bias_batch: int | None = None, bias_heads: int | None = None,
     bias_seqlen_q: int | None = None, bias_seqlen_kv: int | None = None, max_segments_per_seq: int | None = 1,
 ) -> bool:  # fmt: skip
-    """Return whether a backend other than the reference computes such a call on this machine.
+    """Whether a backend other than the reference computes such a call on this machine.
 
     Calls without batch_size, by position too, are also accepted.
 
     Args:
         is_training: Whether the call has gradients.
         batch_size: Rows on each device; None or a symbolic number accepts any.
-        q_dtype: Dtype of queries.
-        kv_dtype: Dtype of keys and values.
-        q_num_heads: Heads of queries.
-        kv_num_heads: Heads of keys and values.
-        q_max_seqlen: Length of queries; None accepts symbolic lengths.
-        kv_max_seqlen: Length of keys.
-        head_dim_qk: Head size of queries and keys.
-        head_dim_v: Head size of values.
+        q_dtype: Query dtype.
+        kv_dtype: Key and value dtype.
+        q_num_heads: Query heads.
+        kv_num_heads: Key and value heads.
+        q_max_seqlen: Query length; None accepts symbolic lengths.
+        kv_max_seqlen: Key length.
+        head_dim_qk: Query and key head size.
+        head_dim_v: Value head size.
         return_max_logit: Whether the call returns the largest logits.
         bottom_right_diagonal: Has no effect; the mask type states the diagonal.
-        bias_batch: Has no effect, as the other extents of a bias: backends support every bias that broadcasts.
+        bias_batch: Has no effect, like the other bias extents: backends support every bias that broadcasts.
         bias_heads: See bias_batch.
         bias_seqlen_q: See bias_batch.
         bias_seqlen_kv: See bias_batch.
         max_segments_per_seq: Most sequences in a packed row; None or a symbolic number counts as 1.
 
-    The other arguments are those of `fused_attn`.
+    The other arguments are as in `fused_attn`.
     """
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     switch("is_training", is_training)

@@ -1,4 +1,4 @@
-"""fused_attn: attention of query, key and value in any layout, with masks, biases, windows and sinks."""
+"""fused_attn: attention over query, key and value in any layout, with masks, biases, windows and sinks."""
 
 from __future__ import annotations
 
@@ -64,34 +64,34 @@ def fused_attn(
     Args:
         qkv: One array [b, s, 3, h, d], two [b, q, h, d] and [b, k, 2, g, d], or three; g divides h.
         bias: Bias [1 or b, 1 or h, q, k], differentiable, or None.
-        sequence_descriptor: Sequences of the tokens; None for one sequence per row; or a mask, where True hides a key,
-            which mask types with padding read, and causal ones with a window.
-        seed: Key of jax.random, for dropout.
+        sequence_descriptor: Packed sequences; None for one sequence per row; or a mask, where True hides a key, which
+            mask types with padding read, and causal ones with a window.
+        seed: jax.random key for dropout.
         attn_bias_type: Whether and where the bias is added.
         attn_mask_type: Mask type.
-        qkv_layout: Layout of qkv.
+        qkv_layout: Layout in which qkv is passed.
         softmax_type: Softmax type.
-        scaling_factor: Factor of the scores.
-        dropout_probability: Dropout rate of the probabilities.
+        scaling_factor: Factor for the scores.
+        dropout_probability: Dropout rate for the probabilities.
         is_training: Apply the dropout.
         max_segments_per_seq: Most sequences in a packed row. Larger segment numbers raise an error, or count as padding
             if they are traced.
         window_size: (left, right) tokens that a query sees; -1 is unlimited.
         context_parallel_strategy: ALL_GATHER (the default) gathers keys and values, RING passes them on.
-        context_parallel_causal_load_balanced: Tokens are in the order of `reorder_causal_load_balancing`.
+        context_parallel_causal_load_balanced: Tokens are in `reorder_causal_load_balancing` order.
         context_parallel_axis: Mesh axis over which tokens are sharded, by default the MeshResource's cp_resource.
-        context_checkpoint_name: Name of the output for recomputation policies.
-        softmax_offset: Offset [1, h, 1, 1] of LEARNABLE_SOFTMAX, differentiable.
-        stripe_size: Tokens of a stripe in packed rows that are load-balanced.
+        context_checkpoint_name: Output name for recomputation policies.
+        softmax_offset: LEARNABLE_SOFTMAX offset [1, h, 1, 1], differentiable.
+        stripe_size: Tokens per stripe in load-balanced packed rows.
         score_mod: (scores, tensors), (graph, score, tensors) or (score, b, h, q, kv, **tensors) -> scores [b, h, q, k],
-            before the softmax; the number of required parameters tells them apart.
+            before the softmax; the number of required parameters distinguishes them.
         score_mod_bprop: Derivative (gradient, scores, tensors), (graph, gradient, tensors) or (gradient, score, b, h,
             q, kv, **tensors) -> gradient; by default automatic.
-        score_mod_tensors: Arrays for score_mod. Those of a graph have one element, or broadcast to [b, h, q, k].
+        score_mod_tensors: Arrays for score_mod. A graph's tensors have one element, or broadcast to [b, h, q, k].
         score_mod_bprop_tensors: Arrays for score_mod_bprop.
-        return_max_logit: Return a pair of out and the largest scaled and visible logits [h] of all rows, in the dtype
-            of the query and without a gradient. Over context-parallel devices the logits are computed once more, with
-            memory for all of them.
+        return_max_logit: Return a pair of out and the largest scaled and visible logits [h] over all rows, in the
+            query's dtype and without a gradient. Over context-parallel devices the logits are computed once more, with
+            memory for all logits.
 
     Raises:
         ValueError: Arguments do not fit together, such as return_max_logit with a score_mod.
@@ -160,17 +160,17 @@ def fused_attn_thd(
     kv_seq_offsets: Array, seed: Array | None, attn_bias_type: AttnBiasType, attn_mask_type: AttnMaskType,
     qkv_layout: QKVLayout, *arguments: Any, **options: Any,
 ) -> Any:  # fmt: skip
-    """`fused_attn` of packed rows under its former arguments.
+    """`fused_attn` for packed rows under its former arguments.
 
     Args:
-        q_seq_lens: Lengths of query sequences int32 [b, n].
-        kv_seq_lens: Lengths of key sequences int32 [b, n].
-        q_seq_offsets: Starts of query sequences int32 [b, n + 1].
-        kv_seq_offsets: Starts of key sequences int32 [b, n + 1].
-        arguments: Further arguments of `fused_attn`. Without a softmax type the softmax is vanilla.
-        options: Keyword arguments of `fused_attn`.
+        q_seq_lens: Query sequence lengths, int32 [b, n].
+        kv_seq_lens: Key sequence lengths, int32 [b, n].
+        q_seq_offsets: Query sequence starts, int32 [b, n + 1].
+        kv_seq_offsets: Key sequence starts, int32 [b, n + 1].
+        arguments: Further `fused_attn` arguments. Without a softmax type the softmax is vanilla.
+        options: `fused_attn` keyword arguments.
 
-    The other arguments are those of `fused_attn`.
+    The other arguments are as in `fused_attn`.
     """
     if not arguments or not isinstance(arguments[0], AttnSoftmaxType):
         arguments = (options.pop("softmax_type", AttnSoftmaxType.VANILLA_SOFTMAX), *arguments)
@@ -199,7 +199,7 @@ def _over_devices(
     window = None if left < 0 and (causal or right < 0) else (left, 0 if causal else right)
     plain = request.queries == request.keys or not (causal or window)
     plain = plain and request.rows == "whole" and not request.layout.is_thd()
-    # A derivative rule inside our shard_map cannot make gradients vary over the axes of an outer one.
+    # A derivative rule inside our shard_map cannot make gradients vary over an outer shard_map's axes.
     inside = varies_over((call.query, call.key, call.value))
     if plain and call.bias is None and call.dropped is None and not inside:
         whole = request._replace(
@@ -244,7 +244,7 @@ def _hidden(
     if plan is None or (descriptor is not None and not isinstance(descriptor, SequenceDescriptor)):
         return hidden_of(descriptor, mask_type, layout, window, extents)
     segments = plan.segments(descriptor, mask_type, layout, extents)
-    # Positions of bottom-right masks are counted from the end already.
+    # Bottom-right masks already count positions from the end.
     kind = AttnMaskType.PADDING_CAUSAL_MASK if mask_type.is_causal() else AttnMaskType.PADDING_MASK
     return hidden_keys(kind, window, segments, *extents[1:])
 
@@ -291,7 +291,7 @@ def _dropout(seed: Array | None, rate: float) -> Callable[[Array], Array] | None
 
 
 def _least_rows(batch: int) -> int:
-    """Return the rows of a batch on each device if all automatic axes of the mesh shard it; 1 if it is symbolic."""
+    """Per-device batch rows if all automatic mesh axes shard the batch; 1 if it is symbolic."""
     if is_symbolic(batch):
         return 1
     return -(-batch // math.prod(automatic_axes().values())) if is_mesh_available() else batch
@@ -304,7 +304,7 @@ def hidden_of(
     window: Window | None,
     extents: tuple[int, int, int],
 ) -> Array | None:
-    """Return the mask of hidden keys of a descriptor or a mask; extents are (batch, queries, keys)."""
+    """Hidden-key mask for a descriptor or a mask; extents are (batch, queries, keys)."""
     batch, queries, keys = extents
     if isinstance(descriptor, SequenceDescriptor):
         segments = None

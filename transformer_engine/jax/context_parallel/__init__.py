@@ -1,4 +1,4 @@
-"""Attention of sequences that are laid over the devices of a mesh axis, over the attention of one device."""
+"""Attention over sequences that are sharded along a mesh axis, built on single-device attention."""
 
 from .parts import attention_in_parts
 from .plan import ContextParallel, plan_of

@@ -1,12 +1,13 @@
-"""out = softmax(scale * q @ k.T) @ v with tokens sharded over devices, assembled from attentions of single devices.
+"""out = softmax(scale * q @ k.T) @ v with tokens sharded over devices, assembled from single-device attentions.
 
-Every device keeps its queries and receives the keys of one device after the other, gathered or in a ring. Each part of
-the attention is computed by a kernel, and parts are added by the logarithms of their denominators (arXiv:2310.01889).
+Every device keeps its queries and receives the other devices' keys one device after the other, gathered or in a ring. A
+kernel computes each part of the attention, and parts are added by the logarithms of their denominators
+(arXiv:2310.01889).
 
-With a causal mask and tokens in two chunks per device, r and 2n - 1 - r, the keys of every other device need two blocks
-of chunk x chunk. The later queries attend to the earlier keys of that device. If the device precedes this one, so do
-the earlier queries; otherwise the later queries attend to its later keys too. All devices therefore run one program
-with equal work, and select tokens at run time instead of branches. No scores of [s, s] are computed.
+With a causal mask and tokens in two chunks per device, r and 2n - 1 - r, every other device's keys need two blocks,
+chunk x chunk. The later queries attend to the earlier keys of that device. If the device precedes this one, so do the
+earlier queries; otherwise the later queries attend to its later keys too. All devices therefore run one program with
+equal work, and select tokens at run time instead of branches. Scores [s, s] are never computed in full.
 
 With a window, every chunk attends to itself and to the chunks before and after it that the window reaches. A causal
 mask limits the window to the tokens before a query. The keys at distance 1, 2, .. move to the chunk; more distant keys
@@ -51,7 +52,7 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True)
 class _Problem:
-    """A whole attention over devices; request: of the whole attention."""
+    """A full attention over devices; request: for the full attention."""
 
     plan: ContextParallel
     request: AttentionRequest
@@ -59,11 +60,11 @@ class _Problem:
 
     @property
     def chunks(self) -> int:
-        """Number of separate ranges of the sequence that a device holds, by which a window is applied."""
+        """Separate sequence ranges per device, to which a window is applied."""
         return 2 if self.request.window is not None and self.plan.balanced else 1
 
     def part(self, queries: int, keys: int, block: _Block | None = None) -> Parts:
-        """Return the attention of local queries to local keys, or of a block to another device's keys."""
+        """Attention from local queries to local keys, or for a block, to another device's keys."""
         request = self.request._replace(queries=queries, keys=keys)
         if block is not None:
             request = request._replace(
@@ -72,15 +73,15 @@ class _Problem:
         return attention_parts(request, self.scale)
 
     def blocks(self, rows: int, queries: int, keys: int, rank: Array, step: int) -> tuple[_Block, ...]:
-        """Return the blocks of queries of device `rank` that attend to keys of device rank - step, other than its own.
+        """Blocks in which device `rank`'s queries attend to keys from device rank - step, other than its own.
 
-        With a window, the keys are those of the chunks `step` before each chunk, or -step after it.
+        With a window, the keys come from the chunks `step` before each chunk, or -step after it.
 
         Args:
-            rows: Rows of the batch, with one row per chunk.
+            rows: Batch rows, with one row per chunk.
             queries: Queries per row.
             keys: Keys per row.
-            rank: Index of the device.
+            rank: Device index.
             step: Distance, from 1 on; negative for later chunks.
         """
         if self.request.window is not None:
@@ -120,11 +121,11 @@ def attention_in_parts(
     plan: ContextParallel, request: AttentionRequest, query: Array, key: Array, value: Array, scale: float,
     sink: Array | None,
 ) -> Array:  # fmt: skip
-    """Return out [b, q, h, dv] of arrays whose tokens are sharded over plan.axis, with one whole sequence per row.
+    """Compute out [b, q, h, dv] from arrays whose tokens are sharded over plan.axis, with one full sequence per row.
 
     Args:
-        plan: Mesh axis, strategy and order of the tokens.
-        request: Request of the whole attention, with a causal mask or none. A window requires as many keys as queries,
+        plan: Mesh axis, strategy and token order.
+        request: Request for the full attention, with a causal mask or none. A window requires as many keys as queries,
             and is (left, 0) with a causal mask; -1 means no limit.
         query: [b, q, h, d].
         key: [b, k, g, d].
@@ -148,15 +149,15 @@ def attention_in_parts(
         axis_names=set(automatic_axes()),
         check_vma=False,
     )
-    # The device's index is an argument: lax.axis_index is not lowered inside another shard_map over part of the mesh.
+    # The device index is an argument: lax.axis_index is not lowered inside another shard_map over part of the mesh.
     return jax.jit(mapped)(jnp.arange(plan.devices, dtype=jnp.int32), query, key, value, sink)
 
 
 def _sharding_of(plan: ContextParallel, batch: int, groups: int) -> PartitionSpec:
-    """Return the sharding of [b, s, h, d]: tokens over plan.axis, heads over tensor axes, the batch over all others.
+    """Sharding for [b, s, h, d]: tokens over plan.axis, heads over tensor axes, the batch over all others.
 
-    Every axis shards the dimensions that it divides, even if the arrays are sharded otherwise: the partitioners of
-    kernels do not see axes that are not manual, and would have every device compute the whole.
+    Every axis shards the dimensions that it divides, even if the arrays are sharded otherwise: kernel partitioners do
+    not see axes that are not manual, and would have every device compute everything.
     """
     resource = mesh_resource_or_default()
     left = {"batch": batch, "heads": groups}
@@ -181,7 +182,7 @@ def _attend(
 def _attend_chunks(
     problem: _Problem, rank: Array, query: Array, key: Array, value: Array, sink: Array | None
 ) -> Array:
-    """Compute the chunks of a device as rows of the batch, each with its own position in the sequence."""
+    """Compute a device's chunks as batch rows, each with its own position in the sequence."""
     rows, tokens = query.shape[0] * problem.chunks, query.shape[1] // problem.chunks
     arrays = (x.reshape(rows, tokens, *x.shape[2:]) for x in (query, key, value))
     out: Any = _attend(problem, rank, *arrays, sink)
@@ -251,7 +252,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _visited(problem: _Problem, rank: Array, own: Pair) -> Iterator[tuple[int, Pair]]:
-    """Yield (step, keys and values) of all other devices, or of the chunks that a window reaches."""
+    """Yield (step, keys and values) from all other devices, or from the chunks that a window reaches."""
     plan = problem.plan
     if (window := problem.request.window) is not None:
         tokens, most = own[0].shape[1], problem.chunks * plan.devices - 1
@@ -277,7 +278,7 @@ def _passed_on(plan: ContextParallel, arrays: Pair) -> Pair:
 
 
 def _moved(problem: _Problem, arrays: Pair, distance: int) -> Pair:
-    """Move every chunk [b * chunks, ..] to the device of the chunk `distance` after it; 0 where none arrives."""
+    """Move every chunk [b * chunks, ..] to the device with the chunk `distance` after it; 0 where none arrives."""
 
     def moved(x: Array) -> Array:
         chunks = x.reshape(-1, problem.chunks, *x.shape[1:])
@@ -291,14 +292,14 @@ def _moved(problem: _Problem, arrays: Pair, distance: int) -> Pair:
 
 
 class _Collected:
-    """Gradients of the keys and values of other devices, in the order of `_visited`, which return to their devices."""
+    """Gradients for other devices' keys and values, in `_visited` order, which return to their devices."""
 
     def __init__(self, problem: _Problem, rank: Array, own: Pair):
         self.problem, self.plan, self.rank = problem, problem.plan, rank
         self.steps = [own]
 
     def add(self, step: int, of_others: Pair) -> None:
-        """Add the gradients of the keys and values of a step."""
+        """Add the key and value gradients from a step."""
         if self.problem.request.window is not None:
             home = _moved(self.problem, of_others, -step)
             self.steps = [(self.steps[0][0] + home[0], self.steps[0][1] + home[1])]
@@ -311,7 +312,7 @@ class _Collected:
         self.steps = [(there[0] + of_others[0], there[1] + of_others[1])]
 
     def home(self) -> Pair:
-        """Return the gradients of this device's keys and values, summed over all devices."""
+        """Gradients for this device's keys and values, summed over all devices."""
         if self.problem.request.window is not None:
             return self.steps[0]
         if self.plan.ring:
@@ -335,11 +336,11 @@ def _rows(level: Array) -> Array:
 
 
 def _cut(x: Array, first: Array | int, size: int, axis: int = 1) -> Array:
-    """Return x[first : first + size] along an axis."""
+    """Slice x[first : first + size] along an axis."""
     return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, first, size, axis)
 
 
 def _added(x: Array, part: Array, first: Array | int) -> Array:
-    """Return x with a part added to its tokens from `first` on."""
+    """Add a part to the tokens of x from `first` on."""
     rows = _cut(x, first, part.shape[1]) + part.astype(x.dtype)
     return lax.dynamic_update_slice_in_dim(x, rows, first, 1)

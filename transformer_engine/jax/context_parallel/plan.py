@@ -1,4 +1,4 @@
-"""Context parallelism of one attention: the mesh axis, the strategy and the order of the tokens."""
+"""Context parallelism for one attention: the mesh axis, the strategy and the token order."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .reorder import CPStrategy, ReorderStrategy, order_of_tokens
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """An attention over the devices of a mesh axis.
+    """Attention over the devices along a mesh axis.
 
     Attributes:
-        axis: Name of the mesh axis.
+        axis: Mesh axis name.
         devices: Number of devices.
-        ring: Whether keys and values move around a ring; otherwise every device gathers all of them.
-        balanced: Whether tokens are in the order of `reorder_causal_load_balancing`: swapped chunks, or stripes of
-            packed rows.
+        ring: Whether keys and values move around a ring; otherwise every device gathers them all.
+        balanced: Whether tokens are in `reorder_causal_load_balancing` order: swapped chunks, or stripes in packed
+            rows.
         stripe: Tokens per stripe.
     """
 
@@ -42,13 +42,13 @@ class ContextParallel:
 
     @property
     def neighbours(self) -> list[tuple[int, int]]:
-        """Pairs (device, next device) of the ring."""
+        """Pairs (device, next device) around the ring."""
         return [(rank, (rank + 1) % self.devices) for rank in range(self.devices)]
 
     def moves(self, distance: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """Return {(place, place): [(device, device)]}, the moves of every chunk to the chunk `distance` after it.
+        """{(place, place): [(device, device)]}, the moves from every chunk to the chunk `distance` after it.
 
-        A balanced device holds two chunks of whole rows, r and 2n - 1 - r, at places 0 and 1; otherwise one chunk.
+        A balanced device holds two chunks per full row, r and 2n - 1 - r, at places 0 and 1; otherwise one chunk.
         """
         count = 2 * self.devices if self.balanced else self.devices
         positions = [(c, 0) if c < self.devices else (2 * self.devices - 1 - c, 1) for c in range(count)]
@@ -59,7 +59,7 @@ class ContextParallel:
         return found
 
     def order(self, tokens: int, packed: bool) -> np.ndarray:
-        """Return the index of the token at each position of the sharded sequence."""
+        """Token index at each position in the sharded sequence."""
         if tokens % self.devices:
             raise ValueError(
                 f"{tokens} tokens over {self.devices} devices of {self.axis!r}; pad them to a multiple of it"
@@ -77,7 +77,7 @@ class ContextParallel:
         layout: QKVLayout,
         extents: tuple[int, int, int],
     ) -> Segments:
-        """Return the sequence and position of every token in sharded order; from the end for bottom-right masks."""
+        """Sequence and position for every token in sharded order; from the end for bottom-right masks."""
         batch, queries, keys = extents
         orders = [self.order(tokens, layout.is_thd()) for tokens in (queries, keys)]
         if isinstance(descriptor, SequenceDescriptor) and (mask_type.is_padding() or layout.is_thd()):
@@ -105,7 +105,7 @@ def plan_of(
     stripe_size: int | None,
     tokens: tuple[int, int],
 ) -> ContextParallel | None:
-    """Return the plan of a call on `tokens` (queries, keys), or None if one device computes all of it.
+    """Plan a call on `tokens` (queries, keys), or return None if one device computes everything.
 
     An empty axis means the `cp_resource` of the MeshResource in force. That default applies only where the tokens can
     be sharded over it: without load balancing, lengths that the devices do not divide are computed from whole arrays.

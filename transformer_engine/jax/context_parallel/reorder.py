@@ -1,4 +1,4 @@
-"""Distribution of tokens to ranks with equal shares of a causal triangle, and its inverse."""
+"""Token distribution over ranks with equal shares of a causal triangle, and its inverse."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..checks import check_array
 
 
 class ReorderStrategy(enum.Enum):
-    """Chunks r and 2n - 1 - r of 2n to rank r, or alternating stripes."""
+    """Chunks r and 2n - 1 - r out of 2n to rank r, or alternating stripes."""
 
     DualChunkSwap = 0
     Striped = 1
 
 
 class CPStrategy(enum.Enum):
-    """The exchange with which ranks that hold parts of the sequence attend to all of it."""
+    """The exchange through which ranks with partial sequences attend to the full sequence."""
 
     DEFAULT = 0
     ALL_GATHER = 1
@@ -30,14 +30,14 @@ class CPStrategy(enum.Enum):
 def reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
-    """Return the tensor with its sequence in the order of ranks.
+    """Reorder the tensor's sequence axis to the rank order.
 
     Args:
         tensor: The array whose axis `seq_dim` is reordered.
         strategy: How tokens are distributed over ranks.
         cp_size: Number of context-parallel ranks.
-        seq_dim: Axis of the sequence.
-        stripe_size: Tokens per stripe of the strategy Striped.
+        seq_dim: Sequence axis.
+        stripe_size: Tokens per stripe for the strategy Striped.
     """
     order = order_of_tokens(_extent(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, order, axis=seq_dim)
@@ -46,12 +46,12 @@ def reorder_causal_load_balancing(
 def inverse_reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
-    """Return the tensor with its sequence in the original order.
+    """Restore the tensor's original sequence order.
 
     Args:
-        tensor: The array whose axis `seq_dim` is in the order of ranks.
+        tensor: The array whose axis `seq_dim` is in rank order.
 
-    The other arguments are those of `reorder_causal_load_balancing`.
+    The other arguments are as in `reorder_causal_load_balancing`.
     """
     order = order_of_tokens(_extent(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, np.argsort(order), axis=seq_dim)
@@ -70,7 +70,7 @@ def _extent(tensor: Array, seq_dim: int) -> int:
 def order_of_tokens(
     length: int, strategy: ReorderStrategy, cp_size: int, stripe_size: int | None
 ) -> np.ndarray:
-    """Return the index of the token at each place, for `length` tokens."""
+    """Token index at each place, for `length` tokens."""
     member("strategy", strategy, ReorderStrategy)
     whole("cp_size", cp_size)
     whole_or_none("stripe_size", stripe_size)

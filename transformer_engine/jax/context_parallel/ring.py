@@ -1,6 +1,6 @@
-"""out = softmax(scale * q @ k.T) @ v with local queries, and keys and values that move around a ring of devices.
+"""out = softmax(scale * q @ k.T) @ v with local queries, and keys and values that move around a device ring.
 
-After n steps every device has received all keys. The state of the softmax is a running maximum, sum and product
+After n steps every device has received all keys. The softmax state is a running maximum, sum and product
 (arXiv:2310.01889). JAX differentiates through the steps.
 """
 
@@ -34,8 +34,8 @@ def ring_attention(
     plan: ContextParallel, query: Array, key: Array, value: Array, segments: Segments, mask_type: AttnMaskType,
     window: Window | None, scale: float, sink: Array | None,
 ) -> Array:  # fmt: skip
-    """Return out [b, q, h, dv] of arrays whose tokens are sharded over plan.axis; segments: see `plan.segments`."""
-    # Positions of bottom-right masks are counted from the end already.
+    """Compute out [b, q, h, dv] from arrays whose tokens are sharded over plan.axis; segments: see `plan.segments`."""
+    # Bottom-right masks already count positions from the end.
     kind = AttnMaskType.PADDING_CAUSAL_MASK if mask_type.is_causal() else AttnMaskType.PADDING_MASK
 
     def local(query: Array, key: Array, value: Array, sink: Any, segments: Segments) -> Array:
@@ -72,8 +72,8 @@ def ring_attention(
 
     def gradients(*arguments: Any) -> tuple[Any, ...]:
         *given, segments, dout = arguments
-        # Inside, some operations of JAX (products among them) drop the outer varying axes and others keep them. The
-        # types of gradients agree if the axes are dropped at the start.
+        # Inside, some JAX operations (products among them) drop the outer varying axes and others keep them. The types
+        # of gradients agree if the axes are dropped at the start.
         *given, dout = (None if x is None else x * jnp.ones((), x.dtype) for x in (*given, dout))
         _, pullback = jax.vjp(functools.partial(local, segments=segments), *given)
         *of_tokens, dsink = pullback(dout)
@@ -84,7 +84,7 @@ def ring_attention(
 
 
 def _mapped(plan: ContextParallel, function: Any, given: Any, made: Any) -> Any:
-    """Return a function mapped over plan.axis, with partition specs of its arguments and results."""
+    """Map a function over plan.axis, with partition specs for its arguments and results."""
     return jax.jit(
         jax.shard_map(
             function,
@@ -98,9 +98,9 @@ def _mapped(plan: ContextParallel, function: Any, given: Any, made: Any) -> Any:
 
 
 def _within(axes: frozenset[str], run: Any, backward: Any) -> Any:
-    """Return the ring for use inside a shard_map that tracks varying axes, which JAX does not track in a nested one.
+    """Wrap the ring for use inside a shard_map that tracks varying axes, which JAX does not track in a nested one.
 
-    The derivative rule is outside of the nested shard_map and casts the gradients; it recomputes the forward pass.
+    The derivative rule is outside the nested shard_map and casts the gradients; it recomputes the forward pass.
     """
 
     @jax.custom_vjp

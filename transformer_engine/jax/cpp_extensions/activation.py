@@ -17,11 +17,11 @@ from .quantization import by_reference, quantize_dbias, quantize_result
 
 
 class ActLuPrimitive(BasePrimitive):
-    """Switch of the kernels of activations."""
+    """Switch for activation kernels."""
 
 
 class DActLuDBiasQuantizePrimitive(BasePrimitive):
-    """Switch of the kernels of the gradients of activations."""
+    """Switch for activation-gradient kernels."""
 
 
 def act_lu(
@@ -30,13 +30,13 @@ def act_lu(
     amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
     output_amax_when_no_scaling: bool = False,
 ) -> Any:  # fmt: skip
-    """Compute the activation [..., h] of x [..., n, h], quantized, or as a NoScaleTensor without a quantizer.
+    """Compute the activation [..., h] for x [..., n, h], quantized, or as a NoScaleTensor without a quantizer.
 
     Args:
         x: Input [..., n, h].
-        activation_type: Names of the n activations, whose results are multiplied.
-        quantizer: Quantizer of the output, or None.
-        act_params: Parameters of clamped activations.
+        activation_type: n activation names; the results are multiplied.
+        quantizer: Output quantizer, or None.
+        act_params: Parameters for clamped activations.
         amax_scope: Devices that share the maximum inside shard_map.
         transpose_batch_sequence: Whether the sequence axis precedes the batch axis; does not change the result.
         output_amax_when_no_scaling: Whether a NoScaleTensor contains the absolute maximum of the output.
@@ -52,9 +52,9 @@ def dact_lu(
     amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
     output_amax_when_no_scaling: bool = False,
 ) -> Any:  # fmt: skip
-    """Return the gradient dx [..., n, h] for dz [..., h] and x [..., n, h], quantized as in `act_lu`.
+    """Compute the gradient dx [..., n, h] from dz [..., h] and x [..., n, h], quantized as in `act_lu`.
 
-    dx has x's dtype. dz is converted to that dtype, which is the dtype of the forward pass's output.
+    dx has x's dtype. dz is converted to that dtype, which the forward pass's output also has.
     """
     dx = _gradient(dz, x, activation_type, act_params)
     return quantize_result(
@@ -67,7 +67,7 @@ def dact_lu_dbias(
     act_params: ActivationParams | Mapping[str, float] | None = None, amax_scope: AmaxScope = AmaxScope.LOCAL,
     transpose_batch_sequence: bool = False, output_amax_when_no_scaling: bool = False,
 ) -> tuple[Any, Array | None]:  # fmt: skip
-    """Return dx [..., n, h] as `dact_lu`, and its sums [n, h] over the other axes, or None unless is_dbias."""
+    """Compute dx [..., n, h] as `dact_lu`, and its sums [n, h] over the other axes, or None unless is_dbias."""
     dx = _gradient(dz, x, activation_type, act_params)
     tensor = quantize_result(
         dx, quantizer, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling, flatten_axis=-2
@@ -93,7 +93,7 @@ def quantize_dact_dbias(
     amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
     output_amax_when_no_scaling: bool = False,
 ) -> tuple[Any, Array | None]:  # fmt: skip
-    """Return the results of `dact_lu_dbias`, under the original's name of the fused operation."""
+    """Same as `dact_lu_dbias`, under the original's name for the fused operation."""
     return dact_lu_dbias(
         dz, x, activation_type, is_dbias, quantizer, act_params, amax_scope, transpose_batch_sequence,
         output_amax_when_no_scaling,

@@ -1,4 +1,4 @@
-"""Absolute maxima of tensors, and the devices that share them."""
+"""Absolute tensor maxima, and the devices that share them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AmaxScope(enum.Enum):
     FSDP = 3
 
     def axes(self) -> tuple[str, ...]:
-        """Return the mesh axis of the scope if it is manual here; outside of shard_map maxima include all devices."""
+        """The scope's mesh axis if it is manual here; outside shard_map, maxima include all devices."""
         resource = mesh_resource_or_default()
         axis = {AmaxScope.TPSP: resource.tpsp_resource, AmaxScope.FSDP: resource.fsdp_resource}.get(self)
         return () if axis is None or not is_mesh_available() or axis in automatic_axes() else (axis,)
@@ -64,7 +64,7 @@ def calculate_post_rht_amax(
         x: Tensor [*rows, *columns], whose number of rows is a multiple of 16.
         amax_scope: Devices that share the maximum inside shard_map.
         transpose_batch_sequence: Whether the sequence axis precedes the batch axis; does not change the maximum.
-        flatten_axis: First column axis of x.
+        flatten_axis: First column axis in x.
     """
     check_values("x", x)
     transposed = turned(jnp.asarray(x), positive_axis(flatten_axis, x.ndim))

@@ -1,4 +1,4 @@
-"""The two halves of fused attention, queries of its backends, and the arguments of a score_mod as one record."""
+"""The two halves of fused attention, backend queries, and score_mod arguments as one record."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = [
     "make_fused_attn_score_mod_config",
 ]
 
-_F16, _NONE = 1, -1  # members of NVTE_Fused_Attn_Backend
+_F16, _NONE = 1, -1  # NVTE_Fused_Attn_Backend members
 
 
 class FusedAttnFwdPrimitive(BasePrimitive):
-    """Switch of the kernels of attention."""
+    """Switch for attention kernels."""
 
 
 @dataclass(frozen=True)
 class FusedAttnHelper:
-    """Properties of an attention call that determine its backend."""
+    """Attention call properties that determine its backend."""
 
     is_training: bool
     q_dtype: Any
@@ -56,17 +56,17 @@ class FusedAttnHelper:
     window_size: tuple[int, int] = (-1, -1)
 
     def is_fused_attn_kernel_available(self) -> bool:
-        """Return whether a backend other than the reference supports the call on this machine."""
+        """Whether a backend other than the reference supports the call on this machine."""
         return is_fused_attn_kernel_available(**vars(self))
 
     def get_fused_attn_backend(self) -> int:
-        """Return the member of NVTE_Fused_Attn_Backend as an integer: 16-bit attention, or no backend."""
+        """NVTE_Fused_Attn_Backend member as an integer: 16-bit attention, or no backend."""
         return _F16 if self.is_fused_attn_kernel_available() else _NONE
 
 
 @dataclass(frozen=True)
 class ScoreModConfig:
-    """A score_mod with its tensors; the fields have the names of the arguments of `fused_attn`."""
+    """A score_mod with its tensors; the fields are named like `fused_attn`'s arguments."""
 
     score_mod: Callable[..., Array] | None = None
     score_mod_bprop: Callable[..., Array] | None = None
@@ -80,7 +80,7 @@ def make_fused_attn_score_mod_config(
     score_mod_tensors: Any = None,
     score_mod_bprop_tensors: Any = None,
 ) -> ScoreModConfig:
-    """Return the four arguments as one record, for `fused_attn(..., **vars(config))`.
+    """Pack the four arguments into one record, for `fused_attn(..., **vars(config))`.
 
     Args:
         score_mod: Function that changes the logits, or None.
@@ -104,19 +104,19 @@ def fused_attn_fwd(
     qkv: tuple[Array, ...], bias: Array | None, sequence_descriptor: SequenceDescriptor | Array | None,
     seed: Array | None, *arguments: Any, **options: Any,
 ) -> tuple[Array, Any, Array | None, Array | None]:  # fmt: skip
-    """Compute attention and the saved arrays of `fused_attn_bwd`, as the forward half of a derivative rule.
+    """Compute attention and the arrays that `fused_attn_bwd` needs, as the forward half of a derivative rule.
 
     Args:
         qkv: One, two or three arrays, as in `fused_attn`.
         bias: Bias, or None.
-        sequence_descriptor: Sequences of the tokens, a mask, or None.
-        seed: Key of jax.random, for dropout.
-        arguments: Further arguments of `fused_attn`.
-        options: Keyword arguments of `fused_attn`.
+        sequence_descriptor: Packed sequences, a mask, or None.
+        seed: jax.random key for dropout.
+        arguments: Further `fused_attn` arguments.
+        options: `fused_attn` keyword arguments.
 
     Returns:
-        The output [b, q, h, dv]; softmax_aux, a pytree of the saved arrays, which may be a residual of jax.custom_vjp
-        or a result of jax.jit; the seed; and the largest logits [h] with return_max_logit=True, otherwise None.
+        The output [b, q, h, dv]; softmax_aux, a saved-array pytree, which may be a jax.custom_vjp residual or a jax.jit
+        result; the seed; and the largest logits [h] with return_max_logit=True, otherwise None.
     """
     bound = inspect.signature(fused_attn).bind(qkv, bias, sequence_descriptor, seed, *arguments, **options)
     call = bound.arguments
@@ -134,25 +134,25 @@ def fused_attn_bwd(
     qkv: tuple[Array, ...], bias: Array | None, softmax_aux: Any, rng_state: Array | None, output: Array,
     doutput: Array, *arguments: Any, **options: Any,
 ) -> tuple[tuple[Array, ...], Array | None, Array | None]:  # fmt: skip
-    """Compute the gradients of `fused_attn_fwd` from its saved arrays.
+    """Compute the gradients for `fused_attn_fwd` from its saved arrays.
 
     Only softmax_aux and doutput are read, because softmax_aux holds the other arguments of the forward half.
 
     Args:
         qkv: The arrays of the forward half.
         bias: The bias of the forward half, or None.
-        softmax_aux: The second result of `fused_attn_fwd`.
-        rng_state: The third result of `fused_attn_fwd`.
-        output: The first result of `fused_attn_fwd`.
-        doutput: Gradient of the output, [b, q, h, dv].
+        softmax_aux: The second result from `fused_attn_fwd`.
+        rng_state: The third result from `fused_attn_fwd`.
+        output: The first result from `fused_attn_fwd`.
+        doutput: Output gradient, [b, q, h, dv].
         arguments: Further arguments of the forward half.
         options: Keyword arguments of the forward half.
 
     Returns:
-        The gradients of qkv, of the bias and of the softmax_offset; None for an array that was not given.
+        Gradients for qkv, bias and softmax_offset; None for an array that was not passed.
 
     Raises:
-        TypeError: softmax_aux is not a result of `fused_attn_fwd`.
+        TypeError: softmax_aux does not come from `fused_attn_fwd`.
         ValueError: doutput does not have the shape of output.
     """
     if not isinstance(softmax_aux, _SoftmaxAux):

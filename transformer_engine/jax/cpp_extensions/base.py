@@ -1,4 +1,4 @@
-"""Switches of kernels under the names of the original's primitives."""
+"""Kernel switches under the names of the original's primitives."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["BasePrimitive", "register_primitive"]
 
 
 class BasePrimitive:
-    """Switch of one kind of kernel, under the name of its class as in NVTE_JAX_CUSTOM_CALLS."""
+    """Switch for one kernel type, under its class name as in NVTE_JAX_CUSTOM_CALLS."""
 
     @classmethod
     def enabled(cls) -> bool:
-        """Return whether newly traced programs use the kernel for the calls that it supports."""
+        """Whether newly traced programs use the kernel for the calls that it supports."""
         return launching.switched_off(cls.__name__) is None
 
     @classmethod
@@ -24,7 +24,7 @@ class BasePrimitive:
 
 
 def register_primitive(cls: type) -> NoReturn:
-    """Raise NotImplementedError, since this package has no compiled functions for the lowering of primitives.
+    """Raise NotImplementedError, since this package has no compiled functions to lower primitives.
 
     Args:
         cls: The class of the primitive.

@@ -1,4 +1,4 @@
-"""Attention with a function of the scores under the original's path."""
+"""Attention with a score function under the original's path."""
 
 from ...common import absent
 from .attention import ScoreModConfig, fused_attn_bwd, fused_attn_fwd, make_fused_attn_score_mod_config

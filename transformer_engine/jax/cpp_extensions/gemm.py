@@ -1,4 +1,4 @@
-"""Matrix products of arrays and quantized tensors."""
+"""Matrix products for arrays and quantized tensors."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ _OF_ROWS = tuple(((a,), (b,)) for a in (0, -2) for b in (0, -2))  # contracting_
 
 
 class GemmPrimitive(BasePrimitive):
-    """Switch of the kernels of matrix products."""
+    """Switch for matrix-product kernels."""
 
 
 class GroupedGemmPrimitive(BasePrimitive):
-    """Switch of the kernels of grouped matrix products."""
+    """Switch for grouped matrix-product kernels."""
 
 
 def sanitize_dims(ndim: int, dims: int | Sequence[int]) -> tuple[int, ...]:
-    """Return axes counted from the first axis of an array.
+    """Normalize axes to non-negative integers.
 
     Args:
-        ndim: Number of axes of the array.
+        ndim: Number of array axes.
         dims: One axis or several; negative axes count from the last one.
 
     Raises:
@@ -76,7 +76,7 @@ def sanitize_dims(ndim: int, dims: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def get_non_contracting_dims(ndim: int, contracting_dims: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the axes of an array of ndim axes that are not among contracting_dims, in ascending order.
+    """Axes in an array with ndim axes that are not among contracting_dims, in ascending order.
 
     Args:
         ndim: Number of axes.
@@ -89,10 +89,10 @@ def get_non_contracting_dims(ndim: int, contracting_dims: int | Sequence[int]) -
 def transpose_dims(
     ndim: int, dims_to_transpose: int | Sequence[int], flatten_axis: int = -1
 ) -> tuple[int, ...]:
-    """Return the positions of axes in data of layout "T", whose axes from flatten_axis on come first.
+    """Positions of axes in data with layout "T", whose axes from flatten_axis on come first.
 
     Args:
-        ndim: Number of axes of the array.
+        ndim: Number of array axes.
         dims_to_transpose: One axis or several; negative axes count from the last one.
         flatten_axis: Axis at which the array is flattened to a matrix.
 
@@ -115,15 +115,15 @@ def gemm(
     *,
     fuse_bias: bool = False,
 ) -> Array:
-    """Return lhs @ rhs (+ bias), contracted over any axes.
+    """Compute lhs @ rhs (+ bias), contracted over any axes.
 
     Args:
         lhs: Left operand: an array, or a quantized tensor.
         rhs: Right operand: an array, or a quantized tensor.
-        bias: Bias of the non-contracted axes of rhs, or None.
-        contracting_dims: Contracted axes of lhs and of rhs.
-        lhs_quantizer: Quantizer of lhs; None leaves lhs as given.
-        rhs_quantizer: Quantizer of rhs; None leaves rhs as given.
+        bias: Bias along the non-contracted rhs axes, or None.
+        contracting_dims: Contracted lhs and rhs axes.
+        lhs_quantizer: Quantizer for lhs; None leaves lhs as passed.
+        rhs_quantizer: Quantizer for rhs; None leaves rhs as passed.
         transpose_batch_sequence: Whether the sequence axis precedes the batch axis; does not change the result.
         collective_op: Collective around the product; XLA inserts collectives from the shardings.
         fuse_bias: Requires a bias; XLA decides whether the addition is fused.
@@ -158,9 +158,9 @@ def gemm(
 
 
 def _values(operand: Any, quantizer: Quantizer | None, contracted: Sequence[int]) -> Array:
-    """Return the values of an operand in float32; an operand in high precision is quantized first.
+    """Operand values in float32; a high-precision operand is quantized first.
 
-    The two directions of a block-scaled tensor have different values. The product reads the direction whose blocks are
+    A block-scaled tensor has different values in its two directions. The product reads the direction whose blocks are
     along the contracted axes: column-wise codes if these are the first axes, otherwise row-wise codes.
     """
     count, axes = len(contracted), sorted(sanitize_dims(operand.ndim, contracted))
@@ -195,10 +195,10 @@ def grouped_gemm(
     preferred_element_type: Any = None, group_offset: Array | None = None,
     quantizer_set: QuantizerSet = noop_quantizer_set, use_async_d2h_group_sizes: bool = False,
 ) -> Array:  # fmt: skip
-    """Compute the product [M, N] of the rows of group g of lhs [M, K] and rhs[g] [K, N] (+ bias[g]).
+    """Compute the product [M, N]: the rows of group g in lhs [M, K], times rhs[g] [K, N] (+ bias[g]).
 
-    With contracting_dims=((0,), (0,)), compute one matrix per group [G, K, N]: the rows of group g of lhs [M, K],
-    transposed, times those of rhs [M, N]. This is the gradient of the matrices of the other product.
+    With contracting_dims=((0,), (0,)), compute one matrix per group [G, K, N]: the rows of group g in lhs [M, K],
+    transposed, times its rows in rhs [M, N]. This is the matrices' gradient in the other product.
 
     Calls with group_sizes, int32 [G], as the third argument or by keyword are also accepted, for rows in a plain array.
 
@@ -208,9 +208,9 @@ def grouped_gemm(
         contracting_dims: ((0,), (0,)), or as in `grouped_dense`, as are the following arguments.
         bias: Bias [G, N], or None.
         precision: Has no effect; partial sums are float32.
-        preferred_element_type: dtype of the result; None means lhs's.
+        preferred_element_type: Result dtype; None means lhs's.
         group_offset: Must be None.
-        quantizer_set: Quantizers of operands in high precision.
+        quantizer_set: Quantizers for high-precision operands.
         use_async_d2h_group_sizes: Has no effect; the kernels read the sizes on the device.
 
     Raises:
@@ -242,7 +242,7 @@ def _product_of_groups(
                 f"contracting_dims={contracting_dims} contracts the rows, which supports neither bias="
                 f"{described(bias)} nor group_offset={described(group_offset)}; pass None for both"
             )
-        # [G, K, N]: the rows of group g of lhs [M, K], transposed, times those of rhs.
+        # [G, K, N]: the lhs rows of group g, transposed, times its rhs rows.
         dtype = preferred_element_type
         check_instance("quantizer_set", quantizer_set, QuantizerSet)
         values: list[Array] = []
@@ -250,7 +250,7 @@ def _product_of_groups(
             if quantizer is not None and not isinstance(operand, AbstractBaseTensor):
                 check_instance(f"quantizer_set.{name}", quantizer, GroupedQuantizer)
                 operand = quantizer.quantize(operand, group_sizes=group_sizes)
-            # The contraction over rows reads the codes of the columns.
+            # The contraction over rows reads the column-wise codes.
             columns = operand.colwise_tensor if isinstance(operand, ScaledTensor2x) else operand
             value = _dequantized(columns)
             check_values(name, value)
@@ -264,7 +264,7 @@ def _product_of_groups(
         dtype = a.dtype if dtype is None else check_floating("preferred_element_type", dtype)
         return grouped_contraction(a, b.astype(a.dtype), group_sizes.astype(jnp.int32), dtype)
     if isinstance(rhs, ScaledTensor2x) and tuple(contracting_dims[1]) in ((1,), (-2,)):
-        rhs = rhs.colwise_tensor  # the blocks of this direction are along the contracted axis
+        rhs = rhs.colwise_tensor  # blocks in this direction are along the contracted axis
     lhs, rhs = _dequantized(lhs), _dequantized(rhs)
     return grouped_dense(
         lhs,
@@ -280,7 +280,7 @@ def _product_of_groups(
 
 
 def _dequantized(operand: Any) -> Any:
-    """Dequantize an operand to its dq_dtype in the original order of axes; arrays are returned unchanged."""
+    """Dequantize an operand to its dq_dtype in the original axis order; arrays are returned unchanged."""
     tensor = operand.rowwise_tensor if isinstance(operand, ScaledTensor2x) else operand
     if isinstance(tensor, ScaledTensor1x):
         return tensor.values(tensor.dq_dtype)
@@ -291,7 +291,7 @@ def grouped_gemm_copy_group_sizes(group_sizes: Array, num_gemms: int) -> Array:
     """Return group_sizes [num_gemms] unchanged; the kernels read them on the device without a copy to the host.
 
     Args:
-        group_sizes: Rows of each group, int32 [num_gemms].
+        group_sizes: Rows per group, int32 [num_gemms].
         num_gemms: Number of groups.
     """
     whole("num_gemms", num_gemms)

@@ -1,4 +1,4 @@
-"""Queries of libraries, flags and devices, and conversions of dtypes."""
+"""Library, flag and device queries, and dtype conversions."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _DTYPES: dict[DType, Any] = {
 
 
 def te_dtype_to_jax_dtype(te_dtype: DType) -> Any:
-    """Return the dtype of JAX for a member of DType."""
+    """JAX dtype for a DType member."""
     member("te_dtype", te_dtype, DType)
     return _DTYPES[te_dtype]
 
 
 def jax_dtype_to_te_dtype(jax_dtype: Any) -> DType:
-    """Return the member of DType for a dtype of JAX.
+    """DType member for a JAX dtype.
 
     Raises:
         ValueError: DType has no member for the dtype.
@@ -56,10 +56,10 @@ def jax_dtype_to_te_dtype(jax_dtype: Any) -> DType:
 
 
 def get_xla_flag(flag: str, default: Any = None, cast: Callable[[str], Any] | None = None) -> Any:
-    """Return the value of a flag in XLA_FLAGS as a Python value: a bool, an int or a float where it is one.
+    """Look up a flag in XLA_FLAGS as a Python value: a bool, an int or a float where it is one.
 
     Args:
-        flag: Name of the flag, with or without its leading dashes.
+        flag: Flag name, with or without its leading dashes.
         default: Returned if the flag is not set.
         cast: Converts the text of the value instead.
 
@@ -86,11 +86,11 @@ def get_xla_flag(flag: str, default: Any = None, cast: Callable[[str], Any] | No
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
-    """Return (major, minor, patch) of the cuDNN library that XLA uses; zeros without a GPU."""
+    """Version (major, minor, patch) of the cuDNN library that XLA uses; zeros without a GPU."""
     number = library_version("cudnn")
     return number // 10000, number // 100 % 100, number % 100
 
 
 def get_min_device_compute_capability() -> int:
-    """Return ten times the lowest compute capability of this process's GPUs; 90 on a CPU."""
+    """Ten times the lowest compute capability among this process's GPUs; 90 on a CPU."""
     return compute_capability()

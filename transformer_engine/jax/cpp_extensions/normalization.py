@@ -19,11 +19,11 @@ from .quantization import by_reference, quantize_result
 
 
 class NormFwdPrimitive(BasePrimitive):
-    """Switch of the kernels of norms."""
+    """Switch for norm kernels."""
 
 
 class NormBwdPrimitive(BasePrimitive):
-    """Switch of the kernels of the gradients of norms."""
+    """Switch for norm-gradient kernels."""
 
 
 def layernorm_fwd(
@@ -31,7 +31,7 @@ def layernorm_fwd(
     quantizer: Quantizer | None = None, amax_scope: AmaxScope = AmaxScope.LOCAL,
     transpose_batch_sequence: bool = False, output_amax_when_no_scaling: bool = False,
 ) -> tuple[Any, Array, Array]:  # fmt: skip
-    """Return layernorm(x [..., width]), quantized as in `quantize`, and mean and rstdev [...] in float32."""
+    """Compute layernorm(x [..., width]), quantized as in `quantize`, and mean and rstdev [...] in float32."""
     y, mean, rstdev = normalization_fwd(
         x, gamma, beta, zero_centered_gamma, epsilon, "layernorm", quantizer, amax_scope, transpose_batch_sequence,
         output_amax_when_no_scaling,
@@ -45,7 +45,7 @@ def rmsnorm_fwd(
     amax_scope: AmaxScope = AmaxScope.LOCAL, transpose_batch_sequence: bool = False,
     output_amax_when_no_scaling: bool = False,
 ) -> tuple[Any, Array]:  # fmt: skip
-    """Return rmsnorm(x [..., width]), quantized as in `quantize`, and rstdev [...] in float32."""
+    """Compute rmsnorm(x [..., width]), quantized as in `quantize`, and rstdev [...] in float32."""
     y, _, rstdev = normalization_fwd(
         x, gamma, None, zero_centered_gamma, epsilon, "rmsnorm", quantizer, amax_scope, transpose_batch_sequence,
         output_amax_when_no_scaling,
@@ -70,18 +70,18 @@ def normalization_fwd(
     Args:
         x: Input [..., width], float32, bfloat16 or float16.
         gamma: Scale [width].
-        beta: Bias [width] of layernorm; None for rmsnorm.
+        beta: Bias [width] for layernorm; None for rmsnorm.
         zero_centered_gamma: Whether layernorm multiplies by 1 + gamma; False for rmsnorm.
         epsilon: Added to the variance.
         norm_type: "layernorm" or "rmsnorm".
-        quantizer: Quantizer of the output, or None.
+        quantizer: Output quantizer, or None.
         amax_scope: Devices that share the maximum inside shard_map.
         transpose_batch_sequence: Whether the sequence axis precedes the batch axis; does not change the result.
         output_amax_when_no_scaling: Whether a NoScaleTensor contains the absolute maximum of the output.
 
     Returns:
-        A tuple of the output, a quantized tensor or a NoScaleTensor; the mean [...], None for rmsnorm; and the
-        reciprocal standard deviation [...]. Both statistics are float32.
+        A tuple: the output, a quantized tensor or a NoScaleTensor; the mean [...], None for rmsnorm; and the reciprocal
+        standard deviation [...]. Both statistics are float32.
     """
     layernorm = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon) == "layernorm"
     y, mean, rstdev = norm_forward(x, gamma, beta, layernorm, zero_centered_gamma, float(epsilon))
@@ -115,22 +115,22 @@ def normalization_bwd(
     epsilon: float,
     norm_type: str,
 ) -> tuple[Array, Array, Array | None]:
-    """Return the gradients of `normalization_fwd`.
+    """Compute the gradients for `normalization_fwd`.
 
     Args:
-        dz: Gradient of the output, with x's shape.
+        dz: Output gradient, with x's shape.
         x: Input [..., width].
         mu: Mean [...] from the forward pass; None for rmsnorm.
         rsigma: Reciprocal standard deviation [...] from the forward pass.
         gamma: Scale [width].
-        beta: Bias [width] of layernorm, or None; only its dtype is read. Calls may leave it out.
+        beta: Bias [width] for layernorm, or None; only its dtype is read. Calls may leave it out.
         zero_centered_gamma: As in the forward pass.
         epsilon: As in the forward pass, which added it; rsigma contains it.
         norm_type: "layernorm" or "rmsnorm".
 
     Returns:
-        A tuple of dx in x's dtype, dgamma [width] in gamma's dtype, and dbeta [width] in the dtype of beta, by default
-        that of gamma; None for rmsnorm.
+        A tuple: dx in x's dtype, dgamma [width] in gamma's dtype, and dbeta [width] in the dtype of beta, or of gamma
+        without beta; None for rmsnorm.
     """
     layernorm = canonicalize_norm_type(norm_type) == "layernorm"
     check_norm(x, gamma, gamma if layernorm else None, norm_type, zero_centered_gamma, epsilon)
@@ -149,7 +149,7 @@ def layernorm_bwd(
     dz: Array, x: Array, mu: Array, rsigma: Array, gamma: Array, beta: Array | None, zero_centered_gamma: bool,
     epsilon: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Return the gradients dx, dgamma and dbeta of `layernorm_fwd`; `normalization_bwd` documents the arguments."""
+    """Compute the gradients dx, dgamma and dbeta for `layernorm_fwd`; `normalization_bwd` documents the arguments."""
     dx, dgamma, dbeta = normalization_bwd(
         dz, x, mu, rsigma, gamma, beta, zero_centered_gamma, epsilon, "layernorm"
     )
@@ -160,7 +160,7 @@ def layernorm_bwd(
 def rmsnorm_bwd(
     dz: Array, x: Array, rsigma: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float
 ) -> tuple[Array, Array]:
-    """Return the gradients dx and dgamma of `rmsnorm_fwd`; `normalization_bwd` documents the arguments."""
+    """Compute the gradients dx and dgamma for `rmsnorm_fwd`; `normalization_bwd` documents the arguments."""
     dx, dgamma, _ = normalization_bwd(
         dz, x, None, rsigma, gamma, None, zero_centered_gamma, epsilon, "rmsnorm"
     )
@@ -168,7 +168,7 @@ def rmsnorm_bwd(
 
 
 def is_norm_zero_centered_gamma_in_weight_dtype(scaling_mode: ScalingMode) -> bool:
-    """Return whether 1 + gamma is computed in gamma's dtype: False, since every mode computes it in float32."""
+    """Whether 1 + gamma is computed in gamma's dtype: False, since every mode computes it in float32."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""Quantization of tensors and of groups of rows, and column sums of gradients."""
+"""Quantization for tensors and row groups, and column sums for gradients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class QuantizePrimitive(BasePrimitive):
-    """Switch of the kernels of quantization."""
+    """Switch for quantization kernels."""
 
 
 class DBiasQuantizePrimitive(BasePrimitive):
-    """Switch of the kernels of quantization with column sums."""
+    """Switch for kernels that quantize and compute column sums."""
 
 
 def by_reference(function: Function) -> Function:
-    """Return a function that uses the reference implementations in jnp on every device."""
+    """Wrap a function to use the reference implementations in jnp on every device."""
 
     @functools.wraps(function)
     def plain(*arguments: Any, **options: Any) -> Any:
@@ -53,7 +53,7 @@ def quantize(
     Args:
         x: Tensor [*rows, *columns], float32, bfloat16 or float16.
         quantizer: Quantizer, or None.
-        flatten_axis: First column axis of x.
+        flatten_axis: First column axis in x.
         amax_scope: Devices that share the maximum inside shard_map.
         transpose_batch_sequence: Whether the sequence axis precedes the batch axis; does not change the result.
 
@@ -77,7 +77,7 @@ def quantize_dbias(
     amax_scope: AmaxScope = AmaxScope.LOCAL,
     transpose_batch_sequence: bool = False,
 ) -> tuple[Any, Array | None]:
-    """Return dz quantized, and its sums over the axes before flatten_axis in dz's dtype, or None unless is_dbias."""
+    """Quantize dz, and sum it over the axes before flatten_axis in dz's dtype (None unless is_dbias)."""
     check_values("dz", dz)
     switch("is_dbias", is_dbias)
     dbias = None
@@ -107,7 +107,7 @@ def quantize_result(
 
 
 def grouped_dbias(grad: Array, group_sizes: Array) -> Array:
-    """Return the sums [G, N] over the rows of each group of grad [M, N], in grad's dtype.
+    """Compute per-group row sums [G, N] over grad [M, N], in grad's dtype.
 
     Args:
         grad: Gradient [M, N], float32, bfloat16 or float16.
@@ -125,13 +125,13 @@ def grouped_dbias(grad: Array, group_sizes: Array) -> Array:
 def grouped_quantize(
     x: Array, quantizer: GroupedQuantizer | None, group_sizes: Array | None = None, *, flatten_axis: int = -1
 ) -> Any:
-    """Quantize the groups of x and advance the state of the quantizer.
+    """Quantize the groups of x and advance the quantizer's state.
 
     Args:
-        x: Rows in groups [M, K], or a stack of matrices [G, *rows, *columns].
-        quantizer: Quantizer of the groups, or None.
+        x: Rows in groups [M, K], or a matrix stack [G, *rows, *columns].
+        quantizer: Grouped quantizer, or None.
         group_sizes: Rows per group, int32 [G]; None for a stack.
-        flatten_axis: First column axis of x.
+        flatten_axis: First column axis in x.
 
     Returns:
         The quantized groups; a GroupedNoScaleTensor without a quantizer.

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts under the original's path; XLA compiles it."""
+"""Token routing to experts under the original's path; XLA compiles it."""
 
 from ...common import absent
 from ..router import RoutingMapFormat, ScoreFunction, fused_moe_aux_loss, fused_topk_with_score_function

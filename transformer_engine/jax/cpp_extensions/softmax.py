@@ -1,4 +1,4 @@
-"""Softmax of attention scores and its gradient, and the shapes that fused kernels support."""
+"""Softmax over attention scores and its gradient, and the shapes that fused kernels support."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _THREADS, _WARP = 128, 32
 
 
 def scaled_softmax_fwd(logits: Array, scale_factor: float) -> Array:
-    """Return softmax(scale_factor * logits) [b, h, q, k] over the keys, in logits' dtype."""
+    """Compute softmax(scale_factor * logits) [b, h, q, k] over the keys, in logits' dtype."""
     return softmax(logits, None, scale_factor, SoftmaxFusionType.SCALED)
 
 
@@ -40,13 +40,13 @@ def _without_inputs(function: Callable[..., Array]) -> Callable[..., Array]:
 
 @_without_inputs
 def scaled_softmax_bwd(dz: Array, softmax_out: Array, logits: Array | None, scale_factor: float) -> Array:
-    """Return the gradient of the logits, scale_factor * p * (dz - sum(p * dz)), in softmax_out's dtype.
+    """Compute the gradient of the logits, scale_factor * p * (dz - sum(p * dz)), in softmax_out's dtype.
 
     Args:
-        dz: Gradient of the probabilities, with the shape of softmax_out.
-        softmax_out: Probabilities p [b, h, q, k] of the forward pass.
-        logits: Input of the forward pass, which is not read; calls may leave it out.
-        scale_factor: Factor of the forward pass.
+        dz: Probability gradient, with softmax_out's shape.
+        softmax_out: Probabilities p [b, h, q, k] from the forward pass.
+        logits: Forward-pass input, which is not read; calls may leave it out.
+        scale_factor: Factor in the forward pass.
 
     Raises:
         ValueError: The shapes of dz and softmax_out differ.
@@ -60,7 +60,7 @@ def scaled_softmax_bwd(dz: Array, softmax_out: Array, logits: Array | None, scal
 
 
 def scaled_masked_softmax_fwd(logits: Array, mask: Array, scale_factor: float) -> Array:
-    """Return softmax(scale_factor * logits) [b, h, q, k] over the keys whose mask is False (0).
+    """Compute softmax(scale_factor * logits) [b, h, q, k] over the keys whose mask is False (0).
 
     mask has shape [1 or b, 1 or h, q, k]; masked probabilities are exactly 0.
     """
@@ -71,7 +71,7 @@ def scaled_masked_softmax_fwd(logits: Array, mask: Array, scale_factor: float) -
 def scaled_masked_softmax_bwd(
     dz: Array, softmax_out: Array, logits: Array | None, mask: Array | None, scale_factor: float
 ) -> Array:
-    """Return the gradient of the logits as `scaled_softmax_bwd`; it is 0 where the probability is 0.
+    """Compute the gradient of the logits as `scaled_softmax_bwd`; it is 0 where the probability is 0.
 
     logits and mask are not read; calls may leave them out.
     """
@@ -79,7 +79,7 @@ def scaled_masked_softmax_bwd(
 
 
 def scaled_upper_triang_masked_softmax_fwd(logits: Array, scale_factor: float) -> Array:
-    """Return softmax(scale_factor * logits) [b, h, q, k] of query i over the keys 0 to i."""
+    """Compute softmax(scale_factor * logits) [b, h, q, k] for query i over the keys 0 to i."""
     return softmax(logits, None, scale_factor, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED)
 
 
@@ -87,7 +87,7 @@ def scaled_upper_triang_masked_softmax_fwd(logits: Array, scale_factor: float) -
 def scaled_upper_triang_masked_softmax_bwd(
     dz: Array, softmax_out: Array, logits: Array | None, scale_factor: float
 ) -> Array:
-    """Return the gradient of the logits as `scaled_softmax_bwd`; it is 0 where the probability is 0."""
+    """Compute the gradient of the logits as `scaled_softmax_bwd`; it is 0 where the probability is 0."""
     return scaled_softmax_bwd(dz, softmax_out, logits, scale_factor)
 
 
@@ -101,9 +101,9 @@ def is_softmax_kernel_available(
     k_seqlen: int,
     dtype: Any,
 ) -> bool:
-    """Return whether a fused softmax kernel supports scores [batch, heads, q_seqlen, k_seqlen].
+    """Whether a fused softmax kernel supports scores [batch, heads, q_seqlen, k_seqlen].
 
-    The kernel has blocks of 128 threads. A warp processes two rows of up to 128 keys, or one longer row.
+    The kernel has blocks of 128 threads. A warp processes two rows with up to 128 keys, or one longer row.
 
     Args:
         softmax_fusion_type: Scaling and masking.
@@ -112,7 +112,7 @@ def is_softmax_kernel_available(
         heads: Number of heads.
         q_seqlen: Number of queries, a multiple of 4 and of the rows per block.
         k_seqlen: Number of keys, from 16 to 16384.
-        dtype: dtype of the scores, of 16 bits.
+        dtype: Score dtype, 16 bits wide.
     """
     member("softmax_fusion_type", softmax_fusion_type, SoftmaxFusionType)
     member("softmax_type", softmax_type, AttnSoftmaxType)

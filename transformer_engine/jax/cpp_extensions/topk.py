@@ -1,4 +1,4 @@
-"""The k largest elements of each row."""
+"""The k largest elements per row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["topk"]
 
 
 def topk(x: Array, k_value: int) -> tuple[Array, Array]:
-    """Return the k largest elements of each row and their indices.
+    """Find the k largest elements of each row and their indices.
 
     Args:
         x: Values [b, n] or [n].
@@ -23,7 +23,7 @@ def topk(x: Array, k_value: int) -> tuple[Array, Array]:
 
     Raises:
         TypeError: x is not an array, or k_value is not an integer.
-        ValueError: x has another number of axes, or k_value is above n.
+        ValueError: x has other than one or two axes, or k_value is above n.
     """
     check_array("x", x)
     whole("k_value", k_value)

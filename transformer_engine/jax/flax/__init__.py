@@ -1,4 +1,4 @@
-"""Flax (linen) modules of transformer_engine.jax."""
+"""Flax (linen) modules in transformer_engine.jax."""
 
 from .attention import DotProductAttention
 from .base import extend_logical_axis_rules

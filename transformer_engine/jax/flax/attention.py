@@ -37,7 +37,7 @@ from .base import check_call, parameter
 
 
 class Softmax(nn.Module):
-    """Softmax of attention scores over the keys."""
+    """Softmax over the keys of attention scores."""
 
     scale_factor: float = 1.0
     softmax_fusion_type: SoftmaxFusionType = SoftmaxFusionType.SCALED
@@ -51,9 +51,9 @@ class Softmax(nn.Module):
         bias: Array | None = None,
         softmax_offset: Array | None = None,
     ) -> Array:
-        """Return softmax(scale_factor * (inputs + bias)) [b, h, q, k] in the dtype of inputs.
+        """Compute softmax(scale_factor * (inputs + bias)) [b, h, q, k] in the dtype of inputs.
 
-        The probabilities of hidden keys are exactly zero.
+        Hidden keys have a probability of exactly zero.
 
         Args:
             inputs: Scores [b, h, q, k].
@@ -80,7 +80,7 @@ class Softmax(nn.Module):
 
 
 def softmax_offset(module: nn.Module, softmax_type: AttnSoftmaxType, heads: int) -> Array | None:
-    """Return the module's parameter of learnable sinks, float32 [1, h, 1, 1]; None for other softmaxes."""
+    """The module's learnable sink parameter, float32 [1, h, 1, 1]; None for other softmaxes."""
     if softmax_type is not AttnSoftmaxType.LEARNABLE_SOFTMAX:
         return None
     axes = (None, HEAD_AXES, None, None)
@@ -158,28 +158,28 @@ class DotProductAttention(nn.Module):
     """Attention: out [b, q, h, d], or [q, b, h, d] with transpose_batch_sequence, in the dtype of the query.
 
     Args:
-        head_dim: Size d of a head.
-        num_attention_heads: Heads of queries.
-        num_gqa_groups: Heads of keys and values, by default num_attention_heads.
-        attention_dropout: Dropout rate of the probabilities.
+        head_dim: Head size d.
+        num_attention_heads: Query heads.
+        num_gqa_groups: Key and value heads, by default num_attention_heads.
+        attention_dropout: Dropout rate for the probabilities.
         attn_mask_type: "no_mask", "padding", "causal", "padding_causal" or a bottom-right form.
         attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias", by default the last if a bias is given.
-        dtype: Dtype of the parameters.
-        dropout_rng_name: Name of Flax's stream of random numbers.
+        dtype: Parameter dtype.
+        dropout_rng_name: Flax's random-stream name.
         float32_logits: Compute scores in float32 before the softmax.
-        qkv_layout: "bshd_bshd_bshd", "bshd_bs2hd", "bs3hd", or with "t" for rows of several sequences.
+        qkv_layout: "bshd_bshd_bshd", "bshd_bs2hd", "bs3hd", or with "t" for rows that hold several sequences.
         scale_factor: Factor of the scores, by default 1 / sqrt(head_dim).
         transpose_batch_sequence: The sequence axis precedes the batch axis.
         window_size: (left, right) tokens that a query sees; -1 is unlimited.
         max_segments_per_seq: Most sequences in a packed row.
-        context_parallel_causal_load_balanced: Tokens are in the order of `reorder_causal_load_balancing`.
+        context_parallel_causal_load_balanced: Tokens are in `reorder_causal_load_balancing` order.
         context_parallel_axis: Mesh axis over which tokens are sharded.
         context_parallel_strategy: "DEFAULT", "ALL_GATHER" or "RING".
         context_checkpoint_name: Name of the output for recomputation policies.
         softmax_type: "vanilla", "off_by_one" or "learnable".
-        score_mod: Function of the scores before the softmax, see `attention.fused_attn`.
+        score_mod: Function applied to the scores before the softmax, see `attention.fused_attn`.
         score_mod_bprop: Its derivative, see `attention.fused_attn`.
-        return_max_logit: Return a pair of the attention and the largest logits [h], see `attention.fused_attn`.
+        return_max_logit: Return a pair: attention output and largest logits [h], see `attention.fused_attn`.
     """
 
     head_dim: int
@@ -219,18 +219,18 @@ class DotProductAttention(nn.Module):
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
     ) -> Any:
-        """Return the attention of query to key and value, with the shapes of qkv_layout.
+        """Compute attention from query to key and value, with the shapes in qkv_layout.
 
         Args:
-            query: Queries, or a packed array of them and of keys and values.
+            query: Queries, or queries, keys and values in one packed array.
             key: Keys, or keys and values packed; None if query holds them.
             value: Values; None if another array holds them.
-            sequence_descriptor: Descriptor of the sequences, or a mask in which True hides a key.
-            bias: Bias of the scores [1 or b, heads, q, k].
+            sequence_descriptor: Descriptor for the sequences, or a mask in which True hides a key.
+            bias: Score bias [1 or b, heads, q, k].
             deterministic: Whether to disable dropout.
-            mask: Another name of sequence_descriptor.
-            score_mod_tensors: Arrays of score_mod.
-            score_mod_bprop_tensors: Arrays of score_mod_bprop.
+            mask: Alias for sequence_descriptor.
+            score_mod_tensors: Arrays for score_mod.
+            score_mod_bprop_tensors: Arrays for score_mod_bprop.
         """
         if mask is not None:
             if sequence_descriptor is not None:
@@ -264,7 +264,7 @@ class DotProductAttention(nn.Module):
         )  # fmt: skip
         seed = None
         if self.attention_dropout > 0 and not deterministic:
-            # Drawn from the stream of this module, so that both implementations and a plain Flax layer of the same
+            # Drawn from this module's stream, so that both implementations and a plain Flax layer with the same
             # structure use the same key.
             seed = self.make_rng(self.dropout_rng_name)
         if self._uses_fused_attention(
@@ -292,7 +292,7 @@ class DotProductAttention(nn.Module):
         return self._result(out, self.context_checkpoint_name)
 
     def _result(self, found: Any, name: str | None = None) -> Any:
-        """Return the output in the module's layout, with `name` for recomputation, and the largest logits if any."""
+        """Convert the output to the module's layout, with `name` for recomputation, and the largest logits if any."""
         out, *largest = found if self.return_max_logit else (found,)
         out = out if name is None else checkpoint_name(out, name)
         out = jnp.swapaxes(out, 0, 1) if self._transposed() else out
@@ -310,7 +310,7 @@ class DotProductAttention(nn.Module):
         window: Window | None,
         deterministic: bool,
     ) -> bool:
-        """Return whether to use fused_attn: for several devices, a score_mod, and kernels unless NVTE_FUSED_ATTN=0."""
+        """Whether to use fused_attn: for several devices, a score_mod, and kernels unless NVTE_FUSED_ATTN=0."""
         balanced = self.context_parallel_causal_load_balanced
         tokens = (query.shape[1], key.shape[1])
         plan = plan_of(self.context_parallel_axis, self._strategy(), balanced, layout, None, tokens)

@@ -1,4 +1,4 @@
-"""The base of all modules: the quantizers of their products, and the state of these in a collection."""
+"""Base class of all modules: the quantizers for their products, and the quantizers' state in a collection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TENSORS = ("x", "kernel", "grad")
 def parameter(
     module: nn.Module, name: str, init: Initializer, axes: Axes, shape: Sequence[int], dtype: Any
 ) -> Array:
-    """Return the module's parameter of that name, boxed with the names of its axes; () or one name per axis."""
+    """Create the module's parameter `name`, boxed with its axis names; () or one name per axis."""
     check_axis_names(f"axes of {name}", axes, len(shape))
     if dtype is not None:
         check_floating("dtype", dtype)
@@ -56,8 +56,7 @@ _KINDS: dict[str, Callable[[str, Any], object]] = {
 def check_call(module: nn.Module, **arrays: Any) -> None:
     """Raise TypeError unless arrays hold values, and the module's switches, initializers and names have these types.
 
-    The annotations of the fields determine the types: a switch that is not a bool ("False", an array) would count as
-    True.
+    Field annotations determine the types: a switch that is not a bool ("False", an array) would count as True.
     """
     for name, array in arrays.items():
         check_values(name, array)
@@ -72,7 +71,7 @@ def check_call(module: nn.Module, **arrays: Any) -> None:
 def kernel_initializer(
     init: Initializer | None, dtype: Any, distribution: Any = "truncated_normal"
 ) -> Initializer:
-    """Return the given initializer, by default variance_scaling(1.0, "fan_in", distribution)."""
+    """The `init` argument, by default variance_scaling(1.0, "fan_in", distribution)."""
     return (
         nn.initializers.variance_scaling(1.0, "fan_in", distribution, dtype=dtype) if init is None else init
     )
@@ -80,7 +79,7 @@ def kernel_initializer(
 
 @dataclass(frozen=True, eq=False)
 class _Unread:
-    """A copy of a state for further calls of its module, and the collection, name and value of its origin."""
+    """A state copy for further calls to its module, and the original's collection, name and value."""
 
     trace: Any
     leaves: list[Array]
@@ -88,7 +87,7 @@ class _Unread:
 
 
 def _check_state(name: str, leaf: Any, extents: tuple[int | None, ...]) -> None:
-    """Raise TypeError or ValueError unless a leaf of a state is float32 of these extents; None: at least one."""
+    """Raise TypeError or ValueError unless a state leaf is float32 with these extents; None: at least one."""
     dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), tuple(getattr(leaf, "shape", ()))
     if dtype != jnp.float32:
         raise TypeError(
@@ -108,7 +107,7 @@ _of_step: ContextVar[list[_Unread] | None] = ContextVar("transformer_engine_jax_
 
 @contextmanager
 def one_step() -> Iterator[None]:
-    """Give every call of a model in this block, within one differentiated function, its own copy of a state."""
+    """Give every model call in this block, within one differentiated function, its own copy of the state."""
     token = _of_step.set([])
     try:
         yield
@@ -127,14 +126,14 @@ class TransformerEngineBase(nn.Module):
         fp8_recipe: Recipe | None = None,
         n_groups: int | None = None,
     ) -> QuantizerSet:
-        """Return the quantizers of one product of this module.
+        """Create the quantizers for one product in this module.
 
         Args:
-            postfix: Distinguishes the states of several products.
-            variable_collection: Collection of the states; None: "fp8_metas".
-            quantization_checkpoint_name: Name of the codes for recomputation policies.
-            fp8_recipe: Recipe instead of that of autocast.
-            n_groups: Number of groups of a grouped product, each with a separate state.
+            postfix: Distinguishes the states for several products.
+            variable_collection: Collection that holds the states; None: "fp8_metas".
+            quantization_checkpoint_name: Name for the codes in recomputation policies.
+            fp8_recipe: Recipe instead of autocast's.
+            n_groups: Number of groups in a grouped product, each with a separate state.
 
         A history with another length than in the recipe keeps its length.
         """
@@ -157,9 +156,9 @@ class TransformerEngineBase(nn.Module):
         return self._for_one_call(quantizers)
 
     def _for_one_call(self, quantizers: QuantizerSet) -> QuantizerSet:
-        """Return a copy of the set for this call: the next states of all calls of a module are merged, see `fan_out`.
+        """Copy the set for this call: the next states from all calls to a module are merged, see `fan_out`.
 
-        Calls in another transformation of JAX than the first (jit or grad within the model) are not merged with it.
+        Calls in another JAX transformation than the first (jit or grad within the model) are not merged with it.
         """
         # Stored on the root scope: Flax recreates submodules of a compact method in each call.
         assert self.scope is not None, "a module is called with a scope"
@@ -213,13 +212,13 @@ Rules = Sequence[tuple[str, str | None]]
 
 
 def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | None], ...]:
-    """Return the rules, followed by a rule for each axis name of transformer_engine.jax.sharding.
+    """The rules, followed by a rule for each axis name in transformer_engine.jax.sharding.
 
     Args:
         rules: Pairs (logical axis, mesh axis or None).
 
     Raises:
-        TypeError: The rules are not pairs of names.
+        TypeError: The rules are not name pairs.
         ValueError: A rule contradicts the MeshResource.
     """
     ours = get_sharding_map_logic_axis_to_mesh_axis()

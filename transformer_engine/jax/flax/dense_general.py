@@ -1,4 +1,4 @@
-"""DenseGeneral: y = x @ kernel + bias over any axes of x."""
+"""DenseGeneral: y = x @ kernel + bias over any x axes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class DenseGeneral(TransformerEngineBase):
     """Compute y [*batch, *features] = x @ kernel [*axis sizes, *features] + bias [*features], in the dtype of x.
 
     Args:
-        features: Sizes of the axes that replace the contracted axes.
-        kernel_init: Initializer of the kernel, by default variance_scaling(1.0, "fan_in", "truncated_normal").
-        kernel_axes: Logical names of the axes of the kernel, for sharding.
+        features: Sizes for the axes that replace the contracted axes.
+        kernel_init: Kernel initializer, by default variance_scaling(1.0, "fan_in", "truncated_normal").
+        kernel_axes: Logical axis names for the kernel, for sharding.
         use_bias: Add a bias.
-        bias_init: Initializer of the bias.
-        bias_axes: Logical names of the axes of the bias.
+        bias_init: Bias initializer.
+        bias_axes: Logical axis names for the bias.
         enable_low_rank_adaptation: Add x @ a @ b * alpha / dim with learned a and b.
-        low_rank_adaptation_dim: Rank of the adaptation.
+        low_rank_adaptation_dim: Adaptation rank.
         low_rank_adaptation_alpha: Factor alpha; None adds x @ a @ b unscaled.
         axis: Axes of x that are contracted.
-        dtype: Dtype of the parameters.
-        input_axes: Logical names of the axes of x.
+        dtype: Parameter dtype.
+        input_axes: Logical axis names of x.
         transpose_batch_sequence: The sequence axis precedes the batch axis.
-        quantization_checkpoint_name: Name of quantized tensors for recomputation policies.
+        quantization_checkpoint_name: Quantized-tensor name for recomputation policies.
     """
 
     features: Iterable[int] | int
@@ -58,7 +58,7 @@ class DenseGeneral(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
-        """Return y, in which the features replace the contracted axes and come last.
+        """Compute y, in which the features replace the contracted axes and come last.
 
         Args:
             inputs: Inputs with the contracted axes `axis`.
@@ -97,7 +97,7 @@ class DenseGeneral(TransformerEngineBase):
 
 
 def check_shared_axes(name: str, axes: Any, ndim: int) -> None:
-    """Raise TypeError or ValueError unless these are axes of an array of ndim axes along which dropout is shared."""
+    """Raise TypeError or ValueError unless `axes` are valid for ndim array axes, along which dropout is shared."""
     integers(name, axes)
     outside = [d for d in axes if not -ndim <= d < ndim]
     if outside:

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens: a decoding step adds one token and attends to all."""
+"""Cached keys and values for earlier tokens: a decoding step adds one token and attends to all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..checks import is_known
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """The variables `cached_key`, `cached_value` and `cache_index` of a module's collection "cache".
+    """The variables `cached_key`, `cached_value` and `cache_index` in a module's collection "cache".
 
     Attributes:
         filled: Whether they existed before this call. The call that creates them sets their length without using them.
-        axis: Axis of the tokens: 1, or 0 if the sequence is the first axis.
+        axis: Token axis: 1, or 0 if the sequence is the first axis.
     """
 
     key: Any
@@ -29,7 +29,7 @@ class KeyValueCache:
 
     @classmethod
     def of(cls, module: nn.Module, key: Array, value: Array, axis: int) -> KeyValueCache:
-        """Return the cache of a module called with decode=True; raise ValueError unless a step is one token."""
+        """Get the cache for a module called with decode=True; raise ValueError unless a step is one token."""
         filled = module.has_variable("cache", "cached_key")
         cache = cls(
             module.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype),
@@ -48,11 +48,11 @@ class KeyValueCache:
 
     @property
     def position(self) -> Array | int:
-        """Return the position of this call's first token in the sequence."""
+        """Position of this call's first token in the sequence."""
         return self.index.value if self.filled else 0
 
     def extended(self, key: Array, value: Array) -> tuple[Array, Array]:
-        """Append keys and values of this step to the cache, and return all of them.
+        """Append this step's keys and values to the cache, and return the full cache.
 
         A step after the end of the cache raises an error if the index is known, and results in NaN if it is traced.
         """
@@ -66,7 +66,7 @@ class KeyValueCache:
         return self.key.value, self.value.value
 
     def hidden(self, window: tuple[int, int] | None) -> Array:
-        """Return [1, 1, 1, length], True for a token that is hidden from this step: later ones, and by its window."""
+        """Mask [1, 1, 1, length], True for a token that is hidden from this step: later ones, and by its window."""
         distance = self.position - jnp.arange(self.length)
         hidden = distance < 0
         if window is not None and window[0] >= 0:

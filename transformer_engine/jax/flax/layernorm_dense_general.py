@@ -27,14 +27,14 @@ class LayerNormDenseGeneral(TransformerEngineBase):
 
     Args:
         enable_layernorm: Apply the norm.
-        ln_bias_init: Initializer of ln_bias.
-        ln_bias_axes: Logical names of the axes of ln_bias.
+        ln_bias_init: Initializer for ln_bias.
+        ln_bias_axes: Logical axis names for ln_bias.
         return_layernorm_output: Return norm(x), otherwise None.
-        layernorm_input_axes: Logical names of the axes of x.
-        dot_input_axes: Logical names of the axes of norm(x).
+        layernorm_input_axes: Logical axis names of x.
+        dot_input_axes: Logical axis names of norm(x).
         depth_scaling: Divide y by this number.
 
-    The other arguments are those of `DenseGeneral` and `LayerNorm`.
+    The other arguments are as in `DenseGeneral` and `LayerNorm`.
     """
 
     features: Iterable[int] | int
@@ -70,7 +70,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: Array) -> tuple[Array, Array | None]:
-        """Return y, in which the features replace the contracted axes and come last, and norm(inputs) or None.
+        """Compute y, in which the features replace the contracted axes and come last, and norm(inputs) or None.
 
         Args:
             inputs: Inputs with the contracted axes `axis`.
@@ -106,7 +106,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
         return self._depth_scaled(y), normalized if self.return_layernorm_output else None
 
     def _fuses_quantization(self, axis: tuple[int, ...], ndim: int) -> bool:
-        """Return whether only a quantized product reads the norm's result, so that only its codes must exist."""
+        """Whether only a quantized product reads the norm's result, so that only its codes must exist."""
         alone = self.enable_layernorm and not (
             self.return_layernorm_output or self.enable_low_rank_adaptation
         )
@@ -123,7 +123,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
         )  # fmt: skip
 
     def _kernel(self, sizes: tuple[int, ...], features: tuple[int, ...]) -> tuple[Array, QuantizerSet]:
-        """Return kernel [*sizes, *features] and the quantizers of its product."""
+        """Create kernel [*sizes, *features] and the quantizers of its product."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         shape = (*sizes, *features)
         kernel = parameter(self, "kernel", self.kernel_init, self.kernel_axes, shape, self.dtype)

@@ -32,23 +32,23 @@ class LayerNormMLP(TransformerEngineBase):
     The variables are scale, ln_bias [h], wi_kernel [h, n_act, f], wo_kernel [f, h], wi_bias [n_act, f], wo_bias [h].
 
     Args:
-        intermediate_dim: Size f of the hidden features.
-        kernel_init: Initializer of both kernels.
-        kernel_axes_1: Logical names of the axes of wi_kernel.
-        kernel_axes_2: Logical names of the axes of wo_kernel.
-        bias_axes_1: Logical names of the axes of wi_bias.
-        bias_axes_2: Logical names of the axes of wo_bias.
+        intermediate_dim: Number f of hidden features.
+        kernel_init: Initializer for both kernels.
+        kernel_axes_1: Logical axis names for wi_kernel.
+        kernel_axes_2: Logical axis names for wo_kernel.
+        bias_axes_1: Logical axis names for wi_bias.
+        bias_axes_2: Logical axis names for wo_bias.
         activations: Names or functions, whose n_act results are multiplied.
-        activation_params: Parameters of clamped activations.
-        intermediate_dropout_rng_name: Name of Flax's stream of random numbers.
-        intermediate_dropout_rate: Dropout rate of the hidden features.
+        activation_params: Parameters for clamped activations.
+        intermediate_dropout_rng_name: Flax's random-stream name.
+        intermediate_dropout_rate: Dropout rate for the hidden features.
         intermediate_hidden_dropout_dims: Axes along which the dropout mask is broadcast.
-        dot_1_input_axes: Logical names of the axes of norm(x).
-        dot_2_input_axes: Logical names of the axes of the hidden features.
+        dot_1_input_axes: Logical axis names for norm(x).
+        dot_2_input_axes: Logical axis names for the hidden features.
         ffn1_ckpt_name: Name of the first product for recomputation policies.
         ffn2_ckpt_name: Name of the second product.
 
-    The other arguments are those of `LayerNormDenseGeneral`.
+    The other arguments are as in `LayerNormDenseGeneral`.
     """
 
     intermediate_dim: int = 2048
@@ -93,7 +93,7 @@ class LayerNormMLP(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: Array, deterministic: bool = False) -> tuple[Array, Array | None]:
-        """Return the output and the normalized inputs, or None unless return_layernorm_output.
+        """Compute the output and the normalized inputs, or None unless return_layernorm_output.
 
         Args:
             inputs: Inputs [*batch, h].
@@ -126,7 +126,7 @@ class LayerNormMLP(TransformerEngineBase):
         return y, normalized if self.return_layernorm_output else None
 
     def _fuses_quantization(self, deterministic: bool) -> bool:
-        """Return whether only quantized products read norm and activation, so that only their codes must exist."""
+        """Whether only quantized products read norm and activation, so that only their codes must exist."""
         alone = self.enable_layernorm and not (
             self.return_layernorm_output or self.enable_low_rank_adaptation
         )
@@ -147,7 +147,7 @@ class LayerNormMLP(TransformerEngineBase):
         )  # fmt: skip
 
     def _kernels(self, width: int) -> tuple[Array, Array]:
-        """Return wi_kernel [h, n_act, f] and wo_kernel [f, h]."""
+        """Create wi_kernel [h, n_act, f] and wo_kernel [f, h]."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         shape = (width, len(self.activations), self.intermediate_dim)
         first = parameter(self, "wi_kernel", self._stacked_init, self.kernel_axes_1, shape, self.dtype)
@@ -173,7 +173,7 @@ class LayerNormMLP(TransformerEngineBase):
         return jnp.stack(kernels, axis=-2)
 
     def _product(self, name: str, x: Array, kernel: Array, quantizer_set: QuantizerSet) -> Array:
-        """Return x @ kernel plus low-rank adaptation and bias; name is "wi" or "wo"."""
+        """Compute x @ kernel plus low-rank adaptation and bias; name is "wi" or "wo"."""
         first = name == "wi"
         kernel_axes = self.kernel_axes_1 if first else self.kernel_axes_2
         features = kernel.shape[1:]
@@ -203,7 +203,7 @@ class LayerNormMLP(TransformerEngineBase):
         return parameter(self, f"{name}_bias", self.bias_init, axes, features, self.dtype)
 
     def _activated(self, x: Array) -> Array:
-        """Return the product of the activations of x [.., n_act, f]."""
+        """Multiply the activations of x [.., n_act, f]."""
         if is_known(self.activations):
             return activation(x, self.activations, act_params=self.activation_params)  # pyright: ignore
         y = _function(self.activations[0])(x[..., 0, :])
@@ -213,7 +213,7 @@ class LayerNormMLP(TransformerEngineBase):
 
 
 def check_activations(name: str, activations: object) -> None:
-    """Raise ValueError unless activations are a sequence of at least one."""
+    """Raise ValueError unless activations are a non-empty sequence."""
     if isinstance(activations, str) or not isinstance(activations, Sequence) or not activations:
         raise ValueError(
             f"{name}={described(activations)}; give a sequence of at least one, such as ('gelu',)"
@@ -221,7 +221,7 @@ def check_activations(name: str, activations: object) -> None:
 
 
 def _function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """Return a function of one array: itself, "linear", or one of flax.linen by its name."""
+    """Look up an elementwise function: the argument itself, "linear", or a flax.linen function by its name."""
     if callable(name):
         return name
     if name == "linear":

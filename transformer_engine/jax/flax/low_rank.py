@@ -1,4 +1,4 @@
-"""y += (x @ a @ b) * alpha / rank: low-rank adaptation (arXiv:2106.09685) of a kernel over any axes."""
+"""y += (x @ a @ b) * alpha / rank: low-rank kernel adaptation (arXiv:2106.09685) over any axes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .base import parameter
 
 
 def _normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
-    """Return axes counted from the front."""
+    """Convert negative axes to non-negative."""
     return tuple(axis if axis >= 0 else ndim + axis for axis in axes)
 
 
@@ -31,11 +31,11 @@ def _apply_low_rank_adaptation(
     lora_b_kernel: Array,
     alpha: float | None,
 ) -> Array:
-    """Return x @ a @ b * alpha / rank for x [.., *contracted] -> [.., *features]; alpha None: without the factor."""
+    """Compute x @ a @ b * alpha / rank for x [.., *contracted] -> [.., *features]; alpha None: without the factor."""
     axis = _normalize_axes(_canonicalize_tuple(axis), x.ndim)
     features = _canonicalize_tuple(features)
     kept = [d for d in range(x.ndim) if d not in axis]
-    # Labels of einsum: x's axes, then the leading features, the rank and the last feature.
+    # Einsum labels: x's axes, then the leading features, the rank and the last feature.
     leading = list(range(x.ndim, x.ndim + len(features) - 1))
     rank, last = x.ndim + len(leading), x.ndim + len(leading) + 1
     down = jnp.einsum(
@@ -65,7 +65,7 @@ def low_rank_term(
     rank: int,
     alpha: float | None,
 ) -> Array:
-    """Return the low-rank term of a product, with the module's prefixed `lora_a_kernel` and `lora_b_kernel`."""
+    """Compute the low-rank term of a product, with the module's prefixed `lora_a_kernel` and `lora_b_kernel`."""
     whole("low_rank_adaptation_dim", rank)
     # a [*contracted, *features except the last, rank], b [*features except the last, rank, last].
     shapes = (*[x.shape[d] for d in axis], *features[:-1], rank), (*features[:-1], rank, features[-1])
@@ -79,7 +79,7 @@ def low_rank_term(
 
 @dataclass(frozen=True)
 class LoRAScope:
-    """One switch for the projections of query, key and value, one for the output projection, and one for the MLP."""
+    """Switches for the query, key and value projections, for the output projection, and for the MLP."""
 
     qkv_proj: bool = False
     output_proj: bool = False
@@ -99,7 +99,7 @@ _SCOPES = {
 
 
 def _canonicalize_lora_scope(scope: str | None) -> LoRAScope:
-    """Return the switches of a scope's name; None means "none", and so does an unknown scope, with a warning."""
+    """Switches for a scope name; None means "none", and so does an unknown scope, with a warning."""
     name = "none" if scope is None else str(scope).lower()
     if name not in _SCOPES:
         warn_once(

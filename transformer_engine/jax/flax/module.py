@@ -1,4 +1,4 @@
-"""Modules of dense layers and norms, at the original's path."""
+"""Dense-layer and norm modules, at the original's path."""
 
 from ...common import absent
 from .attention import Softmax

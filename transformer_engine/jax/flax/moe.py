@@ -17,38 +17,38 @@ from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_i
 
 @suggests_keywords
 class _MoEBlock(TransformerEngineBase):
-    """Mixture of experts: (y [b, s, h], the balancing loss or None, received rows), in the dtype of x.
+    """Mixture of experts: (y [b, s, h], the balancing loss or None, received rows), in x's dtype.
 
     The variables are gate_kernel [h, E], wi [E, h, 2 f] and wo [E, f, h]; with use_ffn_bias also wi_bias and wo_bias;
-    with use_expert_routing_bias also expert_bias [E] in float32. The former variables wi_0 and wi_1 [E, h, f], the
-    halves of wi, are read if they are given.
+    with use_expert_routing_bias also expert_bias [E] in float32. The former variables wi_0 and wi_1 [E, h, f], the two
+    halves of wi, are read if present.
 
     Args:
         num_experts: Number E of experts.
-        num_experts_per_tok: Experts of each token.
-        intermediate_size: Size f of the hidden features.
-        activation_type: Activation of the first f hidden features, which multiplies the other f.
+        num_experts_per_tok: Experts per token.
+        intermediate_size: Number f of hidden features.
+        activation_type: Activation for the first f hidden features, which multiplies the other f.
         score_function: "softmax", "sigmoid" or "sqrtsoftplus".
-        use_pre_softmax: Take the weights of a softmax over all experts.
-        num_groups: Groups of experts; None or a number below 1 disables the limit.
+        use_pre_softmax: Take the weights from a softmax over all experts.
+        num_groups: Expert groups; None or a number below 1 disables the limit.
         group_topk: Groups that the experts of a token come from.
         scaling_factor: Factor of the weights.
-        use_expert_routing_bias: Learn a bias of the scores that are compared.
-        aux_loss_coeff: Factor of the balancing loss; 0 returns None.
+        use_expert_routing_bias: Learn a bias for the scores that are compared.
+        aux_loss_coeff: Factor for the balancing loss; 0 returns None.
         use_ffn_bias: Add biases.
         apply_topk_weights_early: Multiply the hidden features by the weights of a token, not the output.
-        kernel_init: Initializer of the kernels.
-        bias_init: Initializer of the biases.
-        input_axes: Logical names of the axes of x.
-        gate_kernel_axes: Logical names of the axes of gate_kernel.
-        wi_kernel_axes: Logical names of the axes of wi.
-        wo_kernel_axes: Logical names of the axes of wo.
+        kernel_init: Kernel initializer.
+        bias_init: Bias initializer.
+        input_axes: Logical axis names of x.
+        gate_kernel_axes: Logical axis names of gate_kernel.
+        wi_kernel_axes: Logical axis names of wi.
+        wo_kernel_axes: Logical axis names of wo.
         ep_axis: Mesh axis over which experts are sharded.
         data_parallelism_axes: Further mesh axes over which tokens are sharded.
-        dtype: Dtype of the parameters.
-        quantization_checkpoint_name: Name of quantized tensors for recomputation policies.
-        recv_capacity_per_rank: Rows of a device's receive buffer; see `moe`.
-        quantization_recipe: Recipe of the products instead of that of autocast.
+        dtype: Parameter dtype.
+        quantization_checkpoint_name: Quantized-tensor name for recomputation policies.
+        recv_capacity_per_rank: Rows in a device's receive buffer; see `moe`.
+        quantization_recipe: Recipe for the products instead of autocast's.
     """
 
     num_experts: int = 8
@@ -83,7 +83,7 @@ class _MoEBlock(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: Array) -> tuple[Array, Array | None, Array]:
-        """Return the output, the balancing loss or None, and the received rows.
+        """Compute the output, the balancing loss or None, and the received rows.
 
         Args:
             inputs: Inputs [b, s, h].
@@ -93,7 +93,7 @@ class _MoEBlock(TransformerEngineBase):
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
             whole(name, getattr(self, name))
         count, width, inner = self.num_experts, inputs.shape[-1], self.intermediate_size
-        # Axes [E, in, out]: an expert's fan-in is that of its matrix.
+        # Axes [E, in, out]: the fan-in of an expert is the fan-in of its own matrix.
         init: Any = self.kernel_init
         gate = parameter(self, "gate_kernel", init, self.gate_kernel_axes, (width, count), self.dtype)
         shapes = {"wi": (count, width, 2 * inner), "wo": (count, inner, width)}

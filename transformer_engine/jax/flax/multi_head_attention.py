@@ -1,4 +1,4 @@
-"""MultiHeadAttention: projections of query, key and value, attention, and the projection of its output."""
+"""MultiHeadAttention: query, key and value projections, attention, and the output projection."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FORMER_NAMES = {
 
 @suggests_keywords
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention with projections of queries, keys, values and output, and an optional input norm.
+    """Multi-head attention with query, key, value and output projections, and an optional input norm.
 
     The parameters are `out` and, for self-attention without grouped heads, `qkv` (kernel [h, 3, heads * d]); otherwise
     `query` and `kv` (kernel [h, 2, groups * d]), or `query`, `key` and `value` without fuse_qkv_params.
@@ -56,25 +56,25 @@ class MultiHeadAttention(nn.Module):
         input_layernorm: Normalize inputs_q before the projections.
         layernorm_epsilon: Added to the variance or the mean square.
         return_layernorm_output: Return the normalized inputs_q, otherwise None.
-        kernel_init: Initializer of the kernels.
+        kernel_init: Kernel initializer.
         use_bias: Add biases to the projections.
         enable_rotary_pos_emb: Rotate queries and keys by their positions.
-        rotary_pos_emb_windows: (least, greatest) wavelength of the rotation.
-        rotary_pos_emb_group_method: "consecutive" or "alternate" pairs of features.
+        rotary_pos_emb_windows: (least, greatest) rotation wavelength.
+        rotary_pos_emb_group_method: "consecutive" or "alternate" feature pairs.
         low_rank_adaptation_scope: Projections with low-rank adaptation: "none", "all", "qkv_proj", "output_proj" or
             "mlp"; "exclude_qkv_proj", "exclude_output_proj" or "exclude_mlp" for the others.
         fuse_qkv_params: One parameter holds the kernels of several projections.
-        transpose_batch_sequence: The sequence axis of all arrays precedes the batch axis.
-        enable_sequence_parallel: Shard the inputs of norms over tokens along the tensor-parallel axis.
+        transpose_batch_sequence: The sequence axis precedes the batch axis in all arrays.
+        enable_sequence_parallel: Shard norm inputs over tokens along the tensor-parallel axis.
         scale_attn_logits: Divide the scores by sqrt(head_dim).
         scaled_query_init: Divide the initial kernel of queries by sqrt(head_dim) instead.
-        num_heads: Deprecated name of num_attention_heads.
-        dropout_rate: Deprecated name of attention_dropout.
-        output_layernorm: Deprecated name of input_layernorm.
-        apply_residual_connection_post_layernorm: Deprecated name of return_layernorm_output.
-        fuse_qkv: Deprecated name of fuse_qkv_params.
+        num_heads: Deprecated name for num_attention_heads.
+        dropout_rate: Deprecated name for attention_dropout.
+        output_layernorm: Deprecated name for input_layernorm.
+        apply_residual_connection_post_layernorm: Deprecated name for return_layernorm_output.
+        fuse_qkv: Deprecated name for fuse_qkv_params.
 
-    The other arguments are those of `DotProductAttention` and `LayerNormDenseGeneral`.
+    The other arguments are as in `DotProductAttention` and `LayerNormDenseGeneral`.
     """
 
     head_dim: int
@@ -134,21 +134,21 @@ class MultiHeadAttention(nn.Module):
         decode: bool = False, deterministic: bool = False, score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        """Compute attention of inputs_q to inputs_kv.
+        """Compute attention from inputs_q to inputs_kv.
 
         Args:
-            inputs_q: Inputs of the queries [b, q, h]; [q, b, h] with transpose_batch_sequence.
-            inputs_kv: Inputs of the keys and values [b, k, h]; the same array as inputs_q for self-attention.
+            inputs_q: Query inputs [b, q, h]; [q, b, h] with transpose_batch_sequence.
+            inputs_kv: Key and value inputs [b, k, h]; the same array as inputs_q for self-attention.
             mask: Mask that broadcasts to [b, heads, q, k], True where a key is hidden.
-            bias: Bias of the scores [1 or b, heads, q, k].
-            decode: Whether to read and extend the keys and values of the collection "cache". `init` allocates the
-                cache for the tokens of its inputs; each later call processes one token.
+            bias: Score bias [1 or b, heads, q, k].
+            decode: Whether to read and extend the keys and values in the collection "cache". `init` allocates the cache
+                for its input tokens; each later call processes one token.
             deterministic: Whether to disable dropout.
-            score_mod_tensors: Arrays of score_mod.
-            score_mod_bprop_tensors: Arrays of score_mod_bprop.
+            score_mod_tensors: Arrays for score_mod.
+            score_mod_bprop_tensors: Arrays for score_mod_bprop.
 
         Returns:
-            A tuple of the output, with the shape and dtype of inputs_q, and the normalized inputs_q, or None unless
+            A tuple: the output, with inputs_q's shape and dtype, and the normalized inputs_q, or None unless
             return_layernorm_output.
 
         Raises:
@@ -171,7 +171,7 @@ class MultiHeadAttention(nn.Module):
         query, key, value, cache = self._split_heads(projections, decode)
         mask_type, window = self.attn_mask_type, self.window_size
         if cache is not None and cache.filled:
-            # The hidden keys of a decoding step, and its row of a bias [1, h, length, length].
+            # A decoding step's hidden keys, and its row from a bias [1, h, length, length].
             window = check_window(self.window_size)
             hidden = cache.hidden(window)
             if mask is not None and reads_mask(canonicalize_attn_mask_type(self.attn_mask_type), window):
@@ -211,7 +211,7 @@ class MultiHeadAttention(nn.Module):
     def _split_heads(
         self, projections: Array | tuple[Array, Array, Array], decode: bool
     ) -> tuple[Array, Array, Array, KeyValueCache | None]:
-        """Return rotated query, key and value with an axis of heads, and the cache of a decoding module."""
+        """Split rotated query, key and value into heads; also return a decoding module's cache."""
         transposed = bool(self.transpose_batch_sequence)
         if isinstance(projections, Array) and self.enable_rotary_pos_emb and not decode:
             return *rotated_packed(
@@ -229,7 +229,7 @@ class MultiHeadAttention(nn.Module):
         return query, key, value, cache
 
     def _rotate(self, x: Array, cache: KeyValueCache | None) -> Array:
-        """Apply the rotary embedding to queries or keys, from the position of the cache on."""
+        """Apply the rotary embedding to queries or keys, from the cache position on."""
         transposed = bool(self.transpose_batch_sequence)
         position, length = 0, x.shape[0 if transposed else 1]
         if cache is not None and cache.filled:
@@ -247,7 +247,7 @@ class MultiHeadAttention(nn.Module):
         """Project the inputs to queries, keys and values.
 
         Returns:
-            A tuple of the projections and the norm of inputs_q. The projections are one array [..., 3, heads * d], or
+            A tuple: the projections and the norm of inputs_q. The projections are one array [..., 3, heads * d], or
             query [..., heads * d], key and value [..., groups * d]. The norm is None if no later step reads it.
         """
         self_attention = inputs_q is inputs_kv
@@ -291,7 +291,7 @@ class MultiHeadAttention(nn.Module):
         )  # fmt: skip
 
     def _input_axes(self, hidden: str) -> tuple[str, ...]:
-        """Return the axis names of a product's input; empty without sequence parallelism, where XLA decides."""
+        """Axis names for a product's input; empty without sequence parallelism, where XLA decides."""
         if not self.enable_sequence_parallel:
             return ()
         return token_axes(bool(self.transpose_batch_sequence), SEQLEN_AXES, hidden)
@@ -318,13 +318,13 @@ class MultiHeadAttention(nn.Module):
         return drawn / math.sqrt(self.head_dim) if self.scaled_query_init else drawn
 
     def _kv_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Initialize a kernel [h, 2, features] of keys and values, each from a separate random key."""
+        """Initialize a key and value kernel [h, 2, features], each part from a separate random key."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         each = (shape[0], shape[-1])
         return jnp.stack([self.kernel_init(k, each, dtype) for k in jax.random.split(key)], axis=-2)
 
     def _qkv_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Initialize a kernel [h, 3, features] of queries, keys and values, each from a separate random key."""
+        """Initialize a query, key and value kernel [h, 3, features], each part from a separate random key."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         each = (shape[0], shape[-1])
         keys = jax.random.split(key, 3)
@@ -333,10 +333,10 @@ class MultiHeadAttention(nn.Module):
 
 
 def _behind_barrier(x: Array) -> Array:
-    """Return x behind an optimization barrier, so that XLA does not merge a further product that reads x.
+    """Put x behind an optimization barrier, so that XLA does not merge a further product that reads x.
 
     XLA merges unquantized products that share an operand. The merged product requires kernels that concatenate the
-    parameters and the gradients and split the result (H200, 8192 tokens of Llama 8B: 0.19 ms per step). Quantized
+    parameters and the gradients and split the result (H200, Llama 8B with 8192 tokens: 0.19 ms per step). Quantized
     products are not merged, because their scales differ, and share the codes of x.
     """
     return lax.optimization_barrier(x) if get_global_quantize_recipe() is None else x

@@ -1,4 +1,4 @@
-"""LayerNorm, and the parameters of all modules with a norm."""
+"""LayerNorm, and the parameters for all modules with a norm."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .base import Axes, Initializer, check_call, parameter
 
 
 def scale_initializer(scale_init: Initializer | None, zero_centered: bool) -> Initializer:
-    """Return the given initializer, by default ones, or zeros if 1 is added."""
+    """The `scale_init` argument, by default ones, or zeros if 1 is added."""
     if scale_init is not None:
         return scale_init
     return nn.initializers.zeros if zero_centered else nn.initializers.ones
 
 
 def norm_of_inputs(module: Any, inputs: Array) -> Array:
-    """Return the norm before a module's product by its fields and parameters; the inputs for a module without one."""
+    """Apply the norm before a module's product, from its fields and parameters; return the inputs if it has no norm."""
     inputs = with_sharding_constraint_by_logical_axes(inputs, module.layernorm_input_axes)
     if not module.enable_layernorm:
         return inputs
@@ -32,7 +32,7 @@ def norm_of_inputs(module: Any, inputs: Array) -> Array:
 def norm_parameters(
     module: Any, width: int, bias_init: Initializer, bias_axes: Axes
 ) -> tuple[Array, Array | None]:
-    """Return the module's `scale` [width] and, for layernorm, `ln_bias`."""
+    """Create the module's `scale` [width] and, for layernorm, `ln_bias`."""
     shape = (width,)
     scale = parameter(module, "scale", module.scale_init, module.scale_axes, shape, module.dtype)
     if canonicalize_norm_type(module.layernorm_type) != "layernorm":
@@ -41,7 +41,7 @@ def norm_parameters(
 
 
 def _norm(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -> Array:
-    """Return the norm of x by the module's fields and its parameters."""
+    """Normalize x by the module's fields and its parameters."""
     scale, bias = norm_parameters(module, x.shape[-1], bias_init, bias_axes)
     return layernorm(x, scale, bias, module.layernorm_type, module.zero_centered_gamma, module.epsilon)
 
@@ -54,11 +54,11 @@ class LayerNorm(nn.Module):
         epsilon: Added to the variance or the mean square.
         layernorm_type: "layernorm" or "rmsnorm".
         zero_centered_gamma: Multiply by 1 + scale.
-        scale_init: Initializer of scale, by default ones, or zeros with zero_centered_gamma.
-        scale_axes: Logical names of the axes of scale.
-        bias_init: Initializer of ln_bias.
-        bias_axes: Logical names of the axes of ln_bias.
-        dtype: Dtype of the parameters.
+        scale_init: Initializer for scale, by default ones, or zeros with zero_centered_gamma.
+        scale_axes: Logical axis names for scale.
+        bias_init: Initializer for ln_bias.
+        bias_axes: Logical axis names for ln_bias.
+        dtype: Parameter dtype.
     """
 
     epsilon: float = 1e-6
@@ -76,7 +76,7 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Return the normalized x, with its shape and dtype.
+        """Normalize x; the result has x's shape and dtype.
 
         Args:
             x: Values [.., width].

@@ -1,4 +1,4 @@
-"""Positions of tokens: rotary embedding of queries and keys, and T5's relative biases of scores."""
+"""Token positions: rotary embedding for queries and keys, and T5's relative score biases."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def rotary_pos_emb(
 ) -> Array:
     """Apply the rotary position embedding of RoFormer (arXiv:2104.09864) to queries or keys.
 
-    Pair i of features is rotated by the angle position / timescale, with timescale = least * (greatest / least) ** (2 i
-    / d).
+    Feature pair i is rotated by the angle position / timescale, with timescale = least * (greatest / least) ** (2 i /
+    d).
 
     Args:
         x: Queries or keys [b, s, h, d] with an even d; [s, b, h, d] if transpose_batch_sequence.
         windows: (least, greatest) timescale, both positive.
         transpose_batch_sequence: Whether the sequence axis precedes the batch axis.
-        group_method: Pairs of features: "consecutive" (2 i, 2 i + 1), or "alternate" (i, i + d / 2).
+        group_method: Feature pairs: "consecutive" (2 i, 2 i + 1), or "alternate" (i, i + d / 2).
 
     Returns:
         The rotated array, with x's shape and dtype.
@@ -55,7 +55,7 @@ def rotated(
     position: Array | int,
     length: int,
 ) -> Array:
-    """Apply `rotary_pos_emb` to consecutive tokens from `position` on, in a sequence of at most `length` tokens."""
+    """Apply `rotary_pos_emb` to consecutive tokens from `position` on, in a sequence with at most `length` tokens."""
     if x.ndim != 4 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {x.shape}; it must be [b, s, h, d] with an even d")
     tokens = x.shape[0 if transposed else 1]
@@ -90,7 +90,7 @@ def rotated_packed(
 
 
 def _angles(windows: tuple[float, float], group_method: str, length: int, width: int) -> Array:
-    """Return the rotation angles of `length` positions, float32 [length, width / 2]."""
+    """Compute the rotation angles for `length` positions, float32 [length, width / 2]."""
     if not isinstance(group_method, str) or group_method not in _METHODS:
         raise ValueError(f"group_method={described(group_method)}; choose 'consecutive' or 'alternate'")
     pair = isinstance(windows, (tuple, list)) and len(windows) == 2
@@ -108,19 +108,18 @@ def _angles(windows: tuple[float, float], group_method: str, length: int, width:
 
 @suggests_keywords
 class RelativePositionBiases(nn.Module):
-    """Relative position biases of T5 (arXiv:1910.10683): one parameter per head and bucket of distances.
+    """T5's relative position biases (arXiv:1910.10683): one parameter per head and distance bucket.
 
-    The parameter is `rel_embedding` [heads, buckets]. Half of the buckets hold one distance each. The sizes of the
+    The parameter is `rel_embedding` [heads, buckets]. One half of the buckets hold one distance each. The sizes of the
     other buckets increase logarithmically up to max_distance.
 
     Args:
         num_buckets: Number of buckets, at least 2.
         max_distance: Distance from which all distances share the last bucket.
         num_attention_heads: Number of heads.
-        embedding_init: Initializer of the parameter; the default scales a uniform distribution by the mean of both
-            extents.
-        embedding_axes: Logical axes of the parameter.
-        dtype: dtype of the parameter and of the bias.
+        embedding_init: Parameter initializer; the default scales a uniform distribution by both extents' mean.
+        embedding_axes: Logical axes for the parameter.
+        dtype: Parameter and bias dtype.
     """
 
     num_buckets: int
@@ -132,12 +131,13 @@ class RelativePositionBiases(nn.Module):
 
     @nn.compact
     def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> Array:
-        """Return the bias [1, heads, q_seqlen, k_seqlen].
+        """Compute the bias [1, heads, q_seqlen, k_seqlen].
 
         Args:
             q_seqlen: Number of queries.
             k_seqlen: Number of keys.
-            bidirectional: Whether keys after the query have separate buckets; otherwise they share that of distance 0.
+            bidirectional: Whether keys after the query have separate buckets; otherwise they share the bucket for
+                distance 0.
         """
         check_call(self)
         for name in ("num_buckets", "max_distance", "num_attention_heads"):
@@ -153,7 +153,7 @@ class RelativePositionBiases(nn.Module):
 
 
 def _buckets(queries: int, keys: int, bidirectional: bool, count: int, greatest: int) -> np.ndarray:
-    """Return the bucket of every pair of a query and a key, integers [queries, keys]."""
+    """Bucket for every query and key pair, integers [queries, keys]."""
     back = np.arange(queries)[:, None] - np.arange(keys)[None, :]
     first = np.zeros_like(back)
     if bidirectional:
@@ -167,7 +167,7 @@ def _buckets(queries: int, keys: int, bidirectional: bool, count: int, greatest:
             f"max_distance={greatest} and {count} buckets per direction, {exact} of which hold one distance each; pass "
             "at least 2 buckets per direction, and a max_distance above those distances"
         )
-    # T5 computes the logarithm in float32, and its rounding decides the buckets of distances at a boundary.
+    # T5 computes the logarithm in float32, and its rounding decides the buckets for distances at a boundary.
     ratio = np.log(np.maximum(back, 1).astype(np.float32) / exact + np.finfo(np.float32).eps)
     far = exact + (ratio / math.log(greatest / exact) * (count - exact)).astype(np.int32)
     return first + np.where(back < exact, back, np.minimum(far, count - 1))

@@ -29,14 +29,14 @@ def wrap_function_in_te_state_module(
     name: str | None = None,
     quantization_checkpoint_name: str | None = None,
 ) -> type[TransformerEngineBase]:
-    """Return a module class whose call runs f(generate_quantizer_set, *args, **kwargs).
+    """Create a module class whose call runs f(generate_quantizer_set, *args, **kwargs).
 
     Args:
         f: The function. `generate_quantizer_set(postfix="")` returns a quantizer set, whose state is in the collection
             "_overwrite_with_gradient" of the module.
-        recipe: The recipe; None means that of `autocast`.
-        name: End of the name of the class.
-        quantization_checkpoint_name: Name of quantized tensors for recomputation policies.
+        recipe: The recipe; None means the `autocast` recipe.
+        name: Suffix for the class name.
+        quantization_checkpoint_name: Quantized-tensor name for recomputation policies.
     """
     if not callable(f):
         raise TypeError(f"f={described(f)} is not a function; give f(generate_quantizer_set, ..)")
@@ -66,12 +66,12 @@ def wrap_function_in_te_state_module(
 
 @suggests_keywords
 def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[TransformerEngineBase]:
-    """Return a class for `nn.Dense(dot_general=cls())`: products of a recipe, without batch dimensions.
+    """Create a class for `nn.Dense(dot_general=cls())`: products under a recipe, without batch dimensions.
 
-    Instances accept the arguments of `jax.lax.dot_general`. `flax.nnx.bridge.ToNNX` converts one for `nnx.Linear`.
+    Instances accept the `jax.lax.dot_general` arguments. `flax.nnx.bridge.ToNNX` converts one for `nnx.Linear`.
 
     Args:
-        quantization_recipe: The recipe; None means that of `autocast`.
+        quantization_recipe: The recipe; None means the `autocast` recipe.
     """
 
     def te_dot_general(
@@ -107,11 +107,11 @@ def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[Transformer
 def make_grouped_dense_cls(
     quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None
 ) -> TransformerEngineBase:
-    """Return an instance that is called as module(x [M, K], kernel [G, K, N], group_sizes [G]).
+    """Create an instance that is called as module(x [M, K], kernel [G, K, N], group_sizes [G]).
 
     Args:
-        quantization_recipe: The recipe; None means that of `autocast`.
-        quantization_checkpoint_name: Name of quantized tensors for recomputation policies.
+        quantization_recipe: The recipe; None means the `autocast` recipe.
+        quantization_checkpoint_name: Quantized-tensor name for recomputation policies.
     """
 
     def te_grouped_dense(

@@ -62,29 +62,29 @@ class TransformerLayer(nn.Module):
     `relpos_bias` and `output_layernorm`.
 
     Args:
-        hidden_size: Size h of the features.
-        mlp_hidden_size: Hidden features of the feed-forward block.
-        hidden_dropout: Dropout rate of the outputs of both blocks.
+        hidden_size: Number h of features.
+        mlp_hidden_size: Hidden features in the feed-forward block.
+        hidden_dropout: Dropout rate for both blocks' outputs.
         hidden_dropout_dims: Axes along which that mask is broadcast.
-        intermediate_dropout: Dropout rate of the hidden features.
+        intermediate_dropout: Dropout rate for the hidden features.
         intermediate_dropout_dims: Axes along which that mask is broadcast.
-        mha_kernel_init: Initializer of the kernels of attention.
-        mlp_kernel_init: Initializer of the kernels of the feed-forward block.
-        mlp_activations: Activations of the feed-forward block.
-        mlp_activation_params: Parameters of clamped activations.
-        self_attn_mask_type: Mask type of the self-attention.
-        self_attn_bias_type: Bias type of the self-attention.
-        apply_residual_connection_post_layernorm: Add the norm of a block's input instead of the input.
-        output_layernorm: Normalize the output of the layer instead of the input of attention.
+        mha_kernel_init: Initializer for attention kernels.
+        mlp_kernel_init: Initializer for the feed-forward block's kernels.
+        mlp_activations: Feed-forward activations.
+        mlp_activation_params: Parameters for clamped activations.
+        self_attn_mask_type: Self-attention mask type.
+        self_attn_bias_type: Self-attention bias type.
+        apply_residual_connection_post_layernorm: Add a block's normalized input instead of its input.
+        output_layernorm: Normalize the layer's output instead of the attention input.
         float32_attention_logits: Compute scores in float32 before the softmax.
         layer_type: TransformerLayerType.ENCODER or DECODER.
         enable_relative_embedding: Add T5's relative biases.
-        relative_embedding: Module of the relative biases, by default a new `RelativePositionBiases`.
-        enable_rotary_pos_emb: Rotate queries and keys of self-attention, and of a decoder's cross-attention.
-        drop_path: Rate at which a row of the batch skips self-attention or the feed-forward block.
-        enable_sequence_parallel: Shard the inputs of norms over tokens along the tensor-parallel axis.
+        relative_embedding: Module for the relative biases, by default a new `RelativePositionBiases`.
+        enable_rotary_pos_emb: Rotate queries and keys in self-attention, and in a decoder's cross-attention.
+        drop_path: Rate at which a batch row skips self-attention or the feed-forward block.
+        enable_sequence_parallel: Shard norm inputs over tokens along the tensor-parallel axis.
 
-    The other arguments are those of `MultiHeadAttention`.
+    The other arguments are as in `MultiHeadAttention`.
     """
 
     hidden_size: int = 512
@@ -150,18 +150,18 @@ class TransformerLayer(nn.Module):
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
     ) -> Array:
-        """Return the output for inputs [b, s, h] and, in a decoder, encoded [b, k, h]; True in a mask hides a key.
+        """Compute the output for inputs [b, s, h] and, in a decoder, encoded [b, k, h]; True in a mask hides a key.
 
-        The output has the width of the inputs; hidden_size // num_attention_heads is the width of a head.
+        The output has the inputs' width; a head has the width hidden_size // num_attention_heads.
 
         Args:
             inputs: Inputs [b, s, h].
-            encoded: Output of an encoder [b, k, h], for a decoder.
-            attention_mask: Mask of the self-attention.
-            encoder_decoder_mask: Mask of the attention to `encoded`.
+            encoded: Encoder output [b, k, h], for a decoder.
+            attention_mask: Self-attention mask.
+            encoder_decoder_mask: Mask for the attention to `encoded`.
             deterministic: Disable dropout.
             decode: Self-attention stores keys and values in the collection "cache", see `MultiHeadAttention`.
-            max_decode_length: Number of tokens for which the cache was created; relative biases depend on it.
+            max_decode_length: Number of tokens in the cache; relative biases depend on it.
             score_mod_tensors: Tensors for `score_mod`.
             score_mod_bprop_tensors: Tensors for `score_mod_bprop`.
         """
@@ -296,7 +296,7 @@ class TransformerLayer(nn.Module):
         )  # fmt: skip
 
     def _token_axes(self, sequence: str, hidden: str) -> tuple[str, str, str] | None:
-        """Return the names of axes under sequence parallelism; otherwise None, and XLA chooses."""
+        """Axis names under sequence parallelism; otherwise None, and XLA chooses."""
         if not self.enable_sequence_parallel:
             return None
         return token_axes(self.transpose_batch_sequence, sequence, hidden)

@@ -1,1 +1,1 @@
-"""Stateless maths on arrays and operands, one table of backends an operation."""
+"""Stateless maths on arrays and operands, with one backend table per operation."""

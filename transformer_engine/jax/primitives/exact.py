@@ -1,8 +1,7 @@
-"""Arithmetic of float32 scales in integers: IEEE results, subnormal ones included, on every device.
+"""Integer arithmetic on float32 scales: IEEE results, subnormal ones included, on every device.
 
-XLA flushes subnormal float32 numbers to zero on a CPU, and divides with an error of two units on a GPU. Every bit of
-the codes depends on the scales, so their arithmetic is done here. Operands are >= 0, infinite or NaN; arrays of scales
-are small.
+XLA flushes subnormal float32 numbers to zero on a CPU, and divides with a two-unit error on a GPU. Every code bit
+depends on the scales, so their arithmetic is done here. Operands are >= 0, infinite or NaN; scale arrays are small.
 
 n and d below are mantissas in [2^23, 2^24).
 """
@@ -21,22 +20,22 @@ _LEADING = 0x00800000
 
 
 def bits_of(values: Array) -> Array:
-    """Return the int32 bits of float32 values."""
+    """View float32 values as int32 bits."""
     return lax.bitcast_convert_type(values, jnp.int32)
 
 
 def float_of(bits: Array) -> Array:
-    """Return the float32 values of int32 bits."""
+    """View int32 bits as float32 values."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def bits_of_constant(value: float) -> int:
-    """Return the int32 bits of a number rounded to float32."""
+    """Round a number to float32 and view it as int32 bits."""
     return int(np.float32(value).view(np.int32))
 
 
 def magnitude_bits(x: Array) -> Array:
-    """Return the int32 bits of |x| as float32, exactly; ordered as the magnitudes, with NaN above infinity."""
+    """Compute |x| as float32 in int32 bits, exactly; ordered as the magnitudes, with NaN above infinity."""
     if x.dtype == jnp.bfloat16:
         # bfloat16 is float32 without its lower half; a conversion would flush subnormal values.
         return (lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32) & 0x7FFF) << 16
@@ -44,16 +43,16 @@ def magnitude_bits(x: Array) -> Array:
 
 
 def largest_over(amax: Array, axes: tuple[str, ...]) -> Array:
-    """Return the maximum of float32 amaxes over manual mesh axes; NaN if one is NaN.
+    """Reduce float32 amaxes to their maximum over manual mesh axes; NaN if one is NaN.
 
-    Bits are compared, because a maximum of floats may drop NaN or subnormal values.
+    Bits are compared, because a floating-point maximum may drop NaN or subnormal values.
     """
     return float_of(lax.pmax(bits_of(amax), axes)) if axes else amax
 
 
-@jax.jit  # the trace of about 100 operations is cached for each shape
+@jax.jit  # the trace with about 100 operations is cached for each shape
 def divide(numerator: Array | float, denominator: Array) -> Array:
-    """Return numerator / denominator in float32, correctly rounded."""
+    """Compute numerator / denominator in float32, correctly rounded."""
     a, b = bits_of(jnp.asarray(numerator, jnp.float32)), bits_of(denominator)
     n, n_field = _normalized(a)
     d, d_field = _normalized(b)
@@ -68,23 +67,23 @@ def divide(numerator: Array | float, denominator: Array) -> Array:
 
 
 def reciprocal(values: Array) -> Array:
-    """Return 1 / values in float32, correctly rounded."""
+    """Compute 1 / values in float32, correctly rounded."""
     return divide(1.0, values)
 
 
 @jax.jit
 def multiply(first: Array, second: Array | float) -> Array:
-    """Return first * second in float32, correctly rounded."""
+    """Compute first * second in float32, correctly rounded."""
     a, b = bits_of(first), bits_of(jnp.asarray(second, jnp.float32))
     n, n_field = _normalized(a)
     d, d_field = _normalized(b)
-    # 48 bits of the product from halves of 12 bits: high * 2^24 + low.
+    # 48-bit product from 12-bit halves: high * 2^24 + low.
     n_high, n_low, d_high, d_low = n >> 12, n & 0xFFF, d >> 12, d & 0xFFF
     cross = n_high * d_low + n_low * d_high
     low = n_low * d_low + ((cross & 0xFFF) << 12)
     high = n_high * d_high + (cross >> 12) + (low >> 24)
     two_or_more = high >> 23
-    # Bits 47 to 22 of the product, or 46 to 21 of a product below two.
+    # Product bits 47 to 22, or 46 to 21 for a product below two.
     last = 21 + two_or_more
     q = (high << (24 - last)) | ((low & 0xFFFFFF) >> last)
     q = q | ((low & ((jnp.uint32(1) << last) - 1)) != 0).astype(jnp.uint32)
@@ -99,7 +98,7 @@ def multiply(first: Array, second: Array | float) -> Array:
 # Compiled as one program also in eager mode, where it would take seconds operation by operation.
 @jax.jit
 def scaled(values: Array, scale: Array) -> Array:
-    """Return values * scale, correct for subnormal scales too; a subnormal product may still become zero."""
+    """Compute values * scale, correct for subnormal scales too; a subnormal product may still become zero."""
     tiny = bits_of(scale) < bits_of_constant(2.0**-100)
     enlarged = jnp.where(tiny, multiply(scale, 2.0**24), scale)
     # Both factors vary, so that XLA cannot merge them into one, which would be subnormal again.
@@ -107,10 +106,10 @@ def scaled(values: Array, scale: Array) -> Array:
 
 
 def _normalized(bits: Array) -> tuple[Array, Array]:
-    """Return the mantissa n, uint32, and the exponent field, int32, of positive finite float32 bits.
+    """Split positive finite float32 bits into the mantissa n, uint32, and the exponent field, int32.
 
     The value is n * 2^(field - 127 - 23). The field of a subnormal value is 0 or less, as if more exponents existed.
-    Zero has no leading bit. Its mantissa is that of one, because its result is replaced.
+    Zero has no leading bit. It gets the mantissa for one, because its result is replaced.
     """
     missing = jnp.maximum(lax.clz(bits) - 8, 0)
     n = ((bits << missing) & _MANTISSA) | _LEADING
@@ -118,14 +117,14 @@ def _normalized(bits: Array) -> tuple[Array, Array]:
 
 
 def _quotient(n: Array, d: Array, estimate: Array) -> Array:
-    """Return n / d in [1, 2) as uint32, times 2^25; the last bit is also set if nonzero bits follow it.
+    """Compute n / d in [1, 2) as uint32, times 2^25; the last bit is also set if nonzero bits follow it.
 
     Args:
         n: uint32 in [2^23, 2^25).
         d: Mantissa.
         estimate: n / d in float32, off by less than 8 units in the last place. XLA is off by 2 units on a GPU.
     """
-    # Units of 2^-23. The quotient is at most 32 units too small, so that its remainder has at most 29 bits.
+    # Units are 2^-23. The quotient is at most 32 units too small, so that its remainder has at most 29 bits.
     quotient = (estimate * 2.0**23).astype(jnp.uint32) - 16
     rest = (n << 23) - quotient * d
     missing = lax.div(rest, d)
@@ -135,11 +134,11 @@ def _quotient(n: Array, d: Array, estimate: Array) -> Array:
 
 
 def _rounded(q: Array, field: Array) -> Array:
-    """Return the float32 bits of q * 2^(field - 127 - 25), ties to even, subnormal or infinite ones included.
+    """Round q * 2^(field - 127 - 25) to float32 bits, ties to even, subnormal or infinite ones included.
 
     Args:
         q: uint32 in [2^25, 2^26); its last bit is also set if nonzero bits follow it.
-        field: Exponent field of the result, which may be outside of those of float32.
+        field: Exponent field of the result, which may be outside float32's range.
     """
     shift = jnp.minimum(jnp.maximum(3 - field, 2), 27).astype(jnp.uint32)
     below_half = ((jnp.uint32(1) << shift) >> 1) - 1

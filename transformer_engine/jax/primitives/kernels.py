@@ -1,4 +1,4 @@
-"""results = kernel(*arrays): a Triton kernel as a primitive of JAX, compiled when a program is lowered for CUDA.
+"""results = kernel(*arrays): a Triton kernel as a JAX primitive, compiled when a program is lowered for CUDA.
 
 Tracing needs shapes only. A program that is traced on a CPU therefore compiles no kernel, and still contains its
 kernels where it is lowered for CUDA. On one GPU, threads compile the kernels while the program is traced, and the
@@ -47,31 +47,31 @@ class Kernel:
         raise NotImplementedError
 
     def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
-        """Return the kernel for arrays of which some have a batch axis in front, and which results have one.
+        """Build the kernel for arrays some of which have a batch axis in front, and say which results have one.
 
-        The default, None, runs the kernel once for each element of the batch.
+        The default, None, runs the kernel once per batch element.
         """
         return None
 
     @property
     def in_parts(self) -> Kernel:
-        """The kernel of one device's part, whose summed results are float32: they are added, then rounded."""
+        """The kernel for one device's part, whose summed results are float32: they are added, then rounded."""
         return self
 
     def results(self, *operands: Any) -> tuple[Shape, ...]:
-        """Return the shapes and dtypes of the results."""
+        """Result shapes and dtypes."""
         raise NotImplementedError
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        """Compute the results for arrays of any extents, as calls of `launching`."""
+        """Compute the results for arrays with any extents, as calls to `launching`."""
         raise NotImplementedError
 
 
 def sums_dtype(*dtypes: Any) -> str:
-    """Return the dtype in which a kernel writes sums that become arrays of dtypes.
+    """Dtype in which a kernel writes sums that become arrays with these dtypes.
 
-    The common dtype if kernels write it, otherwise float32. A conversion after the kernel would be an operation of XLA
-    for each array.
+    The common dtype if kernels write it, otherwise float32. A conversion after the kernel would be an XLA operation for
+    each array.
     """
     names = {jnp.dtype(dtype).name for dtype in dtypes}
     return names.pop() if len(names) == 1 and names <= {"float32", "bfloat16", "float16"} else "float32"
@@ -82,7 +82,7 @@ _kernel.multiple_results = True
 
 
 def call(kernel: Kernel, *arrays: Array) -> tuple[Array, ...]:
-    """Return the results of a kernel; the program must run on CUDA, or be lowered for CUDA."""
+    """Call a kernel; the program must run on CUDA, or be lowered for CUDA."""
     return tuple(_kernel.bind(*align_manual_axes(*arrays), kernel=kernel))
 
 
@@ -99,7 +99,7 @@ def run_compiled(program: Callable[..., Any], *arrays: Array) -> Any:
 
 @_kernel.def_impl
 def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
-    """Compile and run a program of one kernel, as JAX does for any primitive outside of jit."""
+    """Compile and run a one-kernel program, as JAX does for any primitive outside jit."""
     return run_compiled(_compiled(kernel), *arrays)
 
 
@@ -132,7 +132,7 @@ def _compilers() -> ThreadPoolExecutor:
 
 
 def result_like(operand: Any, result: Shape) -> ShapedArray:
-    """Return the abstract value of a result; inside shard_map it varies over the same mesh axes as the operand."""
+    """Abstract value for a result; inside shard_map it varies over the same mesh axes as the operand."""
     if not manual_axes(operand):
         return ShapedArray(result.shape, result.dtype)
     return operand.update(
@@ -150,7 +150,7 @@ def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int 
 
 
 def _mapped_in_front(arrays: Any, axes: Any) -> tuple[list[bool], list[Array]]:
-    """Return which arrays have a batch axis, and the arrays with that axis in front."""
+    """Move batch axes to the front; return which arrays have one, and the arrays."""
     mapped = [axis is not None for axis in axes]
     return mapped, [
         jnp.moveaxis(x, axis, 0) if is_mapped else x
@@ -162,7 +162,7 @@ def batched_in_turn(run: Callable[..., Any], arrays: Any, axes: Any) -> tuple[An
     """Batching rule that runs once per element.
 
     Args:
-        run: Function of the arrays without batch axes.
+        run: Function for arrays without batch axes.
         arrays: Arrays.
         axes: Batch axis of each array, None for an array without one.
 
@@ -196,7 +196,7 @@ def _on_one_device(*arrays: Array, kernel: Kernel) -> list[Array]:
 
 
 def _on_several_devices(*arrays: Array, kernel: Kernel, within_shard_map: bool = False) -> list[Array]:
-    """Run the kernel on each device's part of the arrays."""
+    """Run the kernel on each device's local shards."""
     rule = kernel.rule
 
     def run(*arrays: Array) -> tuple[Array, ...]:
@@ -246,7 +246,7 @@ def _lowered(context: Any, *values: Any, kernel: Kernel) -> Any:
 
 
 def _with_devices(context: Any) -> Any:
-    """Return the context with the devices of the current mesh if JAX names none.
+    """Add the current mesh's devices to the context if JAX names none.
 
     JAX names them only in programs with certain primitives, such as cuDNN's. Without them the partitioner would gather
     all operands of a kernel on every device.

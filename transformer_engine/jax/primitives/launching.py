@@ -1,9 +1,9 @@
-"""Launch records as operations of XLA: outputs = run(launch, inputs), on tracers and arrays.
+"""Launch records as XLA operations: outputs = run(launch, inputs), on tracers and arrays.
 
-This is the only module that reads jaxlib's private Triton classes. XLA matches the pointers of a kernel to the operands
-of the call and then to its results, in the order of the kernel's arguments, and ignores results after the last pointer.
-Outputs of a kernel are therefore results. An array that a kernel writes in place is an operand, aliased by a result
-after the outputs.
+This is the only module that reads jaxlib's private Triton classes. XLA matches a kernel's pointers to the call's
+operands and then to its results, in the order of the kernel's arguments, and ignores results after the last pointer.
+Kernel outputs are therefore results. An array that a kernel writes in place is an operand, aliased by a result after
+the outputs.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _switched: dict[str, bool] = {}  # by `switch`, for this process
 
 
 def switch(primitive: str, on: bool) -> None:
-    """Enable or disable kernels by the original's name of a primitive, whatever NVTE_JAX_CUSTOM_CALLS contains."""
+    """Enable or disable kernels by the original's primitive name, whatever NVTE_JAX_CUSTOM_CALLS contains."""
     check_switch("enabled", on)
     _switched[primitive] = bool(on)
 
 
 def switched_off(primitive: str) -> str | None:
-    """Return the reason why the kernels of a primitive are disabled, or None.
+    """Reason why the kernels of a primitive are disabled, or None.
 
     NVTE_JAX_CUSTOM_CALLS is "false" for all kernels, or a list such as "Name=false,Other=true".
 
@@ -76,16 +76,16 @@ def _truth(word: str) -> bool:
 
 
 def kernels_unsupported_reason() -> str | None:
-    """Return the reason why XLA cannot launch Triton kernels in this process, or None."""
+    """Reason why XLA cannot launch Triton kernels in this process, or None."""
     return missing(hardware()) or _bridge_failure()
 
 
 def unsupported_on(platform: str, primitive: str) -> str | None:
-    """Return the reason why a program for a platform cannot contain a Triton kernel, or None.
+    """Reason why a program for a platform cannot contain a Triton kernel, or None.
 
     Args:
         platform: Platform of the program, "cpu" or "cuda".
-        primitive: Name of the kernel's switch; see `switch`.
+        primitive: Name for the kernel's switch; see `switch`.
     """
     if platform != "cuda":
         return f"it needs a CUDA device, the program is for {platform}"
@@ -98,7 +98,7 @@ def unsupported_on(platform: str, primitive: str) -> str | None:
 
 @functools.cache
 def _bridge_failure() -> str | None:
-    """Return the reason why jaxlib's Triton classes are unavailable, or None."""
+    """Reason why jaxlib's Triton classes are unavailable, or None."""
     if (failure := optional.failure("jaxlib.gpu_triton")) is not None:
         return failure
     for name in _CLASSES:
@@ -122,18 +122,17 @@ def run(
     shapes: Sequence[jax.ShapeDtypeStruct | None] = (),
     reuses: Mapping[int, int] | None = None,
 ) -> list[Array | None]:
-    """Run a launch as an operation of XLA, in a program that is lowered for CUDA.
+    """Run a launch as an XLA operation, in a program that is lowered for CUDA.
 
     Args:
         launch: The kernel and its arguments.
-        inputs: Inputs of the launch, None for an absent one.
-        shapes: Shapes and dtypes of the outputs whose shape the launch does not define.
-        reuses: {index of an input: index of an output} that share memory. The kernel must read every element of the
-            input before it writes that element of the output. If the input is read later, XLA copies it first.
+        inputs: Launch inputs, None for an absent one.
+        shapes: Shapes and dtypes for outputs whose shape the launch does not define.
+        reuses: {input index: output index} pairs that share memory. The kernel must read every input element
+            before it writes the same element of the output. If the input is read later, XLA copies it first.
 
     Returns:
-        The outputs, None for an absent one, followed by the inputs written in place, in the order of
-        `launch.in_place`.
+        The outputs, None for an absent one, followed by the inputs written in place, in `launch.in_place` order.
     """
     name = launch.kernel.fn.__name__
     if launch.tables:
@@ -171,7 +170,7 @@ def run(
     arrays = [operands[place] for place in given]
     zeroed = [output.begins == 0 for output in launch.outputs[filled:] if output is not None]
     opaque, scratch = _call(launch, [*inputs], made, len(arrays), fresh, tuple(zeroed))
-    # Some versions of jaxlib do not pass scratch memory to a kernel, so it is a result.
+    # Some jaxlib versions do not pass scratch memory to a kernel, so it is a result.
     scratch_results = [jax.ShapeDtypeStruct((scratch * prod(launch.grid),), jnp.uint8)] if scratch else []
     written_shapes = [jax.ShapeDtypeStruct(operands[p].shape, operands[p].dtype) for p in written]  # pyright: ignore
     results = [*fresh, *scratch_results, *written_shapes]
@@ -189,12 +188,12 @@ def perform(
     inputs: Sequence[Array | None],
     into: Mapping[str, jax.ShapeDtypeStruct] | None = None,
 ) -> list[Array | None]:
-    """Run the launches of a program in order, on its inputs and on the outputs of earlier launches.
+    """Run a program's launches in order, on its inputs and on the outputs of earlier launches.
 
     Args:
-        program: Launches, with the names of the buffers that they read and write.
-        inputs: Inputs of the program, None for an absent one.
-        into: Shapes and dtypes of the buffers that the program does not define, with their names.
+        program: Launches, with names for the buffers that they read and write.
+        inputs: Program inputs, None for an absent one.
+        into: Named shapes and dtypes for the buffers that the program does not define.
 
     Returns:
         The results of the program, None for an absent one, followed by the buffers in `program.into`.
@@ -208,7 +207,7 @@ def perform(
         for name, output, array in zip(writes, launch.outputs, arrays, strict=False):
             if name is not None and output is not None and array is not None:
                 made[name] = array
-                kept[name] = array.T if output.transposed else array  # in the layout of memory
+                kept[name] = array.T if output.transposed else array  # in memory layout
         for place, array in zip(launch.in_place, arrays[len(launch.outputs) :], strict=True):
             name = reads[place]
             if name is not None:
@@ -226,7 +225,7 @@ def _call(
     fresh: Sequence[jax.ShapeDtypeStruct],
     zeroed: tuple[bool, ...],
 ) -> tuple[bytes, int]:
-    """Return the serialized kernel call, and the bytes of scratch memory per program of the grid."""
+    """Serialized kernel call, and scratch bytes per program in the grid."""
     from ...common.kernels.compiled import compiled
 
     names = [None if x is None else jnp.dtype(x.dtype).name for x in (*inputs, *made)]
@@ -239,7 +238,7 @@ def _call(
     return _packed(kernel, tuple(launch.grid), begins), kernel.scratch
 
 
-@functools.lru_cache(maxsize=1024)  # entries of 2 to 20 KB
+@functools.lru_cache(maxsize=1024)  # entries from 2 to 20 KB
 def _packed(kernel: Compiled, grid: tuple[int, ...], begins: tuple[int, ...]) -> bytes:
     """Serialize a kernel call as XLA's runtime reads it.
 
@@ -249,7 +248,7 @@ def _packed(kernel: Compiled, grid: tuple[int, ...], begins: tuple[int, ...]) ->
         begins: Bytes that are set to zero before the launch, for each pointer.
 
     Returns:
-        The compressed protocol buffer. The fastest compression level takes a quarter of the time of the default.
+        The compressed protocol buffer. The fastest compression level takes a quarter of the default's time.
     """
     bridge = _bridge()
     parameters = [bridge.create_array_parameter(size, 16) for size in begins]
@@ -269,7 +268,7 @@ def _packed(kernel: Compiled, grid: tuple[int, ...], begins: tuple[int, ...]) ->
 def _in_order(
     launch: Launch, inputs: int, filled: int, fresh: Any, by_place: dict[int, Array]
 ) -> list[Array | None]:
-    """Return the outputs and the inputs written in place in the order of `run`."""
+    """Arrange the outputs and the inputs written in place in `run`'s order."""
     outputs: list[Array | None] = []
     for place, output in enumerate(launch.outputs):
         if output is None:

@@ -23,7 +23,7 @@ from ...common.formats import TensorFormat
 class Operand:
     """A matrix [*rows, *K] with the contracted axes K last.
 
-    Axes are not merged, since any of them may be sharded; scales are those of the matrix.
+    Axes are not merged, since any of them may be sharded; scales have the matrix layout.
 
     Attributes:
         codes: Codes in a float8 dtype or float4_e2m1fn; values if format is None.
@@ -31,11 +31,11 @@ class Operand:
             float8_e8m0fnu [rows, ceil(K/32)]; NVFP4: float8_e4m3fn [rows, ceil(K/16)].
         amax: NVFP4 only: the absolute maximum that determines the second-level scale, float32 [1], or [rows] if the
             format has one scale per row.
-        format: Format of the codes, None for values.
+        format: Code format, None for values.
         dtype: Nominal high-precision dtype of the values.
         axis: Where the contracted axes begin.
-        hadamard: Whether the values are Hadamard transformed along the contracted axes. A product of two transformed
-            operands equals the product of the original values.
+        hadamard: Whether the values are Hadamard transformed along the contracted axes. A product from two transformed
+            operands equals the product from the original values.
     """
 
     codes: Array
@@ -57,17 +57,17 @@ class Operand:
         return matrix_shape(self.codes.shape, self.axis)[1]
 
     def matrix(self) -> Operand:
-        """Return the operand with one axis of rows and one contracted axis."""
+        """Merge the operand's axes into one row axis and one contracted axis."""
         return replace(self, codes=self.codes.reshape(self.rows, self.depth), axis=1)
 
 
 def plain(values: Array, axis: int = 1) -> Operand:
-    """Return values [*rows, *K] as an operand whose contracted axes begin at axis."""
+    """Wrap values [*rows, *K] as an operand whose contracted axes begin at axis."""
     return Operand(values, dtype=values.dtype, axis=axis)
 
 
 def matrix_shape(shape: Sequence[int], axis: int) -> tuple[int, int]:
-    """Return (rows, columns) of a shape [*rows, *columns] whose columns begin at axis."""
+    """Compute (rows, columns) for a shape [*rows, *columns] whose columns begin at axis."""
     return prod(shape[:axis]), prod(shape[axis:])
 
 
@@ -79,6 +79,6 @@ def turned(x: Array, axis: int) -> Array:
 def contraction(
     a: Operand, b: Operand
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[()], tuple[()]]]:
-    """Return the dimension numbers of `lax.dot_general` for a [*M, *K] and b [*N, *K]."""
+    """Build `lax.dot_general` dimension numbers for a [*M, *K] and b [*N, *K]."""
     last = tuple(range(a.axis, a.codes.ndim)), tuple(range(b.axis, b.codes.ndim))
     return last, ((), ())

@@ -1,8 +1,8 @@
 """How devices share the operands and results of a kernel.
 
-A rule of Shardy names the factors of every axis: "r (k b) -> k r". An axis of k * b elements is sharded between blocks
-of b, over the mesh axes that shard k. Shardy follows the rule as far as it can; `placement` enforces it on operands and
-results.
+A Shardy rule names every axis's factors: "r (k b) -> k r". An axis with k * b elements is sharded between
+blocks of b, over the mesh axes that shard k. Shardy follows the rule as far as it can; `placement` enforces it on
+operands and results.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Factors = tuple[str, ...]
 
 
 class Extent(NamedTuple):
-    """One axis of a matrix in rules.
+    """One matrix axis in rules.
 
     Attributes:
-        whole: Factors of the axis of elements.
-        blocks: Factors of the axis of blocks.
-        bytes: Factors of the axis of bytes, where a byte holds two elements.
-        sizes: Sizes of the factors within blocks, and of the factors that count them.
+        whole: Factors for the element axis.
+        blocks: Factors for the block axis.
+        bytes: Factors for the byte axis, where a byte holds two elements.
+        sizes: Factor sizes within blocks, and sizes of the factors that count them.
         replicated: Factors that are not sharded.
     """
 
@@ -44,11 +44,11 @@ class Extent(NamedTuple):
 
 
 def extent(name: str, size: int, block: int) -> Extent:
-    """Return an axis that may be sharded between blocks; not sharded if its last block is partial or its only one."""
+    """Build an axis that may be sharded between blocks; not sharded if its last block is partial or its only block."""
     if block == 1:
         return Extent(name, name, name, {}, ())
     inner, half = f"{name}in", f"{name}half"
-    if size % block or size == block:  # Shardy rejects a factor of one element next to another
+    if size % block or size == block:  # Shardy rejects a one-element factor next to another
         return Extent(name, inner, half, {}, (name, inner, half))
     sizes = {name: size // block, inner: block, half: block // 2}
     return Extent(f"({name} {inner})", name, f"({name} {half})", sizes, ())
@@ -59,12 +59,12 @@ class ShardingRule:
     """How devices share the arrays of a kernel.
 
     Attributes:
-        text: Factors of the axes of operands and results, as Shardy writes them: "r w, w -> r w".
+        text: Axis factors for operands and results, as Shardy writes them: "r w, w -> r w".
         replicated: Factors that are not sharded.
-        sizes: Sizes of the factors that share an axis with another factor.
+        sizes: Sizes for the factors that share an axis with another factor.
         led_by_results: Whether the shardings of the results decide if a mesh axis shards operands differently.
-        summed: Indices of results of which each device computes a term of the sum.
-        maxed: Indices of results of which each device computes a candidate for the maximum.
+        summed: Indices of results to which each device contributes a summand.
+        maxed: Indices of results to which each device contributes a candidate for the maximum.
     """
 
     text: str
@@ -78,7 +78,7 @@ class ShardingRule:
     def of_extents(
         cls, text: str, *extents: Extent, whole: Sequence[str] = (), **options: Any
     ) -> ShardingRule:
-        """Return a rule whose text contains the factors of extents; the factors `whole` are not sharded either."""
+        """Build a rule whose text contains the factors of extents; the factors `whole` are not sharded either."""
         words = text.replace(",", " ").split()
         partial = (name for one in extents for name in one.replicated if name in words)
         sizes = {name: size for one in extents for name, size in one.sizes.items()}
@@ -86,7 +86,7 @@ class ShardingRule:
 
 
 class ParsedRule(NamedTuple):
-    """The factors of every axis of the operands and of the results."""
+    """The factors of every operand and result axis."""
 
     operands: tuple[tuple[Factors, ...], ...]
     results: tuple[tuple[Factors, ...], ...]
@@ -111,13 +111,13 @@ class ParsedRule(NamedTuple):
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """All factors in the order of their first occurrence."""
+        """All factors in order of first occurrence."""
         arrays = (*self.operands, *self.results)
         return tuple(dict.fromkeys(factor for array in arrays for axis in array for factor in axis))
 
 
 def unknown_sizes(text: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of the factors of a rule that are not the only factor of any axis."""
+    """Look up sizes for a rule's factors that are not the only factor on any axis."""
     rule = ParsedRule.of(text)
     axes = [axis for array in (*rule.operands, *rule.results) for axis in array]
     known = {factor for axis in axes if len(axis) == 1 for factor in axis}
@@ -125,15 +125,15 @@ def unknown_sizes(text: str, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def in_order(text: str, factors: Sequence[str]) -> tuple[str, ...]:
-    """Return factors in the order of a rule, which Shardy requires of replicated factors."""
+    """Sort factors into a rule's order, which Shardy requires for replicated factors."""
     return tuple(factor for factor in ParsedRule.of(text).factors if factor in factors)
 
 
 def broadcast_factors(name: str, shape: Sequence[int], whole: Sequence[tuple[str, int]]) -> str:
-    """Return the factors of an array that broadcasts to the axes `whole`, pairs of a factor and an extent.
+    """Factors for an array that broadcasts to the axes `whole`, (factor, extent) pairs.
 
-    An axis of one element that broadcasts has a separate factor, whose name begins with `name`. The other axes are
-    sharded as those that the array broadcasts to.
+    A one-element axis that broadcasts has a separate factor, whose name begins with `name`. The other axes are sharded
+    as those that the array broadcasts to.
     """
     return " ".join(
         factor if size == extent else f"{name}{place}"
@@ -142,7 +142,7 @@ def broadcast_factors(name: str, shape: Sequence[int], whole: Sequence[tuple[str
 
 
 def strides_over_scores(array: Any | None) -> tuple[int, int, int, int]:
-    """Return strides over [b, h, q, k] of a contiguous array: 0 for axes of one element, and for a missing array."""
+    """Strides over [b, h, q, k] for a contiguous array: 0 for one-element axes, and for a missing array."""
     if array is None:
         return 0, 0, 0, 0
     shape = array.shape
@@ -151,12 +151,12 @@ def strides_over_scores(array: Any | None) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Shardings of a kernel's arrays.
+    """Shardings for a kernel's arrays.
 
     Attributes:
-        operands: Sharding of each operand.
-        results: Sharding of each result; results that devices compute parts of are replicated.
-        reduced: For each result, the mesh axes over which devices compute parts of it.
+        operands: Sharding for each operand.
+        results: Sharding for each result; results that devices compute in parts are replicated.
+        reduced: For each result, the mesh axes over which devices compute parts.
     """
 
     operands: tuple[NamedSharding, ...]
@@ -165,7 +165,7 @@ class Placement:
 
 
 class _Proposal(NamedTuple):
-    """The mesh axes that would shard an axis of an array whose first factor is `factor`; extent: size of the axis."""
+    """The mesh axes that would shard an array axis whose first factor is `factor`; extent: axis size."""
 
     factor: str
     extent: int
@@ -186,7 +186,7 @@ def placement(
             propose; otherwise what the first operand proposes.
 
     Returns:
-        The shardings of all arrays.
+        Shardings for all arrays.
     """
     parsed = ParsedRule.of(rule.text)
     cuts: dict[str, Axes] = dict.fromkeys(rule.replicated, ())
@@ -220,7 +220,7 @@ def placement(
 
 
 def _proposals(rule: Sequence[tuple[Factors, ...]], arrays: Sequence[Any]) -> Iterator[_Proposal]:
-    """Yield the proposals of one side of a rule, axis by axis."""
+    """Yield the proposals from one side of a rule, axis by axis."""
     for factors, array in zip(rule, arrays, strict=True):
         spec = [*getattr(array.sharding, "spec", ()), *[None] * len(factors)]
         for (factor, *_), extent, part in zip(factors, array.shape, spec, strict=False):
@@ -229,10 +229,10 @@ def _proposals(rule: Sequence[tuple[Factors, ...]], arrays: Sequence[Any]) -> It
 
 
 def named(mesh: Mesh, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arrays that the partitioner proposes, with shardings by the names of the mesh axes if it has any.
+    """Arrays that the partitioner proposes, with shardings by mesh axis names if it has any.
 
-    Shardy may shard an axis over part of a mesh axis, as 4 blocks over 2 of its 8 devices. JAX has no name for this
-    and raises. Here such an axis is replicated, so that devices exchange it.
+    Shardy may shard an axis over part of a mesh axis, such as 4 blocks over 2 of its 8 devices. JAX has no name for
+    this and raises. Here such an axis is replicated, so that devices exchange it.
     """
     if mesh.empty:
         return tuple(arrays)
@@ -242,13 +242,13 @@ def named(mesh: Mesh, arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _spec(mesh: Mesh, array: Any) -> PartitionSpec:
-    """Return the sharding of an array by names of mesh axes; axes sharded over part of a mesh axis are replicated."""
+    """Express an array's sharding by mesh axis names; axes sharded over part of a mesh axis are replicated."""
     sharding = array.sharding._to_xla_hlo_sharding(len(array.shape))
     if not sharding.is_tiled():
         return PartitionSpec()
     tiles = sharding.tile_assignment_dimensions()
     devices = np.asarray(sharding.tile_assignment_devices())
-    # For every device of the mesh, the index of its tile along each axis of the array.
+    # For every device in the mesh, the index of its tile along each array axis.
     places = np.empty((mesh.size, len(tiles)), np.int64)
     places[devices] = np.stack(np.unravel_index(np.arange(mesh.size), tiles), axis=1)
     places = places.reshape(*mesh.devices.shape, len(tiles))
@@ -258,7 +258,7 @@ def _spec(mesh: Mesh, array: Any) -> PartitionSpec:
 
 
 def _cuts(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
-    """Return the mesh axes along which the tile indices [*mesh] differ; none if only part of an axis shards them."""
+    """Mesh axes along which the tile indices [*mesh] differ; none if only part of an axis shards them."""
     steps = {
         name: int(np.ptp(places, axis=axis).max()) for axis, name in enumerate(mesh.axis_names) if tiles > 1
     }
@@ -267,7 +267,7 @@ def _cuts(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
 
 
 def mesh_of(operands: Sequence[Any], within_shard_map: bool) -> Mesh:
-    """Return the mesh of operands; if none is known, a mesh of all their devices that shards nothing.
+    """Find the operands' mesh; if there is none, a mesh over all their devices that shards nothing.
 
     Args:
         operands: Operands with shardings.
@@ -287,7 +287,7 @@ def mesh_of(operands: Sequence[Any], within_shard_map: bool) -> Mesh:
 def warn_of_no_mesh() -> None:
     """Warn once per process about a program over several devices without a mesh.
 
-    The cache is necessary: JAX enters warning filters while it compiles, which reset Python's record of warnings.
+    The cache is necessary: JAX enters warning filters while it compiles, which reset Python's warning registry.
     """
     warnings.warn(
         "a program over several devices was compiled without a mesh in force: every device computes the whole of its "

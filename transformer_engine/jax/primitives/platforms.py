@@ -1,7 +1,7 @@
-"""Choice of the backend that computes a request on each platform that a traced program may be lowered for.
+"""Backend choice for a request on each platform that a traced program may be lowered for.
 
 The platform of a program is determined when the program is lowered, not when it is traced. `lax.platform_dependent`
-therefore traces both branches, for example a kernel call of one operation and a float32 reference of hundreds.
+therefore traces both branches, for example a kernel call with one operation and a float32 reference with hundreds.
 `by_platform` traces the branch that this process is expected to lower. It traces the other branch only if a program is
 lowered for that branch's platform. Equal calls are traced once.
 
@@ -40,7 +40,7 @@ def bind_by_platform(
     """Choose the backend of a request for each platform, while a program is traced.
 
     A forced backend and observers apply to the platform of this machine. For the other platform, and for symbolic
-    extents of `jax.export`, the order of the table decides. Symbolic extents exclude the backends that launch kernels.
+    `jax.export` extents, the table order decides. Symbolic extents exclude the backends that launch kernels.
 
     Args:
         table: Backends of the operation.
@@ -69,7 +69,7 @@ def bind_by_platform(
 
 
 def _has_symbols(value: Any) -> bool:
-    """Return whether a request, or a value in it, contains a symbolic extent of `jax.export`."""
+    """Whether a request, or a value in it, contains a symbolic `jax.export` extent."""
     if isinstance(value, type):
         return False
     if is_dataclass(value):
@@ -80,16 +80,16 @@ def _has_symbols(value: Any) -> bool:
 
 
 def compute(table: Table[Request], request_on: Callable[[str], Request], *arrays: Any, **options: Any) -> Any:
-    """Compute a request with the backend of the platform that the program is lowered for.
+    """Compute a request with the backend for the platform that the program is lowered for.
 
     Args:
         table: Backends of the operation.
         request_on: Returns the request for a platform; see `bind_by_platform`.
-        *arrays: Pytrees of arrays, passed to the backend.
-        **options: Hashable keyword arguments of the backend.
+        *arrays: Array pytrees, passed to the backend.
+        **options: Hashable keyword arguments for the backend.
 
     Returns:
-        The result of the backend, a pytree of arrays.
+        The backend's result, an array pytree.
     """
     calls = bind_by_platform(table, request_on)
     cuda, cpu = (WithOptions(calls[platform], tuple(options.items())) for platform in ("cuda", "cpu"))
@@ -114,12 +114,12 @@ def by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., A
     a `vmap` with a named axis, with symbolic extents, with effects, and with jit disabled.
 
     Args:
-        *arrays: Pytrees of arrays.
-        cuda: Hashable function of the arrays, which does not close over tracers. Equal functions are traced once.
+        *arrays: Array pytrees.
+        cuda: Hashable function on the arrays, which does not close over tracers. Equal functions are traced once.
         default: Function for the other platforms; returns the same tree, shapes and dtypes as `cuda`.
 
     Returns:
-        The result of the function, a pytree of arrays.
+        The function's result, an array pytree.
     """
     if cuda == default:
         return default(*arrays)
@@ -135,7 +135,7 @@ def by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., A
 
 
 def _must_trace_both(leaves: list[Any]) -> bool:
-    """Return whether both branches must be traced at the call; see `by_platform`."""
+    """Whether both branches must be traced at the call; see `by_platform`."""
     return bool(
         jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
         or core.nonempty_axis_env_DO_NOT_USE()
@@ -151,12 +151,12 @@ def differentiable_by_platform(*arrays: Any, cuda: Callable[..., Any], default: 
     Forward-mode derivatives are unsupported if the branches differ.
 
     Args:
-        *arrays: Pytrees of arrays; the floating-point arrays are differentiable.
+        *arrays: Array pytrees; the floating-point arrays are differentiable.
         cuda: See `by_platform`.
         default: See `by_platform`.
 
     Returns:
-        The result of the function, a pytree of floating-point arrays.
+        The function's result, a pytree of floating-point arrays.
     """
     if cuda == default:
         return default(*arrays)
@@ -171,7 +171,7 @@ def _call_by_platform(branches: _Branches, arrays: tuple[Any, ...]) -> Any:
 
 
 def _forward_by_platform(branches: _Branches, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the result, and the arrays and the pullback of the expected branch as residuals."""
+    """Compute the result, and keep the arrays and the pullback of the expected branch as residuals."""
     leaves, tree = jax.tree.flatten(arrays)
     expected = _Vjp(branches.expected, tree)
     _, (_, residuals) = _tracer_of(expected)(*leaves)
@@ -182,7 +182,7 @@ def _forward_by_platform(branches: _Branches, arrays: tuple[Any, ...]) -> tuple[
 
 
 def _backward_by_platform(branches: _Branches, saved: Any, cotangent: Any) -> tuple[Any]:
-    """Return the cotangents of the arrays; None for arrays that are not floating point."""
+    """Compute the cotangents of the arrays; None for arrays that are not floating point."""
     arrays, pullback = saved
     leaves, tree = jax.tree.flatten(arrays)
     backward = branches.map(lambda _: _pull_back, lambda other: _PullBackByRecomputation(other, tree))
@@ -199,7 +199,7 @@ def _is_float(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Vjp:
-    """(leaves) -> the result of a function of pytrees, and its pullback to the floating-point leaves."""
+    """(leaves) -> a pytree function's result, and its pullback to the floating-point leaves."""
 
     function: Callable[..., Any]
     tree: Any
@@ -215,7 +215,7 @@ class _Vjp:
 
 @dataclass(frozen=True)
 class _WithZeroResiduals:
-    """(leaves) -> the result of a function of pytrees, and zeros with the shapes of the expected branch's residuals."""
+    """(leaves) -> the result of a pytree function, and zeros with the shapes of the expected branch's residuals."""
 
     function: Callable[..., Any]
     tree: Any
@@ -227,13 +227,13 @@ class _WithZeroResiduals:
 
 
 def _pull_back(pullback: Any, cotangent: Any, leaves: list[Any]) -> list[Any]:
-    """Return the cotangents of the floating-point leaves from saved residuals."""
+    """Compute the cotangents of the floating-point leaves from saved residuals."""
     return list(pullback(cotangent))
 
 
 @dataclass(frozen=True)
 class _PullBackByRecomputation:
-    """(pullback, cotangent, leaves) -> the results of `_pull_back` without residuals: the function is run again."""
+    """(pullback, cotangent, leaves) -> the results from `_pull_back` without residuals: the function is run again."""
 
     function: Callable[..., Any]
     tree: Any
@@ -244,7 +244,7 @@ class _PullBackByRecomputation:
 
 @dataclass(frozen=True)
 class _OnLeaves:
-    """A function of pytrees, called with the leaves of its arguments."""
+    """A pytree function, called with its arguments' leaves."""
 
     function: Callable[..., Any]
     in_tree: Any
@@ -255,7 +255,7 @@ class _OnLeaves:
 
 @dataclass(frozen=True)
 class _Mapped:
-    """`jax.vmap` of a function of leaves over `axes`, with mapped results."""
+    """`jax.vmap` for a leaf function over `axes`, with mapped results."""
 
     function: Callable[..., Any]
     axes: tuple[int | None, ...]
@@ -279,7 +279,7 @@ class _Branches(NamedTuple):
 
     @classmethod
     def of(cls, cuda: Callable[..., Any], default: Callable[..., Any]) -> _Branches:
-        """Return branches whose expected platform follows the hardware and TE_JAX_KERNELS."""
+        """Build branches whose expected platform follows the hardware and TE_JAX_KERNELS."""
         return cls(cuda, default, has_gpu() or env.flag("TE_JAX_KERNELS"))
 
     @property
@@ -288,14 +288,14 @@ class _Branches(NamedTuple):
         return self.cuda if self.on_gpu else self.default
 
     def map(self, of_expected: Callable[[Any], Any], of_other: Callable[[Any], Any]) -> _Branches:
-        """Return new branches: of_expected(the expected branch), and of_other(the other branch)."""
+        """Build new branches: of_expected(the expected branch), and of_other(the other branch)."""
         cuda, default = (of_expected, of_other) if self.on_gpu else (of_other, of_expected)
         return _Branches(cuda(self.cuda), default(self.default), self.on_gpu)
 
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)
 def _tracer_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return (arrays) -> jaxpr and result shapes of a function; equal functions share JAX's cache of traces."""
+    """Build (arrays) -> jaxpr and result shapes for a function; equal functions share JAX's trace cache."""
     return jax.make_jaxpr(function, return_shape=True)
 
 
@@ -305,13 +305,13 @@ _by_platform.multiple_results = True
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)
 def _jitted(branches: _Branches, jaxpr: Any) -> Any:
-    """Return the jitted call of the primitive, which calls outside of jit run."""
+    """The primitive's jitted call, which runs for calls outside jit."""
     return jax.jit(functools.partial(_by_platform.bind, branches=branches, jaxpr=jaxpr))
 
 
 @_by_platform.def_impl
 def _impl(*leaves: Array, branches: _Branches, jaxpr: Any) -> list[Any]:
-    """Compile and run a program that consists of the call, as JAX does for any primitive outside of jit."""
+    """Compile and run a program with only this call, as JAX does for any primitive outside jit."""
     with jax.disable_jit(False):
         return _jitted(branches, jaxpr)(*leaves)
 
@@ -361,7 +361,7 @@ ad.primitive_jvps[_by_platform] = _jvp
 
 
 def _lowering_rule(on_gpu: bool) -> Callable[..., Any]:
-    """Return the lowering rule of one branch; it traces the branch unless the call traced it."""
+    """Build the lowering rule of one branch; it traces the branch unless the call traced it."""
 
     def lower(context: Any, *values: Any, branches: _Branches, jaxpr: Any) -> Any:
         if on_gpu is not branches.on_gpu:

@@ -1,8 +1,8 @@
-"""Kernels of matrices on arrays whose rows and columns are several axes each.
+"""Matrix kernels on arrays whose rows and columns are several axes each.
 
-An axis of 2 f elements that is made of the axes [2, f] cannot be sharded if f is: each device would hold two pieces of
-it, and the partitioner would gather the whole axis. Axes therefore stay separate between kernels, and each device makes
-matrices of its own part, which moves no data.
+An axis with 2 f elements that merges the axes [2, f] cannot be sharded if f is: each device would hold two pieces, and
+the partitioner would gather the full axis. Axes therefore stay separate between kernels, and each device makes matrices
+from its own part, which moves no data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .partitioning import ParsedRule, ShardingRule
 
 @dataclass(frozen=True)
 class _OfAnother(Kernel):
-    """A kernel that runs another kernel on other arrays; the results of both have the same order."""
+    """A kernel that runs another kernel on other arrays; both have the same result order."""
 
     kernel: Kernel
 
@@ -36,10 +36,10 @@ class _OfAnother(Kernel):
 
 @dataclass(frozen=True)
 class SeveralAxes(_OfAnother):
-    """A kernel on arrays that have several axes in place of one.
+    """A kernel on arrays that have several axes where the inner kernel has one.
 
     Attributes:
-        ahead: Pairs of a factor of the kernel's rule and the extents of its axes before the last one. Blocks of a
+        ahead: Pairs (factor in the kernel's rule, extents of its axes before the last). Blocks within a
             factor are along its last axis.
     """
 
@@ -94,14 +94,14 @@ class SeveralAxes(_OfAnother):
             yield tuple(prod(next(extents) for _ in range(count)) for count in counts), x
 
     def _split(self, shapes: Sequence[tuple[int, ...]], arrays: Sequence[Any]) -> Iterator[tuple[int, ...]]:
-        """Return the inner kernel's result shapes with the several axes that the factors have in these operands."""
+        """Expand the inner kernel's result shapes to the several axes that the factors have in these operands."""
         rule = ParsedRule.of(self.kernel.rule.text)
         ahead = _ahead(rule, {factor: 1 + len(extents) for factor, extents in self.ahead}, arrays)
         return (_with_axes(axes, shape, ahead) for axes, shape in zip(rule.results, shapes, strict=True))
 
 
 def _ahead(rule: ParsedRule, counts: Mapping[str, int], arrays: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    """Return the extents before the last axis of each factor that has several axes."""
+    """Extents before the last axis, for each factor that has several axes."""
     found: dict[str, tuple[int, ...]] = {}
     for axes, x in zip(rule.operands, arrays, strict=True):
         extents = iter(x.shape)
@@ -116,7 +116,7 @@ def _ahead(rule: ParsedRule, counts: Mapping[str, int], arrays: Sequence[Any]) -
 def _with_axes(
     axes: tuple[tuple[str, ...], ...], shape: tuple[int, ...], ahead: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Return the shape of an array of one axis per factor, with the several axes of each factor."""
+    """Expand the shape of an array with one axis per factor to each factor's several axes."""
     return tuple(
         extent
         for (factor, *_), size in zip(axes, shape, strict=True)
@@ -127,7 +127,8 @@ def _with_axes(
 
 @dataclass(frozen=True)
 class OverVmap(_OfAnother):
-    """A kernel of plain JAX operations on arrays of which the mapped ones, and all results, have a first batch axis."""
+    """A kernel built from plain JAX operations on arrays whose mapped members, and all results, have a first batch
+    axis."""
 
     mapped: tuple[bool, ...]
 
@@ -160,7 +161,7 @@ class OverVmap(_OfAnother):
 
 
 class OperationsKernel(Kernel):
-    """Base of kernels of plain JAX operations with one result.
+    """Base class for kernels from plain JAX operations with one result.
 
     They are kernels for the partitioner only: devices exchange the operands, not values that are computed from them.
     """
@@ -170,16 +171,16 @@ class OperationsKernel(Kernel):
 
 
 def with_rows(x: Array, others: int) -> tuple[Array, int]:
-    """Return x [*rows, ..] with `others` axes after its rows, and the number of its axes of rows, at least one."""
+    """Reshape to x [*rows, ..] with `others` axes after its rows; also return the number of row axes, at least one."""
     x = x if x.ndim > others else x[None]
     return x, x.ndim - others
 
 
 def call_on_axes(kernel: Kernel, counts: Mapping[str, int], *arrays: Array) -> tuple[Array, ...]:
-    """Return the results of a kernel on arrays that have counts[factor] axes in place of one; see `kernels.call`.
+    """Call a kernel on arrays that have counts[factor] axes where it expects one; see `kernels.call`.
 
-    An array may still have one axis per factor. So have the results where the last of several axes contains no whole
-    number of blocks, or one block only.
+    An array may still have one axis per factor. So have the results where the last of several axes contains a partial
+    block, or one block only.
     """
     outer = kernel.rule
     rule = ParsedRule.of(outer.text)
@@ -187,7 +188,7 @@ def call_on_axes(kernel: Kernel, counts: Mapping[str, int], *arrays: Array) -> t
     ahead = _ahead(rule, counts, arrays)
     for factor in [factor for factor in ahead if factor in outer.sizes]:
         blocks, rest = divmod(outer.sizes[factor], prod(ahead[factor]))
-        if rest or blocks == 1:  # Shardy rejects a factor of one element next to another
+        if rest or blocks == 1:  # Shardy rejects a one-element factor next to another
             # Merge the axes of one factor.
             made = []
             for axes, x in zip(rule.operands, arrays, strict=True):

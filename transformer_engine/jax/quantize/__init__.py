@@ -1,4 +1,4 @@
-"""Quantizers, quantized tensors and recipes of transformer_engine.jax."""
+"""Quantizers, quantized tensors and recipes for transformer_engine.jax."""
 
 from . import device_utils, helper, metadata, misc, quantizer, tensor
 from .config import (

@@ -40,28 +40,28 @@ _recipe: ContextVar[Recipe | None] = ContextVar("transformer_engine_jax_recipe",
 
 
 def get_global_quantize_recipe() -> Recipe | None:
-    """Return the recipe of the innermost enabled autocast, or None outside of one."""
+    """The innermost enabled autocast's recipe, or None outside autocast."""
     return _recipe.get()
 
 
 def get_device_compute_capability(gpu_id: int = 0) -> int:
-    """Return ten times the compute capability of a local GPU; 90 on a CPU, which follows the rules of Hopper.
+    """Ten times the compute capability of a local GPU; 90 on a CPU, which follows the rules for Hopper.
 
     Args:
-        gpu_id: Number of the GPU in this process.
+        gpu_id: GPU index in this process.
 
     Raises:
         TypeError: gpu_id is not an integer.
-        ValueError: The process has no GPU of that number.
+        ValueError: The process has no GPU with that number.
     """
     return compute_capability(gpu_id)
 
 
 def is_fp8_gemm_with_all_layouts_supported() -> bool:
-    """Return whether FP8 matrix products read operands that are contracted over any axis.
+    """Whether FP8 matrix products read operands that are contracted over any axis.
 
-    Otherwise they read operands that are contracted over the last axis alone, so that quantizers store both directions
-    of a tensor by default.
+    Otherwise they read operands that are contracted over the last axis alone, so that quantizers store both tensor
+    directions by default.
     """
     return hardware().has("fp8 products in all layouts by xla")
 
@@ -92,20 +92,20 @@ def autocast(
     mesh_resource: MeshResource | None = None,
     **others: Any,
 ) -> Iterator[None]:
-    """Quantize the matrix products of the layers that are traced in this block.
+    """Quantize the matrix products in layers that are traced in this block.
 
     The returned context manager is reusable and reentrant.
 
     Args:
         enabled: Whether to quantize; False disables quantization inside an enabled block. The default is False, as in
-            the original, while that of `transformer_engine.pytorch` is True. A recipe without `enabled` warns.
+            the original; `transformer_engine.pytorch` has the default True. A recipe without `enabled` warns.
         recipe: Formats and scaling; None means DelayedScaling().
-        mesh_resource: Uses of the axes of the mesh; None keeps those outside of the block.
+        mesh_resource: Uses for the mesh axes; None keeps the settings outside the block.
         **others: No other keyword is accepted.
 
     Raises:
         TypeError: recipe is not an instance of a recipe class.
-        ValueError: The machine, or transformer_engine.jax, does not support the recipe or one of its settings.
+        ValueError: The machine, or transformer_engine.jax, does not support the recipe or a recipe setting.
     """
     reject_keywords("autocast", others, {"fp8_recipe": "recipe"}, ("enabled", "recipe", "mesh_resource"))
     reject_recipe_as_enabled(enabled)
@@ -134,12 +134,12 @@ def autocast(
 def fp8_autocast(
     enabled: bool = False, fp8_recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
 ) -> Iterator[None]:
-    """Deprecated name of `autocast`.
+    """Deprecated name for `autocast`.
 
     Args:
         enabled: Quantize.
         fp8_recipe: The recipe; `autocast` calls it recipe.
-        mesh_resource: Uses of the axes of the mesh.
+        mesh_resource: Uses for the mesh axes.
     """
     warnings.warn(
         "fp8_autocast is deprecated; use autocast(enabled=.., recipe=..)", DeprecationWarning, stacklevel=4
@@ -161,11 +161,11 @@ class QuantizeConfig:
     COLLECTION_NAME = NVTE_FP8_COLLECTION_NAME
 
     def is_fp8_enabled(self) -> bool:
-        """Return whether modules quantize."""
+        """Whether modules quantize."""
         return self.recipe is not None
 
     def get_scaling_mode(self, source: TensorSource) -> ScalingMode:
-        """Return the scaling mode of one tensor of a linear layer."""
+        """Scaling mode for one tensor in a linear layer."""
         member("source", source, TensorSource)
         if self.recipe is None:
             return ScalingMode.NO_SCALING
@@ -183,14 +183,14 @@ class QuantizeConfig:
 
     @property
     def FWD_DTYPE(self) -> Any:
-        """dtype of the codes of inputs and kernels; bfloat16 without a recipe."""
+        """Code dtype for inputs and kernels; bfloat16 without a recipe."""
         return (
             recipes.format_dtypes(None)[0] if self.recipe is None else recipes.element_types(self.recipe)[0]
         )
 
     @property
     def BWD_DTYPE(self) -> Any:
-        """dtype of the codes of gradients; bfloat16 without a recipe."""
+        """Code dtype for gradients; bfloat16 without a recipe."""
         return (
             recipes.format_dtypes(None)[1] if self.recipe is None else recipes.element_types(self.recipe)[1]
         )
@@ -202,12 +202,12 @@ class QuantizeConfig:
 
     @property
     def AMAX_HISTORY_LEN(self) -> int:
-        """Number of steps in a history of maxima; 0 for a recipe without state."""
+        """Steps in an amax history; 0 for a recipe without state."""
         return int(getattr(self.recipe, "amax_history_len", 0))
 
     @property
     def INITIALIZED(self) -> bool:
-        """Whether the settings are those of a recipe."""
+        """Whether the settings come from a recipe."""
         return self.recipe is not None
 
     @property
@@ -222,28 +222,28 @@ class QuantizeConfig:
 
     @property
     def DISABLE_2D_QUANTIZATION(self) -> bool:
-        """Whether an NVFP4 recipe scales kernels in blocks of one dimension."""
+        """Whether an NVFP4 recipe scales kernels in one-dimensional blocks."""
         return bool(getattr(self.recipe, "disable_2d_quantization", False))
 
     @property
     def AMAX_COMPUTE_ALGO(self) -> AmaxComputeAlgo:
-        """Element of the history of maxima that determines the scale."""
+        """Amax history element that determines the scale."""
         return AmaxComputeAlgo(getattr(self.recipe, "amax_compute_algo", "max"))
 
 
 def get_quantize_config() -> QuantizeConfig:
-    """Return the settings of the recipe of the innermost enabled autocast; without one they quantize nothing."""
+    """Settings from the innermost enabled autocast's recipe; without one they quantize nothing."""
     return QuantizeConfig(get_global_quantize_recipe())
 
 
 def get_quantize_config_with_recipe(fp8_recipe: Recipe | None) -> QuantizeConfig:
-    """Return the settings that modules read from a recipe.
+    """Settings that modules read from a recipe.
 
     Args:
         fp8_recipe: The recipe, or None.
 
     Raises:
-        TypeError: fp8_recipe is neither None nor an instance of a recipe class.
+        TypeError: fp8_recipe is neither None nor a recipe instance.
     """
     _check_recipe("fp8_recipe", fp8_recipe)
     return QuantizeConfig(fp8_recipe)
@@ -260,13 +260,13 @@ def _check_recipe(name: str, recipe: Any) -> None:
 
 @accepts_former_keywords(recipe_name="name")
 def get_quantization_recipe(name: str) -> Recipe:
-    """Return a new recipe with default settings.
+    """Create a recipe with default settings.
 
     Args:
-        name: Name of a class of transformer_engine.common.recipe, such as "DelayedScaling".
+        name: Class name in transformer_engine.common.recipe, such as "DelayedScaling".
 
     Raises:
-        ValueError: transformer_engine.jax has no recipe of that name.
+        ValueError: transformer_engine.jax has no recipe with that name.
     """
     classes = {cls.__name__: cls for cls in recipes.FAMILIES}
     if not isinstance(name, str) or name not in classes:
@@ -275,34 +275,34 @@ def get_quantization_recipe(name: str) -> Recipe:
 
 
 def is_quantize_recipe_supported(recipe_name: str) -> tuple[bool, str]:
-    """Return whether this machine supports a recipe, and otherwise the reason.
+    """Whether this machine supports a recipe, and otherwise the reason.
 
     Args:
-        recipe_name: Name of a recipe class, for example "MXFP8BlockScaling".
+        recipe_name: Recipe class name, for example "MXFP8BlockScaling".
     """
     reason = recipes.unsupported_reason(recipes.family_of(get_quantization_recipe(recipe_name)))
     return reason is None, reason or ""
 
 
 def get_supported_quantization_recipes() -> list[Recipe]:
-    """Return one instance of every recipe that this machine supports."""
+    """Create one instance for every recipe that this machine supports."""
     return [cls() for cls, family in recipes.FAMILIES.items() if recipes.unsupported_reason(family) is None]
 
 
 def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tuple[bool, str]:
-    """Return whether a GPU, or a CPU by emulation, supports a scaling mode, and otherwise the reason.
+    """Whether a GPU, or a CPU by emulation, supports a scaling mode, and otherwise the reason.
 
     Args:
         scaling_mode: The scaling mode.
-        gpu_id: Number of the GPU in this process.
+        gpu_id: GPU index in this process.
     """
     member("scaling_mode", scaling_mode, ScalingMode)
     if scaling_mode is ScalingMode.NO_SCALING:
         return True, ""
     for cls, family in recipes.FAMILIES.items():
         modes = {family.modes(cls(), source) for source in TensorSource}
-        # Delayed and current scaling have the same dtypes, so tensor scaling requires the same mode. Variants of a
-        # block format that the defaults of the recipe do not use have the dtypes of the format.
+        # Delayed and current scaling have the same dtypes, so tensor scaling requires the same mode. Block-format
+        # variants that the recipe's defaults do not use have the dtypes of the format.
         if scaling_mode in modes or (
             scaling_mode.is_block_scaling()
             and any(mode.is_block_scaling() and _dtypes(mode) == _dtypes(scaling_mode) for mode in modes)
@@ -313,12 +313,12 @@ def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tup
 
 
 def _dtypes(scaling_mode: ScalingMode) -> tuple[Any, ...]:
-    """Return the dtypes of a scaling mode's codes, and that of its scales."""
+    """Dtypes for a scaling mode's codes and scales."""
     return (*scaling_mode.get_compatible_q_dtypes(), scaling_mode.get_scale_dtype())
 
 
 def get_supported_scaling_modes() -> list[ScalingMode]:
-    """Return the scaling modes that this machine supports, except NO_SCALING."""
+    """Scaling modes that this machine supports, except NO_SCALING."""
     quantizing = [mode for mode in ScalingMode if mode is not ScalingMode.NO_SCALING]
     return [mode for mode in quantizing if is_scaling_mode_supported(mode)[0]]
 
@@ -326,11 +326,11 @@ def get_supported_scaling_modes() -> list[ScalingMode]:
 def is_fp8_available(
     scaling_mode: ScalingMode = ScalingMode.DELAYED_TENSOR_SCALING, gpu_id: int | None = None
 ) -> tuple[bool, str]:
-    """Deprecated name of `is_scaling_mode_supported`.
+    """Deprecated name for `is_scaling_mode_supported`.
 
     Args:
         scaling_mode: The scaling mode.
-        gpu_id: Number of the GPU; None is 0.
+        gpu_id: GPU index; None is 0.
     """
     warnings.warn(
         "is_fp8_available is deprecated; use is_scaling_mode_supported", DeprecationWarning, stacklevel=2
@@ -340,7 +340,7 @@ def is_fp8_available(
 
 @suggests_keywords
 def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return original with the entries of new, as a dict or FrozenDict like original.
+    """Merge new's entries into original, as a dict or FrozenDict like original.
 
     Args:
         new: Collections to insert.

@@ -1,4 +1,4 @@
-"""Values of quantized tensors under the original's path: `dequantize(tensor)` for every scaling mode."""
+"""Quantized-tensor values under the original's path: `dequantize(tensor)` for every scaling mode."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ absent.install_getter(__name__)
 
 
 def dequantize(tensor: ScaledTensor1x | ScaledTensor2x | GroupedScaledTensor1x | NoScaleTensor) -> Any:
-    """Values of a quantized tensor in its `dq_dtype`, as its method `dequantize` returns them.
+    """Convert a quantized tensor to values in its `dq_dtype`, as its method `dequantize` does.
 
     Args:
-        tensor: Quantized tensor; of a tensor with two directions, the row-wise one is read.
+        tensor: Quantized tensor; if it has two directions, the row-wise one is read.
 
     Raises:
         TypeError: The argument is not a quantized tensor.

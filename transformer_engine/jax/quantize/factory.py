@@ -1,4 +1,4 @@
-"""Factories of quantizers and quantizer sets, from a mode and dtypes or from a recipe and its state."""
+"""Factories for quantizers and quantizer sets, from a mode and dtypes or from a recipe and its state."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, noop_quantizer_set
 from .scaling_modes import QuantizeLayout, ScalingMode, TensorSource
 
-_MOST = 1 << 16  # quantizers per call; their histories of 1024 steps use 256 MiB
+_MOST = 1 << 16  # quantizers per call; their 1024-step histories use 256 MiB
 
 
 @dataclass
 class QuantizeMeta:
-    """State of one tensor's quantizer: arrays, keyed by the names of the quantizer's fields.
+    """One tensor's quantizer state: arrays, keyed by the quantizer's field names.
 
     Args:
-        state: Arrays by the names of the quantizer's fields.
+        state: Arrays by the quantizer's field names.
     """
 
     state: dict[str, Array]
@@ -34,18 +34,18 @@ class QuantizeMeta:
         self.state = state
 
     def get_kwargs_dictionary(self) -> dict[str, Array]:
-        """Return the state as keyword arguments of the quantizer."""
+        """State as keyword arguments for the quantizer."""
         return dict(self.state)
 
 
 @dataclass
 class QuantizeMetaSet:
-    """States of the quantizers of a linear layer's input, kernel and output gradient.
+    """Quantizer states for a linear layer's input, kernel and output gradient.
 
     Args:
-        x: State of the input's quantizer.
-        kernel: State of the kernel's quantizer.
-        grad: State of the gradient's quantizer.
+        x: State for the input quantizer.
+        kernel: State for the kernel quantizer.
+        grad: State for the gradient quantizer.
     """
 
     x: QuantizeMeta
@@ -66,16 +66,16 @@ class QuantizerFactory:
         checkpoint_name: str | None = None,
         **kwargs: Any,
     ) -> Quantizer | GroupedQuantizer | tuple[Quantizer | GroupedQuantizer | None, ...] | None:
-        """Create quantizers of one scaling mode.
+        """Create quantizers with one scaling mode.
 
         Args:
             n_quantizers: Number of quantizers.
             scaling_mode: Scaling mode; None and NO_SCALING create None instead of a quantizer.
-            q_dtype: dtype of the codes.
+            q_dtype: Code dtype.
             q_layout: Stored directions; None means both.
-            n_groups: Number of groups of each GroupedQuantizer; None creates quantizers of single tensors.
-            checkpoint_name: Name of the codes and scales for recomputation policies.
-            **kwargs: Further fields of the quantizer.
+            n_groups: Number of groups per GroupedQuantizer; None creates single-tensor quantizers.
+            checkpoint_name: Code and scale name for recomputation policies.
+            **kwargs: Further quantizer fields.
 
         Returns:
             One quantizer if n_quantizers is 1, otherwise a tuple.
@@ -104,20 +104,19 @@ class QuantizerFactory:
         fp8_recipe: Recipe | None = None,
         **kwargs: Any,
     ) -> QuantizerSet | tuple[QuantizerSet, ...]:
-        """Create quantizer sets of linear layers.
+        """Create quantizer sets for linear layers.
 
-        The quantizers follow scaling_mode, fp8_recipe, or the recipe of autocast, in this order. Without any of them
+        The quantizers follow scaling_mode, fp8_recipe, or the recipe of autocast, in this order. Without any of these
         the set quantizes nothing.
 
         Args:
             n_quantizer_sets: Number of sets.
-            scaling_mode: Scaling mode of all three quantizers; excludes fp8_recipe.
-            fwd_dtype: dtype of the codes of inputs and kernels.
-            bwd_dtype: dtype of the codes of gradients.
-            is_2x2x: Whether to store both directions of every tensor; None stores the ones that matrix products
-                read.
-            n_groups: Number of groups; None creates quantizers of single tensors.
-            checkpoint_name: Name of the codes and scales for recomputation policies.
+            scaling_mode: Scaling mode for all three quantizers; excludes fp8_recipe.
+            fwd_dtype: Code dtype for inputs and kernels.
+            bwd_dtype: Code dtype for gradients.
+            is_2x2x: Whether to store both directions for every tensor; None stores the ones that matrix products read.
+            n_groups: Number of groups; None creates single-tensor quantizers.
+            checkpoint_name: Code and scale name for recomputation policies.
             fp8_recipe: Recipe; requires quantize_meta_set.
             **kwargs: quantize_meta_set, a QuantizeMetaSet with the states of the quantizers.
 
@@ -183,7 +182,7 @@ def _one(
     checkpoint_name: str | None,
     options: dict[str, Any],
 ) -> Quantizer | None:
-    """Return a quantizer of single tensors, or None without a scaling mode."""
+    """Create a single-tensor quantizer, or None without a scaling mode."""
     if mode is None:
         return None
     member("scaling_mode", mode, ScalingMode)
@@ -204,7 +203,7 @@ def _one(
 
 
 def _layout(mode: ScalingMode, both: bool | None) -> QuantizeLayout:
-    """Return the stored directions of a tensor; None stores the ones that matrix products read."""
+    """Directions that a tensor stores; None stores the ones that matrix products read."""
     if both is None:
         both = mode.is_block_scaling() or not is_fp8_gemm_with_all_layouts_supported()
     return QuantizeLayout.ROWWISE_COLWISE if both else QuantizeLayout.ROWWISE
@@ -213,7 +212,7 @@ def _layout(mode: ScalingMode, both: bool | None) -> QuantizeLayout:
 def _of_recipe(
     recipe: Recipe, both: bool | None, checkpoint_name: str | None, metas: QuantizeMetaSet | None
 ) -> QuantizerSet:
-    """Return the quantizers of a linear layer that a recipe requires, with given states."""
+    """Create the quantizers that a recipe requires for a linear layer, with given states."""
     family = recipes.checked_family(recipe)
     states = (None, None, None) if metas is None else (metas.x, metas.kernel, metas.grad)
     quantizers = [
@@ -230,7 +229,7 @@ def _of_recipe(
 
 
 def _of_groups(quantizer: Quantizer | None, n_groups: int | None) -> Quantizer | GroupedQuantizer | None:
-    """Return the quantizer of several groups; the state of a single tensor is repeated for every group."""
+    """Create a quantizer for several groups; a single tensor's state is repeated for every group."""
     if quantizer is None or n_groups is None:
         return quantizer
     if isinstance(quantizer, DelayedScaleQuantizer) and quantizer.amax_history.ndim == 1:

@@ -1,4 +1,4 @@
-"""Quantizers of matrices in groups: rows [M, K] in ragged groups, or a stack [G, *rows, *columns].
+"""Quantizers for grouped matrices: rows [M, K] in ragged groups, or a stack [G, *rows, *columns].
 
 Every group is quantized as a separate tensor: it has its own scale, or its own blocks and second level.
 """
@@ -44,10 +44,10 @@ __all__ = [
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["quantizer"], meta_fields=["n_groups"])
 @dataclass
 class GroupedQuantizer:
-    """Quantizer of n_groups tensors.
+    """Quantizer for n_groups tensors.
 
     Attributes:
-        quantizer: Settings of all groups; for delayed scaling, scale [G] and amax_history [G, length].
+        quantizer: Settings for all groups; for delayed scaling, scale [G] and amax_history [G, length].
         n_groups: Number of groups G.
     """
 
@@ -60,7 +60,7 @@ class GroupedQuantizer:
 
     @property
     def quantizers(self) -> tuple[Quantizer, ...]:
-        """One quantizer for each group, with the group's part of the state."""
+        """One quantizer per group, with the group's part of the state."""
         state = self.quantizer
         if not isinstance(state, DelayedScaleQuantizer):
             return tuple(dataclasses.replace(state) for _ in range(self.n_groups))
@@ -79,15 +79,15 @@ class GroupedQuantizer:
         flatten_axis: int = -1,
         group_sizes: Array | None = None,
     ) -> GroupedScaledTensor1x | ScaledTensor2x:
-        """Quantize all groups; a state of delayed scaling advances by one step.
+        """Quantize all groups; a delayed-scaling state advances by one step.
 
         Args:
-            x: Rows of all groups [M, K], or a stack [G, ..].
+            x: Rows in groups [M, K], or a stack [G, ..].
             is_rowwise: Return row-wise codes; None for the layout of the quantizer.
             is_colwise: Return column-wise codes; None for the layout of the quantizer.
-            dq_dtype: dtype of the dequantized tensor; None for the dtype of x.
+            dq_dtype: dtype of the dequantized tensor; None for x's dtype.
             flatten_axis: Axis at which x is flattened to a matrix.
-            group_sizes: Rows of each group [G]; None for a stack.
+            group_sizes: Rows per group [G]; None for a stack.
         """
         check_values("x", x)
         for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
@@ -109,20 +109,20 @@ class GroupedQuantizer:
         over: tuple[str, ...] = (),
         aligned: bool = False,
     ) -> tuple[GroupedScaledTensor1x | ScaledTensor2x, Array | None]:
-        """Return the tensor, and the absolute maximum of every group or None, without a change of state.
+        """Quantize without a state change; return the tensor, and every group's absolute maximum or None.
 
-        Scales from maxima follow from the maxima over the mesh axes `over`. The returned maxima are those of this
-        device; `groups_advanced_together` reduces them.
+        Scales from maxima follow from the maxima over the mesh axes `over`. The returned maxima cover this device only;
+        `groups_advanced_together` reduces them.
 
         Args:
-            x: Rows of all groups [M, K], or a stack [G, ..].
-            group_sizes: Rows of each group [G]; None for a stack.
+            x: Rows in groups [M, K], or a stack [G, ..].
+            group_sizes: Rows per group [G]; None for a stack.
             is_rowwise: Return row-wise codes; None for the layout of the quantizer.
             is_colwise: Return column-wise codes; None for the layout of the quantizer.
-            dq_dtype: dtype of the dequantized tensor; None for the dtype of x.
+            dq_dtype: dtype of the dequantized tensor; None for x's dtype.
             flatten_axis: Axis at which x is flattened to a matrix.
             over: Manual mesh axes that shard the rows of the groups; maxima are reduced over them.
-            aligned: Whether the caller guarantees that all group_sizes are multiples of the format's block.
+            aligned: Whether the caller guarantees that each entry in group_sizes is a multiple of the format's block.
         """
         self._check(x, group_sizes, flatten_axis)
         options = (is_rowwise, is_colwise, dq_dtype, flatten_axis)
@@ -143,7 +143,7 @@ class GroupedQuantizer:
         return encode_rows(self.quantizer, x, group_sizes, directions, dtype, over, aligned), None
 
     def advanced(self, amaxes: Array | None) -> GroupedQuantizer:
-        """Return the quantizer of the next step; all groups advance in one operation."""
+        """Quantizer for the next step; all groups advance in one operation."""
         (following,) = groups_advanced_together((self,), (amaxes,))
         assert following is not None
         return following
@@ -174,7 +174,7 @@ class GroupedQuantizer:
         dq_dtype: Any,
         over: tuple[str, ...],
     ) -> tuple[Any, Array]:
-        """Quantize rows with one scale per group: codes = cast(x * multiplier of the row's group)."""
+        """Quantize rows with one scale per group: codes = cast(x * the row's group multiplier)."""
         quantizer: Any = self.quantizer
         delayed = isinstance(quantizer, DelayedScaleQuantizer)
         scaling = () if delayed else (quantizer.power_of_two, quantizer.epsilon)
@@ -202,7 +202,7 @@ class GroupedQuantizer:
         x: Array,
         dq_dtype: Any,
     ) -> GroupedScaledTensor1x | ScaledTensor2x:
-        """Return the quantized directions of x, with one scale per group."""
+        """Pack the quantized directions of x, with one scale per group."""
         dtype = x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype)
         codes, scale, amax = name_leaves((codes, scale, amax), self.quantizer.checkpoint_name)
         made = [
@@ -239,7 +239,7 @@ class GroupedQuantizer:
 
 
 def check_ungrouped(name: str, quantizers: Any) -> None:
-    """Raise TypeError unless this is a QuantizerSet of single tensors, for a product without groups."""
+    """Raise TypeError unless this is a single-tensor QuantizerSet, for a product without groups."""
     check_instance(name, quantizers, QuantizerSet)
     for member in ("x", "kernel", "dgrad"):
         quantizer = getattr(quantizers, member)
@@ -255,7 +255,7 @@ def groups_advanced_together(
     amaxes: Sequence[Array | None],
     over: tuple[str, ...] = (),
 ) -> tuple[GroupedQuantizer | None, ...]:
-    """Return the quantizers of the next step; states of equal shape and options advance in one operation.
+    """Quantizers for the next step; states with equal shape and options advance in one operation.
 
     Args:
         over: Manual mesh axes that shard the rows of the groups; the maxima are reduced over them.
@@ -271,7 +271,7 @@ def groups_advanced_together(
 def _of_devices(
     states: Sequence[Quantizer | None], amaxes: Sequence[Array | None], over: tuple[str, ...]
 ) -> list[Array | None]:
-    """Reduce the maxima that states read over mesh axes, in one exchange for all of them."""
+    """Reduce the maxima that states read over mesh axes, in a single exchange."""
     seen = {
         place: amax
         for place, (state, amax) in enumerate(zip(states, amaxes, strict=True))
@@ -286,7 +286,7 @@ def _of_devices(
 
 
 def _stacked(tensor: Any) -> Any:
-    """Return the tensor of `vmap` over quantizers as a grouped tensor."""
+    """Convert the tensor from `vmap` over quantizers to a grouped tensor."""
     if isinstance(tensor, ScaledTensor2x):
         parts: Any = (tensor.rowwise_tensor, tensor.colwise_tensor)
         return ScaledTensor2x(*(_stacked(part) for part in parts))

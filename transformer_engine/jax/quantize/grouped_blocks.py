@@ -1,10 +1,10 @@
-"""Block-scaled codes of rows in groups: every group is quantized as a separate matrix.
+"""Block-scaled codes for grouped rows: every group is quantized as a separate matrix.
 
-A block never covers rows of two groups: blocks along the rows begin at the first row of a group, and each group has its
-own second-level scale of NVFP4. Rows are therefore quantized in a padded layout. Every group begins at a multiple of
-the block and of the 32 rows that products load together; zeros fill the remaining rows. The padded layout omits rows
-after the last group, so they have no effect. Codes of blocks along the rows stay padded, since a Hadamard transform
-also moves values into the padding.
+A block never covers rows from two groups: blocks along the rows begin at a group's first row, and each group has its
+own NVFP4 second-level scale. Rows are therefore quantized in a padded layout. Every group begins at a multiple of both
+the block and the 32 rows that products load together; zeros fill the remaining rows. The padded layout omits rows after
+the last group, so they have no effect. Codes with blocks along the rows stay padded, since a Hadamard transform also
+moves values into the padding.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def encode_rows(
     """Quantize rows x [M, K] in groups with block scales.
 
     Args:
-        quantizer: Quantizer of one group.
-        x: Rows of all groups.
-        group_sizes: Rows of each group [G], with a sum of at most M.
+        quantizer: Quantizer for one group.
+        x: Rows in groups.
+        group_sizes: Rows per group [G], with a sum of at most M.
         directions: Whether to compute the row-wise and the column-wise codes.
         dtype: dtype of the dequantized tensor.
         over: Manual mesh axes that shard the rows of the groups.
-        aligned: Whether the caller guarantees that all group_sizes are multiples of the block.
+        aligned: Whether the caller guarantees that each entry in group_sizes is a multiple of the block.
     """
     spec = quantizer.spec(*directions)
     assert spec.tile is not None
@@ -81,6 +81,6 @@ def encode_rows(
 
 
 def _group_maxima(bits: Array, group: Array, groups: int) -> Array:
-    """Return the largest magnitude of each group's rows, float32 [G], from the magnitude bits of every row."""
+    """Largest magnitude among each group's rows, float32 [G], from the magnitude bits of every row."""
     belongs = group[None] == jnp.arange(groups)[:, None]
     return exact.float_of(jnp.where(belongs, bits[None], 0).max(axis=1, initial=0))

@@ -1,4 +1,4 @@
-"""Grouped tensors: codes and scales of ragged rows or of a stack of matrices, and their unquantized form."""
+"""Grouped tensors: codes and scales for ragged rows or a matrix stack, and their unquantized form."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .tensors import AbstractBaseTensor1x, ScaledTensor, ScaledTensor1x, ScaledT
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Mapping between M rows in groups and P padded rows, in which every group begins at a multiple of a block.
+    """Mapping between M grouped rows and P padded rows, in which every group begins at a multiple of a block.
 
     Attributes:
-        group: Group of every padded row, int32 [P]; G for rows of no group.
-        row: Index of the row that each padded row contains, int32 [P], M for padding; None: there is no padding.
-        padded_row: Index of the padded row of every row, int32 [M], P for rows after the last group; None likewise.
+        group: Group index for every padded row, int32 [P]; G for rows outside any group.
+        row: Row index that each padded row contains, int32 [P], M for padding; None: there is no padding.
+        padded_row: Padded index for every row, int32 [M], P for rows after the last group; None likewise.
     """
 
     group: Array
@@ -34,16 +34,16 @@ class RowLayout:
     padded_row: Array | None = None
 
     def pad(self, x: Array) -> Array:
-        """Return the padded array of rows [M, ..]; zeros fill the padding."""
+        """Pad rows [M, ..]; zeros fill the padding."""
         return x if self.row is None else jnp.take(x, self.row, 0, mode="fill", fill_value=0)
 
     def unpad(self, x: Array) -> Array:
-        """Return the rows of a padded array [P, ..]; zeros for rows after the last group."""
+        """Extract the rows from a padded array [P, ..]; zeros for rows after the last group."""
         return x if self.padded_row is None else jnp.take(x, self.padded_row, 0, mode="fill", fill_value=0)
 
 
 def row_layout(group_sizes: Array, rows: int, block: int) -> RowLayout:
-    """Return the layout of M rows in which the groups begin at multiples of a block.
+    """Lay out M rows so that the groups begin at multiples of a block.
 
     It has P = (M // block + G) * block rows, which suffice for any sizes with a sum of at most M.
     """
@@ -82,20 +82,20 @@ def to_rows(values: Array, group: Array) -> Array:
 )
 @dataclass
 class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
-    """Codes and scales of one direction of all groups.
+    """Codes and scales in one direction for all groups.
 
     Attributes:
         data: Codes as in ScaledTensor1x; the groups are the first axis of a stack. With blocks along ragged rows, every
-            group begins at a multiple r of the block and of 32, among (M // r + G) * r rows.
-        scale_inv: float32 [G] with one scale per group, otherwise as in ScaledTensor1x, of the blocks of data.
+            group begins at a common multiple r of the block and 32, among (M // r + G) * r rows.
+        scale_inv: float32 [G] with one scale per group, otherwise as in ScaledTensor1x, for data's blocks.
         amax: Absolute maxima, [G] with one scale per group, or one second-level scale per group.
         group_sizes: Rows per group, int32 [G]; None for a stack.
-        original_shape: Shape [M, K] of grouped rows; None: that of data.
-        first_dims: Argument of the constructor: another name of group_sizes.
-        last_dims: Argument of the constructor: group_sizes of transposed data.
-        pre_swizzled: Argument of the constructor: False, since products swizzle the scales.
+        original_shape: Shape [M, K] for grouped rows; None: data's shape.
+        first_dims: Constructor argument: another name for group_sizes.
+        last_dims: Constructor argument: group_sizes of transposed data.
+        pre_swizzled: Constructor argument: False, since products swizzle the scales.
 
-    The other arguments are those of `ScaledTensor1x`.
+    The other arguments are as in `ScaledTensor1x`.
     """
 
     data: Array
@@ -130,12 +130,12 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
     @property
     def first_dims(self) -> Array | None:
-        """Extents of the groups along the first axis of data; None where they are equal."""
+        """Group extents along data's first axis; None where they are equal."""
         return None if self.data_layout == "T" else self.group_sizes
 
     @property
     def last_dims(self) -> Array | None:
-        """Extents of the groups along the last axis of data; None where they are equal."""
+        """Group extents along data's last axis; None where they are equal."""
         return self.group_sizes if self.data_layout == "T" else None
 
     @property
@@ -144,7 +144,7 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape [M, K] of grouped rows, or shape of the stack, in the original order of axes."""
+        """Shape [M, K] for grouped rows, or the stack's shape, in the original axis order."""
         if self.original_shape is not None:
             return self.original_shape
         if self.data_layout != "T":
@@ -165,18 +165,18 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
     @property
     def codes(self) -> Array:
-        """Codes [M, K] of grouped rows; the data of a stack, [G, columns, rows] with data_layout "T"."""
+        """Codes [M, K] for grouped rows; a stack's data, [G, columns, rows] with data_layout "T"."""
         return self.data.T if self.group_sizes is not None and self.data_layout == "T" else self.data
 
     def operand(self) -> Operand:
-        """Return the codes with the contracted axis last: [rows, K], or [G, rows, K] of a stack."""
+        """Codes with the contracted axis last: [rows, K], or [G, rows, K] for a stack."""
         if self.group_sizes is not None:
             return self._one(self.data, self.scale_inv, self.amax).operand()
         each: Any = jax.vmap(lambda *leaves: self._one(*leaves).operand())
         return each(self.data, self.scale_inv, self.amax)
 
     def dequantize(self) -> Array:
-        """Return the values in dq_dtype: [M, K], or the stack."""
+        """Compute the values in dq_dtype: [M, K], or the stack."""
         if self.group_sizes is None:
             values: Any = jax.vmap(lambda *leaves: self._one(*leaves).values(self.dq_dtype))
             return values(self.data, self.scale_inv, self.amax)
@@ -187,7 +187,7 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         return exact.scaled(codes.astype(jnp.float32), scales[:, None]).astype(self.dq_dtype)
 
     def _rows_of_blocks(self, group_sizes: Array) -> Array:
-        """Return the values [M, K] of rows with block scales; see `grouped_blocks.encode_rows`."""
+        """Compute the values [M, K] from rows with block scales; see `grouped_blocks.encode_rows`."""
         form = self.scaling_mode.format
         assert form is not None
         form = form.columnwise if self.is_colwise else form
@@ -219,15 +219,15 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 )
 @dataclass
 class GroupedNoScaleTensor(AbstractBaseTensor1x):
-    """Groups of unquantized values, with the interface of quantized groups.
+    """Unquantized value groups, with the quantized groups' interface.
 
     Args:
-        data: Rows of all groups, or a stack with the groups as first axis.
+        data: Rows in groups, or a stack with the groups as first axis.
         amax: Absolute maxima, or None.
         first_dims: Rows per group, int32 [G]; None for a stack.
-        last_dims: Columns per group of groups along the last axis, or None.
-        original_shape: Shape of the values, by default that of data.
-        group_sizes: Former name of first_dims, read if first_dims is None.
+        last_dims: Columns per group for groups along the last axis, or None.
+        original_shape: Shape of the values, by default data's shape.
+        group_sizes: Former name for first_dims, read if first_dims is None.
     """
 
     data: Array
@@ -247,7 +247,7 @@ class GroupedNoScaleTensor(AbstractBaseTensor1x):
 
     @property
     def group_sizes(self) -> Array | None:
-        """Extents of the groups, int32 [G]; None for a stack."""
+        """Group extents, int32 [G]; None for a stack."""
         return self.last_dims if self.first_dims is None else self.first_dims
 
     @property

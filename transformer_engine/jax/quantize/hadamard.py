@@ -1,4 +1,4 @@
-"""The random Hadamard transform of NVFP4's column direction, and its matrix."""
+"""The random Hadamard transform for NVFP4's column direction, and its matrix."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..primitives.quantize.hadamard import GROUP, SIGNS
 
 
 def apply_rht(x: Array, inverse: bool = False) -> Array:
-    """Return y [..., 16 n] = (x * signs) @ H / 4 in groups of 16, or the inverse, in x's dtype.
+    """Compute y [..., 16 n] = (x * signs) @ H / 4 in 16-element groups, or the inverse, in x's dtype.
 
     Args:
         x: Values [.., 16 n].
         inverse: Whether to apply the inverse.
 
     Raises:
-        TypeError: x is not an array of values.
-        ValueError: The last axis of x does not consist of groups of 16.
+        TypeError: x is not a value array.
+        ValueError: The last axis of x does not consist of 16-element groups.
     """
     check_values("x", x)
     switch("inverse", inverse)
@@ -31,12 +31,12 @@ def apply_rht(x: Array, inverse: bool = False) -> Array:
 
 
 def get_wgrad_sign_vector() -> Array:
-    """Return the 16 signs, float32."""
+    """The 16 signs, float32."""
     return jnp.asarray(np.asarray(SIGNS, np.float32))
 
 
 def get_rht_matrix() -> Array:
-    """Return diag(signs) @ H / 4 [16, 16] in bfloat16: x @ matrix transforms a group."""
+    """Compute diag(signs) @ H / 4 [16, 16] in bfloat16: x @ matrix transforms a group."""
     rows = np.arange(GROUP)
     ones = np.vectorize(lambda n: bin(n).count("1"))(rows[:, None] & rows[None, :])
     return jnp.asarray((np.asarray(SIGNS)[:, None] * (-1.0) ** ones) / 4, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Quantizers: tensor [*rows, *columns] -> codes and scales, and the next state of delayed scaling.
+"""Quantizers: tensor [*rows, *columns] -> codes and scales, and the next delayed-scaling state.
 
 Quantizers are pytrees whose leaves are their state, and have mutable methods for compatibility with the original.
 Differentiation rules use the methods without side effects: `encode` and `advanced`.
@@ -71,11 +71,11 @@ class Quantizer:
     """One way to quantize tensors.
 
     Args:
-        q_dtype: dtype of the codes.
-        scaling_mode: Scaling mode, which determines the format and the source of the scales.
+        q_dtype: Code dtype.
+        scaling_mode: Scaling mode, which determines the format and the scale source.
         q_layout: Directions that are quantized.
         data_layout: Two letters, for the row-wise and the column-wise codes: "N" not transposed, "T" transposed.
-        checkpoint_name: Name of the codes and scales for recomputation policies; None gives no name.
+        checkpoint_name: Code and scale name for recomputation policies; None sets no name.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ()
@@ -101,8 +101,8 @@ class Quantizer:
             x: Values.
             is_rowwise: Whether to compute the row direction; None: as in q_layout.
             is_colwise: Whether to compute the column direction; None: as in q_layout.
-            dq_dtype: dtype of the dequantized values, by default that of x.
-            flatten_axis: First axis of the columns.
+            dq_dtype: dtype of the dequantized values, by default x's dtype.
+            flatten_axis: First column axis.
             over: Manual mesh axes whose devices share the maximum.
 
         Raises:
@@ -118,12 +118,12 @@ class Quantizer:
         flatten_axis: int = -1, over: tuple[str, ...] = (),
         maxima: tuple[Array | None, Array | None] = (None, None),
     ) -> tuple[ScaledTensor, Array | None]:  # fmt: skip
-        """Return the tensor and its absolute maximum or None, without a change of state.
+        """Quantize without a state change; return the tensor and its absolute maximum or None.
 
-        The other arguments are those of `Quantizer.quantize`.
+        The other arguments are as in `Quantizer.quantize`.
 
         Args:
-            maxima: NVFP4: absolute maxima of the row-wise and column-wise direction; None: they are measured.
+            maxima: NVFP4: absolute maxima for the row-wise and column-wise direction; None: they are measured.
         """
         check_values("x", x)
         for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
@@ -139,19 +139,19 @@ class Quantizer:
         return self._tensors(made, spec, x.shape, dtype, axis), made.amax
 
     def directions(self, is_rowwise: bool | None, is_colwise: bool | None) -> tuple[bool, bool]:
-        """Return (row-wise, column-wise); None: as in q_layout."""
+        """Resolve to (row-wise, column-wise); None: as in q_layout."""
         rowwise = self.q_layout.has_rowwise if is_rowwise is None else is_rowwise
         colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
         return rowwise, colwise
 
     def cast(self) -> Cast | None:
-        """Return the cast with which an operation quantizes its own result as `encode` does, or None if unsupported."""
+        """The cast with which an operation quantizes its own result as `encode` does, or None if unsupported."""
         return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise))
 
     def from_codes(
         self, made: primitive.Quantized, shape: tuple[int, ...], dtype: Any, flatten_axis: int
     ) -> tuple[ScaledTensor, Array | None]:
-        """Return the result of `encode` for a result [*shape] that its operation has quantized by `cast`."""
+        """Build `encode`'s result for a result [*shape] that its operation has quantized by `cast`."""
         cast = self.cast()
         assert cast is not None, "the operation has used the cast"
         axis = positive_axis(flatten_axis, len(shape))
@@ -160,7 +160,7 @@ class Quantizer:
     def _tensors(
         self, made: primitive.Quantized, spec: QuantizeSpec, shape: tuple[int, ...], dtype: Any, axis: int
     ) -> ScaledTensor:
-        """Return the codes of a matrix as tensors of its array [*shape], whose columns begin at axis."""
+        """Pack a matrix's codes as tensors for its array [*shape], whose columns begin at axis."""
         tensors: list[ScaledTensor1x] = []
         if spec.rowwise:
             assert made.codes is not None and made.scale is not None
@@ -179,17 +179,17 @@ class Quantizer:
         """Advance the state by one step; no effect without a state."""
 
     def advanced(self, amax: Array | None) -> Quantizer:
-        """Return the quantizer of the next step."""
+        """Quantizer for the next step."""
         return self
 
     def get_data_layout(self) -> str:
-        """Return the data_layout of the quantized directions."""
+        """data_layout for the quantized directions."""
         if self.q_layout is QuantizeLayout.ROWWISE:
             return self.data_layout[0]
         return self.data_layout[1] if self.q_layout is QuantizeLayout.COLWISE else self.data_layout
 
     def spec(self, rowwise: bool, colwise: bool) -> QuantizeSpec:
-        """Return the settings for the quantization primitive."""
+        """Settings for the quantization primitive."""
         form = self.scaling_mode.format
         if form is None:
             raise ValueError(f"scaling_mode={self.scaling_mode} does not quantize; choose another mode")
@@ -206,7 +206,7 @@ class Quantizer:
         return {}
 
     def _primitive_arguments(self, x: Array, axis: int) -> dict[str, Any]:
-        """Return the keyword arguments of the quantization primitive."""
+        """Keyword arguments for the quantization primitive."""
         return {}
 
     def _tensor(
@@ -261,9 +261,9 @@ class DelayedScaleQuantizer(Quantizer):
     Args:
         margin: Powers of two that the scale stays below the largest code.
         amax_compute_algo: The maximum of the history, or its latest element.
-        scale: Multiplier of the values, float32 [1], initially 1. Kernels read 0 as 1, because JAX returns 0 as the
-            gradient of a state that a step did not use.
-        amax_history: Maxima of earlier steps, float32 [length], by default 1024 zeros.
+        scale: Multiplier of the values, float32 [1], initially 1. Kernels read 0 as 1, because JAX returns a zero
+            gradient for a state that a step did not use.
+        amax_history: Maxima from earlier steps, float32 [length], by default 1024 zeros.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("scale", "amax_history")
@@ -301,7 +301,7 @@ class DelayedScaleQuantizer(Quantizer):
 @_register
 @dataclass
 class BlockScaleQuantizer(Quantizer):
-    """One scale per block: MXFP8, and FP8 in blocks of 1 x 128 or 128 x 128.
+    """One scale per block: MXFP8, and FP8 in 1 x 128 or 128 x 128 blocks.
 
     Args:
         power_of_two: Whether scales are rounded down to powers of two, in FP8 blocks.
@@ -364,7 +364,7 @@ class NVFP4Quantizer(Quantizer):
 def advanced_together(
     quantizers: Sequence[Quantizer | None], amaxes: Sequence[Array | None]
 ) -> tuple[Quantizer | None, ...]:
-    """Return the quantizers of the next step; equal kinds of states advance in one operation."""
+    """Quantizers for the next step; states with the same signature advance in one operation."""
     following = list(quantizers)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for place, quantizer in enumerate(quantizers):
@@ -390,14 +390,14 @@ def advanced_together(
 @jax.tree_util.register_pytree_node_class
 @dataclass(eq=False)
 class QuantizerSet:
-    """The quantizers of a linear layer's input, kernel and output gradient; None: not quantized.
+    """Quantizers for a linear layer's input, kernel and output gradient; None: not quantized.
 
     Each is a Quantizer, or for grouped products a GroupedQuantizer.
 
     Args:
-        x: Quantizer of the input.
-        kernel: Quantizer of the kernel.
-        dgrad: Quantizer of the output's gradient.
+        x: Input quantizer.
+        kernel: Kernel quantizer.
+        dgrad: Output-gradient quantizer.
     """
 
     x: Any
@@ -413,7 +413,7 @@ class QuantizerSet:
 
     @property
     def is_noop(self) -> bool:
-        """Return whether nothing is quantized."""
+        """Whether nothing is quantized."""
         return self.x is None and self.kernel is None and self.dgrad is None
 
     def __eq__(self, other: object) -> bool:
@@ -428,7 +428,7 @@ noop_quantizer_set = QuantizerSet(None, None, None)
 
 
 def as_cotangent(tree: Any) -> Any:
-    """Return a state as the cotangent of an earlier one: leaves that are not floats (random keys) have none."""
+    """Convert a state to an earlier state's cotangent: leaves that are not floats (random keys) have none."""
 
     def leaf(value: Array) -> Any:
         return (

@@ -1,6 +1,6 @@
-"""Table of the recipes: scaling modes and options of the three tensors, state, and required compute capability.
+"""Recipe table: scaling modes and options for the three tensors, state, and required compute capability.
 
-No other module of transformer_engine.jax depends on the class of a recipe.
+No other transformer_engine.jax module depends on a recipe's class.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ X, KERNEL, DGRAD = TensorSource.X, TensorSource.KERNEL, TensorSource.DGRAD
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """Properties of one class of recipe.
+    """Properties of one recipe class.
 
     Attributes:
         name: Name on command lines, as in transformer_engine.pytorch.
-        recipe: Class of the recipe.
+        recipe: Recipe class.
         modes: (recipe, source) -> scaling mode of the tensor.
-        options: (recipe, source) -> further arguments of the tensor's quantizer.
-        needs: Capability of the hardware that supports the recipe.
+        options: (recipe, source) -> further arguments for the tensor's quantizer.
+        needs: Hardware capability that supports the recipe.
         check: Raises ValueError for settings that transformer_engine.jax does not support.
-        stateful: Whether quantizers have scales and histories of maxima as state.
+        stateful: Whether quantizers have scales and amax histories as state.
         random: recipe -> whether gradients are rounded stochastically.
     """
 
@@ -71,7 +71,7 @@ def _check_delayed(recipe: recipes.DelayedScaling) -> None:
 
 
 def _params(recipe: Any, source: TensorSource) -> recipes.QParams:
-    """Return the options of a tensor in a recipe that has them for each tensor."""
+    """Options for a tensor in a recipe that has per-tensor options."""
     if isinstance(recipe, recipes.NVFP4BlockScaling):
         params = (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight, recipe.fp4_quant_bwd_grad)
     else:
@@ -106,12 +106,12 @@ def _nvfp4_mode(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> Scal
 
 
 def _concerns(scope: str, source: TensorSource) -> bool:
-    """Return whether a scope of the recipe's 4over6 holds for a tensor; no scope holds for gradients."""
+    """Whether a scope in the recipe's 4over6 holds for a tensor; no scope holds for gradients."""
     return source is not DGRAD and scope in ("all", "weights" if source is KERNEL else "activations")
 
 
 def _four_over_six(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> str:
-    """Return the error metric by which 4over6 selects scales for a tensor; empty if 4over6 is off."""
+    """Error metric by which 4over6 selects scales for a tensor; empty if 4over6 is off."""
     return recipe.nvfp4_4over6_err_mode if _concerns(recipe.nvfp4_4over6, source) else ""
 
 
@@ -200,7 +200,7 @@ QUANTIZERS: dict[ScalingMode, type[Quantizer]] = {
 
 
 def family_of(recipe: recipes.Recipe) -> RecipeFamily:
-    """Return the family of a recipe or of a subclass.
+    """Look up the family of a recipe or recipe subclass.
 
     Raises:
         ValueError: The recipe has no family, as a custom recipe.
@@ -215,10 +215,10 @@ def family_of(recipe: recipes.Recipe) -> RecipeFamily:
 
 
 def checked_family(recipe: recipes.Recipe) -> RecipeFamily:
-    """Return the family of a recipe.
+    """Look up a recipe's family and check its settings.
 
     Raises:
-        ValueError: transformer_engine.jax does not support the recipe or one of its settings.
+        ValueError: transformer_engine.jax does not support the recipe or a recipe setting.
     """
     family = family_of(recipe)
     override = getattr(recipe, "backward_override", None)
@@ -232,13 +232,13 @@ def checked_family(recipe: recipes.Recipe) -> RecipeFamily:
 
 
 def element_types(recipe: recipes.Recipe) -> tuple[Any, Any]:
-    """Return the dtypes of the codes in the forward and the backward pass."""
+    """Code dtypes in the forward and the backward pass."""
     form = recipe.fp4_format if isinstance(recipe, recipes.NVFP4BlockScaling) else recipe.fp8_format
     return format_dtypes(form)
 
 
 def format_dtypes(form: recipes.Format | None) -> tuple[Any, Any]:
-    """Return the dtypes of a Format's codes in the forward and the backward pass; bfloat16 for None."""
+    """Code dtypes for a Format in the forward and the backward pass; bfloat16 for None."""
     table = {
         None: (jnp.bfloat16, jnp.bfloat16),
         recipes.Format.E4M3: (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
@@ -260,14 +260,14 @@ def make_quantizer(
     checkpoint_name: str | None,
     **state: Any,
 ) -> Quantizer:
-    """Create the quantizer of one tensor of a linear layer.
+    """Create the quantizer for one tensor in a linear layer.
 
     Args:
         recipe: recipes.Recipe of the layer.
         source: The tensor.
         layout: Stored directions.
-        checkpoint_name: Name of the codes and scales for recomputation policies.
-        **state: State of the quantizer, by the names of its fields.
+        checkpoint_name: Code and scale name for recomputation policies.
+        **state: Quantizer state, by field names.
 
     Raises:
         ValueError: As in `checked_family`.
@@ -287,7 +287,7 @@ def make_quantizer(
 
 
 def unsupported_reason(family: RecipeFamily, gpu_id: int = 0) -> str | None:
-    """Return the reason why this machine supports a recipe neither in hardware nor by emulation, or None."""
+    """Reason why this machine supports a recipe neither in hardware nor by emulation, or None."""
     if is_emulating():
         return None
     gpu, name = hardware(gpu_id), family.recipe.__name__

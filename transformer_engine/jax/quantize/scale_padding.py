@@ -1,6 +1,6 @@
-"""Scales of blocks with the padding that matrix instructions read: 128 rows of a matrix, and 4 blocks along K.
+"""Block scales with the padding that matrix instructions read: 128 matrix rows, and 4 blocks along K.
 
-Tensors of this package store scales without padding.
+Tensors in this package store scales without padding.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def apply_padding_to_scale_inv(
     """Append zero bits to block scales, up to multiples of 128 rows and 4 blocks.
 
     Args:
-        scale_inv: Scales without padding; those of a whole tensor are returned unchanged.
+        scale_inv: Scales without padding; per-tensor scales are returned unchanged.
         scaling_mode: Format of the scales.
         data_shape: Shape of the quantized array.
         is_colwise: Whether the scales belong to columns.
         flatten_axis: Axis at which data is flattened to a matrix.
 
     Raises:
-        ValueError: `scale_inv` does not have the shape of the scales.
+        ValueError: `scale_inv` does not have the expected scale shape.
     """
     shape = _shape(scale_inv, scaling_mode, data_shape, is_colwise, flatten_axis)
     if shape is None:
@@ -54,7 +54,7 @@ def remove_padding_from_scale_inv(
     scale_inv: Array, scaling_mode: ScalingMode, data_shape: Sequence[int], is_colwise: bool = False,
     flatten_axis: int = -1,
 ) -> Array:  # fmt: skip
-    """Slice the block scales of an array from padded ones; the inverse of `apply_padding_to_scale_inv`.
+    """Slice an array's block scales from padded ones; the inverse of `apply_padding_to_scale_inv`.
 
     Args:
         scale_inv: Scales with or without padding.
@@ -79,7 +79,7 @@ def remove_padding_from_scale_inv(
 def _shape(
     scale_inv: Array, mode: ScalingMode, data_shape: Sequence[int], is_colwise: bool, flatten_axis: int
 ) -> tuple[int, int] | None:
-    """Shape of scales without padding; None for one scale per tensor."""
+    """Scale shape without padding; None for one scale per tensor."""
     check_array("scale_inv", scale_inv)
     member("scaling_mode", mode, ScalingMode)
     switch("is_colwise", is_colwise)

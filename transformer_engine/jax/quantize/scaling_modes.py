@@ -1,4 +1,4 @@
-"""Enumerations of quantization: scaling modes, directions, usages and sources of tensors."""
+"""Quantization enumerations: scaling modes, directions, usages and tensor sources."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ScalingMode(enum.Enum):
     BLOCK_1D_SCALING = 100
     BLOCK_2D_SCALING = 101
     MXFP8_2D_SCALING = 102
-    # NVFP4 with block scales of at most 256, as 4over6 requires, and with one second-level scale per row.
+    # NVFP4 with block scales up to 256, as 4over6 requires, and with one second-level scale per row.
     NVFP4_1D_256_SCALING = 103
     NVFP4_2D_256_SCALING = 104
     NVFP4_ROWS_SCALING = 105
@@ -42,7 +42,7 @@ class ScalingMode(enum.Enum):
 
     @property
     def format(self) -> TensorFormat | None:
-        """Format of the codes and scales; None without scaling."""
+        """Code and scale format; None without scaling."""
         return _FORMATS[self]
 
     @property
@@ -58,7 +58,7 @@ class ScalingMode(enum.Enum):
 
     @property
     def data_layout(self) -> str:
-        """ "NT" if the column-wise codes are stored transposed, "NN" if they have the layout of the row-wise ones."""
+        """ "NT" if the column-wise codes are stored transposed, "NN" if they have the row-wise layout."""
         return "NN" if self.format == MXFP8 else "NT"
 
     @property
@@ -68,7 +68,7 @@ class ScalingMode(enum.Enum):
 
     @property
     def is_nvfp4_scaling(self) -> bool:
-        """Whether the format is NVFP4 or one of its variants."""
+        """Whether the format is NVFP4 or an NVFP4 variant."""
         return self.format in NVFP4_FORMATS.values()
 
     @property
@@ -77,19 +77,19 @@ class ScalingMode(enum.Enum):
         return self.data_layout[1] == "T"
 
     def is_1d_block_scaling(self) -> bool:
-        """Return whether the elements that share a scale are in one row or one column."""
+        """Whether the elements that share a scale are in one row or one column."""
         return self.is_block_scaling() and not self.is_2d
 
     def is_tensor_scaling(self) -> bool:
-        """Return whether the whole tensor shares one scale."""
+        """Whether the whole tensor shares one scale."""
         return self in (self.DELAYED_TENSOR_SCALING, self.CURRENT_TENSOR_SCALING)
 
     def is_block_scaling(self) -> bool:
-        """Return whether each block of elements has a scale."""
+        """Whether each element block has a scale."""
         return self is not self.NO_SCALING and not self.is_tensor_scaling()
 
     def get_scale_dtype(self) -> Any:
-        """Return the dtype of scale_inv.
+        """Dtype for scale_inv.
 
         Raises:
             ValueError: The mode is NO_SCALING.
@@ -99,13 +99,13 @@ class ScalingMode(enum.Enum):
         return _SCALE_DTYPES[self.format.scale]
 
     def get_compatible_q_dtypes(self) -> tuple[Any, ...]:
-        """Return the dtypes of the data: those of the codes, or the high-precision dtypes without scaling."""
+        """Data dtypes: the code dtypes, or the high-precision dtypes without scaling."""
         if self.format is None:
             return jnp.float32, jnp.bfloat16, jnp.float16
         return tuple(_CODE_DTYPES[name] for name in self.format.elements)
 
     def get_quantize_layout(self, usage: TensorUsage) -> QuantizeLayout:
-        """Return the direction that a matrix product reads for a usage: ROWWISE or COLWISE.
+        """Direction that a matrix product reads for a usage: ROWWISE or COLWISE.
 
         Every product contracts the last axis of both operands, so LHS and RHS_TRANS read the row-wise codes.
         """
@@ -136,7 +136,7 @@ _FORMATS: dict[ScalingMode, TensorFormat | None] = {
 
 
 class QuantizeLayout(enum.Enum):
-    """Directions of a quantized tensor that are stored."""
+    """Directions that a quantized tensor stores."""
 
     ROWWISE = 0
     COLWISE = 1
@@ -164,7 +164,7 @@ class QuantizeLayout(enum.Enum):
 
 
 class TensorUsage(enum.Enum):
-    """Operand of a matrix product that a tensor is, and whether it is transposed."""
+    """Which matrix-product operand a tensor is, and whether it is transposed."""
 
     LHS = 0
     LHS_TRANS = 1
@@ -173,7 +173,7 @@ class TensorUsage(enum.Enum):
 
 
 class TensorSource(enum.Enum):
-    """The quantized tensors of a linear layer: input, kernel, and gradient of the output."""
+    """A linear layer's quantized tensors: input, kernel, and output gradient."""
 
     X = 0
     KERNEL = 1
@@ -181,7 +181,7 @@ class TensorSource(enum.Enum):
 
 
 class AmaxComputeAlgo(enum.Enum):
-    """Element of the history of maxima that determines the scale."""
+    """Amax history element that determines the scale."""
 
     MAX = "max"
     MOST_RECENT = "most_recent"
@@ -190,10 +190,10 @@ class AmaxComputeAlgo(enum.Enum):
 def should_use_rht(
     scaling_mode: ScalingMode, is_colwise: bool | None = None, q_layout: QuantizeLayout | None = None
 ) -> bool:
-    """Return whether the NVFP4 recipe applies the random Hadamard transform (RHT) before it quantizes.
+    """Whether the NVFP4 recipe applies the random Hadamard transform (RHT) before it quantizes.
 
-    The recipe transforms column-wise codes with 1-D blocks of inputs and gradients, unless its disable_rht is True. The
-    setting of one quantizer is its `use_rht`.
+    The recipe transforms column-wise codes with 1-D blocks for inputs and gradients, unless its disable_rht is True.
+    The setting of one quantizer is its `use_rht`.
 
     Args:
         scaling_mode: Scaling mode.
@@ -201,7 +201,7 @@ def should_use_rht(
         q_layout: Directions instead of is_colwise; only QuantizeLayout.COLWISE is column-wise.
 
     Raises:
-        ValueError: Both of is_colwise and q_layout are given, or neither.
+        ValueError: Both is_colwise and q_layout are passed, or neither.
     """
     member("scaling_mode", scaling_mode, ScalingMode)
     if (is_colwise is None) is (q_layout is None):

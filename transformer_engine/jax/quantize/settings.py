@@ -1,4 +1,4 @@
-"""Checks and conversions of the settings of quantizers, and the scale of delayed scaling."""
+"""Checks and conversions for quantizer settings, and the delayed-scaling scale."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ELEMENTS: dict[Any, Element] = {
 
 
 def element_of(dtype: Any) -> Element:
-    """Return the element type of a dtype of codes; raise ValueError for another dtype."""
+    """Element type for a code dtype; raise ValueError for another dtype."""
     found = check_dtype("q_dtype", dtype)
     element = _ELEMENTS.get(found)
     if element is None:
@@ -56,7 +56,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 
 
 def _check_state(name: str, value: Any, kind: Any) -> None:
-    """Raise TypeError or ValueError unless a state is an array of this kind of numbers with at least one axis."""
+    """Raise TypeError or ValueError unless a state is an array with this number type and at least one axis."""
     check_array(name, value)
     if not jnp.issubdtype(value.dtype, kind) or jnp.dtype(value.dtype).itemsize < 2 or not value.ndim:
         wanted = "float32" if kind is jnp.floating else "uint32, such as jax.random.key_data(key)"
@@ -80,7 +80,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def key_of(words: Array) -> Array:
-    """Return the random key of raw data: the data of a `jax.random` key, or any number of words, which are all used."""
+    """Build the random key from raw data: a `jax.random` key's data, or any number of words, which are all used."""
     words = words.reshape(-1).astype(jnp.uint32)
     size = jax.random.key_data(jax.random.key(0)).size
     if words.size == size:
@@ -94,13 +94,13 @@ def key_of(words: Array) -> Array:
 def compute_scale_from_amax(
     amax: Array, q_dtype: Any, margin: float = 0.0, scale: Array | None = None
 ) -> Array:
-    """Return the scale of delayed scaling, (max of q_dtype / amax) / 2^margin, as float32 [1].
+    """Compute the delayed-scaling scale, (max of q_dtype / amax) / 2^margin, as float32 [1].
 
     Args:
-        amax: Absolute maximum, a number or an array of one.
-        q_dtype: dtype of the codes.
+        amax: Absolute maximum, a number or a one-element array.
+        q_dtype: Code dtype.
         margin: Exponent of the margin.
-        scale: Result if amax is 0, infinite or NaN, with 1 in place of 0; None means 1.
+        scale: Result if amax is 0, infinite or NaN, with 1 replacing 0; None means 1.
     """
     exponent("margin", margin)
     amax = _one_number("amax", amax)
@@ -112,7 +112,7 @@ def compute_scale_from_amax(
 
 
 def _one_number(name: str, value: Any) -> Array:
-    """Return a number as float32 [1]; raise TypeError unless value is one real number, or an array of one."""
+    """Convert a number to float32 [1]; raise TypeError unless value is one real number, or a one-element array."""
     dtype = getattr(value, "dtype", None)
     kinds = (jnp.floating, jnp.integer)
     real = isinstance(value, Real) if dtype is None else any(jnp.issubdtype(dtype, kind) for kind in kinds)

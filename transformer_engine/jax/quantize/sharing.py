@@ -1,7 +1,7 @@
 """States that are read several times in a step, by shared kernels, in micro-batches or under a scan, or on devices.
 
 In shard_map with `check_vma=True`, JAX requires that a gradient varies over the same mesh axes as its argument. The
-gradient of a parameter that all devices share is a sum: the transpose of the cast that makes the parameter vary. The
+gradient for a parameter that all devices share is a sum: the transposed cast that makes the parameter vary. The
 gradient of a state, its next state, is not a sum; next states merge as in `fan_out`.
 """
 
@@ -29,14 +29,14 @@ _SCALE, _HISTORY = "_scale", "_amax_history"  # how the leaves of a collection e
 
 
 def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
-    """Return n copies of a quantizer set, of a quantizer, or of a model's state, one for each use within a step.
+    """Copy a quantizer set, a quantizer, or a model's state n times, one copy for each use within a step.
 
-    The cotangent of a quantizer is its next state. JAX adds the cotangents of an argument that is used several times,
-    but a sum of scales is not a scale. The next states of copies merge instead: the larger amax, hence the smaller
-    scale. Unused copies do not count; if none is used, the state does not change.
+    The cotangent of a quantizer is its next state. JAX adds the cotangents for an argument that is used several times,
+    but added scales are not a scale. The next states of copies merge instead: the larger amax, hence the smaller scale.
+    Unused copies do not count; if none is used, the state does not change.
 
     Args:
-        quantizer_set: Quantizers, or the variables {"fp8_metas": ..} of a model that is applied several times.
+        quantizer_set: Quantizers, or the variables {"fp8_metas": ..} for a model that is applied several times.
         n: Number of copies.
 
     Raises:
@@ -55,7 +55,7 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
                 f"quantizer_set holds {', '.join(names)}, not all of which are states of quantizers; give the "
                 'collections of states alone, {"fp8_metas": variables["fp8_metas"]}'
             )
-        # The element type of the codes does not matter: nothing is quantized here.
+        # The code element type does not matter: nothing is quantized here.
         states = tuple(
             DelayedScaleQuantizer(
                 jnp.dtype(jnp.float8_e4m3fn), scale=leaves[scale], amax_history=leaves[history]
@@ -77,7 +77,7 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
 
 
 def pairs_of_leaves(collections: Any) -> list[tuple[int, int]] | None:
-    """Return the places of every scale and its history among the leaves, or None if there are leaves without a pair."""
+    """Indices of every scale and its history among the leaves, or None if there are leaves without a pair."""
     names = [
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree_util.tree_flatten_with_path(collections)[0]
@@ -95,7 +95,7 @@ def pairs_of_leaves(collections: Any) -> list[tuple[int, int]] | None:
 
 
 def one_and_rest(quantizer_set: State) -> tuple[State, State]:
-    """Return two copies: the first for a product, the second for possible later uses.
+    """Copy twice: the first copy for a product, the second for possible later uses.
 
     If the second is not used, the next state of the first is the result, and its kernel can update the state in place.
     """
@@ -104,7 +104,7 @@ def one_and_rest(quantizer_set: State) -> tuple[State, State]:
 
 @functools.cache
 def _copies(n: int, certain: bool) -> Any:
-    """Return state -> n copies, whose cotangents merge; an unused copy costs nothing.
+    """Build state -> n copies, whose cotangents merge; an unused copy costs nothing.
 
     Args:
         certain: Whether every copy whose cotangent is not a symbolic zero was used; otherwise its values decide.
@@ -126,7 +126,7 @@ def _copies(n: int, certain: bool) -> Any:
 
 
 def _by_quantizer(function: Callable[..., Any], *states: Any) -> Any:
-    """Apply a function to corresponding quantizers of equal structures: sets, tuples, or single quantizers."""
+    """Apply a function to corresponding quantizers in equal structures: sets, tuples, or single quantizers."""
     if isinstance(states[0], QuantizerSet):
         parts = zip(*((state.x, state.kernel, state.dgrad) for state in states), strict=True)
         return QuantizerSet(*(function(*each) for each in parts))
@@ -136,7 +136,7 @@ def _by_quantizer(function: Callable[..., Any], *states: Any) -> Any:
 
 
 def over_devices(quantizer_set: Devices, axes: tuple[str, ...], merges: bool) -> Devices:
-    """Return a quantizer set, or quantizer, for use inside shard_map, with the gradient of one state.
+    """Wrap a quantizer set, or quantizer, for use inside shard_map, with the gradient of one state.
 
     Args:
         quantizer_set: The set or quantizer.
@@ -153,7 +153,7 @@ def _over(axes: tuple[str, ...], merges: bool) -> Any:
         return state
 
     def backward(_: None, following: Any) -> tuple[Any]:
-        # shard_map adds the cotangents of the devices, so all but one of them are zero.
+        # shard_map adds the devices' cotangents, so all but one are zero.
         first = lax.axis_index(axes) == 0
         return (_by_quantizer(lambda one: _of_devices(one, axes, first, merges), following),)
 
@@ -168,7 +168,7 @@ def _of_devices(state: Any, axes: tuple[str, ...], first: Array, merges: bool) -
         return state
     merged = {"scale": state.scale, "amax_history": state.amax_history}
     if merges:
-        # The cotangent of a device that did not read the state (in a lax.cond) is 0, which does not count.
+        # The cotangent from a device that did not read the state (in a lax.cond) is 0, which does not count.
         scale = lax.pmin(jnp.where(state.scale > 0, state.scale, jnp.inf), axes)
         merged = {
             "scale": jnp.where(jnp.isinf(scale), 0, scale), "amax_history": lax.pmax(state.amax_history, axes),
@@ -196,7 +196,7 @@ def _merged(state: Any, following: Sequence[Any], certain: bool) -> Any:
     used = scale > 0
     leaves = {
         "scale": jnp.where(used, scale, state.scale),
-        # [.., 1] and [.., length] of one tensor, [.., groups] and [.., groups, length] of several
+        # [.., 1] and [.., length] for one tensor, [.., groups] and [.., groups, length] for several
         "amax_history": jnp.where(
             used if used.ndim == history.ndim else used[..., None], history, state.amax_history
         ),
@@ -215,10 +215,10 @@ States = TypeVar("States")
 
 
 def align_mesh_axes(values: Values, states: States = None) -> tuple[Values, States]:
-    """Return arguments of one operation that all vary over the mesh axes that any of them varies over.
+    """Align one operation's arguments to vary over the mesh axes that any argument varies over.
 
     Args:
-        values: Pytree of arrays.
+        values: Array pytree.
         states: Quantizers or quantizer sets.
     """
     axes = varies_over((values, states))
@@ -226,7 +226,7 @@ def align_mesh_axes(values: Values, states: States = None) -> tuple[Values, Stat
 
 
 def _states_over(axes: frozenset[str], states: Any) -> Any:
-    """Return states that vary over axes; their next states merge over the axes that they did not vary over."""
+    """Cast states to vary over axes; their next states merge over the axes that they did not vary over."""
     if isinstance(states, (tuple, list)):
         return tuple(_states_over(axes, state) for state in states)
     common = axes.difference(*(varies_over(leaf) for leaf in jax.tree.leaves(states)))

@@ -1,6 +1,6 @@
-"""Quantized tensors: codes and scales of one direction, or of both.
+"""Quantized tensors: codes and scales in one direction, or in both.
 
-The axes before flatten_axis are the rows of a matrix [M, N], the axes from flatten_axis on are its columns. Matrix
+In a matrix [M, N], the axes before flatten_axis are the rows, the axes from flatten_axis on the columns. Matrix
 products contract a row-wise tensor over N and a column-wise tensor over M.
 """
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def positive_axis(flatten_axis: int, ndim: int) -> int:
-    """Return flatten_axis counted from the first axis; raise ValueError unless axes remain on both sides of it."""
+    """Make flatten_axis non-negative; raise ValueError unless axes remain on both sides."""
     axis = flatten_axis + ndim if flatten_axis < 0 else flatten_axis
     if not 0 < axis < max(ndim, 1):
         raise ValueError(
@@ -47,31 +47,31 @@ def positive_axis(flatten_axis: int, ndim: int) -> int:
 
 
 class AbstractBaseTensor(abc.ABC):
-    """Base class of quantized tensors and of the containers of unquantized tensors."""
+    """Base class for quantized tensors and for unquantized tensors' containers."""
 
     @abc.abstractmethod
     def dequantize(self) -> Array:
-        """Return the values in high precision."""
+        """Compute the values in high precision."""
 
     @abc.abstractmethod
     def get_tensor(self, usage: TensorUsage) -> AbstractBaseTensor:
-        """Return the direction that a matrix product reads for a usage."""
+        """Select the direction that a matrix product reads for a usage."""
 
 
 class AbstractBaseTensor1x(AbstractBaseTensor):
-    """Base class of tensors with one direction: `data` and its absolute maximum `amax`."""
+    """Base class for tensors with one direction: `data` and its absolute maximum `amax`."""
 
     data: Array
     amax: Array | None
 
 
 class ScaledTensor(AbstractBaseTensor):
-    """Base class of tensors that hold codes and scales."""
+    """Base class for tensors that hold codes and scales."""
 
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in its original order of axes."""
+        """Tensor shape in its original axis order."""
 
 
 @functools.partial(
@@ -89,18 +89,18 @@ class ScaledTensor(AbstractBaseTensor):
 )
 @dataclass
 class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
-    """Codes and scales of one direction.
+    """Codes and scales in one direction.
 
     Attributes:
         data: Codes [*rows, *columns]; [*columns, *rows] for a column-wise tensor with data_layout "T".
-        scale_inv: Factor of the codes: float32 [1], or one per block of the matrix in the layout of data.
+        scale_inv: Factor of the codes: float32 [1], or one per matrix block in data's layout.
         amax: Absolute maximum of the values, float32 [1]; [rows] if each row has a scale, [0] if the format stores
             no maximum.
         scaling_mode: Scaling mode, which determines the format.
         dq_dtype: dtype of the dequantized values.
         is_colwise: Whether matrix products contract the tensor over its rows.
         data_layout: "N", or "T" if data is transposed.
-        flatten_axis: First column axis of data; with data_layout "T" its first row axis.
+        flatten_axis: First column axis in data; with data_layout "T" its first row axis.
         has_rht_applied: Whether the values are Hadamard transformed along the contracted axis.
     """
 
@@ -121,7 +121,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in its original order of axes."""
+        """Tensor shape in its original axis order."""
         shape = self.data.shape
         if not self.transposed:
             return shape
@@ -130,11 +130,11 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 
     @property
     def transposed(self) -> bool:
-        """Whether the column axes of the tensor are the first axes of data."""
+        """Whether the tensor's column axes are the first axes of data."""
         return self.data_layout == "T"
 
     def operand(self) -> Operand:
-        """Return the codes with the contracted axes last."""
+        """Codes with the contracted axes last."""
         axis = positive_axis(self.flatten_axis, self.ndim)
         codes, scale = self.data, self.scale_inv
         if self.is_colwise and not self.transposed:
@@ -147,7 +147,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         return Operand(codes, scale, amax, form, dtype, axis, self.has_rht_applied)
 
     def dequantize(self) -> Array:
-        """Return the values in dq_dtype, in the order of the axes of data: transposed with data_layout "T"."""
+        """Compute the values in dq_dtype, in data's axis order: transposed with data_layout "T"."""
         if self._dq_func is not None:
             return self._dq_func(self)
         operand = self.operand()
@@ -157,7 +157,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         return turned(values, operand.axis) if self.is_colwise and not self.transposed else values
 
     def values(self, dtype: jnp.dtype = jnp.float32) -> Array:
-        """Return the values in a dtype, in the original order of axes."""
+        """Compute the values in a dtype, in the original axis order."""
         values = replace(self, dq_dtype=jnp.dtype(dtype)).dequantize()
         return turned(values, positive_axis(self.flatten_axis, self.ndim)) if self.transposed else values
 
@@ -179,7 +179,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     def apply_sharding_constraint_by_logical_axes(
         self, logical_axis_names: tuple[str | None, ...]
     ) -> ScaledTensor1x:
-        """Return the tensor with a sharding constraint on data; the names are those of the original axes."""
+        """Add a sharding constraint to data; the names refer to the original axes."""
         if not logical_axis_names:
             return self
         names = tuple(logical_axis_names)
@@ -191,7 +191,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         return jax.tree.unflatten(tree, [data, *leaves[1:]])
 
     def checkpoint(self, quantizer: object) -> ScaledTensor1x:
-        """Return the tensor with its leaves named for recomputation policies if the quantizer has a name."""
+        """Name the tensor's leaves for recomputation policies if the quantizer has a name."""
         return name_leaves(self, getattr(quantizer, "checkpoint_name", None))
 
 
@@ -223,11 +223,11 @@ class ScaledTensor2x(ScaledTensor):
         return self.rowwise_tensor.flatten_axis
 
     def dequantize(self) -> Array:
-        """Return the values of the row-wise codes."""
+        """Compute the values of the row-wise codes."""
         return self.rowwise_tensor.dequantize()
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
-        """Return the direction that a matrix product reads for a usage."""
+        """Select the direction that a matrix product reads for a usage."""
         member("usage", usage, TensorUsage)
         layout = self.rowwise_tensor.scaling_mode.get_quantize_layout(usage)
         return self.rowwise_tensor if layout.has_rowwise else self.colwise_tensor
@@ -235,14 +235,14 @@ class ScaledTensor2x(ScaledTensor):
     def apply_sharding_constraint_by_logical_axes(
         self, logical_axis_names: tuple[str | None, ...]
     ) -> ScaledTensor2x:
-        """Return the tensor with sharding constraints on the data of both directions."""
+        """Add sharding constraints to both directions' data."""
         return ScaledTensor2x(
             self.rowwise_tensor.apply_sharding_constraint_by_logical_axes(logical_axis_names),
             self.colwise_tensor.apply_sharding_constraint_by_logical_axes(logical_axis_names),
         )
 
     def checkpoint(self, quantizer: object) -> ScaledTensor2x:
-        """Return the tensor with the leaves of both directions named for recomputation policies."""
+        """Name both directions' leaves for recomputation policies."""
         return ScaledTensor2x(
             self.rowwise_tensor.checkpoint(quantizer), self.colwise_tensor.checkpoint(quantizer)
         )
@@ -251,7 +251,7 @@ class ScaledTensor2x(ScaledTensor):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "amax"], meta_fields=[])
 @dataclass
 class NoScaleTensor(AbstractBaseTensor1x):
-    """An unquantized tensor with the interface of a quantized one.
+    """An unquantized tensor with the quantized-tensor interface.
 
     Args:
         data: The values.
@@ -289,24 +289,24 @@ class NoScaleTensor(AbstractBaseTensor1x):
 
 @dataclass(frozen=True)
 class Dequantizer:
-    """Computes the values of quantized tensors of one scaling mode.
+    """Computes values from quantized tensors with one scaling mode.
 
     Args:
-        scaling_mode: The scaling mode of the tensors that `dequantize` accepts.
+        scaling_mode: Scaling mode for the tensors that `dequantize` accepts.
     """
 
     scaling_mode: ScalingMode
 
     def dequantize(self, scaled_tensor: AbstractBaseTensor) -> Array:
-        """Return the values of a tensor of this mode in its dq_dtype.
+        """Compute a tensor's values in its dq_dtype; the tensor must have this mode.
 
         Raises:
-            TypeError: scaled_tensor is not a tensor of transformer_engine.jax.quantize.
+            TypeError: scaled_tensor is not a transformer_engine.jax.quantize tensor.
             ValueError: The tensor has another scaling mode.
         """
         check_instance("scaled_tensor", scaled_tensor, AbstractBaseTensor)
         one = scaled_tensor.rowwise_tensor if isinstance(scaled_tensor, ScaledTensor2x) else scaled_tensor
-        mode = getattr(one, "scaling_mode", ScalingMode.NO_SCALING)  # containers of plain values have no mode
+        mode = getattr(one, "scaling_mode", ScalingMode.NO_SCALING)  # plain-value containers have no mode
         if mode is not self.scaling_mode:
             raise ValueError(
                 f"scaled_tensor has {mode}; this is the dequantizer of {self.scaling_mode}; call dequantize() of the "
@@ -334,18 +334,18 @@ class ScaledTensorFactory:
         flatten_axis: int = -1,
         has_rht_applied: bool = False,
     ) -> ScaledTensor1x:
-        """Return a tensor of one direction.
+        """Create a one-direction tensor.
 
         Args:
             data: Codes.
             scale_inv: Factors that codes are multiplied by.
-            amax: Maximum of absolute values; None for an empty array.
+            amax: Absolute maximum; None for an empty array.
             scaling_mode: Format of the scales.
             dq_dtype: dtype of the dequantized tensor.
             is_colwise: Whether scales belong to columns.
             data_layout: "N", or "T" for transposed codes.
             flatten_axis: Axis at which data is flattened to a matrix.
-            has_rht_applied: Whether the codes are those of a Hadamard transform.
+            has_rht_applied: Whether the codes are Hadamard transformed.
 
         Raises:
             TypeError: data or scale_inv is not an array, or scaling_mode is not a ScalingMode.
@@ -377,7 +377,7 @@ class ScaledTensorFactory:
     def create(
         rowwise: ScaledTensor1x | None, colwise: ScaledTensor1x | None, q_layout: QuantizeLayout
     ) -> ScaledTensor1x | ScaledTensor2x:
-        """Return the directions that a layout includes.
+        """Select the directions that a layout includes.
 
         Args:
             rowwise: Row-wise tensor, or None.

@@ -1,4 +1,4 @@
-"""The permutation of tokens by expert under the original's path."""
+"""Token permutation by expert under the original's path."""
 
 from ...common import absent
 from ..permutation import (

@@ -1,4 +1,4 @@
-"""Inspection of arrays while a program runs."""
+"""Array inspection while a program runs."""
 
 from ....common import absent
 from .inspect import inspect_array, load_array_dump

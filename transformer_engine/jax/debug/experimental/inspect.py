@@ -24,13 +24,13 @@ absent.install_getter(__name__)
 
 
 def inspect_array(x: Array, name: str) -> Array:
-    """Return x, and write it to `my_tensor_gpu{i}_{name}.bin` and `.._meta.json` in the working directory at run time.
+    """Write x to `my_tensor_gpu{i}_{name}.bin` and `.._meta.json` in the working directory at run time; return x.
 
     The device waits until the host has the array.
 
     Args:
         x: The array; a sharded array is written as a whole.
-        name: Part of the file names, after the number i of the first device of this process.
+        name: Part of the file names, after the index i of this process's first device.
     """
     check_array("x", x)
     if not isinstance(name, str) or not name or "/" in name:
@@ -43,9 +43,9 @@ def load_array_dump(filename: str, shape: Sequence[int], dtype: Any) -> Array:
     """Read an array that `inspect_array` wrote.
 
     Args:
-        filename: Path of the `.bin` file.
-        shape: Shape of the array.
-        dtype: Dtype of the array.
+        filename: `.bin` file path.
+        shape: Array shape.
+        dtype: Array dtype.
     """
     stored = np.fromfile(filename, np.dtype(dtype))
     if stored.size != int(np.prod(shape)):
@@ -61,7 +61,7 @@ def _write(name: str, x: Any) -> None:
     array.tofile(f"{stem}.bin")
     wide = array.astype(np.float64)
     facts = {"name": name, "shape": list(array.shape), "dtype": str(array.dtype)}
-    for statistic in ("min", "max", "mean", "std"):  # of no element they are NaN
+    for statistic in ("min", "max", "mean", "std"):  # NaN without elements
         facts[statistic] = float(getattr(wide, statistic)()) if wide.size else math.nan
     Path(f"{stem}_meta.json").write_text(json.dumps(facts), encoding="utf-8")
     print(f"{stem}: {facts}")

@@ -22,12 +22,12 @@ TABLE: Table[ActivationRequest] = Table("jax_activation", (triton.BACKEND, refer
 
 
 def activation_forward(x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
-    """Return y [..., F] in x's dtype, computed in float32.
+    """Compute y [..., F] in x's dtype, with float32 arithmetic.
 
     Args:
-        x: Values [..., n, F], n the number of names.
-        names: One of `ACTIVATIONS`.
-        params: Constants of the clamped activation.
+        x: Values [..., n, F] for n names.
+        names: An `ACTIVATIONS` entry.
+        params: Constants for the clamped activation.
     """
     return compute(
         TABLE, lambda platform: ActivationRequest("forward", names, x.dtype, x.size, platform), x, names=names,
@@ -36,7 +36,7 @@ def activation_forward(x: Array, names: tuple[str, ...], params: ActivationParam
 
 
 def activation_backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
-    """Return dx [..., n, F] in x's dtype, of dy [..., F] and the arguments of `activation_forward`."""
+    """Compute dx [..., n, F] in x's dtype, from dy [..., F] and the `activation_forward` arguments."""
     return compute(
         TABLE, lambda platform: ActivationRequest("backward", names, x.dtype, x.size, platform), dy, x, names=names,
         params=params,

@@ -1,4 +1,4 @@
-"""Request of an activation, and its float32 reference: y [..., F] = product over i of f_i(x [..., i, F]).
+"""Activation request, and its float32 reference: y [..., F] = product over i of f_i(x [..., i, F]).
 
 Sources: GELU with tanh, arXiv:1606.08415; gated units, arXiv:2002.05202; squared ReLU, arXiv:2109.08668; clamped
 SwiGLU, the open-weight GPT-OSS model, arXiv:2508.10925.
@@ -29,11 +29,11 @@ ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class ActivationParams:
-    """Constants of ("clamped_silu", "clamped_linear"); the other activations have none.
+    """Constants for ("clamped_silu", "clamped_linear"); the other activations have none.
 
     Args:
-        limit: Upper limit of the activated half, and limit of the other half in both directions.
-        alpha: Factor of the sigmoid's argument.
+        limit: Upper limit for the activated half, and limit for the other half in both directions.
+        alpha: Factor in the sigmoid's argument.
         glu_linear_offset: Added to the clamped second half.
     """
 
@@ -43,11 +43,11 @@ class ActivationParams:
 
     @classmethod
     def of(cls, params: ActivationParams | Mapping[str, float] | None) -> ActivationParams:
-        """Return the constants of a record, of a dict, or the defaults.
+        """Convert a record or a dict to constants; None gives the defaults.
 
         Raises:
             TypeError: params is neither a dict nor a record, or a value is not a number.
-            ValueError: A key of the dict is not a constant.
+            ValueError: A dict key is not a constant.
         """
         if isinstance(params, cls):
             return params
@@ -67,13 +67,13 @@ class ActivationParams:
 
 
 class ActivationRequest(NamedTuple):
-    """Properties of an activation that determine its backend.
+    """Activation properties that determine its backend.
 
     Attributes:
         operation: "forward" or "backward".
-        names: Names of the activation.
+        names: Activation names.
         dtype: dtype of x.
-        elements: Number of elements of x.
+        elements: Number of elements in x.
         platform: Platform of the program, "cpu" or "cuda".
     """
 
@@ -91,7 +91,7 @@ _CURVES: dict[str, Callable[[Array, ActivationParams], Array]] = {
     "quick_gelu": lambda x, p: x * jax.nn.sigmoid(1.702 * x),
     "squared_relu": lambda x, p: jnp.square(jax.nn.relu(x)),
     "linear": lambda x, p: x,
-    # The derivative is 1 at the bounds, where that of jnp.minimum is 0.5.
+    # The derivative is 1 at the bounds, where jnp.minimum has 0.5.
     "clamped_silu": lambda x, p: (
         (clamped := jnp.where(x > p.limit, p.limit, x)) * jax.nn.sigmoid(p.alpha * clamped)
     ),
@@ -114,7 +114,7 @@ forward = functools.partial(jax.jit, static_argnames=("names", "params"))(_value
 
 @functools.partial(jax.jit, static_argnames=("names", "params"))
 def backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
-    """Return dx = dy * f'(x)."""
+    """Compute dx = dy * f'(x)."""
     _, pullback = jax.vjp(lambda x: _value(x, names, params), x)
     return pullback(dy)[0]
 

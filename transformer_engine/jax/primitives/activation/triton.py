@@ -1,6 +1,6 @@
 """Activations with the kernels of common/kernels/activation.py, on arrays [rows, n, width].
 
-Several axes may form the rows. Rows and columns may be sharded; the axis n of unit and gate may not.
+Several axes may form the rows. Rows and columns may be sharded; the unit and gate axis n may not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..partitioning import ShardingRule
 from ..several_axes import call_on_axes, with_rows
 from .reference import ActivationParams, ActivationRequest
 
-# Names of the activations in common/kernels.
+# Activation names in common/kernels.
 _CURVES = {
     "gelu": "gelu", "silu": "silu", "relu": "relu", "quick_gelu": "qgelu", "squared_relu": "srelu",
     "clamped_silu": "clamped_swiglu",
@@ -35,19 +35,19 @@ def unsupported_reason(request: ActivationRequest) -> str | None:
 
 @dataclass(frozen=True)
 class ActivationKernel(Kernel):
-    """Base of the kernels of one activation."""
+    """Base class for one activation's kernels."""
 
     names: tuple[str, ...]
     params: ActivationParams
 
     @property
     def curve(self) -> tuple[str, bool]:
-        """Name of the activation in the kernels' module, and whether a gate multiplies it."""
+        """Activation name in the kernel module, and whether a gate multiplies it."""
         return _CURVES[self.names[0]], len(self.names) == 2
 
     @property
     def constants(self) -> tuple[float, float, float]:
-        """Constants of the clamped activations: limit, alpha and linear offset."""
+        """Constants for the clamped activations: limit, alpha and linear offset."""
         return self.params.limit, self.params.alpha, self.params.glu_linear_offset
 
 

@@ -1,4 +1,4 @@
-"""codes = quantize(f(x [..., n, F])), and the codes of its gradient with the sums of their columns."""
+"""codes = quantize(f(x [..., n, F])), and its gradient's codes with column sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TABLE: Table[ActivationCodesRequest] = Table("jax_activation_codes", (triton.BAC
 
 
 def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams) -> Quantized:
-    """Return the codes of y [*rows, F] rounded to x's dtype; see `Quantized`.
+    """Quantize y [*rows, F] rounded to x's dtype; see `Quantized`.
 
     On a GPU the kernel that computes y writes the codes, and y is not stored. With one scale from the maximum of y, the
     kernel stores y, and a second kernel writes the codes.
@@ -35,7 +35,7 @@ def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: Activ
 def activation_backward_codes(
     dy: Array, x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams, sums: Any | None
 ) -> tuple[Quantized, Array | None]:
-    """Return the codes of dx [*rows, n, F], see `Quantized`, and its column sums [n, F] in dtype `sums`, if any."""
+    """Quantize dx [*rows, n, F], see `Quantized`, and compute its column sums [n, F] in dtype `sums`, if any."""
     coded = CodedActivation(names, params, cast.spec, None if sums is None else sums_dtype(sums))
     codes, total = compute(
         TABLE, lambda platform: _request("backward", x, cast, coded, platform), dy, x, cast.multiplier, coded=coded

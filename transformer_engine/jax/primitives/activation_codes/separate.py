@@ -1,4 +1,4 @@
-"""Request of an activation's codes, and the backend that computes the values and their codes in two steps."""
+"""Activation-code request, and the backend that computes the values and their codes in two steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class CodedActivation:
     """An activation and the quantization of its result.
 
     Attributes:
-        names: Names of the activation.
-        params: Constants of the activation.
-        spec: Format of the codes.
-        sums: dtype of the column sums of the gradient, None without them.
+        names: Activation names.
+        params: Activation constants.
+        spec: Code format.
+        sums: dtype for the gradient's column sums, None without them.
     """
 
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Activations of x [rows, n, width] and their codes in one kernel (common/kernels/activation_codes.py).
+"""Activations from x [rows, n, width] and their codes in one kernel (common/kernels/activation_codes.py).
 
 With a given scale or scales per block, the kernel writes the codes. With current scaling it writes the values and their
 maximum, and a second kernel quantizes the values.
@@ -56,11 +56,11 @@ def unsupported_reason(request: ActivationCodesRequest) -> str | None:
 
 @dataclass(frozen=True)
 class _ActivationCodes(ActivationKernel):
-    """Base of the kernels that write codes of y [rows, width], or of dx [rows, n, width].
+    """Base class for kernels that write codes for y [rows, width], or for dx [rows, n, width].
 
     Attributes:
-        spec: Format of the codes.
-        shape: Shape of the whole matrix of codes; shards contain whole blocks of it.
+        spec: Code format.
+        shape: Shape of the full code matrix; each shard contains full blocks.
         width: Width of x.
     """
 
@@ -70,19 +70,19 @@ class _ActivationCodes(ActivationKernel):
 
     @property
     def extents(self) -> tuple[Extent, Extent]:
-        """Axes of rows and of columns, in blocks that are not sharded."""
+        """Row and column axes, in blocks that are not sharded."""
         if not self.spec.format.block:
             return extent("r", self.shape[0], 1), extent("w", self.width, 1)
         down = _BLOCK if self.spec.format == BLOCK_2D or self.spec.columnwise else 1
         return extent("r", self.shape[0], down), extent("w", self.width, _BLOCK)
 
     def sharing(self, given: str, unit: str, *sums: str) -> ShardingRule:
-        """Return the rule of a kernel.
+        """Build the sharding rule of a kernel.
 
         Args:
             given: Axes of an operand before x, followed by ", "; or "".
-            unit: "n " for an axis before the columns of the codes, or "".
-            *sums: Axes of the column sums, if any.
+            unit: "n " for an axis before the code columns, or "".
+            *sums: Column-sum axes, if any.
         """
         (r, w), spec = self.extents, self.spec
         codes, codes_t = f"{r.whole} {unit}{w.whole}", [f"{unit}{w.whole} {r.whole}"] * spec.columnwise
@@ -99,14 +99,14 @@ class _ActivationCodes(ActivationKernel):
         return ShardingRule.of_extents(text, r, w, whole=("n",), summed=summed, maxed=maxed)
 
     def machine(self, bytes_read: int) -> Machine:
-        """Return the properties of the GPU that determine tile sizes."""
+        """GPU properties that determine tile sizes."""
         gpu = processors()
         return Machine(gpu.count, gpu.shared_memory, bytes_read, hardware().threads)
 
 
 @dataclass(frozen=True)
 class ActivationCodes(_ActivationCodes):
-    """(x, [multiplier [1]]) -> `coded_shapes` of y [rows, width]"""
+    """(x, [multiplier [1]]) -> `coded_shapes` for y [rows, width]"""
 
     @property
     def rule(self) -> ShardingRule:
@@ -133,10 +133,10 @@ class ActivationCodes(_ActivationCodes):
 
 @dataclass(frozen=True)
 class GradientCodes(_ActivationCodes):
-    """(dy [rows, width], x, [multiplier [1]]) -> `coded_shapes` of dx [rows, n, width], [column sums of dx]
+    """(dy [rows, width], x, [multiplier [1]]) -> `coded_shapes` for dx [rows, n, width], [column sums of dx]
 
     Attributes:
-        sums: dtype of the column sums, or None to omit them.
+        sums: dtype for the column sums, or None to omit them.
     """
 
     sums: str | None
@@ -244,7 +244,7 @@ def _sums(parts: int, width: int, dtype: str | None) -> list[jax.ShapeDtypeStruc
 
 
 def coded_shapes(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Return the shapes of the arrays that represent a quantized matrix [rows, width].
+    """Shapes of the arrays that represent a quantized matrix [rows, width].
 
     Returns:
         With blocks: codes, scale, [codes_t, scale_t]. Otherwise: codes, [codes_t], scale [1], absolute maximum [1].
@@ -264,7 +264,7 @@ def coded_shapes(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDt
 
 
 def _coded_results(program: Program, spec: QuantizeSpec, inputs: list[Array]) -> tuple[Array, ...]:
-    """Run a program and return its results in the order of `coded_shapes`, followed by the sums."""
+    """Run a program and return its results in `coded_shapes` order, followed by the sums."""
     given: list[Array | None] = [*inputs, *[None] * (len(program.inputs) - len(inputs))]
     codes, scale, codes_t, scale_t, *rest = perform(program, given)
     arrays = (codes, scale, codes_t, scale_t) if spec.format.block else (codes, codes_t, scale)
@@ -306,7 +306,7 @@ def backward(
 def _quantized(
     arrays: Sequence[Array], spec: QuantizeSpec, cast: Request, shape: tuple[int, ...]
 ) -> Quantized:
-    """Return arrays in the order of `coded_shapes` as a record; codes have the given shape, scales that of a matrix."""
+    """Pack arrays in `coded_shapes` order into a record; codes have the given shape, scales the matrix shape."""
     if spec.format.block:
         flat = coded_shapes(spec, *cast.shape)
         codes = Quantized(*(one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(arrays)))

@@ -1,4 +1,4 @@
-"""Attention on one device: the table of backends and the choice among them for each platform."""
+"""Single-device attention: the backend table and the choice for each platform."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .request import AttentionOperands, AttentionRequest, Parts
 __all__ = ["TABLE", "AttentionOperands", "AttentionRequest", "Parts", "attention", "attention_parts"]
 
 # The Triton kernels are preferred if both sequences have at most this length. Forward and backward on an H200, cuDNN
-# 9.19 compared with the kernels: 4 x 128 tokens, 16 heads of 64: GPU 26 and 15 us, host 140 and 72 us; 4 x 512 tokens:
-# GPU 69 and 56 us; 1024 tokens, 32 heads of 128: GPU 150 and 168 us.
+# 9.19 compared with the kernels: 4 x 128 tokens, 16 heads x 64: GPU 26 and 15 us, host 140 and 72 us; 4 x 512 tokens:
+# GPU 69 and 56 us; 1024 tokens, 32 heads x 128: GPU 150 and 168 us.
 SHORT = 512
 
 
 def preference(request: AttentionRequest) -> tuple[str, ...]:
-    """Return the names of the backends in order of preference: the fastest for the sizes of the request first."""
+    """Backend names in order of preference: the fastest for the request's sizes first."""
     lengths = (request.queries, request.keys)
-    # Symbolic lengths of jax.export cannot be compared with a number.
+    # Symbolic jax.export lengths cannot be compared with a number.
     known = request.tokens == "whole" and not request.layout.is_thd() and not any(map(is_symbolic, lengths))
     if known and max(lengths) <= SHORT:
         return ("triton", "cudnn", "reference")
@@ -41,11 +41,11 @@ TABLE: Table[AttentionRequest] = Table(
 
 
 def attention(request: AttentionRequest, call: AttentionOperands) -> Array:
-    """Compute attention with the backend of the platform that the program is lowered for.
+    """Compute attention with the backend for the platform that the program is lowered for.
 
     Args:
-        request: Shapes, dtypes and options of the call.
-        call: Arrays of the call.
+        request: Call shapes, dtypes and options.
+        call: Call arrays.
 
     Returns:
         out [b, q, h, dv] in query's dtype.
@@ -59,7 +59,7 @@ def attention(request: AttentionRequest, call: AttentionOperands) -> Array:
         call.draw,
         call.dropped,
         call.modified,
-    )  # they close over arrays of dropout and of a score_mod
+    )  # they close over arrays for dropout and for a score_mod
     if not whole or any(closure is not None for closure in closures) or not isinstance(call.scale, float):
         return lax.platform_dependent(cuda=lambda: on_cuda(call), default=lambda: on_cpu(call))
     # The call reads query, key, value, bias and sink only.
@@ -70,7 +70,7 @@ def attention(request: AttentionRequest, call: AttentionOperands) -> Array:
 
 @dataclass(frozen=True)
 class _WholeRows:
-    """Attention of whole rows with one backend, as a function of arrays that compares by value.
+    """Full-row attention with one backend, as an array function that compares by value.
 
     The function rebuilds the `AttentionOperands`, whose callables would compare by identity.
     """
@@ -99,14 +99,14 @@ def _no_bounds() -> tuple[Array, Array, Array, Array]:
 
 
 def attention_parts(request: AttentionRequest, scale: float) -> Parts:
-    """Return the functions that compute a part of an attention without bias and sink; see `Parts`.
+    """Build the functions that compute one part of an attention without bias and sink; see `Parts`.
 
     Args:
-        request: Shapes, dtypes and options of the whole attention.
+        request: Shapes, dtypes and options for the full attention.
         scale: Factor of the scores.
 
     Returns:
-        The forward and the backward function of a part, which choose the backend by platform.
+        The forward and the backward function for a part, which choose the backend by platform.
     """
     calls = bind_by_platform(TABLE, lambda platform: request._replace(tokens="part", platform=platform))
 

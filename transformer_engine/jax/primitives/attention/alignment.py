@@ -1,7 +1,7 @@
-"""Arrays of one attention whose batches and heads are sharded alike, for a library's call on several devices.
+"""Attention arrays whose batches and heads are sharded alike, for a library call on several devices.
 
-JAX's call of cuDNN requires queries, keys and values with equal shardings, and tokens that are not sharded. XLA's
-partitioner keeps the sharding of each array's producer, which differs in a layer whose tokens are sharded.
+JAX's cuDNN call requires queries, keys and values with equal shardings, and tokens that are not sharded. XLA's
+partitioner keeps each array's producer sharding, which differs in a layer whose tokens are sharded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SHARDED = ("b", "g")
 
 @dataclass(frozen=True)
 class AlignShardings(Kernel):
-    """Arrays -> the same arrays, sharded along batches b and groups g of heads only.
+    """Arrays -> the same arrays, sharded along batches b and head groups g only.
 
     Attributes:
-        axes: Factors of the axes of every array.
-        groups: Heads of keys.
-        members: Heads of queries per head of keys.
+        axes: Axis factors for every array.
+        groups: Key heads.
+        members: Query heads per key head.
     """
 
     axes: tuple[str, ...]
@@ -66,7 +66,7 @@ Bias = Array | None
 
 @jax.custom_vjp
 def align(query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Array, ...]) -> Any:
-    """Return the arguments with aligned shardings; gradients are aligned too.
+    """Align the arguments' shardings; gradients are aligned too.
 
     The function is differentiable. It must be in a program that is lowered for CUDA.
 
@@ -88,7 +88,7 @@ def _aligned(
     lengths: tuple[Array, ...],
     primals: tuple[Array, ...] = (),
 ) -> tuple[Array, Array, Array, Bias, tuple[Array, ...]]:
-    """Return arrays with aligned shardings; primals: query, key, value and bias, with which gradients are aligned."""
+    """Align array shardings; primals: query, key, value and bias, with which gradients are aligned."""
     groups, members = key.shape[2], query.shape[2] // key.shape[2]
     heads = head_factors(groups, members)
     three = (f"b s {heads} d", "b t g d", "b t g e")
@@ -120,7 +120,7 @@ align.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def isolate(out: Array, groups: int) -> Array:
-    """Return out [b, s, h, e], so that shardings of tokens propagate neither from its readers nor to them."""
+    """Isolate out [b, s, h, e], so that token shardings propagate neither from its readers nor to them."""
     members = out.shape[2] // groups
     return call(AlignShardings((f"b s {head_factors(groups, members)} e",), groups, members), out)[0]
 

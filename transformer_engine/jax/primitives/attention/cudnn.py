@@ -1,4 +1,4 @@
-"""Fused attention of cuDNN, with the public function of jax.nn; packed rows with `cudnn_packed`."""
+"""cuDNN's fused attention, through the public function in jax.nn; packed rows with `cudnn_packed`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _packed_unsupported_reason(request: AttentionRequest) -> str | None:
 
 
 def run(call: AttentionOperands, packed: bool) -> Array:
-    """Return out [b, q, h, d]; tokens after a length are zero."""
+    """Compute out [b, q, h, d]; tokens after a length are zero."""
     if packed:
         causal = call.mask_type.is_causal()
         return cudnn_packed.attend(call.query, call.key, call.value, call.bounds(), call.scale, causal)

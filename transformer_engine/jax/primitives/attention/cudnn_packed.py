@@ -1,4 +1,4 @@
-"""Fused attention of cuDNN for packed rows and for parts: the only reader of JAX's private module that provides it."""
+"""cuDNN's fused attention for packed rows and for parts: the only file that reads the private JAX module behind it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _module() -> ModuleType:
 
 @functools.cache
 def failure() -> str | None:
-    """Return the reason why this version of JAX does not provide the call, or None."""
+    """Reason why this JAX version does not provide the call, or None."""
     if (reason := optional.failure(_MODULE)) is not None:
         return reason
     call = getattr(_module(), "dot_product_attention", None)
@@ -44,7 +44,7 @@ def failure() -> str | None:
 
 @functools.cache
 def library_failure() -> str | None:
-    """Return the reason why cuDNN is unavailable, or None."""
+    """Reason why cuDNN is unavailable, or None."""
     if (reason := optional.failure(_MODULE)) is not None:
         return reason
     try:
@@ -55,7 +55,7 @@ def library_failure() -> str | None:
 
 
 def library_version() -> int:
-    """Return the version of cuDNN, which must be available, as a number: 91900 for 9.19."""
+    """cuDNN version, which must be available, as a number: 91900 for 9.19."""
     return int(_module().check_cudnn_version())
 
 
@@ -67,10 +67,10 @@ def attend(
     scale: float,
     causal: bool,
 ) -> Array:
-    """Return out [b, q, h, d]; bounds: see `SequenceDescriptor.bounds`. Tokens of no sequence are zero."""
+    """Compute out [b, q, h, d]; bounds: see `SequenceDescriptor.bounds`. Tokens outside any sequence are zero."""
     lengths_q, lengths_kv, starts_q, starts_kv = bounds
     seen = _inside(starts_q, lengths_q, query.shape[1]), _inside(starts_kv, lengths_kv, key.shape[1])
-    # cuDNN reads -1 as an absent sequence; starts have one more entry, the end of the last sequence.
+    # cuDNN reads -1 as an absent sequence; starts have one more entry, the last sequence's end.
     lengths = [jnp.where(lengths_q > 0, one, -1) for one in (lengths_q, lengths_kv)]
     starts = [
         jnp.pad(jnp.where(lengths_q > 0, one, -1), ((0, 0), (0, 1)), constant_values=-1)
@@ -87,7 +87,8 @@ PackedBounds = tuple[
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _packed(query: Array, key: Array, value: Array, given: PackedBounds, scale: float, causal: bool) -> Array:
-    """Call cuDNN, and clear the tokens of no sequence, which it leaves uninitialized in the result and in gradients.
+    """Call cuDNN, and clear the tokens outside any sequence, which it leaves uninitialized in the result and in
+    gradients.
 
     The backward pass receives the cleared result, so that the kernel clears it in place. JAX's own rule would save the
     uncleared result, which must not be overwritten.
@@ -142,7 +143,7 @@ _RULE_OPTIONAL = {"is_training", "cudnn_version", "score_mod"}  # jax 0.10 and 0
 
 @functools.cache
 def part_failure() -> str | None:
-    """Return the reason why this version of JAX does not provide parts of an attention, or None."""
+    """Reason why this JAX version does not provide partial attention, or None."""
     if (reason := failure()) is not None:
         return reason
     if "return_residual" not in inspect.signature(_module().dot_product_attention).parameters:
@@ -176,11 +177,11 @@ def _gradients(
     query: Array, key: Array, value: Array, others: tuple[Array, ...], out: Array, level: Array, dout: Array,
     scale: float, mask: Any,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Return dq, dk, dv by JAX's rule; others: bias, lengths and starts of queries and keys, two tables of pages."""
+    """Compute dq, dk, dv by JAX's rule; others: bias, query and key lengths and starts, two page tables."""
     module = _module()
     rule = getattr(module, _RULE)
     names = inspect.signature(rule).parameters
-    own = ((),) if "score_mod" in names else ()  # operands of a score_mod
+    own = ((),) if "score_mod" in names else ()  # score_mod operands
     values = {
         "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask,
         "layout": module._normalize_layout("BTNH").value, "sliding_window_length": None, "score_mod": None,
@@ -192,7 +193,7 @@ def _gradients(
 
 
 def _inside(starts: Array, lengths: Array, tokens: int) -> Array:
-    """Return bool [b, tokens]: whether a token belongs to a sequence."""
+    """Mask bool [b, tokens]: whether a token belongs to a sequence."""
     index = jnp.arange(tokens, dtype=jnp.int32)
     begins = starts[:, :, None]
     return ((index >= begins) & (index < begins + lengths[:, :, None])).any(axis=1)
@@ -202,11 +203,11 @@ def _inside(starts: Array, lengths: Array, tokens: int) -> Array:
 class ClearUnseen(Kernel):
     """(x [b, s, h, d], seen uint8 [b, s]) -> x, 0 where seen is 0; writes only those tokens, in place.
 
-    Sharded along batches and groups of heads, like cuDNN's call.
+    Sharded along batches and head groups, like cuDNN's call.
 
     Attributes:
-        groups: Heads of keys.
-        members: Heads of x per head of keys.
+        groups: Key heads.
+        members: Heads of x per key head.
     """
 
     groups: int
@@ -232,7 +233,7 @@ class ClearUnseen(Kernel):
 
 
 def cleared(x: Array, seen: Array, groups: int) -> Array:
-    """Return x where seen, bool [b, s], is True, and 0 elsewhere; for programs that are lowered for CUDA."""
+    """Clear x outside seen, bool [b, s]; for programs that are lowered for CUDA."""
     if kernels_unsupported_reason() is not None:
         return jnp.where(seen[:, :, None, None], x, 0)
     return call(ClearUnseen(groups, x.shape[2] // groups), x, seen.astype(jnp.uint8))[0]

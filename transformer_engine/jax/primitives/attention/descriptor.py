@@ -1,4 +1,4 @@
-"""SequenceDescriptor: the sequences of the tokens in padded or packed rows, in one of three forms."""
+"""SequenceDescriptor: sequences in padded or packed rows, in one of three forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pair = tuple[Array, Array]
 
 
 class Segments(NamedTuple):
-    """Of queries and keys: sequence number of every token [b, s], 0 for padding, and its position in the sequence."""
+    """For queries and keys: every token's sequence number [b, s], 0 for padding, and its position in the sequence."""
 
     query: Array
     key: Array
@@ -31,7 +31,7 @@ def _empty() -> Pair:
 
 
 def _pair(name: str, value: Any) -> Pair:
-    """Return one array for both queries and keys, or one for each, as a pair."""
+    """Pair one array for both queries and keys, or one for each."""
     if not isinstance(value, (tuple, list)):
         value = (value, value)
     if len(value) != 2:
@@ -47,13 +47,13 @@ def _pair(name: str, value: Any) -> Pair:
 @jax.tree_util.register_pytree_node_class
 @dataclass
 class SequenceDescriptor:
-    """Four pairs (of queries, of keys); a pair that a form does not use has empty arrays.
+    """Four (query, key) pairs; a pair that a form does not use has empty arrays.
 
     Args:
-        seqlens: Lengths of the sequences, int32 [b] or [b, segments].
-        seq_offsets: Offsets of packed sequences, int32 [b, segments + 1].
-        segment_ids: Segment of each token, int32 [b, s]; 0 is padding.
-        segment_pos: Position of each token in its segment, int32 [b, s].
+        seqlens: Sequence lengths, int32 [b] or [b, segments].
+        seq_offsets: Packed-sequence offsets, int32 [b, segments + 1].
+        segment_ids: Segment number for each token, int32 [b, s]; 0 is padding.
+        segment_pos: Token positions within their segments, int32 [b, s].
     """
 
     seqlens: Pair
@@ -120,7 +120,7 @@ class SequenceDescriptor:
                 )
 
     def within(self, most: int) -> SequenceDescriptor:
-        """Return the sequences 1 to `most` of every row, the only ones that kernels read, so that all backends agree.
+        """Select the sequences 1 to `most` in every row, the only ones that kernels read, so that all backends agree.
 
         Only traced numbers can exceed `most` after `check_segments`.
         """
@@ -146,7 +146,7 @@ class SequenceDescriptor:
                 )
 
     def segments(self, batch: int, queries: int, keys: int) -> Segments:
-        """Return the sequences of b x q query tokens and b x k key tokens."""
+        """Sequences for b x q query tokens and b x k key tokens."""
         made = []
         for place, tokens in enumerate((queries, keys)):
             lengths, offsets, ids, positions = (
@@ -172,7 +172,7 @@ class SequenceDescriptor:
         window_size: tuple[int, int] | None,
         max_segments_per_seq: int,
     ) -> tuple[Array, Array, Array, Array]:
-        """Return lengths of queries and keys, then their offsets: the given ones, or computed from segment numbers.
+        """Query and key lengths, then their offsets: the stored ones, or computed from segment numbers.
 
         For packed rows [b, n] and [b, n + 1], -1 for absent sequences; for others lengths [b], and no offsets. The mask
         type and the window do not change the lengths.
@@ -186,11 +186,11 @@ class SequenceDescriptor:
         return lengths[0], lengths[1], offsets[0], offsets[1]
 
     def lengths_within(self, queries: int, keys: int) -> Pair:
-        """Return the lengths, limited to their rows."""
+        """Lengths, limited to their rows."""
         return _within(self.seqlens[0], queries), _within(self.seqlens[1], keys)
 
     def bounds(self, batch: int, queries: int, keys: int, most: int) -> tuple[Array, Array, Array, Array]:
-        """Return lengths of queries and of keys, then their first tokens, int32 [b, n]; 0 for absent sequences.
+        """Query and key lengths, then their first tokens, int32 [b, n]; 0 for absent sequences.
 
         A sequence that only queries or only keys have gets the length 0 in the others: kernels use one number for both.
 
@@ -225,19 +225,19 @@ class SequenceDescriptor:
 
 
 def _within(lengths: Array, room: Array | int) -> Array:
-    """Limit lengths to the size of their rows: kernels read as many tokens as the lengths specify."""
+    """Limit lengths to their row sizes: kernels read as many tokens as the lengths specify."""
     return jnp.clip(lengths, 0, jnp.maximum(room, 0))
 
 
 def _absent_as_minus_one(lengths: Array, begins: Array) -> Pair:
-    """Return lengths [b, n] and offsets [b, n + 1], with -1 for absent sequences."""
+    """Mark absent sequences with -1 in lengths [b, n] and offsets [b, n + 1]."""
     real = lengths > 0
     offsets = jnp.pad(jnp.where(real, begins, -1), ((0, 0), (0, 1)), constant_values=-1)
     return jnp.where(real, lengths, -1), offsets
 
 
 def segments_at_most(descriptor: SequenceDescriptor | Array | None, most: int) -> int:
-    """Return the maximum number of sequences in a packed row: the number of its lengths, otherwise the caller's."""
+    """Maximum number of sequences in a packed row: the number of lengths, otherwise the caller's limit."""
     if isinstance(descriptor, SequenceDescriptor) and descriptor.seq_offsets[0].size:
         return max(lengths.shape[1] for lengths in descriptor.seqlens)
     return most
@@ -249,7 +249,7 @@ def _fits(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
 
 
 def _packed(lengths: Array, offsets: Array, tokens: int) -> Pair:
-    """Return segment numbers and positions of the tokens of rows with several sequences."""
+    """Compute segment numbers and token positions for rows with several sequences."""
     begins, token = offsets[:, :-1, None], jnp.arange(tokens, dtype=jnp.int32)
     inside = (
         (begins >= 0) & (lengths[:, :, None] > 0) & (token >= begins) & (token < begins + lengths[:, :, None])
@@ -261,6 +261,6 @@ def _packed(lengths: Array, offsets: Array, tokens: int) -> Pair:
 
 
 def _runs(ids: Array, most: int) -> Pair:
-    """Return lengths and first tokens [b, most] of the sequences numbered 1 to most."""
+    """Find lengths and first tokens [b, most] for the sequences numbered 1 to most."""
     inside = ids[:, None, :] == jnp.arange(1, most + 1, dtype=jnp.int32)[:, None]
     return inside.sum(axis=2, dtype=jnp.int32), jnp.argmax(inside, axis=2).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Enumerations of attention: masks, biases, sinks and layouts."""
+"""Attention enumerations: masks, biases, sinks and layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ....common.checks import described, member
 
 
 class AttnBiasType(enum.Enum):
-    """The use of a bias: none, before scores are scaled, or after it."""
+    """How a bias is used: none, before scores are scaled, or after it."""
 
     NO_BIAS = 0
     PRE_SCALE_BIAS = 1
@@ -16,7 +16,7 @@ class AttnBiasType(enum.Enum):
 
 
 class AttnMaskType(enum.Enum):
-    """The keys that are hidden from a query, in addition to those of a mask or a window."""
+    """The keys that are hidden from a query, in addition to a mask or a window."""
 
     NO_MASK = 0
     PADDING_MASK = 1
@@ -26,20 +26,20 @@ class AttnMaskType(enum.Enum):
     PADDING_CAUSAL_BOTTOM_RIGHT_MASK = 5
 
     def is_causal(self) -> bool:
-        """Return whether keys after the query are hidden."""
+        """Whether keys after the query are hidden."""
         return self not in (self.NO_MASK, self.PADDING_MASK)
 
     def is_padding(self) -> bool:
-        """Return whether tokens that belong to no sequence are hidden."""
+        """Whether tokens that belong to no sequence are hidden."""
         return self in (self.PADDING_MASK, self.PADDING_CAUSAL_MASK, self.PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
 
     def is_bottom_right(self) -> bool:
-        """Return whether the diagonal ends at the last query and the last key."""
+        """Whether the diagonal ends at the last query and the last key."""
         return self in (self.CAUSAL_BOTTOM_RIGHT_MASK, self.PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
 
 
 class AttnSoftmaxType(enum.Enum):
-    """The additional term of the softmax's denominator: none, exp(0), exp(a learnable number per head)."""
+    """Additional term in the softmax denominator: none, exp(0), exp(a learnable number per head)."""
 
     VANILLA_SOFTMAX = 0
     OFF_BY_ONE_SOFTMAX = 1
@@ -47,7 +47,7 @@ class AttnSoftmaxType(enum.Enum):
 
     @classmethod
     def from_str(cls, softmax_type: str) -> AttnSoftmaxType:
-        """Return the member called "vanilla", "off-by-one" (or with _) or "learnable"."""
+        """Look up the member called "vanilla", "off-by-one" (or with _) or "learnable"."""
         names = {"vanilla": 0, "off-by-one": 1, "off_by_one": 1, "learnable": 2}
         if not isinstance(softmax_type, str) or softmax_type not in names:
             raise ValueError(
@@ -57,7 +57,7 @@ class AttnSoftmaxType(enum.Enum):
 
 
 class QKVFormat(enum.Enum):
-    """Order of a tensor's axes; THD: rows of [b, s] contain several sequences."""
+    """Tensor axis order; THD: rows in [b, s] contain several sequences."""
 
     SBHD = 0
     BSHD = 1
@@ -65,7 +65,7 @@ class QKVFormat(enum.Enum):
 
 
 class QKVLayout(enum.Enum):
-    """Packing of query, key and value into arrays, and whether rows contain several sequences."""
+    """How query, key and value are packed into arrays, and whether rows contain several sequences."""
 
     BS3HD = "bs3hd"
     BSHD_BS2HD = "bshd_bs2hd"
@@ -122,10 +122,10 @@ _MASKS |= {
 
 
 def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
-    """Return the mask of a name; the ValueError for another name lists the masks.
+    """Look up a mask by name; the ValueError for another name lists the masks.
 
     Args:
-        attn_mask_type: Name of a mask, such as "padding_causal".
+        attn_mask_type: Mask name, such as "padding_causal".
     """
     if not isinstance(attn_mask_type, str) or attn_mask_type not in _MASKS:
         names = [next(name for name, one in _MASKS.items() if one is mask) for mask in AttnMaskType]

@@ -1,4 +1,4 @@
-"""Hidden keys of each query, bool [b or 1, 1, q, k], from a mask type, a window and sequences."""
+"""Hidden keys per query, bool [b or 1, 1, q, k], from a mask type, a window and sequences."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _UNREAD = {
 
 
 def check_window(window_size: object) -> Window | None:
-    """Return (left, right), -1 for no limit; None if neither side has a limit.
+    """Normalize to (left, right), -1 for no limit; None if neither side has a limit.
 
     Sides are clamped to a length above every sequence's.
 
     Raises:
-        ValueError: window_size is neither None nor a pair of integers from -1 on.
+        ValueError: window_size is neither None nor a pair of integers >= -1.
     """
     if window_size is None:
         return None
@@ -49,7 +49,7 @@ def check_window(window_size: object) -> Window | None:
 
 
 def reads_mask(mask_type: AttnMaskType, window: Window | None) -> bool:
-    """Return whether a mask is read: by padding types, and by causal types with a window, as in the unfused layers."""
+    """Whether a mask is read: by padding types, and by causal types with a window, as in the unfused layers."""
     return mask_type.is_padding() or (mask_type.is_causal() and window is not None)
 
 
@@ -57,19 +57,19 @@ def checked_tokens(
     descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, window: Window | None, packed: bool,
     most: int, scores: tuple[int, int, int, int],
 ) -> SequenceDescriptor | Array | None:  # fmt: skip
-    """Return the descriptor of the sequences, limited to the first `most` sequences of a packed row.
+    """Check a sequence descriptor and limit it to the first `most` sequences per packed row.
 
     Args:
         descriptor: Sequences or a mask, or None for whole rows.
-        mask_type: Type of the mask; a mask that the type ignores warns once per process and type.
+        mask_type: Mask type; a mask that the type ignores warns once per process and type.
         window: Sliding window, or None.
         packed: Whether rows contain several sequences (a thd layout).
-        most: Largest number of sequences per packed row.
-        scores: Shape [b, h, q, k] of the scores.
+        most: Most sequences per packed row.
+        scores: Score shape [b, h, q, k].
 
     Raises:
         TypeError: The descriptor is neither a SequenceDescriptor nor an array.
-        ValueError: The descriptor does not match the shape of the scores.
+        ValueError: The descriptor does not match the score shape.
     """
     whole("max_segments_per_seq", most)
     if isinstance(descriptor, SequenceDescriptor):
@@ -100,10 +100,10 @@ def _warn_of_mask(mask_type: AttnMaskType) -> None:
 
 
 def run_length_fill(segment_ids: Array) -> Array:
-    """Return int32 [b, s]: for each token the number of tokens of its sequence in the row; 0 for padding.
+    """Compute for each token, int32 [b, s], the number of tokens of its sequence in the row; 0 for padding.
 
     Args:
-        segment_ids: Sequence of each token, integers [b, s], 0 for padding.
+        segment_ids: Sequence number for each token, integers [b, s], 0 for padding.
     """
     check_integers("segment_ids", segment_ids)
     if segment_ids.ndim != 2:
@@ -120,20 +120,20 @@ def make_swa_mask(
     segment_ids_q: Array | None = None,
     segment_ids_kv: Array | None = None,
 ) -> Array:
-    """Return a sliding-window mask [b, 1, q, kv], 1 where a query attends to a key.
+    """Build a sliding-window mask [b, 1, q, kv], 1 where a query attends to a key.
 
     Args:
-        segment_pos_q: Positions of the queries in their sequences, integers [b, q].
-        segment_pos_kv: Positions of the keys in their sequences, integers [b, kv].
-        window_size: (left, right) number of visible keys on both sides of the diagonal; -1 or None means no limit.
-        dtype: dtype of the mask.
-        segment_ids_q: Sequences of the queries, integers [b, q], 0 for padding. With both segment ids the diagonal
-            connects the last tokens of the two sequences instead of the first.
-        segment_ids_kv: Sequences of the keys, integers [b, kv].
+        segment_pos_q: Query positions in their sequences, integers [b, q].
+        segment_pos_kv: Key positions in their sequences, integers [b, kv].
+        window_size: (left, right) numbers of visible keys on both sides of the diagonal; -1 or None means no limit.
+        dtype: Mask dtype.
+        segment_ids_q: Query sequence numbers, integers [b, q], 0 for padding. With both segment ids the diagonal
+            connects the two sequences' last tokens instead of the first.
+        segment_ids_kv: Key sequence numbers, integers [b, kv].
 
     Raises:
-        TypeError: Positions are not integers, or dtype is not a dtype of arrays.
-        ValueError: Positions are not matrices, or window_size is not a pair of integers from -1 on.
+        TypeError: Positions are not integers, or dtype is not an array dtype.
+        ValueError: Positions are not matrices, or window_size is not a pair of integers >= -1.
     """
     for name, positions in (("segment_pos_q", segment_pos_q), ("segment_pos_kv", segment_pos_kv)):
         check_integers(name, positions)
@@ -156,9 +156,9 @@ def make_swa_mask(
 def hidden_keys(
     mask_type: AttnMaskType, window_size: Window | None, segments: Segments | None, queries: int, keys: int
 ) -> Array | None:
-    """Return a mask bool [b or 1, 1, q, k], True where a key is hidden; None if every query attends to every key.
+    """Build a mask bool [b or 1, 1, q, k], True where a key is hidden; None if every query attends to every key.
 
-    Without segments a row is one sequence. Tokens of different sequences are hidden from each other.
+    Without segments a row is one sequence. Tokens in different sequences are hidden from each other.
     """
     left, right = (-1, -1) if window_size is None else window_size
     if mask_type.is_causal():

@@ -44,11 +44,11 @@ def attend(
         sink: Additional score in the denominator, float32 [1, h or 1, 1, 1], or None.
         dropped: Applies dropout to probabilities [b, h, q, k], or None.
         wide_scores: Whether scores are float32; otherwise they are rounded to query's dtype before the softmax.
-        modified: Maps the scores to those of the softmax, or None.
+        modified: Maps the scores to the softmax input, or None.
         max_logit: Whether to return the largest score of each head too.
 
     Returns:
-        out [b, q, h, dv] in query's dtype; with max_logit a pair of out and the largest scores [h] in the same dtype,
+        out [b, q, h, dv] in query's dtype; with max_logit a pair: out and the largest scores [h] in the same dtype,
         which have no gradient.
     """
     batch, queries, heads, _ = query.shape
@@ -75,13 +75,13 @@ def attend(
 
 
 def _largest(scores: Array, hidden: Array | None) -> Array:
-    """Largest visible score of each head [h], of scores [b, h, q, k]; -inf for a head without a visible key."""
+    """Each head's largest visible score [h], from scores [b, h, q, k]; -inf for a head without a visible key."""
     visible = scores if hidden is None else jnp.where(hidden, -jnp.inf, scores)
     return lax.stop_gradient(visible).max(axis=(0, 2, 3))
 
 
 def largest_logits(call: AttentionOperands) -> Array:
-    """Largest logits of each head [h] of a call without a score_mod, whose tokens may be spread over devices."""
+    """Per-head largest logits [h] for a call without a score_mod, whose tokens may be spread over devices."""
     query, key = lax.stop_gradient((call.query, call.key))
     batch, queries, heads, size = query.shape
     grouped = query.reshape(batch, queries, key.shape[2], heads // key.shape[2], size)
@@ -109,7 +109,7 @@ _RUN_WITH_MAXIMUM = functools.partial(run, max_logit=True)  # one object: equal 
 def _weights(
     query: Array, key: Array, level: Array | None, scale: float, mask: AttnMaskType, window: Window | None
 ) -> tuple[Array, Array]:
-    """Return exp(scores - level) float32 [b, g, r, q, k], and the level [b, h, q], by default that of these keys."""
+    """Compute exp(scores - level) float32 [b, g, r, q, k], and the level [b, h, q], by default from these keys."""
     batch, queries, heads, size = query.shape
     groups, keys = key.shape[2], key.shape[1]
     grouped = query.reshape(batch, queries, groups, heads // groups, size)
@@ -125,7 +125,7 @@ def _weights(
 def forward_part(
     query: Array, key: Array, value: Array, scale: float, mask: AttnMaskType, window: Window | None = None
 ) -> tuple[Array, Array]:
-    """See `Parts`; memory holds the scores of these queries and keys only."""
+    """See `Parts`; memory holds the scores for these queries and keys only."""
     weights, level = _weights(query, key, None, scale, mask, window)
     # Weights in the values' dtype, as in `attend`.
     out = jnp.einsum(

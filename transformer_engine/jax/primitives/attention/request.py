@@ -1,4 +1,4 @@
-"""Records of an attention: its request, its operands, and functions of a part of the keys."""
+"""Attention records: request, operands, and functions for part of the keys."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 
 
 class AttentionRequest(NamedTuple):
-    """Shapes, dtypes and options of a call that determine its backend.
+    """Call shapes, dtypes and options that determine its backend.
 
     Attributes:
         rows: Which tokens belong together: "whole" rows, "lengths", "segments" or a "mask".
-        segments: Largest number of sequences of a packed row.
+        segments: Most sequences in a packed row.
         batch: Smallest possible number of rows on a device; 1 if the number is symbolic.
         modified: Whether a score_mod is applied between the scores and the softmax.
-        tokens: "whole" sequences on one device; a "part" of the keys, see `Parts`; or "spread" over devices, with
+        tokens: "whole" sequences on one device; one "part" for some keys, see `Parts`; or "spread" over devices, with
             options that parts do not support.
-        max_logit: Whether the result is a pair of the output and the largest logit of each head [h], in query's dtype.
+        max_logit: Whether the result is a pair: the output and the largest logit of each head [h], in query's dtype.
     """
 
     dtype: jnp.dtype
@@ -49,7 +49,7 @@ class AttentionRequest(NamedTuple):
 
 
 def spread_unsupported_reason(request: AttentionRequest) -> str | None:
-    """Return the reason why kernels of one device do not support tokens that are spread over devices, or None."""
+    """Reason why single-device kernels do not support tokens that are spread over devices, or None."""
     if request.tokens == "spread":
         return (
             "tokens over devices with packed or padded rows, a bias, dropout, a causal mask or a window of other keys "
@@ -59,12 +59,12 @@ def spread_unsupported_reason(request: AttentionRequest) -> str | None:
 
 
 class Parts(NamedTuple):
-    """Functions of attention to some of the keys, from which an attention to all keys is assembled.
+    """Attention functions for some of the keys, from which attention to all keys is assembled.
 
     Attributes:
         forward: (q, k, v, scale) -> out [b, q, h, dv] in q's dtype, level float32 [b, h, q] = log(sum(exp(scores))).
-        backward: (q, k, v, out, level, dout, scale) -> dq, dk, dv: the share of these keys in the gradients of the
-            whole attention, whose output and level are given.
+        backward: (q, k, v, out, level, dout, scale) -> dq, dk, dv: the share of these keys in the gradients of the full
+            attention, from its output and level.
     """
 
     forward: Callable[..., tuple[Array, Array]]
@@ -73,13 +73,13 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionOperands:
-    """The arrays of an attention, and functions that compute further arrays; see `reference.attend` and `fused_attn`.
+    """Attention arrays, and functions that compute further arrays; see `reference.attend` and `fused_attn`.
 
     Attributes:
-        hidden: Returns the mask of hidden keys, from the mask, the window and the sequences.
-        lengths: Lengths of queries and keys [b], if only lengths hide tokens.
-        bounds: Returns the bounds of packed rows; see `SequenceDescriptor.bounds`.
-        draw: Returns 32-bit words [3] of the random key of dropout; None without dropout.
+        hidden: Computes the hidden-key mask, from the mask, the window and the sequences.
+        lengths: Query and key lengths [b], if only lengths hide tokens.
+        bounds: Computes packed-row bounds; see `SequenceDescriptor.bounds`.
+        draw: Draws 32-bit words [3] from the dropout key; None without dropout.
     """
 
     query: Array

@@ -70,7 +70,7 @@ _SCORES, _GRAPH, _INDICES = 2, 3, 5  # required positional parameters in the thr
 
 
 def _contract(score_mod: ScoreMod) -> int:
-    """Return the contract of a score_mod. Named tensors of functions of indices may be required parameters too."""
+    """Look up the contract of a score_mod. Named tensors for index functions may be required parameters too."""
     count = required_parameters(score_mod)
     return _SCORES if count is None or count < _GRAPH else min(count, _INDICES)
 
@@ -91,7 +91,7 @@ def _check_parameters(score_mod: ScoreMod, score_mod_bprop: Callable[..., Array]
 
 
 def _like(name: str, made: Any, scores: Array) -> Array:
-    """Return the result of a function of scores, in their dtype; raise an error unless it has the scores' shape."""
+    """Cast the result of a score function to the scores' dtype; raise an error unless it has the scores' shape."""
     if (
         not isinstance(made, Array)
         or made.shape != scores.shape
@@ -107,20 +107,20 @@ def _like(name: str, made: Any, scores: Array) -> Array:
 def modifier(
     score_mod: ScoreMod, score_mod_bprop: Callable[..., Array] | None, tensors: Any, bprop_tensors: Any
 ) -> Callable[[Array], Array]:
-    """Return scores -> modified scores [b, h, q, k], differentiated by JAX in scores and tensors.
+    """Build scores -> modified scores [b, h, q, k], differentiated by JAX in scores and tensors.
 
-    With score_mod_bprop, the gradient of the scores is its result, and the tensors have none.
+    With score_mod_bprop, its result is the score gradient, and the tensors have none.
 
     Args:
-        score_mod: Function of (scores, tensors), (graph, score, tensors) or (score, b, h, q, kv, **tensors).
-        score_mod_bprop: Function of (gradient, scores, tensors), (graph, gradient, tensors) or (gradient, score, b, h,
-            q, kv, **tensors), in the contract of score_mod; None for the derivative by JAX.
-        tensors: Arrays of score_mod; a mapping of names, except for (scores, tensors).
-        bprop_tensors: Arrays of score_mod_bprop, likewise.
+        score_mod: Function with (scores, tensors), (graph, score, tensors) or (score, b, h, q, kv, **tensors).
+        score_mod_bprop: Function with (gradient, scores, tensors), (graph, gradient, tensors) or (gradient, score, b,
+            h, q, kv, **tensors), in the contract of score_mod; None for JAX's derivative.
+        tensors: Arrays for score_mod; a name mapping, except for (scores, tensors).
+        bprop_tensors: Arrays for score_mod_bprop, likewise.
 
     Raises:
         TypeError: Named arrays are not a mapping.
-        ValueError: An array of a graph does not broadcast to the scores.
+        ValueError: A graph's array does not broadcast to the scores.
     """
     contract = _contract(score_mod)
     if contract != _SCORES:
@@ -152,7 +152,7 @@ def modifier(
             made = score_mod_bprop(gradient, scores, *_places(scores), **bprop_tensors)
         return _like("score_mod_bprop", made, scores)
 
-    # Arrays are arguments of the custom derivative, which must not close over traced arrays; other leaves stay static.
+    # Arrays are arguments to the custom derivative, which must not close over traced arrays; other leaves stay static.
     leaves, structure = jax.tree.flatten((tensors, bprop_tensors))
     traced = [isinstance(leaf, Array) for leaf in leaves]
 
@@ -172,7 +172,7 @@ def modifier(
 
 
 def _places(scores: Array) -> tuple[Array, ...]:
-    """Return the indices of batch, head, query and key, int32, which broadcast with scores [b, h, q, k]."""
+    """Batch, head, query and key indices, int32, which broadcast with scores [b, h, q, k]."""
     return tuple(
         jnp.arange(size, dtype=jnp.int32).reshape([-1 if axis == own else 1 for axis in range(4)])
         for own, size in enumerate(scores.shape)
@@ -180,7 +180,7 @@ def _places(scores: Array) -> tuple[Array, ...]:
 
 
 def _named(name: str, tensors: Any) -> Mapping[str, Any]:
-    """Return named arrays, none for None."""
+    """Named arrays as a mapping; empty for None."""
     if tensors is None:
         return {}
     if not isinstance(tensors, Mapping):
@@ -189,7 +189,7 @@ def _named(name: str, tensors: Any) -> Mapping[str, Any]:
 
 
 def _broadcast(name: str, tensors: Mapping[str, Any], scores: Array) -> dict[str, Array]:
-    """Return the arrays of a graph: one element as a scalar, others with 4 dimensions that broadcast to the scores."""
+    """Broadcast a graph's arrays: one element as a scalar, others with 4 dimensions that broadcast to the scores."""
     arrays = {key: jnp.asarray(tensor) for key, tensor in tensors.items()}
     for key, array in arrays.items():
         if array.size == 1:

@@ -72,7 +72,7 @@ def _part(scale: float, mask: AttnMaskType, window: Window | None) -> AttentionO
 
 
 def run(call: AttentionOperands, request: AttentionRequest) -> Any:
-    """Return out [b, q, h, dv], and the largest logits [h] if request.max_logit; tokens of no sequence are zero."""
+    """Compute out [b, q, h, dv], and the largest logits [h] if request.max_logit; tokens outside sequences are zero."""
     packed = request.layout.is_thd()
     masked = request.rows == "mask" or (request.rows == "segments" and not packed)
     left, right = (-1, -1) if call.window is None else call.window
@@ -116,7 +116,7 @@ def run(call: AttentionOperands, request: AttentionRequest) -> Any:
 def attend(options: AttentionOptions, query: Array, key: Array, value: Array, given: OptionalOperands) -> Any:
     """Compute attention with the kernels; differentiable in query, key, value, and a given bias and sink.
 
-    With options.max_logit the result is a pair of out and the largest logits, float32 [b, h], which have no gradient.
+    With options.max_logit the result is a pair: out and the largest logits, float32 [b, h], which have no gradient.
     """
     return _forward(options, query, key, value, given)[0]
 

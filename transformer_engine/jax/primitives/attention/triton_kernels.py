@@ -1,7 +1,7 @@
-"""The kernels of common/kernels/attention.py and their gradients, as primitives that devices share.
+"""The kernels from common/kernels/attention.py and their gradients, as primitives that devices share.
 
-Batches and heads may be sharded. The random numbers of dropout depend on the index of a sequence in the whole batch, so
-that they do not depend on the sharding of batches; with dropout, heads are not sharded.
+Batches and heads may be sharded. The random numbers for dropout depend on the index of a sequence in the full batch, so
+that they do not depend on batch sharding; with dropout, heads are not sharded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of an attention.
+    """Attention options.
 
     Attributes:
         scale: Factor of the scores.
@@ -49,17 +49,17 @@ class AttentionOptions:
 
 
 class OptionalOperands(NamedTuple):
-    """Operands of an attention besides queries, keys and values.
+    """Attention operands besides queries, keys and values.
 
     Attributes:
-        lengths_q: Lengths of the sequences of queries, int32 [b]; of packed rows [b, n].
-        lengths_kv: Lengths of the sequences of keys.
-        starts_q: First token of every sequence of queries in its packed row, int32 [b, n].
-        starts_kv: First token of every sequence of keys.
+        lengths_q: Query sequence lengths, int32 [b]; for packed rows [b, n].
+        lengths_kv: Key sequence lengths.
+        starts_q: Each query sequence's first token in its packed row, int32 [b, n].
+        starts_kv: Each key sequence's first token.
         masked: uint8 [b or 1, h or 1, q, k], 1 hides a key.
         bias: [b or 1, h or 1, q or 1, k or 1].
         sink: float32 [h].
-        words: uint32 [3] of a random key.
+        words: uint32 [3] from a random key.
         row: Index of every row in the batch, int32 [b].
     """
 
@@ -74,11 +74,11 @@ class OptionalOperands(NamedTuple):
     row: Array | None = None
 
     def present(self) -> tuple[Array, ...]:
-        """Return the operands that are not None."""
+        """Operands that are not None."""
         return tuple(array for array in self if array is not None)
 
     def described(self, query: Array, key: Array) -> tuple[tuple[str | None, ...], tuple[int, int]]:
-        """Return the factors of the operands, and the numbers of heads of keys and of queries per head of keys."""
+        """Factors of the operands, the number of key heads, and the query heads per key head."""
         groups = key.shape[2]
         batch, heads = query.shape[0], query.shape[2]
         head = head_factors(groups, heads // groups)
@@ -97,18 +97,18 @@ class OptionalOperands(NamedTuple):
 
 
 def head_factors(groups: int, members: int) -> str:
-    """Return the factors of the heads of queries, members per group; Shardy rejects a factor of one element."""
+    """Factors for the query heads, members per group; Shardy rejects a one-element factor."""
     return "g" if members == 1 else "r" if groups == 1 else "(g r)"
 
 
 @dataclass(frozen=True)
 class _AttentionKernel(Kernel):
-    """Base of the kernels of an attention.
+    """Base class for attention kernels.
 
     Attributes:
-        options: Options of the attention.
-        factors: Factors of the optional operands, None for an absent one.
-        heads: Number of heads of keys, and of queries per head of keys.
+        options: Attention options.
+        factors: Factors for the optional operands, None for an absent operand.
+        heads: Key heads, and query heads per key head.
     """
 
     options: AttentionOptions
@@ -116,7 +116,7 @@ class _AttentionKernel(Kernel):
     heads: tuple[int, int]
 
     def sharing(self, more: Sequence[str], made: Sequence[str], summed: tuple[int, ...] = ()) -> ShardingRule:
-        """Return the rule of a kernel with more operands after the optional ones, and the results made."""
+        """Build the sharding rule of a kernel with more operands after the optional ones, and the results made."""
         given = [one for one in self.factors if one is not None]
         operands = (f"b s {head_factors(*self.heads)} d", "b t g d", "b t g e", *given, *more)
         text = f"{', '.join(operands)} -> {', '.join(made)}"
@@ -127,7 +127,7 @@ class _AttentionKernel(Kernel):
 
     @property
     def levels(self) -> str:
-        """Factors of the logarithms of the softmax denominators: [b, h, q], of packed rows [b, q, h]."""
+        """Factors for the log softmax denominators: [b, h, q], in packed rows [b, q, h]."""
         head = head_factors(*self.heads)
         return f"b s {head}" if self.options.packed else f"b {head} s"
 
@@ -138,7 +138,7 @@ class _AttentionKernel(Kernel):
         return found, tuple(remaining)
 
     def sources(self, q: Array, k: Array, v: Array, given: OptionalOperands) -> list[Array | None]:
-        """Return the first inputs of every kernel."""
+        """First inputs for every kernel."""
         bounds: list[Array | None] = [*given[:4]]
         if self.options.packed:
             lengths, starts = given[:2], given[2:4]
@@ -151,7 +151,7 @@ class _AttentionKernel(Kernel):
         return [q, k, v, *bounds, None, None, given.masked, given.bias, None]
 
     def random(self, q: Array, given: OptionalOperands) -> Array | None:
-        """Return int64 [2] as uint32 words: a seed, and the offset of the numbers of this part of the batch."""
+        """int64 [2] as uint32 words: a seed, and the random-number offset for this part of the batch."""
         if given.words is None or given.row is None:
             return None
         sequences = 1 if given.lengths_q is None or not self.options.packed else given.lengths_q.shape[1]
@@ -159,7 +159,7 @@ class _AttentionKernel(Kernel):
         return jnp.concatenate((given.words, first))
 
     def problem(self, q: Array, k: Array, v: Array, given: OptionalOperands) -> AttentionProblem:
-        """Return the extents, strides and options as the kernels take them."""
+        """Extents, strides and options in the form that the kernels take."""
         from ....common.kernels.attention_problem import AttentionProblem
 
         options = self.options
@@ -179,7 +179,7 @@ class _AttentionKernel(Kernel):
         )  # fmt: skip
 
     def strides(self, tokens: int, heads: int, size: int) -> tuple[int, int, int]:
-        """Return the strides (batch, token, head) of an array [b, tokens, heads, size]."""
+        """Strides (batch, token, head) for an array [b, tokens, heads, size]."""
         return 0 if self.options.packed else tokens * heads * size, heads * size, size
 
 
@@ -212,7 +212,7 @@ class AttentionForward(_AttentionKernel):
         assert out is not None and lse is not None
         if not with_maxima:
             return out, lse
-        # One number per tile of queries, of each sequence of a row.
+        # One number per query tile, for each sequence in a row.
         assert largest is not None
         heads = q.shape[2]
         return out, lse, largest.reshape(q.shape[0], -1, heads, largest.shape[2]).max(axis=(1, 3))
@@ -220,7 +220,7 @@ class AttentionForward(_AttentionKernel):
 
 @dataclass(frozen=True)
 class AttentionBackward(_AttentionKernel):
-    """(operands of the forward, out, dout, lse) -> dq, dk, dv, [dbias], [dsink [b, h]]"""
+    """(forward operands, out, dout, lse) -> dq, dk, dv, [dbias], [dsink [b, h]]"""
 
     @property
     def rule(self) -> ShardingRule:
@@ -248,7 +248,7 @@ class AttentionBackward(_AttentionKernel):
         given, (out, dout, lse) = self.given(tuple(rest))
         problem, packed = self.problem(q, k, v, given), self.options.packed
         parts = problem.key_parts(attention_backward.keys_tile(problem)[1], processors().count)
-        # (part, batch, token, head) of the gradients of keys and values
+        # (part, batch, token, head) for the key and value gradients
         strides = [(x.shape[3], *self.strides(x.shape[1], x.shape[2], parts * x.shape[3])) for x in (k, v)]
         bias, bias_shape = None, ()
         if given.bias is not None:

@@ -1,4 +1,4 @@
-"""Matrix product out [*M, *N] = a [*M, *K] @ b [*N, *K].T of operands with or without codes."""
+"""Matrix product out [*M, *N] = a [*M, *K] @ b [*N, *K].T for operands with or without codes."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ TABLE: Table[GemmRequest] = Table(
         reference.BACKEND,
     ),
 )
-NAME = "transformer_engine_gemm"  # checkpoint_name of every product, for recomputation policies
+NAME = "transformer_engine_gemm"  # checkpoint_name for every product, for recomputation policies
 
 
 def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
-    """Return the product a @ b.T, contracted over the last axes of both operands.
+    """Compute the product a @ b.T, contracted over the last axes of both operands.
 
     If only one operand is Hadamard transformed, its values are transformed back before the product. The function is
     not differentiable; forward and backward rules call it.
@@ -76,5 +76,5 @@ def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("product",))
 def _on_every_platform(a: Operand, b: Operand, product: WithOptions) -> Array:
-    """Compute the product as one program. In eager mode, a product of codes takes seconds operation by operation."""
+    """Compute the product as one program. In eager mode, a code product takes seconds operation by operation."""
     return product(a, b)

@@ -1,7 +1,7 @@
-"""Products of codes with block scales, a [M, K] @ b [N, K].T, as primitives that devices share.
+"""Code products with block scales, a [M, K] @ b [N, K].T, as primitives that devices share.
 
 A primitive has the codes as operands. Without one, the partitioner would have devices exchange decoded float32 values,
-four times the bytes of the codes. `scaled_codes` and `decoded` contain the computations.
+four times the code bytes. `scaled_codes` and `decoded` contain the computations.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Product = TypeVar("Product", bound="BlockScaledProduct")
 
 @dataclass(frozen=True)
 class BlockScaledProduct(Kernel):
-    """(codes a [M, K], codes b [N, K], scales of a, scales of b, maxima of the formats that have one) -> out [M, N]
+    """(codes a [M, K], codes b [N, K], scales of a, scales of b, maxima for formats that have one) -> out [M, N]
 
-    Scales are [M / r, K / c] and [N / r, K / c] for blocks r x c, those of one byte as uint8. Maxima are float32 [1],
-    or one per row. E2M1 codes are E4M3 values, or two in a byte, [M, K / 2], if `packs`.
+    Scales are [M / r, K / c] and [N / r, K / c] for blocks r x c, one-byte scales as uint8. Maxima are float32 [1], or
+    one per row. E2M1 codes are E4M3 values, or two in a byte, [M, K / 2], if `packs`.
 
     Attributes:
         forms: Formats of a and b.
-        shape: (M, N, K) of the whole product; shards contain whole blocks of it.
+        shape: (M, N, K) for the full product; each shard contains full blocks.
         dtype: dtype of the product.
     """
 
@@ -44,7 +44,7 @@ class BlockScaledProduct(Kernel):
     packs = False
 
     def product(self, a: Operand, b: Operand) -> Array:
-        """Compute out [M, N] of two operands, whose scales of one byte, and packed codes, are uint8."""
+        """Compute out [M, N] from two operands, whose one-byte scales and packed codes are uint8."""
         raise NotImplementedError
 
     @property
@@ -93,7 +93,7 @@ def multiplied(kernel: type[Product], a: Operand, b: Operand, dtype: jnp.dtype, 
     product = kernel((a.format, b.format), (a.rows, b.rows, a.depth), dtype, **options)
     packs = [product._packs(form) for form in product.forms]
     if any(packs) and any(x.codes.shape[-1] % 2 for x in (a, b)):
-        # A byte contains two codes of one axis.
+        # A byte contains two codes along one axis.
         a, b = (
             replace(x, codes=x.codes.reshape(*x.codes.shape[: x.axis], x.depth)) if packed else x
             for x, packed in zip((a, b), packs, strict=True)
@@ -118,14 +118,14 @@ def multiplied(kernel: type[Product], a: Operand, b: Operand, dtype: jnp.dtype, 
 
 
 def _in_bytes(codes: Array) -> Array:
-    """Convert E2M1 codes to E4M3, which represents all their values: libraries of collectives support bytes."""
+    """Convert E2M1 codes to E4M3, which represents all their values: collective libraries support bytes."""
     if codes.dtype != jnp.float4_e2m1fn:
         return codes
     return codes.astype(jnp.float32).astype(jnp.float8_e4m3fn)
 
 
 def with_scale_dtypes(operand: Operand) -> Operand:
-    """Return an operand of `BlockScaledProduct.product` with scales in their floating-point dtype."""
+    """Restore the floating-point scale dtype in a `BlockScaledProduct.product` operand."""
     assert operand.format is not None and operand.scale is not None
     dtype = {"e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}.get(operand.format.scale)
     if dtype is None:
@@ -134,7 +134,7 @@ def with_scale_dtypes(operand: Operand) -> Operand:
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
-    """Return the reason why two operands do not multiply block by block, or None."""
+    """Reason why two operands do not multiply block by block, or None."""
     depths = []
     for form in (request.a_format, request.b_format):
         if form is None or form.block is None:

@@ -1,9 +1,9 @@
-"""Products of FP8 codes with our kernels, as a primitive: how devices share it, which kernel runs, and both backends.
+"""FP8 code products with our kernels, as a primitive: how devices share it, which kernel runs, and both backends.
 
-triton: the kernels of common/kernels/grouped_gemm.py, with one group of rows. XLA has no form for block scales, and
-takes long to compile one scale per tensor without its flag.
+triton: the kernels in common/kernels/grouped_gemm.py, with one row group. XLA has no form for block scales, and takes
+long to compile one scale per tensor without its flag.
 
-gluon: the kernel of common/kernels/block_product.py for block scales, on Hopper.
+gluon: the kernel in common/kernels/block_product.py for block scales, on Hopper.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _BLOCK = 128
 _RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _BLOCK_FORMATS = ((BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D))
 _GLUON = "triton.experimental.gluon.language.nvidia.hopper"
-_GLUON_VERSIONS = ("3.6", "3.7")  # of Triton, whose Gluon is experimental and changes between versions
+_GLUON_VERSIONS = ("3.6", "3.7")  # Triton releases; Gluon is experimental and changes between them
 
 
 def multiplied(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, by_groups: bool = False) -> Array:
-    """Return a [*M, *K] @ b [*N, *K].T in dtype; by_groups: see `CodesProduct`."""
+    """Compute a [*M, *K] @ b [*N, *K].T in dtype; by_groups: see `CodesProduct`."""
     assert a.scale is not None and b.scale is not None
     scales, blocks = (a.scale, b.scale), None
     if a.format == BLOCK_1D:
@@ -60,9 +60,9 @@ class CodesProduct(Kernel):
         dtype: dtype of the product.
         exact: With one scale per tensor: whether partial sums are promoted to float32 every 128 elements.
         blocks: Rows of b that share a scale, 128 or 1; None for one scale per tensor.
-        n: Rows of b in the whole product.
-        k: Contracted elements of the whole product.
-        by_groups: Whether the kernel of block_product.py runs, whose warps work in groups, if a device's part fits it.
+        n: Rows of b in the full product.
+        k: Contracted elements in the full product.
+        by_groups: Whether the kernel in block_product.py runs, whose warps work in groups, if a device's part fits it.
     """
 
     dtype: jnp.dtype
@@ -99,7 +99,7 @@ class CodesProduct(Kernel):
         return (out,)
 
     def _run_as_one_group(self, a: Array, b: Array, scale_a: Array, scale_b: Array) -> Array:
-        """Run the kernels of grouped_gemm.py on one group of rows."""
+        """Run the grouped_gemm.py kernels on one row group."""
         from ....common.kernels import grouped_gemm as kernels  # it imports triton
 
         (m, k), n = a.shape, b.shape[0]
@@ -108,7 +108,7 @@ class CodesProduct(Kernel):
             "hopper": hardware().has("hopper instructions"),
         }
         if self.blocks == 1:
-            # Both operands have scales per row: the kernel for the gradients of weights.
+            # Both operands have scales per row: the kernel for weight gradients.
             padding = ((0, 0), (0, -k % _BLOCK))
             a, b = (x if k % _BLOCK == 0 else jnp.pad(x, padding) for x in (a, b))
             launch = kernels.product_of_columns(m, n, 1, scaling=kernels.BLOCK_SCALES, **machine)
@@ -132,7 +132,7 @@ class CodesProduct(Kernel):
 
 
 def unfit(m: int, n: int, k: int) -> str | None:
-    """Return the reason why the kernel of block_product.py does not support these extents, or None."""
+    """Reason why the kernel in block_product.py does not support these extents, or None."""
     if n % 16 or k % 16:
         return f"N={n} or K={k} is not a multiple of 16"
     if m % 4:
@@ -143,8 +143,9 @@ def unfit(m: int, n: int, k: int) -> str | None:
 
 
 def idle(m: int, n: int) -> str | None:
-    """Return the reason why the tiles of block_product.py leave too much of the GPU idle, or None."""
-    # H200, microseconds of the other kernel and of this one, by tiles. With square blocks of b: 64 tiles 26.0 and 33.5,
+    """Reason why the tiles in block_product.py leave too much of the GPU idle, or None."""
+    # H200, microseconds for the other kernel and for this kernel, by tiles. With square b blocks: 64 tiles 26.0 and
+    # 33.5,
     # 96: 46.5 and 34.1, 128: 44.0 and 31.2, 160: 61.0 and 55.6, 192: 62.8 and 54.4, 200: 74.2 and 55.3. With scales per
     # row: 24.9 and 37.8, 47.7 and 38.1, 49.0 and 38.7, 72.0 and 71.6, 72.0 and 72.6, 85.1 and 72.3.
     tiles, count = ceil_div(m, 2 * _BLOCK) * ceil_div(n, _BLOCK), processors().count
@@ -154,7 +155,7 @@ def idle(m: int, n: int) -> str | None:
 
 
 def one_group(rows: int) -> Array:
-    """Return the layout of one group: its first row and end, its first tile and end, and the group of each tile."""
+    """Build a one-group layout: its first row and end, its first tile and end, and each tile's group."""
     tiles = ceil_div(rows, _BLOCK)
     groups = lax.iota(jnp.int32, rows // _BLOCK + 1) >= tiles
     # Operations instead of a constant: JAX does not partition a function that contains one.

@@ -1,9 +1,9 @@
-"""Products of codes that no tensor core supports: every device decodes its part of the codes.
+"""Code products that no tensor core supports: every device decodes its part of the codes.
 
-widen: the values are multiplied in bfloat16, which represents FP8 codes, and the codes of MXFP8 and NVFP4 times their
-block scales. The scale of a tensor, and the second level of NVFP4, are applied to the float32 sum.
+widen: the values are multiplied in bfloat16, which represents FP8 codes, and MXFP8 and NVFP4 codes times their block
+scales. Per-tensor scales, and NVFP4's second level, are applied to the float32 sum.
 
-decoded: the computation of the reference, in float32.
+decoded: the reference computation, in float32.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _one_scale(request: GemmRequest) -> bool:
 
 @dataclass(frozen=True)
 class DecodedProduct(BlockScaledProduct):
-    """A product of decoded values.
+    """A product from decoded values.
 
     Attributes:
         widens: Whether the values are bfloat16; otherwise float32.

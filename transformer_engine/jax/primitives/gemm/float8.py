@@ -6,7 +6,7 @@ products are disabled. If they are enabled, XLA computes it in bfloat16 without 
 direct: dot(codes, codes) * scales, with the scales applied to the sums. Without the flag each shape takes long to
 compile.
 
-`run_widened` is the direct form of codes in bfloat16, for GPUs without FP8 tensor cores; see `decoded`.
+`run_widened` is the direct form with codes in bfloat16, for GPUs without FP8 tensor cores; see `decoded`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LAST_AXES = (((1,), (1,)), ((), ()))
 
 
 def is_triton_off() -> bool:
-    """Return whether XLA leaves products to libraries, which FP8 products in cuBLASLt require."""
+    """Whether XLA leaves products to libraries, which FP8 products in cuBLASLt require."""
     return xla_flag(FLAG) in ("false", "0")
 
 
@@ -91,8 +91,8 @@ def scaled_unsupported_reason(request: GemmRequest) -> str | None:
 class Float8Product(OperationsKernel):
     """(codes a [M, K], codes b [N, K], scale of a [1], scale of b [1]) -> out [M, N]
 
-    Devices exchange codes instead of dequantized values, and every device's part is a product of matrices, the form
-    that XLA recognizes.
+    Devices exchange codes instead of dequantized values, and every device's part is a matrix product, the form that XLA
+    recognizes.
 
     Attributes:
         dtype: dtype of the product.
@@ -133,7 +133,7 @@ class Float8Product(OperationsKernel):
         # XLA removes the conversion of a scalar to dtype and back to float32, and cuBLASLt reads the float32 scalar.
         # Without the barrier the reshape of an array [1] would move between the two conversions, and the scale would be
         # rounded to bfloat16. Both scales pass one barrier, which belongs to this product: products that share an
-        # operand would otherwise share its dequantized values, and XLA would compute one product of them, in bfloat16.
+        # operand would otherwise share its dequantized values, and XLA would merge the products, in bfloat16.
         scales = lax.optimization_barrier((scale_a.reshape(()), scale_b.reshape(())))
         values = (
             codes.astype(self.dtype) * scale.astype(self.dtype)
@@ -143,7 +143,7 @@ class Float8Product(OperationsKernel):
 
 
 def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, direct: bool, widens: bool = False) -> Array:
-    """Return the product a @ b.T; see `Float8Product`."""
+    """Compute the product a @ b.T; see `Float8Product`."""
     assert a.scale is not None and b.scale is not None
     counts = {"m": a.axis, "n": b.axis, "k": a.codes.ndim - a.axis}
     scales = a.scale.reshape(1), b.scale.reshape(1)

@@ -1,4 +1,4 @@
-"""Products by XLA: of values in their dtype, and in float32 for every format and device.
+"""XLA products: from values in their dtype, and in float32 for every format and device.
 
 The float32 product is the reference, and the emulation on a CPU.
 """
@@ -22,9 +22,9 @@ _IN_FLOAT32: Any = {"precision": lax.Precision.HIGHEST, "preferred_element_type"
 
 
 def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, widens: bool = False) -> Array:
-    """Return sum_k a[m, k] b[n, k] in float32, rounded to dtype; m, n and k may be several axes each.
+    """Compute sum_k a[m, k] b[n, k] in float32, rounded to dtype; m, n and k may be several axes each.
 
-    A scale of a whole tensor is applied to the sum, block scales are applied before it. If an operand has a
+    A per-tensor scale is applied to the sum, block scales are applied before it. If an operand has a
     second-level scale per row, or if the factors are narrow, the second level of both operands is applied to the sum.
 
     Args:
@@ -57,9 +57,9 @@ def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, widens: bool = Fa
 
 
 def with_second_level(product: Array, a: Operand, b: Operand) -> Array:
-    """Return a product [*M, *N] without second-level scales times the maxima of a and b, over each format's unit_amax.
+    """Multiply a product [*M, *N] without second-level scales by the maxima of a and b, over each format's unit_amax.
 
-    If one of the operands has a single maximum, the maxima are multiplied first, and the product by that vector.
+    If one operand has a single maximum, the maxima are multiplied first, and the product by that vector.
     """
     ranges = 1.0
     factors: list[Array] = []

@@ -1,4 +1,4 @@
-"""Request of a matrix product."""
+"""Matrix-product request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GemmRequest:
         k: Contracted elements.
         dtype: dtype of the product.
         platform: Platform of the program, "cpu" or "cuda", whatever the machine that traces it.
-        hardware: Row of the GPU in the table of hardware.
+        hardware: The GPU's row in the hardware table.
         exact: Whether partial sums are promoted to float32; False allows the faster accumulation of the tensor cores.
     """
 
@@ -57,7 +57,7 @@ class GemmRequest:
 
     @classmethod
     def of(cls, a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, platform: str) -> GemmRequest:
-        """Return the request of a product of two operands."""
+        """Build the request for a product from two operands."""
         return cls(
             a_format=a.format,
             b_format=b.format,

@@ -1,11 +1,12 @@
-"""Products of codes with block scales by matrix instructions that read the scales, and of other blocks by Triton.
+"""Code products with block scales by matrix instructions that read the scales, and with other blocks by Triton.
 
-dot_scaled: the kernels of `scaled_product.py` and `promoted_product.py` in common/kernels. MXFP8 and NVFP4 codes run on
-GPUs whose tensor cores read their scales, codes with float32 scales of 128 elements on every GPU with FP8 tensor cores,
-in any pair and extent.
+dot_scaled: the kernels in `scaled_product.py` and `promoted_product.py` in common/kernels. MXFP8 and NVFP4 codes run on
+GPUs whose tensor cores read their scales, codes with float32 scales per 128 elements on every GPU with FP8 tensor
+cores, in any pair and extent.
 
-scaled_matmul: XLA's operation of `jax.nn.scaled_matmul`, which it hands to cuDNN. XLA dequantizes what it cannot hand
-over, without a message. The Triton kernels, whose instructions are known, are therefore preferred. The operation is
+scaled_matmul: XLA's operation behind `jax.nn.scaled_matmul`, which it hands to cuDNN. XLA dequantizes what it cannot
+hand over, without a message. The Triton kernels, whose instructions are known, are therefore preferred. The operation
+is
 called directly: the function of JAX partitions its operands itself, which it cannot do within a primitive.
 """
 
@@ -45,7 +46,7 @@ _ELEMENTS = {
 
 @dataclass(frozen=True)
 class DotScaledProduct(BlockScaledProduct):
-    """A product by the kernels of common/kernels, which swizzle the scales of one byte first."""
+    """A product by the kernels in common/kernels, which swizzle one-byte scales first."""
 
     packs = True
 
@@ -85,7 +86,7 @@ class DotScaledProduct(BlockScaledProduct):
 
 
 def _tma_options(pitch: int, result_pitch: int) -> TmaOptions:
-    """Return the tensors that TMA moves, by the bytes of their rows; all arrays are aligned to 16 bytes."""
+    """Tensors that TMA moves, by their row bytes; all arrays are aligned to 16 bytes."""
     from ....common.kernels.product_parts import TmaOptions  # it imports triton
 
     engine = hardware().has("tensor memory")
@@ -132,7 +133,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
 
 
 def _unsupported_pair(request: GemmRequest) -> str | None:
-    """Return the reason why the tensor cores do not multiply two operands with these block scales, or None."""
+    """Reason why the tensor cores do not multiply two operands with these block scales, or None."""
     if (reason := block_scales.unsupported_reason(request)) is not None:
         return reason
     if (needs := request.block_products) is None:
@@ -176,7 +177,7 @@ class ScaledMatmulProduct(BlockScaledProduct):
 
 
 def _with_codes(operand: Operand) -> Operand:
-    """Return an operand whose packed codes are float4_e2m1fn."""
+    """Convert an operand's packed codes to float4_e2m1fn."""
     assert operand.format is not None
     packed = operand.format.packing == 2
     return replace(operand, codes=unpack_e2m1(operand.codes)) if packed else operand
@@ -200,7 +201,7 @@ def matmul_unsupported_reason(request: GemmRequest) -> str | None:
 
 
 def _length(form: TensorFormat | None) -> int:
-    """Return the number of elements that share a scale."""
+    """Number of elements that share a scale."""
     assert form is not None and form.block is not None
     return form.block[1]
 

@@ -1,4 +1,4 @@
-"""Products of rows in groups with one matrix per group, and the gradients of those matrices."""
+"""Products of grouped rows with one matrix per group, and the matrices' gradients."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def grouped_gemm(
     features_first: bool = False,
     exact: bool = True,
 ) -> Array:
-    """Return out [M, N]: the rows of group g of a, times b[g]; rows after the last group are zero.
+    """Compute out [M, N]: the rows of group g in a, times b[g]; rows after the last group are zero.
 
     Args:
         a: Values or codes [M, K].
         b: Values or codes [G, K, N].
         group_sizes: Rows per group, integers [G].
-        dtype: dtype of the result.
-        scales: float32 [G] of a and of b, if they are codes.
+        dtype: Result dtype.
+        scales: float32 [G] for a and for b, if they are codes.
         features_first: Whether b is [G, N, K].
-        exact: Whether partial sums of codes are promoted to float32; False allows the faster accumulation of the tensor
-            cores.
+        exact: Whether partial sums over codes are promoted to float32; False allows the tensor cores' faster
+            accumulation.
     """
     groups, n = b.shape[0], b.shape[1 if features_first else 2]
     dtype = jnp.dtype(dtype)
@@ -66,7 +66,7 @@ def grouped_gemm(
 def grouped_contraction(
     a: Array, b: Array, group_sizes: Array, dtype: jnp.dtype, scales: Scales = None
 ) -> Array:
-    """Return out [G, K, N]: out[g] = (rows of group g of a [M, K]).T @ (those of b [M, N]); see `grouped_gemm`."""
+    """Compute out [G, K, N]: out[g] = (rows of group g in a [M, K]).T @ (its rows in b [M, N]); see `grouped_gemm`."""
     groups, dtype = group_sizes.shape[0], jnp.dtype(dtype)
     return compute(
         TABLE,
@@ -80,12 +80,12 @@ def grouped_contraction(
 def _decoded_rows(
     a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype, features_first: bool
 ) -> Array:
-    """Compute `grouped_block_gemm` of values in the nominal dtype of the codes."""
+    """Compute `grouped_block_gemm` on values in the codes' nominal dtype."""
     return grouped_gemm(a.dequantize(), b.dequantize(), group_sizes, dtype, features_first=features_first)
 
 
 def _decoded_contraction(a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype) -> Array:
-    """Compute `grouped_block_contraction` of values in the nominal dtype of the codes."""
+    """Compute `grouped_block_contraction` on values in the codes' nominal dtype."""
     return grouped_contraction(a.dequantize(), b.dequantize(), group_sizes, dtype)
 
 
@@ -111,13 +111,13 @@ KERNELS = {
 def grouped_block_gemm(
     a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype, features_first: bool = False
 ) -> Array:
-    """Return out [M, N]: the rows of group g of a, times b[g]; rows after the last group are zero.
+    """Compute out [M, N]: the rows of group g in a, times b[g]; rows after the last group are zero.
 
     Args:
-        a: Block-scaled codes of rows in groups, contracted along the columns.
-        b: Block-scaled codes of a stack [G, K, N], contracted along K.
+        a: Block-scaled codes for grouped rows, contracted along the columns.
+        b: Block-scaled codes for a stack [G, K, N], contracted along K.
         group_sizes: Rows per group, integers [G].
-        dtype: dtype of the result.
+        dtype: Result dtype.
         features_first: Whether b is [G, N, K].
     """
 
@@ -132,13 +132,13 @@ def grouped_block_gemm(
 
 
 def grouped_block_contraction(a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype) -> Array:
-    """Return out [G, K, N]: out[g] = (rows of group g of a [M, K]).T @ (those of b [M, N]).
+    """Compute out [G, K, N]: out[g] = (rows of group g in a [M, K]).T @ (its rows in b [M, N]).
 
     Args:
-        a: Block-scaled codes of rows in groups, contracted along the rows.
-        b: The same of the other rows.
+        a: Block-scaled codes for grouped rows, contracted along the rows.
+        b: Block-scaled codes for the other grouped rows, contracted along the rows.
         group_sizes: Rows per group, integers [G].
-        dtype: dtype of the result.
+        dtype: Result dtype.
     """
 
     def request(platform: str) -> GroupedBlockRequest:
@@ -151,7 +151,7 @@ def grouped_block_contraction(a: BlockTensor, b: BlockTensor, group_sizes: Array
 
 
 def _shapes(a: BlockTensor, b: BlockTensor) -> tuple[Any, Any]:
-    """Operands of two tensors with shapes and dtypes in place of arrays."""
+    """Operands for two tensors with shapes and dtypes in place of arrays."""
     return jax.eval_shape(lambda a, b: (a.operand(), b.operand()), a, b)
 
 
@@ -164,7 +164,7 @@ def _request(
     padded: bool,
     platform: str,
 ) -> GroupedBlockRequest:
-    """The request of two operands; extents: groups, m, n and k."""
+    """Build the request for two operands; extents: groups, m, n and k."""
     assert a.format is not None and b.format is not None
     elements = jnp.dtype(a.codes.dtype), jnp.dtype(b.codes.dtype)
     transformed = a.hadamard, b.hadamard

@@ -1,11 +1,11 @@
-"""Grouped products of block-scaled codes by the kernels of common/kernels, all groups in one launch.
+"""Grouped products of block-scaled codes by the kernels in common/kernels, all groups in one launch.
 
 dot_scaled: MXFP8 and NVFP4 codes (`grouped_scaled.py`), whose block scales matrix instructions read.
 
-triton: FP8 codes with float32 scales of 128 elements (`grouped_gemm.py`), on every GPU with FP8 tensor cores.
+triton: FP8 codes with float32 scales per 128 elements (`grouped_gemm.py`), on every GPU with FP8 tensor cores.
 
-The operands of a contraction over the rows are padded: every group begins at a multiple of the block, and zeros fill
-the remaining rows (`quantize/grouped_blocks.py`).
+Operands that are contracted over the rows are padded: every group begins at a multiple of the block, and zeros fill the
+remaining rows (`quantize/grouped_blocks.py`).
 """
 
 from __future__ import annotations
@@ -36,51 +36,51 @@ _ELEMENTS = {
     jnp.dtype(jnp.float4_e2m1fn): "e2m1",
 }
 
-# Matrix products load 16 bytes of packed codes: groups of NVFP4, whose blocks have 16 rows, begin at multiples of 32.
+# Matrix products load 16 bytes of packed codes: NVFP4 groups, whose blocks have 16 rows, begin at multiples of 32.
 _LEAST_MULTIPLE = 32
 
 
 def row_multiple(block: int) -> int:
-    """Divisor of the first padded row of a group whose blocks have this many rows."""
+    """Divisor of the first padded row in a group whose blocks have this many rows."""
     return max(block, _LEAST_MULTIPLE)
 
 
 def padded_sizes(group_sizes: Array, form: TensorFormat) -> Array:
-    """Rows of each group [G] with the padding of blocks along the rows."""
+    """Rows per group [G], including the padding to blocks along the rows."""
     assert form.block is not None
     multiple = row_multiple(form.block[1])
     return -(-group_sizes.astype(jnp.int32) // multiple) * multiple
 
 
 class BlockTensor(Protocol):
-    """Block-scaled codes of rows in groups, or of a stack of matrices."""
+    """Block-scaled codes for grouped rows, or for a matrix stack."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values, without padding and in the original order of axes."""
+        """Value shape, without padding and in the original axis order."""
         ...
 
     def operand(self) -> Operand:
-        """The codes with the contracted axis last: [rows, K], or [G, rows, K] of a stack."""
+        """Codes with the contracted axis last: [rows, K], or [G, rows, K] for a stack."""
         ...
 
     def dequantize(self) -> Array:
-        """The values, without padding and in the original order of axes."""
+        """Values, without padding and in the original axis order."""
         ...
 
 
 class GroupedBlockRequest(NamedTuple):
-    """Properties of a grouped product of block-scaled codes that determine its backend.
+    """Grouped-product properties that determine the backend for block-scaled codes.
 
     Attributes:
         groups: Number of groups G.
         m: Rows of a: [m, k], or [k, m] if the rows are contracted, with the padding between groups.
-        n: Columns of the result.
-        k: Columns of the rows.
+        n: Result columns.
+        k: Row columns.
         a_format: Format of a.
         b_format: Format of b.
-        elements: dtypes of the codes of a and b.
-        result: dtype of the result.
+        elements: Code dtypes of a and b.
+        result: Result dtype.
         contracts_rows: Whether the rows are contracted; see `grouped_block_contraction`.
         padded: Whether the rows of a have the padding between groups, which products over their columns do not read.
         transformed: Whether a and b are Hadamard transformed along the contracted axis.
@@ -102,7 +102,7 @@ class GroupedBlockRequest(NamedTuple):
 
 
 def _unsupported_reason(request: GroupedBlockRequest) -> str | None:
-    """Return the reason why no kernel computes a product; the formats are checked by the callers."""
+    """Reason why no kernel computes a product; the callers check the formats."""
     if (reason := unsupported_on(request.platform, "GroupedGemmPrimitive")) is not None:
         return reason
     if request.padded:
@@ -123,7 +123,7 @@ def _unsupported_reason(request: GroupedBlockRequest) -> str | None:
 
 
 def float32_unsupported_reason(request: GroupedBlockRequest) -> str | None:
-    """Return the reason why `grouped_gemm.py` does not multiply two operands with float32 scales, or None."""
+    """Reason why `grouped_gemm.py` does not multiply two operands with float32 scales, or None."""
     right = BLOCK_1D if request.contracts_rows else BLOCK_2D
     if request.a_format != BLOCK_1D or request.b_format != right:
         sizes = "1x128 by 1x128" if request.contracts_rows else "1x128 by 128x128"
@@ -132,7 +132,7 @@ def float32_unsupported_reason(request: GroupedBlockRequest) -> str | None:
 
 
 def scaled_unsupported_reason(request: GroupedBlockRequest) -> str | None:
-    """Return the reason why `grouped_scaled.py` does not multiply two operands with one-byte scales, or None."""
+    """Reason why `grouped_scaled.py` does not multiply two operands with one-byte scales, or None."""
     a, b = request.a_format, request.b_format
     if not (a.swizzled and b.swizzled) or a.block_products != b.block_products or b.row_scaled:
         return f"it takes two operands of {SWIZZLED_NAMES}, the right one without scales per row"
@@ -155,12 +155,12 @@ def scaled_unsupported_reason(request: GroupedBlockRequest) -> str | None:
 
 @dataclass(frozen=True)
 class _BlockProduct(Kernel):
-    """Base class of grouped products of block-scaled codes.
+    """Base class for grouped products of block-scaled codes.
 
     Attributes:
         forms: Formats of a and b.
-        elements: Names of the elements of a and b.
-        dtype: dtype of the result.
+        elements: Element names of a and b.
+        dtype: Result dtype.
     """
 
     forms: tuple[TensorFormat, TensorFormat]
@@ -178,7 +178,7 @@ class _BlockProduct(Kernel):
 
     @property
     def scales(self) -> Any:
-        """Block scales as the kernels of `grouped_scaled.py` read them."""
+        """Block scales in the form that `grouped_scaled.py` kernels read."""
         from ....common.kernels.grouped_scaled import BlockScales  # it imports triton
 
         units = [form.unit_amax for form in self.forms]
@@ -191,7 +191,7 @@ class BlockRows(_BlockProduct):
     """(a [M, K], b [G, N, K], sizes [G], scales of a, of b, [maxima of a, of b]) -> out [M, N], 0 after the last group
 
     Attributes:
-        shape: (N, K) of the whole matrices; shards contain whole blocks of them.
+        shape: (N, K) for the full matrices; each shard contains full blocks.
     """
 
     shape: tuple[int, int]
@@ -293,7 +293,7 @@ def over_rows(a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dty
 def _multiplied(
     kernel: type[Product], a: Operand, b: Operand, sizes: Array, dtype: jnp.dtype, **options: Any
 ) -> Array:
-    """Run a kernel on codes in bytes, and on scales of the dtype that it reads."""
+    """Run a kernel on byte codes, and on scales in the dtype that it reads."""
     assert a.format is not None and b.format is not None and a.scale is not None and b.scale is not None
     elements = _ELEMENTS[jnp.dtype(a.codes.dtype)], _ELEMENTS[jnp.dtype(b.codes.dtype)]
     codes, scales = [], []

@@ -1,4 +1,4 @@
-"""Request of a grouped product, and its float32 reference with the ragged products of XLA."""
+"""Grouped-product request, and its float32 reference with XLA's ragged products."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ....common.dispatch import Backend
 from ...manual_axes import align_manual_axes
 from ..kernels import batched_in_turn, result_like, run_compiled
 
-# Scales of the codes of both operands, one per group; None for values.
+# Both operands' code scales, one per group; None for values.
 Scales = tuple[Array, Array] | None
 
 
 class GroupedGemmRequest(NamedTuple):
-    """Properties of a grouped product that determine its backend.
+    """Grouped-product properties that determine its backend.
 
     Attributes:
         groups: Number of groups G.
         m: Number of rows.
-        n: Columns of the result.
+        n: Result columns.
         k: Columns of a.
-        dtype: dtype of the operands.
-        result: dtype of the result.
+        dtype: Operand dtype.
+        result: Result dtype.
         contracts_rows: Whether the rows are contracted; see `grouped_contraction`.
         features_first: Whether b is [G, N, K] instead of [G, K, N].
         scaled: Whether the operands are FP8 codes with one scale per group.
@@ -69,7 +69,7 @@ def of_rows(
     if features_first:
         b = jnp.swapaxes(b, 1, 2)
     if scales is not None:
-        # Both scales of a group are applied to its matrix.
+        # Both scales for a group are applied to its matrix.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32) * (scales[0] * scales[1])[:, None, None]
     return _product(_rows, a, b, group_sizes).astype(dtype)
 
@@ -91,7 +91,7 @@ _contraction = Primitive("transformer_engine_grouped_contraction")  # [M, K], [M
 
 
 def _product(primitive: Primitive, a: Array, b: Array, group_sizes: Array) -> Array:
-    """Return the product in float32; the operands have two dtypes if one is a cotangent."""
+    """Compute the product in float32; the operands have two dtypes if one is a cotangent."""
     dtype = jnp.promote_types(a.dtype, b.dtype)
     return primitive.bind(*align_manual_axes(a.astype(dtype), b.astype(dtype), group_sizes))
 

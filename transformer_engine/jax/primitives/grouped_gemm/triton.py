@@ -1,4 +1,4 @@
-"""Grouped products with the kernels of common/kernels/grouped_gemm.py: all groups in one launch, of any sizes."""
+"""Grouped products with the kernels in common/kernels/grouped_gemm.py: all groups in one launch, with any sizes."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _columns(codes: Array, layout: Array, groups: int) -> Array:
 
 
 def layout_of_rows(sizes: Array, rows: int) -> Array:
-    """Positions of groups of these sizes [G] among the rows, as `common/kernels/grouped_layout.py` stores them."""
+    """Positions of groups with these sizes [G] among the rows, as `common/kernels/grouped_layout.py` stores them."""
     from ....common.kernels.grouped_layout import layout_of  # it imports triton
 
     (layout,) = run(layout_of(rows, sizes.shape[0]), [sizes])

@@ -1,4 +1,4 @@
-"""FP8 codes of a stack of matrices, one multiplier per matrix, in both directions; and of rows in groups."""
+"""FP8 codes for a matrix stack, one multiplier per matrix, in both directions; and for grouped rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def quantize_stack(
 ) -> StackCodes:
     """Quantize a stack: codes [G, R, C] = saturate(x [G, R, C] * multiplier [G]), their transposes, and the maxima.
 
-    A multiplier of 0 is read as 1.
+    A zero multiplier is read as 1.
     """
     groups, rows, columns = x.shape
     directions = (rowwise, columnwise)
@@ -52,17 +52,17 @@ def quantize_rows(
     epsilon: float = 0.0,
     over: tuple[str, ...] = (),
 ) -> RowCodes:
-    """Quantize rows in groups: codes [M, K] = saturate(x [M, K] * multiplier of the row's group), and the maxima.
+    """Quantize rows in groups: codes [M, K] = saturate(x [M, K] * the row's group multiplier), and the maxima.
 
     Args:
         x: Values [M, K].
         group_sizes: Rows per group, int32 [G]. Rows after the last group use the multiplier 1 and no maximum.
         multiplier: float32 [G]; None derives the multipliers from the maxima.
-        element: Element type of the codes.
+        element: Code element type.
         power_of_two: Whether derived multipliers are powers of two.
         epsilon: Least maximum for derived multipliers.
         over: Manual mesh axes over which the rows of the groups are sharded: derived multipliers follow from the maxima
-            over all rows. With given multipliers, the maxima are those of this device.
+            over all rows. With given multipliers, the maxima cover this device only.
     """
     rows, columns = x.shape
     given = None if multiplier is None else multiplier.astype(jnp.float32)

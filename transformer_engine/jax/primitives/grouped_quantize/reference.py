@@ -1,4 +1,4 @@
-"""Requests and results of quantizing a stack of matrices, or rows in groups; reference in plain jnp operations."""
+"""Requests and results for quantizing a matrix stack or grouped rows; reference in plain jnp operations."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class StackRequest(NamedTuple):
 
 
 class StackCodes(NamedTuple):
-    """Codes of a stack of matrices.
+    """Codes for a matrix stack.
 
     Attributes:
         codes: Codes [G, R, C], None if not requested.
-        codes_t: Codes [G, C, R] of the transposes, None if not requested.
-        scale: Inverses of the multipliers, float32 [G].
-        amax: Absolute maximum of every matrix, float32 [G].
+        codes_t: Transposed codes [G, C, R], None if not requested.
+        scale: Inverse multipliers, float32 [G].
+        amax: Per-matrix absolute maxima, float32 [G].
     """
 
     codes: Array | None
@@ -53,7 +53,7 @@ class RowsRequest(NamedTuple):
 
 
 class RowCodes(NamedTuple):
-    """Codes [M, K] of rows in groups; scale and amax as in `StackCodes`."""
+    """Codes [M, K] for grouped rows; scale and amax as in `StackCodes`."""
 
     codes: Array
     scale: Array
@@ -61,7 +61,7 @@ class RowCodes(NamedTuple):
 
 
 def group_of_rows(group_sizes: Array, rows: int) -> Array:
-    """Return the group of every row, int32 [rows]; G for rows after the last group."""
+    """Group index for every row, int32 [rows]; G for rows after the last group."""
     ends = jnp.cumsum(group_sizes.astype(jnp.int32))
     # A binary search would be a kernel per step on a GPU.
     places = jnp.arange(rows, dtype=jnp.int32)
@@ -69,7 +69,7 @@ def group_of_rows(group_sizes: Array, rows: int) -> Array:
 
 
 def of_rows(values: Array, group_sizes: Array, rows: int) -> Array:
-    """Return the value of each row's group, [rows] of values [G]; 1 after the last group."""
+    """Expand per-group values [G] to rows [rows]; 1 after the last group."""
     return jnp.append(values, jnp.ones(1, values.dtype))[group_of_rows(group_sizes, rows)]
 
 

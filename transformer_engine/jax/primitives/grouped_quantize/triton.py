@@ -1,4 +1,4 @@
-"""Codes of a stack of matrices, and of rows in groups, with one launch of common/kernels/grouped_cast.py."""
+"""Codes for a matrix stack, and for grouped rows, with one launch from common/kernels/grouped_cast.py."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ BACKEND = Backend[StackRequest](
 
 @dataclass(frozen=True)
 class GroupMaxima(Kernel):
-    """(x [M, K], sizes [G]) -> max|x| of every group's rows [G]"""
+    """(x [M, K], sizes [G]) -> max|x| over each group's rows [G]"""
 
     @property
     def rule(self) -> ShardingRule:
@@ -113,8 +113,8 @@ class GroupedRowsCast(Kernel):
     """(x [M, K], sizes [G], [multiplier or amax [G]]) -> codes [M, K], scale [G], [amax [G]]
 
     Attributes:
-        element: Element type of the codes.
-        scaling: power_of_two and epsilon of multipliers that are derived from the maxima.
+        element: Code element type.
+        scaling: power_of_two and epsilon for multipliers that are derived from the maxima.
         given: The last operand, "multiplier" or "amax", or None without it. The kernel finds the maxima unless they are
             given.
     """

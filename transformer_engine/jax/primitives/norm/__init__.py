@@ -18,12 +18,12 @@ TABLE: Table[NormRequest] = Table("jax_norm", (triton.BACKEND, reference.BACKEND
 def norm_forward(
     x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float
 ) -> tuple[Array, Array | None, Array]:
-    """Return y = layernorm(x) or rmsnorm(x).
+    """Compute y = layernorm(x) or rmsnorm(x).
 
     Args:
         x: Values [..., width].
         gamma: Scale [width].
-        beta: Bias [width] of a layernorm, or None.
+        beta: Bias [width] for a layernorm, or None.
         centered: Whether the norm is a layernorm; otherwise an rmsnorm.
         zero_centered: Whether the scale is gamma + 1.
         epsilon: Added to the variance.
@@ -47,7 +47,7 @@ def norm_backward(
     zero_centered: bool,
     add: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """Return dx + add in x's dtype, and dgamma and dbeta [width] in the dtypes of gamma and beta, sums of float32.
+    """Compute dx + add in x's dtype, and dgamma and dbeta [width] in the dtypes of gamma and beta, from float32 sums.
 
     dbeta is None without beta. add has the shape of x and is added in float32, before dx is rounded.
     """

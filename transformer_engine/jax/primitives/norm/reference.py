@@ -1,10 +1,9 @@
-"""Request of a norm, and its float32 reference.
+"""Norm request, and its float32 reference.
 
 y = (x - E[x]) * rsqrt(Var[x] + eps) * gamma + beta (layernorm) and y = x * rsqrt(E[x²] + eps) * gamma (rmsnorm).
 
-Layer Normalization: Ba, Kiros, Hinton, arXiv:1607.06450. Root Mean Square Layer Normalization: Zhang,
-Sennrich, arXiv:1910.07467. The variance is that of the centred values (two passes): a large mean does not cancel it
-away.
+Layer Normalization: Ba, Kiros, Hinton, arXiv:1607.06450. Root Mean Square Layer Normalization: Zhang, Sennrich,
+arXiv:1910.07467. The variance comes from centred values (two passes): a large mean does not cancel it away.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from ....common.dispatch import Backend
 
 
 class NormRequest(NamedTuple):
-    """Properties of a norm over the last axis of an array that determine its backend.
+    """Properties of a norm over an array's last axis that determine its backend.
 
     Attributes:
         operation: "forward" or "backward".
         width: Size of the last axis.
-        dtype: dtype of the array.
-        rows: Product of the other axes.
+        dtype: Array dtype.
+        rows: Product over the other axes.
         platform: Platform of the program, "cpu" or "cuda".
     """
 
@@ -40,7 +39,7 @@ class NormRequest(NamedTuple):
 
     @classmethod
     def of(cls, operation: str, x: Array, platform: str) -> NormRequest:
-        """Return the request of an operation on x."""
+        """Build the request for an operation on x."""
         return cls(operation, x.shape[-1], x.dtype, prod(x.shape[:-1]), platform)
 
 
@@ -48,7 +47,7 @@ class NormRequest(NamedTuple):
 def forward(
     x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float
 ) -> tuple[Array, Array | None, Array]:
-    """Return y = (x - mean) * rstdev * gamma + beta, mean and rstdev; see `norm_forward`."""
+    """Compute y = (x - mean) * rstdev * gamma + beta, mean and rstdev; see `norm_forward`."""
     wide = x.astype(jnp.float32)
     mean = wide.mean(axis=-1, keepdims=True) if centered else None
     if mean is not None:
@@ -65,7 +64,7 @@ def backward(
     dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, add: Array | None, zero_centered: bool,
     dtype: str,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Return dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add, dgamma = Σ dy * xhat and dbeta = Σ dy.
+    """Compute dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add, dgamma = Σ dy * xhat and dbeta = Σ dy.
 
     g = dy * gamma; rmsnorm has no term E[g].
     """
@@ -84,7 +83,7 @@ def backward(
 
 
 def _of_rank(parameter: Array, ndim: int, zero_centered: bool = False) -> Array:
-    """Return a parameter [width] as float32 [1, .., width]: jax_numpy_rank_promotion may be "raise"."""
+    """Convert a parameter [width] to float32 [1, .., width]: jax_numpy_rank_promotion may be "raise"."""
     wide = lax.expand_dims(parameter.astype(jnp.float32), range(ndim - 1))
     return wide + 1.0 if zero_centered else wide
 

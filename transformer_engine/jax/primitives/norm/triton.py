@@ -1,4 +1,4 @@
-"""Norms with the kernels of common/kernels/norm.py, on matrices [rows, width] whose rows may be several axes."""
+"""Norms with the kernels in common/kernels/norm.py, on matrices [rows, width] whose rows may be several axes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def unsupported_reason(request: NormRequest) -> str | None:
 
 @dataclass(frozen=True)
 class _NormKernel(Kernel):
-    """Base of the kernels of a norm, whose rows are not sharded along the width."""
+    """Base class for norm kernels, whose rows are not sharded along the width."""
 
     centered: bool
     zero_centered: bool
@@ -64,7 +64,7 @@ class NormForward(_NormKernel):
 
 @dataclass(frozen=True)
 class NormBackward(_NormKernel):
-    """(dy, x, [add] [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]; dtype: of the last two"""
+    """(dy, x, [add] [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]; dtype: for the last two"""
 
     dtype: str
     adds: bool = False

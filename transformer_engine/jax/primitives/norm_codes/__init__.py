@@ -27,7 +27,8 @@ def norm_codes(
     zero_centered: bool,
     epsilon: float,
 ) -> tuple[Quantized, Array | None, Array]:
-    """Return the codes of y [*rows, width] rounded to x's dtype, see `Quantized`; mean (None unless centered), rstdev.
+    """Quantize y [*rows, width] rounded to x's dtype, see `Quantized`; also return mean (None unless centered) and
+    rstdev.
 
     On a GPU the kernel that computes y writes the codes, and y is not stored. With one scale from the maximum of y, the
     kernel stores y and finds the maximum, and a second kernel writes the codes. See `norm_forward` for the arguments.

@@ -1,4 +1,4 @@
-"""Request of a norm's codes, and the backend that computes the values and their codes in two steps."""
+"""Norm-code request, and the backend that computes the values and their codes in two steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CodedNorm:
 
 
 class NormCodesRequest(NamedTuple):
-    """A norm of a matrix [rows, width], and the quantization of its result.
+    """A norm over a matrix [rows, width], and its result's quantization.
 
     Attributes:
         norm: The norm.

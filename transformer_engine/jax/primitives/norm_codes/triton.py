@@ -1,6 +1,6 @@
-"""Norms and their codes in one kernel of common/kernels/norm.py, which holds whole rows of x [rows, width].
+"""Norms and their codes in one kernel from common/kernels/norm.py, which holds full rows of x [rows, width].
 
-With a given multiplier, with a scale per 1 x 128 block of rows, or, in a second pass, with the maximum that the kernel
+With a given multiplier, with a scale per 1 x 128 row block, or, in a second pass, with the maximum that the kernel
 finds.
 """
 
@@ -30,7 +30,7 @@ from .separate import CodedNorm, NormCodesRequest
 if TYPE_CHECKING:
     from ....common.kernels.norm import NormRows
 
-# Columns of a LayerNorm that writes codes with block scales; wider ones need too many registers.
+# Column limit for a LayerNorm that writes codes with block scales; wider ones need too many registers.
 _WIDEST_CENTERED = 4096
 _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
@@ -60,23 +60,23 @@ class _CodedNormKernel(Kernel):
     epsilon: float
 
     def sharing(self, given: str, made: list[str], **options: Any) -> ShardingRule:
-        """Return the rule of a kernel.
+        """Build the sharding rule of a kernel.
 
         Args:
-            given: Axes of the operands after beta, preceded by ", "; or "".
-            made: Axes of the results before the statistics.
-            **options: Options of the rule.
+            given: Axes for the operands after beta, preceded by ", "; or "".
+            made: Axes for the results before the statistics.
+            **options: Options for the rule.
         """
         operands, statistics = ("r w, w, w", ["r", "r"]) if self.centered else ("r w, w", ["r"])
         return ShardingRule(f"{operands}{given} -> {', '.join([*made, *statistics])}", **options)
 
     def with_statistics(self, x: Any, *made: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the shapes of results followed by those of the statistics."""
+        """Result shapes followed by the statistics' shapes."""
         statistic = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
         return (*made, *[statistic] * (1 + self.centered))
 
     def rows(self, x: Array) -> NormRows:
-        """Return the norm as the kernels take it."""
+        """The norm in the form that the kernels take."""
         from ....common.kernels.norm import NormRows  # it imports triton
 
         rows, width = x.shape

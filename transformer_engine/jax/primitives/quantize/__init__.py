@@ -61,23 +61,23 @@ def quantize(
     axis: int | None = None,
     over: tuple[str, ...] = (),
 ) -> Quantized:
-    """Quantize x [*M, *K] in the directions of spec.
+    """Quantize x [*M, *K] in the directions that spec requests.
 
     Args:
         x: Values, float32, bfloat16 or float16.
         spec: Format, options and directions.
-        multiplier: FLOAT8: multiplier in place of one derived from the absolute maximum (delayed scaling); 0 is read
-            as 1.
-        amax: FLOAT8, NVFP4: absolute maximum in place of the measured one; NVFP4 also accepts one per tile of rows of a
+        multiplier: FLOAT8: multiplier that replaces the one derived from the absolute maximum (delayed scaling); 0 is
+            read as 1.
+        amax: FLOAT8, NVFP4: absolute maximum in place of the measured one; NVFP4 also accepts one per row tile of a
             matrix, [tiles, 1], or one per tile along K, [1, tiles].
         amax_t: NVFP4: the same for the columnwise direction.
-        random: NVFP4, stochastic: uniform float32 in [0, 1) of the shape of the rowwise and of the columnwise codes, or
+        random: NVFP4, stochastic: uniform float32 in [0, 1) with the rowwise and the columnwise codes' shapes, or
             matrices [M, K] and [K, M]. If two_dimensional, only the first is read: the columnwise codes are its
             transpose.
-        axis: Where K begins; None for a matrix. Codes keep the axes of x, [*M, *K] and [*K, *M], so that any of them
-            may be sharded.
-        over: FLOAT8, NVFP4: manual mesh axes over which the matrix is sharded, of which x is one shard. Measured maxima
-            are those of all shards. A block must not cross shards.
+        axis: Where K begins; None for a matrix. Codes keep the axes of x, [*M, *K] and [*K, *M], so that any axis may
+            be sharded.
+        over: FLOAT8, NVFP4: manual mesh axes over which the matrix is sharded; x is one shard. Measured maxima cover
+            all shards. A block must not cross shards.
 
     Returns:
         Codes and scales.
@@ -109,7 +109,7 @@ def quantize(
 
 
 def dequantize(operand: Operand) -> Array:
-    """Return values [*rows, *K] = codes * scale, computed in float32 and rounded once to operand.dtype."""
+    """Compute values [*rows, *K] = codes * scale in float32, rounded once to operand.dtype."""
     form = operand.format
     if form is None:
         return operand.codes.astype(operand.dtype)
@@ -121,7 +121,7 @@ def dequantize(operand: Operand) -> Array:
 
 
 def decoded(operand: Operand) -> Array:
-    """Return values [*rows, *K] in float32 of an operand that has scales."""
+    """Decode an operand that has scales to float32 values [*rows, *K]."""
     form, codes, scale = operand.format, operand.codes, operand.scale
     assert form is not None and scale is not None
     if form.block is not None:

@@ -1,4 +1,4 @@
-"""Conversions to the element types FP8, E2M1 and E8M0, and the multipliers of one scale per matrix."""
+"""Conversions to the element types FP8, E2M1 and E8M0, and multipliers for one scale per matrix."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ....common.formats import E2M1, FLOAT32_MAX, Element
 from .. import exact
 from .spec import jax_dtype
 
-_FP8_NAN = 0x7F  # code of NaN, E4M3 and E5M2
-_SIGN_AND_EXPONENT = -(1 << 23)  # int32 of 0xFF800000: every bit of a float32 but its mantissa
+_FP8_NAN = 0x7F  # NaN code in E4M3 and E5M2
+_SIGN_AND_EXPONENT = -(1 << 23)  # 0xFF800000 as int32: all float32 bits except the mantissa
 
 E8M0_NAN = 0xFF
 E8M0_LARGEST = 0xFE
-_HALF_LEAST_NORMAL = 0x00400000  # float32 bits of 2^-127, the least E8M0 scale
+_HALF_LEAST_NORMAL = 0x00400000  # float32 bits for 2^-127, the least E8M0 scale
 
 
 def absolute_maximum(x: Array) -> Array:
-    """Return max|x| as float32 [1]; 0 of an empty array, NaN if any element is NaN."""
+    """Compute max|x| as float32 [1]; 0 for an empty array, NaN if any element is NaN."""
     return exact.float_of(jnp.max(exact.magnitude_bits(x), initial=0).reshape(1))
 
 
 def row_maxima(x: Array, axis: int) -> Array:
-    """Return max|x| of every row of x [*rows, *columns] as float32 [prod(rows)]; NaN where a row has a NaN."""
+    """Compute max|x| per row in x [*rows, *columns] as float32 [prod(rows)]; NaN where a row has a NaN."""
     bits = jnp.max(exact.magnitude_bits(x), axis=tuple(range(axis, x.ndim)), initial=0)
     return exact.float_of(bits.reshape(-1))
 
@@ -36,7 +36,7 @@ def scale_from_amax(
     epsilon: float = 0.0,
     value_for_inf: float = FLOAT32_MAX,
 ) -> Array:
-    """Return maximum / max(amax, epsilon) in float32; 1 where that amax is 0, infinite or NaN.
+    """Compute maximum / max(amax, epsilon) in float32; 1 where that amax is 0, infinite or NaN.
 
     Args:
         amax: Absolute maxima.
@@ -57,26 +57,28 @@ def scale_from_amax(
 
 
 def value_for_inf(dtype: jnp.dtype) -> float:
-    """Return the multiplier of values in dtype whose quotient overflows: the largest number of dtype or of float32."""
+    """Multiplier for values in dtype whose quotient overflows: the largest number in dtype or in float32."""
     return min(float(jnp.finfo(dtype).max), FLOAT32_MAX)
 
 
 def given_multiplier(multiplier: Array) -> Array:
-    """Return a caller's multipliers as float32, with 1 for 0: JAX's gradient of a state that was not read is 0."""
+    """Convert a caller's multipliers to float32, with 1 for 0: JAX's gradient for an unread state is 0."""
     multiplier = multiplier.astype(jnp.float32)
     # Compares bits: XLA on a CPU flushes subnormal values to 0 in a comparison.
     return jnp.where(exact.magnitude_bits(multiplier) == 0, 1.0, multiplier)
 
 
 def cast(x: Array, element: Element) -> Array:
-    """Return the nearest codes of float32 x, ties to even; infinity as the maximum, NaN as 0x7F whatever its sign.
+    """Round float32 x to the nearest codes, ties to even; infinity becomes the maximum, NaN becomes 0x7F whatever its
+    sign.
 
-    0x7F is NVIDIA's canonical NaN of both formats, which the conversion instruction of the kernels produces.
+    0x7F is NVIDIA's canonical NaN for both formats, which the kernels' conversion instruction produces.
     """
     dtype = jax_dtype(element)
-    # The conversion alone makes NaN (E4M3) or infinity (E5M2) of values beyond the maximum, and NaNs of either sign.
+    # The conversion alone turns values beyond the maximum into NaN (E4M3) or infinity (E5M2), and produces NaNs with
+    # either sign.
     codes = jnp.clip(x, -element.maximum, element.maximum).astype(dtype)
-    # As bytes: XLA selects between float8 values by way of another format, which changes NaNs.
+    # As bytes: XLA selects between float8 values through another format, which changes NaNs.
     codes = jnp.where(jnp.isnan(x), jnp.uint8(_FP8_NAN), lax.bitcast_convert_type(codes, jnp.uint8))
     codes = lax.bitcast_convert_type(codes, dtype)
     # XLA for a GPU removes float32 -> float8 -> float32: without a barrier, readers in the same program would get
@@ -85,31 +87,31 @@ def cast(x: Array, element: Element) -> Array:
 
 
 def _unchanged(codes: Array) -> Array:
-    return codes  # one function: JAX caches traces by the identity of the function
+    return codes  # one function: JAX caches traces by function identity
 
 
 def encode(x: Array, element: Element, multiplier: Array) -> Array:
-    """Return cast(float32(x) * multiplier); x [R, K]."""
+    """Compute cast(float32(x) * multiplier); x [R, K]."""
     multiplier = lax.expand_dims(multiplier, range(x.ndim - multiplier.ndim))
     return cast(x.astype(jnp.float32) * multiplier, element)
 
 
 def encode_e2m1(x: Array, random: Array | None = None) -> Array:
-    """Return E2M1 codes: a sign and one of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 in four bits.
+    """Encode to E2M1: a sign and one of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 in four bits.
 
     Args:
         x: Values, float32. Those beyond 6 become 6, NaN becomes +6.
-        random: Uniform numbers in [0, 1) of the shape of x, for stochastic rounding: floor(|x| + random * gap) on the
-            grid, gap being the distance between the two magnitudes that enclose |x|. None rounds to the nearest, ties
-            to the even code.
+        random: Uniform numbers in [0, 1) in the shape of x, for stochastic rounding: floor(|x| + random * gap) on the
+            grid, where gap is the distance between the two magnitudes that enclose |x|. None rounds to the nearest,
+            ties to the even code.
 
     Returns:
         Codes, float4_e2m1fn.
     """
     x = jnp.where(jnp.isnan(x), E2M1.maximum, x)
     magnitude = jnp.abs(x)
-    # The grid has gaps of 1/2 up to 2, of 1 up to 4 and of 2 up to 6: three stretches of 4, 2 and 1 codes. A
-    # code is the sum of what |x| fills of the three, in units of their gaps. Every term is exact in float32.
+    # The grid's gaps are 1/2 up to 2, 1 up to 4 and 2 up to 6: three stretches with 4, 2 and 1 codes. A code is
+    # the sum over the three stretches: the part that |x| fills, in units of the gap. Every term is exact in float32.
     stretches = (
         jnp.minimum(magnitude, 2.0) * 2.0,
         jnp.clip(magnitude, 2.0, 4.0) - 2.0,
@@ -129,10 +131,10 @@ def encode_e2m1(x: Array, random: Array | None = None) -> Array:
 
 
 def e8m0_from_float(v: Array) -> Array:
-    """Return the least exponent byte e (int32) with 2^(e - 127) >= v, for float32 v >= 0.
+    """Find the least exponent byte e (int32) with 2^(e - 127) >= v, for float32 v >= 0.
 
-    E8M0 is a power of two 2^(e - 127) in one byte, the scale of OCP Microscaling Formats (MX) 1.0. NaN becomes 255, a
-    value above 2^127 becomes 254.
+    E8M0 stores a power of two 2^(e - 127) in one byte, the scale in OCP Microscaling Formats (MX) 1.0. NaN becomes 255,
+    a value above 2^127 becomes 254.
     """
     bits = exact.bits_of(v)
     exponent = bits >> 23
@@ -143,9 +145,9 @@ def e8m0_from_float(v: Array) -> Array:
 
 
 def times_power(values: Array, exponent: Array) -> Array:
-    """Return values * 2^(exponent - 127) for E8M0 exponents, int32 in [0, 255]; 255 -> NaN.
+    """Compute values * 2^(exponent - 127) for E8M0 exponents, int32 in [0, 255]; 255 -> NaN.
 
-    2^-127 is subnormal, and XLA on a CPU flushes it to zero: the result is half of values * 2^-126 instead.
+    2^-127 is subnormal, and XLA on a CPU flushes it to zero: the result is values * 2^-126, halved, instead.
     """
     bits = jnp.where(exponent == E8M0_NAN, exact.NAN, jnp.maximum(exponent, 1) << 23)
     product = values * exact.float_of(bits)

@@ -2,8 +2,7 @@
 
 The choice can depend on the last bit of an error, so errors are computed as in IEEE float32 arithmetic. XLA for a CPU
 would flush subnormal numbers to zero, divide by constants through their inverses, and fuse products with sums. Products
-and quotients are those of `exact`; differences and sums are of values multiplied by a power of two that keeps them
-normal.
+and quotients come from `exact`; differences and sums use values multiplied by a power of two that keeps them normal.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .. import exact
 from . import tiles
 from .elements import cast, encode_e2m1
 
-Coding = tuple[Array, Array, Array]  # codes of tiles, their scales, the error of each tile
+Coding = tuple[Array, Array, Array]  # tile codes, their scales, each tile's error
 
 
 def encode(
@@ -31,16 +30,16 @@ def encode(
     encode_scale: Array,
     multiplier_of: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """Return codes of the tiles `cut` and their scales e4m3.
+    """Encode the tiles `cut` to codes and e4m3 scales.
 
     Args:
-        cut: Tiles [.., R, r, .., K, c] as `tiles.cut` makes them; `axis` is that of the matrix.
+        cut: Tiles [.., R, r, .., K, c] as `tiles.cut` makes them; `axis` is the matrix's.
         axis: First column axis of the matrix.
-        measure: One of `BLOCK_ERRORS`.
+        measure: A `BLOCK_ERRORS` entry.
         largest: 6 times the largest block scale.
         amax: The maxima from which second-level scales are computed, with as many dimensions as the tiles' scales.
-        encode_scale: The second-level scales, of the same shape.
-        multiplier_of: Maps E4M3 block scales to multipliers of the values.
+        encode_scale: The second-level scales, in the same shape.
+        multiplier_of: Maps E4M3 block scales to value multipliers.
     """
     base = exact.multiply(exact.divide(tiles.tile_amax(cut, axis), jnp.float32(E2M1.maximum)), encode_scale)
     six, four = (
@@ -69,7 +68,7 @@ def _coded(
     codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), None)
     # At most 6 significant bits, from 2^-10 on: exact.
     product = jnp.abs(codes.astype(jnp.float32)) * tiles.spread(scale.astype(jnp.float32), axis)
-    # A code has the sign of its value, so that differences of magnitudes are those of values.
+    # A code has its value's sign, so that magnitude differences equal value differences.
     values = exact.float_of(exact.magnitude_bits(cut))
     of_tiles = tiles.spread(amax, axis), tiles.spread(encode_scale, axis)
     if measure in (FAST_MAE, FAST_MSE):
@@ -86,7 +85,7 @@ def _coded(
         if measure == MSE:
             difference = exact.multiply(difference, _power(-lift))
             terms = exact.multiply(exact.multiply(difference, difference), _power(jnp.minimum(2 * lift, 100)))
-    # Sum of the tiles: along a row from the first element on, then rows 0 with 8, 1 with 9, .., 0 with 4, ..
+    # Sum over each tile: along a row from the first element on, then rows 0 with 8, 1 with 9, .., 0 with 4, ..
     columns = jnp.moveaxis(terms, -1, 0)
     total = columns[0]
     for place in range(1, columns.shape[0]):
@@ -99,5 +98,5 @@ def _coded(
 
 
 def _power(exponent: Array) -> Array:
-    """Return 2^exponent, for -126 to 127."""
+    """Compute 2^exponent, for -126 to 127."""
     return exact.float_of((exponent + 127) << 23)

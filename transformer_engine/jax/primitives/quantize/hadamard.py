@@ -1,4 +1,4 @@
-"""y = (x * signs) @ H / 4 on groups of 16, H the 16 x 16 Hadamard matrix of Sylvester's construction."""
+"""y = (x * signs) @ H / 4 on 16-element groups, with the 16 x 16 Hadamard matrix H from Sylvester's construction."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
-    """Transform every 16 elements of the last axis of x [..., 16 n] in float32, rounded to x's dtype.
+    """Transform every 16 elements along the last axis of x [..., 16 n] in float32, rounded to x's dtype.
 
-    Four rounds of sums and differences instead of a product: the order of additions, and therefore the bits, are the
-    same on every device.
+    Four rounds of sums and differences instead of a product: the addition order, and therefore the bits, are the same
+    on every device.
     """
     groups = _groups(x)
     if random_sign:
@@ -24,7 +24,7 @@ def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
 
 
 def inverse_transform(y: Array, random_sign: bool = True) -> Array:
-    """Return x of y = hadamard_transform(x): H / 4 is its own inverse, the signs follow it."""
+    """Compute x from y = hadamard_transform(x): H / 4 is its own inverse, the signs follow it."""
     groups = _butterflies(_groups(y)) * 0.25
     if random_sign:
         groups = groups * _signs(groups.ndim)
@@ -42,7 +42,7 @@ def _rounded(values: Array, dtype: jnp.dtype) -> Array:
 
 
 def _signs(ndim: int) -> np.ndarray:
-    """Return the signs, float32 [1, .., 1, 16] with ndim axes: jax_numpy_rank_promotion may be "raise"."""
+    """Signs as float32 [1, .., 1, 16] with ndim axes: jax_numpy_rank_promotion may be "raise"."""
     return np.asarray(SIGNS, np.float32).reshape((1,) * (ndim - 1) + (GROUP,))
 
 

@@ -18,12 +18,12 @@ from .spec import Quantized, QuantizeInputs, QuantizeSpec, Request
 # Compiled as one program also in eager mode, where it would take seconds operation by operation.
 @functools.partial(jax.jit, static_argnames=("spec", "axis"))
 def run(x: Array, given: QuantizeInputs, spec: QuantizeSpec, axis: int = 1) -> Quantized:
-    """Quantize x [*M, *K] in the directions of spec."""
+    """Quantize x [*M, *K] in the directions that spec requests."""
     form = FORMATS[spec.format.name]
     if spec.format.block is not None:
         assert spec.tile is not None
         down, along = spec.tile
-        # The tile of the columnwise codes is the transposed one.
+        # Columnwise codes have the transposed tile.
         kept, at = tiles.split_axes(x.shape, axis, (max(down, along) if spec.columnwise else down, along))
         return form.quantize(x.reshape(kept), spec, given, at).with_axes(x.shape, axis)
     made = form.quantize(x, replace(spec, rowwise=True, columnwise=False), given, axis)

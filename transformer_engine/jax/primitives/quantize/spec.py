@@ -1,4 +1,4 @@
-"""Records of quantizations: request, inputs, results, the cast of an operation's own result, and format rows."""
+"""Quantization records: request, inputs, results, the cast of an operation's own result, and format rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPES = {E4M3.name: jnp.float8_e4m3fn, E5M2.name: jnp.float8_e5m2, E2M1.name: 
 
 
 def jax_dtype(element: Element) -> jnp.dtype:
-    """Return the dtype of an element's codes."""
+    """Dtype for an element's codes."""
     return jnp.dtype(_DTYPES[element.name])
 
 
@@ -37,8 +37,8 @@ class Cast(NamedTuple):
     """How an operation quantizes its own result.
 
     Attributes:
-        spec: Format of the codes.
-        multiplier: FLOAT8: multiplier [1], of which 0 is read as 1; None derives it from the absolute maximum.
+        spec: Code format.
+        multiplier: FLOAT8: multiplier [1], where 0 is read as 1; None derives it from the absolute maximum.
     """
 
     spec: QuantizeSpec
@@ -52,7 +52,7 @@ class Cast(NamedTuple):
 )
 @dataclass(frozen=True)
 class QuantizeInputs:
-    """Optional inputs of a quantization; see `quantize`."""
+    """Optional quantization inputs; see `quantize`."""
 
     multiplier: Array | None = None
     amax: Array | None = None
@@ -62,14 +62,14 @@ class QuantizeInputs:
 
 
 class Quantized(NamedTuple):
-    """Codes and scales of a matrix [M, K]; None for a direction that was not requested.
+    """Codes and scales for a matrix [M, K]; None for a direction that was not requested.
 
     Codes have the axes of the quantized array, [*M, *K] and [*K, *M].
 
     Attributes:
         codes: Codes [M, K].
         scale: Scales for [M, K]; see `Operand`.
-        codes_t: Codes [K, M] of the transpose.
+        codes_t: Transposed codes [K, M].
         scale_t: Scales for [K, M].
         amax: FLOAT8 and NVFP4: the absolute maximum, float32 [1], that scaled the row direction.
         amax_t: NVFP4: the same for the column direction, after the Hadamard transform if any.
@@ -83,23 +83,23 @@ class Quantized(NamedTuple):
     amax_t: Array | None = None
 
     def with_axes(self, shape: tuple[int, ...], axis: int) -> Quantized:
-        """Return the same with codes of an array of this shape, whose columns begin at axis."""
+        """Reshape the codes for an array with this shape, whose columns begin at axis."""
         codes_t = None if self.codes_t is None else self.codes_t.reshape(*shape[axis:], *shape[:axis])
         return self._replace(codes=None if self.codes is None else self.codes.reshape(shape), codes_t=codes_t)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Properties of a quantization that determine its backend.
+    """Quantization properties that determine the backend.
 
     Attributes:
-        spec: Format of the codes.
-        shape: Shape of the matrix.
-        dtype: dtype of the matrix.
+        spec: Code format.
+        shape: Matrix shape.
+        dtype: Matrix dtype.
         platform: Platform of the program, "cpu" or "cuda".
         multiplier_given: Whether the caller passes a multiplier.
         axis: Where the columns of the array begin; its rows and columns may be several axes each.
-        maxima_per_tile: Whether the caller passes one maximum per tile of NVFP4.
+        maxima_per_tile: Whether the caller passes one maximum per NVFP4 tile.
     """
 
     spec: QuantizeSpec
@@ -116,8 +116,8 @@ class FormatRow:
     """The maths of one format.
 
     Attributes:
-        format: Description of the format.
-        quantize: Reference: codes of x [*M, *K], whose K begins at an axis, by float32 operations on any device. With
+        format: Format description.
+        quantize: Reference: codes for x [*M, *K], whose K begins at an axis, by float32 operations on any device. With
             one scale for all elements, x has any shape and the codes have the same shape, whatever the direction.
         dequantize: (operand, its scales along its axes) -> values [*rows, *K] in float32.
         quantize_by_kernels: Computes a request for an array with kernels.

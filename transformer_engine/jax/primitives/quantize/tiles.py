@@ -1,4 +1,4 @@
-"""Matrices [R, K] as tiles of (r, c) elements, [ceil(R/r), r, ceil(K/c), c], padded with zeros; scales of tiles.
+"""Matrices [R, K] as (r, c) element tiles, [ceil(R/r), r, ceil(K/c), c], padded with zeros; tile scales.
 
 R and K may be several axes each, [*R, *K] with K from `axis` on. The last axis of each is split into tiles, so that any
 axis may be sharded.
@@ -22,9 +22,9 @@ Scales = TypeVar("Scales", Array, tuple[Array, Array])
 
 
 def split_axes(shape: tuple[int, ...], axis: int, tile: tuple[int, int]) -> tuple[tuple[int, ...], int]:
-    """Return the axes [*R, *K] that are split into tiles, and where K begins.
+    """Axes [*R, *K] that are split into tiles, and where K begins.
 
-    The axes of one side are merged if a tile would cover elements of two of them.
+    One side's axes are merged if a tile would cover elements from two axes.
     """
     sides = shape[:axis], shape[axis:]
     rows, columns = (
@@ -34,7 +34,7 @@ def split_axes(shape: tuple[int, ...], axis: int, tile: tuple[int, int]) -> tupl
 
 
 def counts(shape: tuple[int, ...], axis: int, tile: tuple[int, int]) -> tuple[int, ...]:
-    """Return the number of tiles along each axis."""
+    """Number of tiles along each axis."""
     rows, columns = shape[:axis], shape[axis:]
     return (*rows[:-1], ceil_div(rows[-1], tile[0]), *columns[:-1], ceil_div(columns[-1], tile[1]))
 
@@ -58,7 +58,7 @@ def join(tiles: Array, shape: tuple[int, ...], axis: int = 1) -> Array:
 
 
 def tile_amax(tiles: Array, axis: int = 1) -> Array:
-    """Return max|x| of every tile, float32 [.., ceil(R/r), .., ceil(K/c)]; NaN where a tile has one."""
+    """Compute max|x| per tile, float32 [.., ceil(R/r), .., ceil(K/c)]; NaN where a tile has one."""
     bits = jnp.max(exact.magnitude_bits(tiles), axis=(axis, tiles.ndim - 1), initial=0)
     return exact.float_of(bits)
 
@@ -71,9 +71,9 @@ def spread(values: Array, axis: int = 1) -> Array:
 def matrix_of_scales(
     scale: Array | None, spec: QuantizeSpec, shape: tuple[int, ...], axis: int
 ) -> Array | None:
-    """Return the scales of an array [*R, *K] of this shape as a matrix, as in `Operand`; None without scales.
+    """Arrange the scales for an array [*R, *K] with this shape as a matrix, as in `Operand`; None without scales.
 
-    The 2-D variant of a format whose scales belong to rows repeats the scale of a tile for each of its rows.
+    The 2-D variant of a format whose scales belong to rows repeats a tile's scale for each row.
     """
     if scale is None:
         return None
@@ -84,12 +84,12 @@ def matrix_of_scales(
 
 
 def settled(scales: Scales) -> Scales:
-    """Return the scales, computed once: XLA would recompute them for every element that they multiply."""
+    """Keep scales computed once: XLA would recompute them for every element that they multiply."""
     return lax.platform_dependent(scales, cpu=_sorted_into_place, default=lax.optimization_barrier)
 
 
 def _sorted_into_place(scales: Scales) -> Scales:
-    """Return scales of whole tensors through a sort by their indices, which XLA does not fuse; others with a barrier.
+    """Pass per-tensor scales through a sort by their indices, which XLA does not fuse; others through a barrier.
 
     XLA removes the barrier before it fuses for a CPU: a step of a small model under current scaling took 0.12 s with
     the barrier, 0.03 s with the sort (0.03 s in float32).
@@ -100,6 +100,6 @@ def _sorted_into_place(scales: Scales) -> Scales:
 def _sorted(scale: Array) -> Array:
     if scale.size != 1 or scale.dtype != jnp.float32:
         return lax.optimization_barrier(scale)
-    indices = lax.iota(jnp.int32, 2)  # of two copies: XLA removes the sort of one element
+    indices = lax.iota(jnp.int32, 2)  # two copies: XLA removes a one-element sort
     _, bits = lax.sort((indices, jnp.tile(exact.bits_of(scale.reshape(1)), 2)), num_keys=1)
     return exact.float_of(bits[:1]).reshape(scale.shape)

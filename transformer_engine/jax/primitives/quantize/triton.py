@@ -1,7 +1,7 @@
 """Quantization on NVIDIA GPUs by Triton kernels, bit-equal to the reference, and by kernels that produce the values.
 
-Where a kernel quantizes its own result, codes, scales and maxima equal those of two steps: the result is rounded to its
-dtype before it is scaled.
+Where a kernel quantizes its own result, codes, scales and maxima equal the two-step results: the result is rounded to
+its dtype before it is scaled.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BACKEND: Backend[Request] = Backend(
 
 
 def unsupported_in_producer(request: Request) -> str | None:
-    """Return the reason why no kernel that produces values can quantize them, or None."""
+    """Reason why no kernel that produces values can quantize them, or None."""
     if request.spec.format not in (FLOAT8, BLOCK_1D, BLOCK_2D):
         return f"format {request.spec.format.name}; kernels make codes of FLOAT8 and of blocks where values are made"
     if not request.spec.rowwise:
@@ -66,7 +66,7 @@ def unsupported_in_producer(request: Request) -> str | None:
 
 
 def one_scale(spec: QuantizeSpec) -> OneScale:
-    """Return a spec for kernels, for a given multiplier, of which 0 is read as 1; the maximum is a result."""
+    """Build a kernel spec for a given multiplier, where 0 is read as 1; the maximum is a result."""
     from ....common.kernels.cast import OneScale  # it imports triton
 
     return OneScale(
@@ -75,7 +75,7 @@ def one_scale(spec: QuantizeSpec) -> OneScale:
 
 
 def blocks(spec: QuantizeSpec, dtype: jnp.dtype) -> Blocks:
-    """Return a spec with block scales for kernels, for a result that is rounded to dtype."""
+    """Build a kernel spec with block scales, for a result that is rounded to dtype."""
     from ....common.kernels.block_cast import Blocks  # it imports triton
 
     square = spec.format == BLOCK_2D

@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of features rotated by angles; the gradient rotates back."""
+"""Rotary position embedding: feature pairs rotated by angles; the gradient rotates back."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool, ba
 
 
 def rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool) -> Array:
-    """Rotate pairs of features by position-dependent angles.
+    """Rotate feature pairs by position-dependent angles.
 
     Args:
         x: Queries or keys [b, s, h, d]; [s, b, h, d] if sequence_first.
         angles: Rotation angles, float32 [s, d / 2].
-        interleaved: Pairs of features are (2 i, 2 i + 1); otherwise (i, i + d / 2).
+        interleaved: Feature pairs are (2 i, 2 i + 1); otherwise (i, i + d / 2).
         sequence_first: The first axis of x is the sequence.
 
     Returns:
@@ -54,11 +54,11 @@ def rotate_packed(
         packed: Queries, keys and values [b, s, 3, h * d]; [s, b, 3, h * d] if sequence_first.
         angles: Rotation angles, float32 [s, d / 2].
         heads: Number of heads h.
-        interleaved: Pairs of features are (2 i, 2 i + 1); otherwise (i, i + d / 2).
+        interleaved: Feature pairs are (2 i, 2 i + 1); otherwise (i, i + d / 2).
         sequence_first: The first axis of packed is the sequence.
 
     Returns:
-        q, k and v, each [b, s, h, d] in packed's dtype; equal to `rotate` of the parts.
+        q, k and v, each [b, s, h, d] in packed's dtype; equal to `rotate` on the parts.
     """
     shape = (*packed.shape[:2], 3, packed.shape[3])
     dtype = packed.dtype

@@ -1,4 +1,4 @@
-"""Request of a rotation, and its float32 reference: (a, b) -> (a cos - b sin, b cos + a sin); arXiv:2104.09864."""
+"""Rotation request, and its float32 reference: (a, b) -> (a cos - b sin, b cos + a sin); arXiv:2104.09864."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ....common.dispatch import Backend
 
 
 class RopeRequest(NamedTuple):
-    """Properties of a rotation that determine its backend.
+    """Rotation properties that determine its backend.
 
     Attributes:
-        shape: Shape of x, [b, s, h, d]; [b, s, 3, h * d] if packed.
+        shape: Shape [b, s, h, d]; [b, s, 3, h * d] if packed.
         dtype: dtype of x.
         platform: Platform of the program, "cpu" or "cuda".
         packed: Whether x contains the queries, keys and values of a joint projection.

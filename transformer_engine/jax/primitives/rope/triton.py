@@ -64,7 +64,7 @@ class PackedRotationKernel(RotationKernel):
     @property
     def rule(self) -> ShardingRule:
         tokens = "s b" if self.sequence_first else "b s"
-        # Shardy rejects an axis that is split into a factor of one element and another factor.
+        # Shardy rejects an axis that is split into a one-element factor and another factor.
         row = "d" if self.heads == 1 else "(h d)"
         apart = ", ".join([f"{tokens} h d"] * 3)
         joint = f"{tokens} t {row}"
@@ -100,7 +100,7 @@ class PackedRotationKernel(RotationKernel):
 
 
 def _angle_of_each_feature(angles: Array, interleaved: bool) -> Array:
-    """Return angles [s, d] for pairs [s, d / 2]: the kernels read one angle per feature."""
+    """Expand pair angles [s, d / 2] to [s, d]: the kernels read one angle per feature."""
     return jnp.repeat(angles, 2, axis=1) if interleaved else jnp.concatenate((angles, angles), axis=1)
 
 

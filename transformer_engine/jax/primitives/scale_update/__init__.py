@@ -1,4 +1,4 @@
-"""Update of several delayed-scaling states: scale = (fp8_max / amax) / 2^margin, and histories advanced by one step."""
+"""Updates several delayed-scaling states: scale = (fp8_max / amax) / 2^margin, histories advanced by one step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLE: Table[ScaleUpdateRequest] = Table("jax_scale_update", (triton.BACKEND, re
 
 
 class ScaleState(NamedTuple):
-    """History float32 [length] and scale [1] of one tensor, or [G, length] and [G] of G groups; amax like the scale."""
+    """History float32 [length] and scale [1] for one tensor; [G, length] and [G] for G groups; amax like the scale."""
 
     history: Array
     scale: Array
@@ -28,7 +28,7 @@ class ScaleState(NamedTuple):
 def advance_states(
     states: Sequence[ScaleState], algorithm: str, maxima: tuple[float, ...], margin: float
 ) -> list[tuple[Array, Array]]:
-    """Return (history, scale) of every state after this step; see `advance_scales`.
+    """Compute (history, scale) of every state after this step; see `advance_scales`.
 
     All states must have the same number of groups and steps. A kernel reads them without copying them together.
     """

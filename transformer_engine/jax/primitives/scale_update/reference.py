@@ -1,4 +1,4 @@
-"""Request of a scale update, and its reference in jnp operations: all states at once, bit-equal to PyTorch's."""
+"""Scale-update request, and its reference in jnp operations: all states at once, bit-equal to PyTorch's."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..quantize import given_multiplier
 
 
 class ScaleUpdateRequest(NamedTuple):
-    """Properties of an update that determine its backend.
+    """Update properties that determine its backend.
 
     Attributes:
         states: Number of states.
-        length: Length of their histories.
+        length: Their history length.
         platform: Platform of the program, "cpu" or "cuda".
-        groups: Number of groups of each state.
+        groups: Number of groups per state.
     """
 
     states: int
@@ -33,9 +33,9 @@ class ScaleUpdateRequest(NamedTuple):
 
 
 def scale_of(amax: Array, scale: Array, maxima: tuple[float, ...], margin: float) -> Array:
-    """Return (fp8_max / amax) / 2^margin, at most FLOAT32_MAX.
+    """Compute (fp8_max / amax) / 2^margin, at most FLOAT32_MAX.
 
-    Where amax is 0, infinite or NaN, the scale is the old one, with 1 in place of 0.
+    Where amax is 0, infinite or NaN, the old scale remains, with 1 replacing 0.
     """
     computed = exact.divide(jnp.asarray(np.asarray(maxima, np.float32)), amax)
     if margin:
@@ -55,16 +55,16 @@ def advance_scales(
     maxima: tuple[float, ...],
     margin: float,
 ) -> tuple[Array, Array]:
-    """Return the histories and scales after a step.
+    """Compute the histories and scales after a step.
 
     The amax is written to index 0, which then becomes the last; index 1 is dropped, and index 0 is cleared.
 
     Args:
         histories: float32 [n, length].
         scales: float32 [n].
-        amaxes: Absolute maxima of this step, float32 [n].
+        amaxes: Absolute maxima in this step, float32 [n].
         algorithm: "max" over the history, or "most_recent".
-        maxima: Largest number of each state's element type.
+        maxima: Largest number in each state's element type.
         margin: Exponent of the margin.
     """
     latest = exact.bits_of(amaxes)[:, None]
@@ -73,14 +73,14 @@ def advance_scales(
     new_scales = scale_of(exact.float_of(reference), scales, maxima, margin)
     cleared = jnp.zeros_like(latest)
     moved = cleared if steps.shape[1] == 1 else jnp.concatenate((cleared, steps[:, 2:], latest), axis=1)
-    # Computed once per step, not once for every reader of a scale.
+    # Computed once per step, not once for every scale reader.
     return lax.optimization_barrier((exact.float_of(moved), new_scales))
 
 
 def run(
     states: tuple[tuple[Array, Array, Array], ...], algorithm: str, maxima: tuple[float, ...], margin: float
 ) -> tuple[tuple[Array, Array], ...]:
-    """Return (history, scale) of every state (history, scale, amax) in their shapes, computed as one stack."""
+    """Compute every state's (history, scale) from (history, scale, amax) in their shapes, as one stack."""
     histories, scales, amaxes = zip(*states, strict=True)
     shape, groups = histories[0].shape, scales[0].shape[0]
     rows = jnp.concatenate([history.reshape(groups, -1) for history in histories])

@@ -1,6 +1,6 @@
-"""Scale update by a kernel of common/kernels/delayed_scaling.py: one launch computes up to six new states.
+"""Scale update by a kernel from common/kernels/delayed_scaling.py: one launch computes up to six new states.
 
-As XLA operations the update of three states took seven kernels of one microsecond each, a third of a small layer's
+As XLA operations, updating three states took seven kernels, one microsecond each, a third of a small layer's
 kernels. The kernel writes new arrays: an update in place made XLA copy every history and scale first, because callers
 rarely donate them.
 """
@@ -35,7 +35,7 @@ class AdvanceScales(Kernel):
 
     Attributes:
         takes_maximum: Whether a scale follows from the maximum of the history; otherwise from this step's maximum.
-        maxima: Largest number of each state's element type.
+        maxima: Largest number in each state's element type.
         margin: Exponent of the margin.
         grouped: Whether the states have G groups: histories [G, length], scales and maxima [G].
     """

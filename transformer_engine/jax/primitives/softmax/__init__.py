@@ -1,4 +1,4 @@
-"""Masked softmax of attention scores; the probabilities of hidden keys are exactly 0."""
+"""Masked softmax over attention scores; hidden keys have probabilities of exactly 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLE: Table[SoftmaxRequest] = Table("jax_softmax", (triton.BACKEND, reference.B
 
 
 def masked_softmax(scores: Array, hidden: Array | None, sink: Array | None) -> Array:
-    """Return p = exp(s) / (sum of exp(s) over the visible keys + exp(sink)).
+    """Compute p = exp(s) / (sum of exp(s) over the visible keys + exp(sink)).
 
     Args:
         scores: Scores s, float32 [b, h, q, k].

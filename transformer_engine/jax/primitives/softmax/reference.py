@@ -1,4 +1,4 @@
-"""Request of a softmax, and its float32 reference, which JAX differentiates."""
+"""Softmax request, and its float32 reference, which JAX differentiates."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ....common.dispatch import Backend
 
 
 class SoftmaxRequest(NamedTuple):
-    """Properties of a softmax that determine its backend.
+    """Softmax properties that determine its backend.
 
     Attributes:
-        shape: Shape of the scores, [b, h, q, k].
+        shape: Score shape, [b, h, q, k].
         hidden: Whether a mask hides keys.
         sink: Whether the denominator has an additional score.
         platform: Platform of the program, "cpu" or "cuda".

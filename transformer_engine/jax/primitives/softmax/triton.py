@@ -1,4 +1,4 @@
-"""Masked softmax with the kernels of common/kernels/softmax.py; its gradient is dx = p * (dp - sum(dp * p))."""
+"""Masked softmax with the kernels in common/kernels/softmax.py; its gradient is dx = p * (dp - sum(dp * p))."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def unsupported_reason(request: SoftmaxRequest) -> str | None:
 
 @dataclass(frozen=True)
 class SoftmaxForward(Kernel):
-    """(x [b, h, q, k], [hidden uint8, with 1 in place of an extent]) -> p
+    """(x [b, h, q, k], [hidden uint8, with 1 where an extent broadcasts]) -> p
 
     Attributes:
-        mask: Factors of hidden's axes; None without a mask.
+        mask: Factors for hidden's axes; None without a mask.
     """
 
     mask: str | None
@@ -75,7 +75,7 @@ class SoftmaxBackward(Kernel):
 
 @jax.custom_vjp
 def softmax(scores: Array, hidden: Array | None) -> Array:
-    """See `masked_softmax`; hidden uint8 of four axes."""
+    """See `masked_softmax`; hidden uint8 with four axes."""
     if hidden is None:
         return call(SoftmaxForward(None), scores)[0]
     mask = broadcast_factors("m", hidden.shape, [*zip("bhqk", scores.shape, strict=True)])

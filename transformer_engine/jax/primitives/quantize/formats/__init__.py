@@ -1,4 +1,4 @@
-"""FORMATS[name]: every file of this folder defines the rows of its formats (`ROWS`)."""
+"""FORMATS[name]: every file in this folder defines its formats' rows (`ROWS`)."""
 
 from __future__ import annotations
 

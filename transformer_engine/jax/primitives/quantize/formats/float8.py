@@ -26,7 +26,7 @@ _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
 def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> Quantized:
-    """Return codes of the shape of x, one scale [1] and the maximum; the codes of both directions are equal."""
+    """Encode x to codes in the shape of x, one scale [1] and the maximum; both directions have equal codes."""
     amax = given.amax
     if amax is None:
         amax = exact.largest_over(elements.absolute_maximum(x), given.over)
@@ -41,13 +41,13 @@ def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> 
 
 
 def dequantize(operand: Operand, scale: Array) -> Array:
-    """Return codes * scale."""
+    """Compute codes * scale."""
     return exact.scaled(operand.codes.astype(jnp.float32), scale)
 
 
 @dataclass(frozen=True)
 class Maximum(Kernel):
-    """x [rows, width] -> max|x| [1], or of every row [rows] if by_rows"""
+    """x [rows, width] -> max|x| [1], or per row [rows] if by_rows"""
 
     by_rows: bool = False
 
@@ -74,10 +74,10 @@ class ScaledCast(Kernel):
     """(x [rows, width], multiplier or maximum [1]) -> [codes], [codes_t], scale [1], [maximum [1]]
 
     Attributes:
-        element: Element type of the codes.
+        element: Code element type.
         rowwise: Whether codes [rows, width] are a result.
         columnwise: Whether codes [width, rows] are a result.
-        measures: Whether the second operand is a multiplier, of which 0 is read as 1, and max|x| is a result; otherwise
+        measures: Whether the second operand is a multiplier, where 0 is read as 1, and max|x| is a result; otherwise
             the operand is the maximum, from which the kernel derives the multiplier.
         power_of_two: Whether the derived multiplier is a power of two.
         epsilon: Least maximum for the derived multiplier.

@@ -1,6 +1,6 @@
 """NVFP4: codes [R, K] = e2m1(x / (s * g)), an E4M3 scale s per 16 elements and a float32 scale g per matrix or row.
 
-Two-level scaling of "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149).
+Two-level scaling from "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .float8 import Maximum
 
 
 def _at_most_largest(scale: Array) -> Array:
-    """Return float32 scales with the largest finite number in place of infinity."""
+    """Replace infinite float32 scales by the largest finite number."""
     bits = exact.bits_of(scale)
     return exact.float_of(jnp.where(bits == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), bits))
 
@@ -41,7 +41,7 @@ def encode(
     Args:
         x: Values.
         spec: Format and options.
-        form: Format of this direction; form.unit_amax is 6 times the largest block scale.
+        form: Format for this direction; form.unit_amax is 6 times the largest block scale.
         amax: Absolute maxima, float32 [1], or per row [prod(R)].
         random: Uniform numbers for stochastic rounding, or None.
         axis: Where K begins.
@@ -76,9 +76,9 @@ def encode(
 
 
 def over_tiles(amax: Array, form: TensorFormat, shape: tuple[int, ...], axis: int) -> Array:
-    """Return the maxima of an array [*R, *K], [1] or per row [prod(R)], with as many dimensions as the array.
+    """Expand the maxima of an array [*R, *K], [1] or per row [prod(R)], to the dimensions of the array.
 
-    Maxima of the tiles of a matrix, [tiles, 1] or [1, tiles], are returned unchanged.
+    Maxima per matrix tile, [tiles, 1] or [1, tiles], are returned unchanged.
     """
     if amax.ndim == 2:
         return amax
@@ -88,7 +88,7 @@ def over_tiles(amax: Array, form: TensorFormat, shape: tuple[int, ...], axis: in
 
 
 def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> Quantized:
-    """Quantize x [*M, *K], whose K begins at axis, in the directions of spec."""
+    """Quantize x [*M, *K], whose K begins at axis, in the directions that spec requests."""
     amax, amax_t = given.amax, given.amax_t
     random_rows, random_columns = (
         given.random if spec.stochastic and given.random is not None else (None, None)
@@ -123,7 +123,7 @@ def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> 
 
 
 def dequantize(operand: Operand, scale: Array) -> Array:
-    """Return code * block scale * g, with g = amax / (6 * largest block scale)."""
+    """Compute code * block scale * g, with g = amax / (6 * largest block scale)."""
     form = operand.format
     assert form is not None and form.block is not None and form.unit_amax is not None
     if operand.amax is None:
@@ -156,11 +156,11 @@ def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
 
 @dataclass(frozen=True)
 class TransformedMaximum(Kernel):
-    """x [M, K] -> max|transform of x.T| [1]
+    """x [M, K] -> max|transform(x.T)| [1]
 
     Attributes:
         random_sign: Whether the transform multiplies by signs.
-        rows: M of the whole matrix; shards contain whole groups of it.
+        rows: M for the full matrix; each shard contains full groups.
     """
 
     random_sign: bool
@@ -191,8 +191,8 @@ class NVFP4Blocks(Kernel):
 
     Attributes:
         spec: Format, options and directions.
-        shape: Shape of the whole matrix; shards contain whole blocks of it.
-        given: Which of the four optional operands are present.
+        shape: Full matrix shape; each shard contains full blocks.
+        given: Which optional operands, out of four, are present.
         by_tile: Whether amax is [M], one maximum per row, and amax_t [ceil(M / 16)], one per 16 rows.
     """
 
@@ -250,7 +250,7 @@ def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Qu
     of_columns = random[1]
     if spec.transposes and random[0] is not None:
         of_columns = turned(random[0], request.axis)
-    # For columns alone the kernel reads no number of the rows, and the reverse.
+    # For columns alone the kernel reads no row numbers, and the reverse.
     used = (
         amax if spec.rowwise else None, amax_t if spec.columnwise else None,
         random[0] if spec.rowwise else None, of_columns if spec.columnwise else None,
@@ -275,7 +275,7 @@ def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Qu
 def _maxima_of_tiles(
     spec: QuantizeSpec, given: QuantizeInputs, rows: int
 ) -> tuple[Array | None, Array | None]:
-    """Return maxima per row [M], and per 16 rows, of maxima per tile that the caller passes."""
+    """Expand the caller's per-tile maxima to rows [M], and to 16-row tiles."""
     assert spec.tile is not None
     by_row = None if given.amax is None else jnp.repeat(given.amax[:, 0], spec.tile[0])[:rows]
     by_tile = given.amax if spec.transposes else given.amax_t
@@ -285,7 +285,7 @@ def _maxima_of_tiles(
 def _maxima(
     x: Array, spec: QuantizeSpec, given: QuantizeInputs, counts: dict[str, int]
 ) -> tuple[Array | None, Array | None]:
-    """Return the maxima of both directions, float32 [1], or [M] for one scale per row; those not given are measured."""
+    """Maxima for both directions, float32 [1], or [M] for one scale per row; absent maxima are measured."""
     amax, amax_t = given.amax, given.amax_t
     if spec.format.row_scaled:
         if amax is None and spec.rowwise:

@@ -1,7 +1,7 @@
 """Formats with a scale per tile that depends on that tile only: FP8 with block scales, and MXFP8.
 
-BLOCK_1D, BLOCK_2D: codes [R, K] = saturate(x * multiplier of its tile), tiles of 1 x 128 or 128 x 128, float32 scales;
-the scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+BLOCK_1D, BLOCK_2D: codes [R, K] = saturate(x * multiplier of its tile), tiles 1 x 128 or 128 x 128, float32 scales;
+DeepSeek-V3's scheme (arXiv:2412.19437, section 3.3).
 
 MXFP8: codes [R, K] = saturate(x * 2^(127 - e)), e = one byte for 32 elements; OCP Microscaling Formats (MX) 1.0, with
 the exponent rounded up so that no element saturates.
@@ -47,7 +47,7 @@ MXFP8_BLOCK = 32
 
 
 def encode_blocks(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]:
-    """Return codes [*R, *K], and scales float32 [.., ceil(R/r), .., ceil(K/128)]."""
+    """Encode to codes [*R, *K], and scales float32 [.., ceil(R/r), .., ceil(K/128)]."""
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile, axis)
     scale = scale_from_amax(
@@ -63,7 +63,7 @@ def encode_blocks(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array
 
 
 def encode_mxfp8(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]:
-    """Return codes [*R, *K], exponents float8_e8m0fnu [.., ceil(R/r), .., ceil(K/32)], one per tile of r x 32."""
+    """Encode to codes [*R, *K], exponents float8_e8m0fnu [.., ceil(R/r), .., ceil(K/32)], one per r x 32 tile."""
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile, axis)
     amax = tiles.tile_amax(cut, axis)
@@ -95,12 +95,12 @@ def check_mxfp8(rows: int, depth: int, spec: QuantizeSpec) -> None:
 
 
 def multiply_mxfp8(values: Array, scale: Array) -> Array:
-    """Return float32 tiles times E8M0 scales."""
+    """Multiply float32 tiles by E8M0 scales."""
     return times_power(values, lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32))
 
 
 def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int, encode: Encode) -> Quantized:
-    """Quantize x [*M, *K], whose K begins at axis, in the directions of spec."""
+    """Quantize x [*M, *K], whose K begins at axis, in the directions that spec requests."""
     codes = scale = codes_t = scale_t = None
     if spec.rowwise or spec.transposes:
         codes, scale = encode(x, spec, axis)
@@ -119,7 +119,7 @@ def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int, enc
 
 
 def dequantize(operand: Operand, scale: Array, multiply: Callable[[Array, Array], Array]) -> Array:
-    """Return codes * scale; multiply: (float32 tiles, their scales) -> the product."""
+    """Compute codes * scale; multiply: (float32 tiles, their scales) -> the product."""
     assert operand.format is not None and operand.format.block is not None
     axis = operand.axis
     values = tiles.cut(operand.codes.astype(jnp.float32), operand.format.block, axis)
@@ -132,7 +132,7 @@ class Tiles(Kernel):
 
     Attributes:
         spec: Format and directions.
-        shape: Shape of the whole matrix; shards contain whole tiles of it.
+        shape: Full matrix shape; each shard contains full tiles.
     """
 
     spec: QuantizeSpec
@@ -143,7 +143,7 @@ class Tiles(Kernel):
         spec = self.spec
         assert spec.tile is not None
         down, along = spec.tile
-        # The tile of the columnwise codes is the transposed one.
+        # Columnwise codes have the transposed tile.
         down = max(down, along) if spec.columnwise else down
         m, k = extent("m", self.shape[0], down), extent("k", self.shape[1], along)
         # 128 x 128 blocks have one scale; otherwise every row has its own.
@@ -198,7 +198,7 @@ def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Qu
     kernel = Tiles(spec, request.shape)
     matrices = kernel.results(jax.ShapeDtypeStruct(request.shape, request.dtype))
     results = call_on_axes(kernel, {"m": request.axis, "k": x.ndim - request.axis}, x)
-    # Scales become those of the matrix, which are few.
+    # Scales take the matrix layout; they are few.
     made = [one.reshape(matrices[i].shape) if i % 2 else one for i, one in enumerate(results)]
     rows = (made.pop(0), made.pop(0)) if spec.rowwise else (None, None)
     columns = (made.pop(0), made.pop(0)) if spec.columnwise else (None, None)
