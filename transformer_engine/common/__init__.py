@@ -1,4 +1,4 @@
-"""Code shared by all frameworks: recipes, formats, environment variables and the choice of backends."""
+"""Code shared by all frameworks: recipes, formats, environment variables and backend selection."""
 
 from . import absent, recipe
 from .cudnn import MIN_CUDNN_VERSION, check_cudnn_version, decode_cudnn_version

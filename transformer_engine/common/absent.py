@@ -1,6 +1,6 @@
 """Errors for absent names of the original: `import` and `from ... import` report the reason and the replacement.
 
-Python raises its own message for a failed import and drops the message of a module's `__getattr__`. Two hooks replace
+Python raises its own message for a failed import and drops the message from a module's `__getattr__`. Two hooks replace
 it: a finder at the end of `sys.meta_path` (`import transformer_engine.paddle`), and a `__getattr__` that recognizes
 `from module import name`. All other look-ups behave as without the hooks: `hasattr` sees an AttributeError, `find_spec`
 returns None, and callers catch the same exception types.
@@ -125,7 +125,7 @@ ABSENT = {
 
 
 def sentence(name: str) -> str:
-    """Return the error message for an absent dotted name: the reason and the replacement."""
+    """Error message for an absent dotted name: the reason and the replacement."""
     reason = _reason_for(name)
     if reason is not None:
         return f"{name} is not in this package, {__version__}: {reason}"
@@ -143,7 +143,7 @@ def sentence(name: str) -> str:
 
 
 def _reason_for(name: str) -> str | None:
-    """Return the text of the row that covers a name, or of a row of the same framework with the same last part."""
+    """Text of the row that covers a name, or of a row for the same framework with the same last part."""
     for start, words in ABSENT.items():
         if f"{name}.".startswith(f"{start}.") or fnmatchcase(name, start):
             return words
@@ -157,7 +157,7 @@ def _reason_for(name: str) -> str | None:
 
 
 def install_getters(package: str) -> None:
-    """Install a `getter` as `__getattr__` of every imported module of a package.
+    """Install a `getter` as `__getattr__` in every imported module of a package.
 
     Modules that are imported later call `install_getter`.
     """
@@ -167,7 +167,7 @@ def install_getters(package: str) -> None:
 
 
 def install_getter(module: str, late: Mapping[str, Callable[[], Any]] | None = None) -> None:
-    """Install a `getter` as `__getattr__` of one module that is being imported.
+    """Install a `getter` as `__getattr__` in one module that is being imported.
 
     An assignment in the module would be visible to type checkers, which then accept every name. A module declares the
     names in `late` under `if TYPE_CHECKING`.
@@ -191,7 +191,7 @@ def getter(module: str, late: Mapping[str, Callable[[], Any]] | None = None) -> 
 def _submodule(package: str, name: str) -> ModuleType | None:
     """Import a public module of a framework's package when it is first used as an attribute, without an import.
 
-    The original imports more of its modules with the package, and programs rely on it: MaxText reads
+    The original imports more modules with the package, and programs rely on it: MaxText reads
     `transformer_engine.jax.flax.module` after `import transformer_engine.jax`.
     """
     here = sys.modules.get(package)
@@ -218,7 +218,7 @@ def _raise_missing(module: str, name: str, imported: bool) -> NoReturn:
 
 
 def _imports(frame: Any) -> bool:
-    """Return whether the current instruction of a frame is the second half of `from module import name`."""
+    """Whether a frame's current instruction is the second half of `from module import name`."""
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 

@@ -1,6 +1,6 @@
-"""Checks of single values: each raises an error with the argument's name, the value, the limit and the remedy.
+"""Checks for single values: each raises an error with the argument's name, the value, the limit and the remedy.
 
-A value of the wrong type raises TypeError, a value outside its limits ValueError. The functions of this module leave
+A value with the wrong type raises TypeError, a value outside its limits ValueError. The functions in this module leave
 the value unchanged and do not accept a bool, a float or an array as a whole number; `numbers` converts values from
 every form that callers use.
 """
@@ -78,10 +78,10 @@ def accepts_former_keywords(**renamed: str) -> Callable[[Function], Function]:
     """Decorate a function that also accepts parameters under former keywords.
 
     Args:
-        **renamed: {former keyword: name of the parameter}. The signature has the present names only.
+        **renamed: {former keyword: parameter name}. The signature has the present names only.
 
     Raises:
-        TypeError: A call of the decorated function passes a parameter under both keywords.
+        TypeError: A call passes a parameter under both keywords.
     """
 
     def decorate(function: Function) -> Function:
@@ -125,7 +125,7 @@ def number(name: str, value: Any) -> None:
     """Raise an error unless value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={described(value)} must be a number; give a float")
-    # Compared instead of tested with isfinite, which does not accept the symbol of a tracer.
+    # Compared instead of tested with isfinite, which does not accept a tracer's symbol.
     if not -math.inf < value < math.inf:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(f"{name}={value} is not finite; give a finite number")
 
@@ -158,7 +158,7 @@ def exponent(name: str, value: Any) -> None:
 
 
 def drop_rate(name: str, value: Any) -> None:
-    """Raise an error unless value is a fraction of elements to drop in [0, 1): at 1, the scaling divides by zero."""
+    """Raise an error unless value is a drop fraction in [0, 1): at 1, the scaling divides by zero."""
     number(name, value)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{name}={value} is outside [0, 1); give the fraction of elements to drop")
@@ -202,7 +202,7 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
 
 
 def member(name: str, value: Any, kind: type[Enum]) -> None:
-    """Raise TypeError unless value is a member of an enumeration; its name or its number is not accepted."""
+    """Raise TypeError unless value is an enumeration member; its name or its number is not accepted."""
     if not isinstance(value, kind):
         raise TypeError(
             f"{name}={described(value)} is not {with_article(kind)}; give one of "

@@ -1,4 +1,4 @@
-"""Versions of cuDNN: the least one that release 2.20 of the original demands, and the numbers of a version."""
+"""cuDNN versions: the minimum that the original's release 2.20 demands, and the numbers in a version."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ MIN_CUDNN_VERSION = (9, 12, 0)
 
 
 def decode_cudnn_version(version: int) -> tuple[int, int, int]:
-    """Major, minor and patch number of a version as cuDNN counts it, for example 91200 is 9.12.0.
+    """Split a version as cuDNN counts it into major, minor and patch number, for example 91200 is 9.12.0.
 
     Args:
-        version: Number of `cudnnGetVersion()`. Versions before 9 have four digits.
+        version: `cudnnGetVersion()` result. Versions before 9 have four digits.
     """
     scale = 10000 if version >= 90000 else 1000
     major, rest = divmod(int(version), scale)
@@ -24,7 +24,7 @@ def check_cudnn_version(version: int | None = None) -> None:
     """Check that cuDNN has at least MIN_CUDNN_VERSION. This package does not require it, because other backends exist.
 
     Args:
-        version: Version to check; by default that of the imported PyTorch. Without cuDNN nothing is checked.
+        version: Version to check; by default the imported PyTorch's. Without cuDNN nothing is checked.
 
     Raises:
         RuntimeError: The version is older.

@@ -1,8 +1,8 @@
-"""Choice of a backend: the first backend of a table that supports a request is bound to the request once.
+"""Backend selection: the first backend in a table that supports a request is bound to the request once.
 
-Every operation has one `Table`. A request is a hashable record of properties, never of a tensor's values. A backend
-declares the features that it supports (`takes`), the reason why this hardware does not (`unsupported_reason`), and a
-callable for equal requests (`bind`). The table alone selects, explains, caches, forces, observes and registers.
+Every operation has one `Table`. A request is a hashable record of properties, without tensor values. A backend declares
+the features that it supports (`takes`), the reason why this hardware does not (`unsupported_reason`), and a callable
+for equal requests (`bind`). The table alone selects, explains, caches, forces, observes and registers.
 
     SUMS: Table[SumsRequest] = Table("column_sums", (triton, reference), describe=SumsRequest, operator=...)
     SUMS.bound((x.shape, x.dtype, dtype, x.device))(x)
@@ -32,7 +32,7 @@ class PlanFailure(NamedTuple):
 
 
 def supports_all(request: Any) -> None:
-    """Return None: `unsupported_reason` of a backend that supports all requests with its declared features."""
+    """Accept every request: `unsupported_reason` for backends that support all requests with their features."""
     return None
 
 
@@ -44,8 +44,8 @@ class Backend(Generic[Request]):
         name: Name in `use_backend` and in explanations.
         takes: Supported features; a request with any other feature is unsupported.
         unsupported_reason: request -> reason why it is unsupported (extents, hardware, a missing library), or None.
-        bind: request -> callable of tensors that computes equal requests, or a `PlanFailure`. None with `Table.choose`.
-        opaque: Whether a tracing compiler calls the operator of the table instead of tracing the bound callable.
+        bind: request -> tensor function that computes equal requests, or a `PlanFailure`. None with `Table.choose`.
+        opaque: Whether a tracing compiler calls the table's operator instead of tracing the bound callable.
         varies: Reason why bits vary between runs (atomic sums), or None. Unsupported if results must be repeatable.
     """
 
@@ -57,7 +57,7 @@ class Backend(Generic[Request]):
     varies: str | None = None
 
     def rejection_reason(self, request: Request) -> str | None:
-        """Return the reason why the request is unsupported, or None. Plans nothing."""
+        """Reason why the request is unsupported, or None. Plans nothing."""
         for feature in getattr(request, "features", ()):
             if feature not in self.takes:
                 return f"it does not support {feature}"
@@ -71,7 +71,7 @@ class Operator(NamedTuple):
 
     Attributes:
         call: Computes the operation, with the arguments of the bound callables.
-        results: Allocates results of the same shapes and dtypes without computing them.
+        results: Allocates results with the same shapes and dtypes without computing them.
     """
 
     call: Callable[..., Any]
@@ -80,7 +80,7 @@ class Operator(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of an explanation: a backend, the reason why it is not used, or None, and whether it is used."""
+    """One line in an explanation: a backend, the reason why it is not used, or None, and whether it is used."""
 
     backend: str
     reason: str | None
@@ -90,11 +90,11 @@ class Verdict:
 _forced: dict[str, str] = {}
 _observers: list[Callable[[str, Any], None]] = []
 _binders: list[Callable[[Any, Any], Callable[..., Any]]] = []
-# One entry for each active item of the lists above, so that a cached call checks one list.
+# One entry for each active item in the lists above, so that a cached call checks one list.
 disturbances: list[str] = []
 LATER = "an earlier backend takes the request"  # reason for the supported backends after the chosen one
-BOUND = "bound"  # name of the function that replaces all backends within `binding`
-_REMEMBERED = 1 << 14  # entries per cache of a table
+BOUND = "bound"  # the function that replaces all backends within `binding`, by name
+_REMEMBERED = 1 << 14  # entries per table cache
 
 
 def _never() -> bool:
@@ -111,7 +111,7 @@ def trace_when(tracing: Callable[[], bool]) -> None:
 
 
 def is_tracing() -> bool:
-    """Return whether a compiler is tracing the running function; False without a framework that has one."""
+    """Whether a compiler is tracing the running function; False without a framework that has one."""
     return _tracing()
 
 
@@ -125,14 +125,14 @@ def repeatable_when(demanded: Callable[[], bool]) -> None:
 
 
 class Table(Generic[Request]):
-    """The backends of one operation, in order of preference.
+    """One operation's backends, in order of preference.
 
     Args:
-        operation: Name of the operation.
+        operation: Operation name.
         backends: Backends, the preferred first.
-        describe: (*key) -> request of a key, a tuple of all values that the request depends on. None if callers pass
+        describe: (*key) -> request for a key, a tuple of all values that the request depends on. None if callers pass
             requests to `bind`.
-        order: request -> names of the backends in order of preference; by default the order of the list.
+        order: request -> backend names in order of preference; by default the list order.
         operator: request -> operator that a compiler calls instead of opaque backends.
     """
 
@@ -160,7 +160,7 @@ class Table(Generic[Request]):
         tables[operation] = self
 
     def candidates(self, request: Request) -> tuple[Backend[Request], ...]:
-        """Return the backends in the order of preference of a request."""
+        """Backends in a request's order of preference."""
         if self.order is None:
             return self.backends
         return tuple(self.named(name) for name in self.order(request))
@@ -169,14 +169,14 @@ class Table(Generic[Request]):
         return tuple(backend.name for backend in self.backends)
 
     def named(self, name: str) -> Backend[Request]:
-        """Return the backend called `name`; raise ValueError, which lists the names, if it does not exist."""
+        """Look up the backend called `name`; raise ValueError, which lists the names, if it does not exist."""
         for backend in self.backends:
             if backend.name == name:
                 return backend
         raise ValueError(f"{self.operation} has no backend {name!r}; choose one of {', '.join(self.names())}")
 
     def bound(self, key: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return the callable that computes the request of a key; one cache look-up for a known key.
+        """Look up the callable that computes the request of a key; one cache look-up for a cached key.
 
         While a backend is forced or a callback observes, every call chooses again.
 
@@ -190,7 +190,7 @@ class Table(Generic[Request]):
         return self.bind(self.described(key)) if disturbances else self._bound[key]
 
     def _bound_in_trace(self, key: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return the callable that a compiler traces, or the operator of an opaque backend; nothing is cached."""
+        """Select the callable that a compiler traces, or the operator of an opaque backend; nothing is cached."""
         request = self.described(key)
         backend = self._taker(self._requested(request), request)
         if backend.opaque:
@@ -202,29 +202,29 @@ class Table(Generic[Request]):
         return call
 
     def bound_in_eager_mode(self, key: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return bound(key), for a caller that knows that no compiler is tracing."""
+        """Same as bound(key), for a caller that knows that no compiler is tracing."""
         return self.bind(self.described(key)) if disturbances else self._bound[key]
 
     def described(self, key: tuple[Any, ...]) -> Request:
-        """Return the request of a key."""
+        """Build the request for a key."""
         assert self.describe is not None
         return self.describe(*key)
 
     def bind(self, request: Request) -> Callable[..., Any]:
-        """Return the callable for a request, without the cache of keys; see `bound`."""
+        """Bind a callable to a request, without the key cache; see `bound`."""
         self.report(lambda: request)
         if _binders:
             return _binders[-1](self, request)
         return self._first(self._requested(request), request)
 
     def name_of(self, key: tuple[Any, ...]) -> str:
-        """Return the name of the first supported backend, for kernels that include its work; observers not notified."""
+        """Name of the first supported backend, for kernels that include its work; observers not notified."""
         if self._may_vary:
             self._remember_what_is_demanded()
         return self.chosen(self.described(key)) if disturbances or _tracing() else self._names[key]
 
     def choose(self, key: tuple[Any, ...]) -> str:
-        """Return the name of the first backend that supports the request of a key, and notify observers.
+        """Name the first backend that supports a key's request, and notify observers.
 
         For tables whose backends have no `bind`. It raises `Unsupported`, as `bound` does.
         """
@@ -237,13 +237,13 @@ class Table(Generic[Request]):
         return self._taker(self._requested(request), request).name
 
     def chosen(self, request: Request) -> str:
-        """Return the name of the backend of a request, without planning or notifying observers."""
+        """Name of the backend for a request, without planning or notifying observers."""
         if _binders:
             return BOUND
         return self._taker(self._requested(request), request).name
 
     def first(self, request: Request, without: frozenset[str] = frozenset()) -> Callable[..., Any]:
-        """Return the callable of the first backend that supports a request, without notifying observers.
+        """Bind the first backend that supports a request, without notifying observers.
 
         For a platform other than this machine's, where no backend is forced. Excludes the backends named in
         `without`; raises Unsupported if no other backend supports the request.
@@ -252,18 +252,18 @@ class Table(Generic[Request]):
         return self._first(tuple(backends), request)
 
     def forget(self) -> None:
-        """Clear the caches, and by `env.renew` those of layers, after changes that keys do not contain."""
+        """Clear the caches, and layer caches by `env.renew`, after changes that keys do not contain."""
         for memory in (self._bound, self._plans, self._names):
             memory.clear()
         env.renew()
 
     def report(self, describe: Callable[[], Request]) -> None:
-        """Notify observers of the request describe(); also for kernels that include the work of a backend."""
+        """Notify observers of the request describe(); also for kernels that include a backend's work."""
         for see in _observers:
             see(self.operation, describe())
 
     def explain(self, request: Request) -> list[Verdict]:
-        """Return a verdict for every backend. Nothing is planned; failures of earlier planning are included."""
+        """List a verdict for every backend. Nothing is planned; earlier planning failures are included."""
         forced = _forced.get(self.operation)
         verdicts: list[Verdict] = []
         for backend in self.candidates(request):
@@ -276,19 +276,19 @@ class Table(Generic[Request]):
         return verdicts
 
     def _remember_what_is_demanded(self) -> None:
-        """Clear the caches if the requirement of repeatable results has changed."""
+        """Clear the caches if the requirement for repeatable results has changed."""
         demanded = _demands_repeatable()
         if demanded is not self._remembers_repeatable:
             self._remembers_repeatable = demanded
             self.forget()
 
     def _requested(self, request: Request) -> tuple[Backend[Request], ...]:
-        """Return the candidates of a request: all backends, or the forced one."""
+        """Candidates for a request: all backends, or the forced one."""
         forced = _forced.get(self.operation)
         return self.candidates(request) if forced is None else (self.named(forced),)
 
     def _first(self, backends: tuple[Backend[Request], ...], request: Request) -> Callable[..., Any]:
-        """Return the callable of the first of these backends that supports the request."""
+        """Bind the first of these backends that supports the request."""
         for backend in backends:
             if backend.rejection_reason(request) is None:
                 call = self._plans[backend.name, request]
@@ -297,14 +297,14 @@ class Table(Generic[Request]):
         raise self._unsupported(request)
 
     def _taker(self, backends: tuple[Backend[Request], ...], request: Request) -> Backend[Request]:
-        """Return the first of these backends that supports the request, without planning."""
+        """Find the first of these backends that supports the request, without planning."""
         for backend in backends:
             if self._known_reason(backend, request) is None:
                 return backend
         raise self._unsupported(request)
 
     def _known_reason(self, backend: Backend[Request], request: Request) -> str | None:
-        """Return the reason before planning, or the reason of a planning failure in the cache, or None."""
+        """Reason before planning, or the reason of a planning failure in the cache, or None."""
         reason = backend.rejection_reason(request)
         known = None if reason is not None or _tracing() else self._plans.get((backend.name, request))
         return known.reason if isinstance(known, PlanFailure) else reason
@@ -345,12 +345,12 @@ tables: dict[str, Table[Any]] = {}
 
 
 def undisturbed() -> bool:
-    """Return whether cached choices apply: no backend is forced and no callback observes or binds."""
+    """Whether cached choices apply: no backend is forced and no callback observes or binds."""
     return not disturbances
 
 
 def forced(operation: str) -> str | None:
-    """Return the name of the forced backend of an operation, or None."""
+    """Name of an operation's forced backend, or None."""
     return _forced.get(operation)
 
 

@@ -1,4 +1,4 @@
-"""Addresses of documentation pages, for messages."""
+"""Documentation page addresses, for messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ DISTRIBUTION = "transformer-engine"
 
 
 def page(name: str) -> str:
-    """Address of docs/NAME.md in the repository of the installed distribution, or this path if no address is known.
+    """Address of docs/NAME.md in the installed distribution's repository, or this path if no address is known.
 
-    A publisher sets the repository when the wheel is built (REPOSITORY_URL, see setup.py). Wheels of a checkout have no
-    address.
+    A publisher sets the repository when the wheel is built (REPOSITORY_URL, see setup.py). Wheels built from a checkout
+    have no address.
     """
     repository = _repository()
     path = f"docs/{name}.md"
@@ -21,7 +21,7 @@ def page(name: str) -> str:
 
 @functools.cache
 def _repository() -> str:
-    """Address of the repository in the metadata of the distribution, or an empty text."""
+    """Repository address in the distribution's metadata, or an empty text."""
     try:
         urls = metadata(DISTRIBUTION).get_all("Project-URL") or []
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Enumerations of the original's headers, with their names and numbers: element types and settings of attention."""
+"""Enumerations from the original's headers, with their names and numbers: element types and attention settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DType = enum.IntEnum(
 
 
 class NVTE_Bias_Type(enum.IntEnum):
-    """Bias of the attention's logits."""
+    """Bias added to attention logits."""
 
     NVTE_NO_BIAS = 0
     NVTE_PRE_SCALE_BIAS = 1
@@ -36,7 +36,7 @@ class NVTE_Mask_Type(enum.IntEnum):
 
 
 class NVTE_Softmax_Type(enum.IntEnum):
-    """Additional terms of the softmax's denominator."""
+    """Additional terms in the softmax denominator."""
 
     NVTE_VANILLA_SOFTMAX = 0
     NVTE_OFF_BY_ONE_SOFTMAX = 1
@@ -44,7 +44,7 @@ class NVTE_Softmax_Type(enum.IntEnum):
 
 
 class NVTE_QKV_Format(enum.IntEnum):
-    """Axes of queries, keys and values: s sequence, b batch, t packed tokens, h heads, d features."""
+    """Axes in queries, keys and values: s sequence, b batch, t packed tokens, h heads, d features."""
 
     NVTE_SBHD = 0
     NVTE_BSHD = 1
@@ -58,7 +58,7 @@ class NVTE_QKV_Format(enum.IntEnum):
 
 
 class NVTE_QKV_Layout(enum.IntEnum):
-    """Memory layouts of queries, keys and values; 3 or 2 marks interleaved ones."""
+    """Memory layouts for queries, keys and values; 3 or 2 marks interleaved ones."""
 
     NVTE_SB3HD = 0
     NVTE_SBH3D = 1

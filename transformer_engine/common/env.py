@@ -1,8 +1,8 @@
 """value = get(name): every NVTE_* and TE_* environment variable in one table, typed and explained.
 
-Every call of `get` reads the variable, so that a change takes effect in the next call. The recipes read their
-variables once, at import; so is `TE_FAST`. The description of a variable without effect begins with "Accepted" and
-names the alternative. Longer than other files because it holds the whole table.
+Every call to `get` reads the variable, so that a change takes effect in the next call. The recipes read their variables
+once, at import; so is `TE_FAST`. The description of a variable without effect begins with "Accepted" and names the
+alternative. Longer than other files because it holds the whole table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Variable:
     choices: tuple[str, ...] | None = None
 
     def parse(self, text: str) -> Value:
-        """Return the typed value of a text; every whole number but 0 switches a flag on, as in the original.
+        """Parse a text to its typed value; every whole number but 0 switches a flag on, as in the original.
 
         Raises:
             ValueError: The variable cannot have this value.
@@ -403,7 +403,7 @@ VARIABLES: dict[str, Variable] = {v.name: v for group in GROUPS.values() for v i
 
 
 def variable(name: str) -> Variable:
-    """Return the row of the table; raise ValueError for a name that is not in it."""
+    """Look up a variable's table row; raise ValueError for a name that is not in the table."""
     try:
         return VARIABLES[name]
     except KeyError:
@@ -413,7 +413,7 @@ def variable(name: str) -> Variable:
 
 
 def get(name: str) -> Value:
-    """Return the typed value of the variable, or its default if the variable is unset."""
+    """Typed value of the variable, or its default if the variable is unset."""
     row = variable(name)
     # Every supported compiler can trace this. Frequent callers cache their decision under generation().
     text = os.environ.get(name)
@@ -421,18 +421,18 @@ def get(name: str) -> Value:
 
 
 def check_all() -> None:
-    """Raise ValueError for the first variable of the table that has an invalid value."""
+    """Raise ValueError for the first table variable that has an invalid value."""
     for name in VARIABLES:
         get(name)
 
 
 def texts(names: tuple[str, ...]) -> tuple[str | None, ...]:
-    """Return the texts of variables, None if unset, as the key of a cached decision."""
+    """Texts of variables, None if unset, as the key for a cached decision."""
     return tuple(map(os.environ.get, names))
 
 
 def watch(name: str) -> Callable[[], str | bytes | None]:
-    """Reader of a variable's text, None if it is unset, for a key that every call builds.
+    """Build a reader for a variable's text, None if it is unset, for a key that every call builds.
 
     It takes 50 ns, os.environ.get 1.2 us.
     """
@@ -453,7 +453,7 @@ def watch_in_eager_mode(name: str) -> Callable[[], str | bytes | None]:
 
 
 def generation() -> int:
-    """Return a number that changes whenever a variable that the package reads has changed; part of cache keys.
+    """Number that changes whenever a variable that the package reads has changed; part of cache keys.
 
     os.environ reports no writes, so each call reads it: 0.4 us while no variable is set, 1 us otherwise.
     """
@@ -466,10 +466,10 @@ def generation() -> int:
 
 
 def _readers(fast: bool) -> tuple[frozenset[Any], Callable[..., bool], Callable[..., Any]]:
-    """The names of the variables that have an effect, the test that none is set, and the reader of a text.
+    """Names of the variables that have an effect, the test that none is set, and the text reader.
 
-    The interface of os.environ converts each name, and raises and catches a KeyError for an unset variable. Reads of
-    its private dict save 7 % of a small FP8 Linear's host time (193 us instead of 209) and 4 % of a TransformerLayer's
+    The os.environ interface converts each name, and raises and catches a KeyError for an unset variable. Reading its
+    private dict saves 7 % of a small FP8 Linear's host time (193 us instead of 209) and 4 % of a TransformerLayer's
     (`benchmarks/fast_pieces.py`).
     """
     names = frozenset(
@@ -489,19 +489,19 @@ def renew() -> None:
 
 
 def flag(name: str) -> bool:
-    """Return the value of a boolean variable; False if it is unset and has no default."""
+    """Value of a boolean variable; False if it is unset and has no default."""
     return bool(get(name))
 
 
 def keep_cublas_repeatable() -> None:
-    """Set a fixed workspace size of cuBLAS, which torch requires for deterministic results, unless one is set."""
+    """Set a fixed cuBLAS workspace size, which torch requires for deterministic results, unless one is set."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def cache_directory() -> Path:
-    """Return the user's cache folder: TE_CACHE_DIR, or the XDG convention.
+    """The user's cache folder: TE_CACHE_DIR, or the XDG convention.
 
-    The caches hold plans of GPU kernels, which exist on Linux alone, where `platformdirs` returns the same folder.
+    The caches hold GPU kernel plans, which exist on Linux alone, where `platformdirs` returns the same folder.
     """
     chosen = get("TE_CACHE_DIR")
     if chosen:

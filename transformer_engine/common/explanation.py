@@ -1,4 +1,4 @@
-"""The result of `explain`: the backend that each operation of a call uses, and why the others are unsupported."""
+"""Result of `explain`: the backend that each operation in a call uses, and why the others are unsupported."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .dispatch import Verdict, observing, tables
 
 
 def chosen_of(verdicts: Iterable[Verdict]) -> str | None:
-    """Return the name of the chosen backend."""
+    """Name of the chosen backend."""
     return next((verdict.backend for verdict in verdicts if verdict.chosen), None)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A request to an operation, the number of its calls, and the verdict on every backend, in order."""
+    """A request to an operation, its call count, and the verdict on every backend, in order."""
 
     operation: str
     request: Any
@@ -25,13 +25,13 @@ class Decision:
 
     @property
     def chosen(self) -> str | None:
-        """The name of the backend that was used."""
+        """Name of the backend that was used."""
         return chosen_of(self.verdicts)
 
 
 @dataclass(frozen=True)
 class PassStepReport:
-    """One step of a layer's pass.
+    """One step in a layer's pass.
 
     Attributes:
         step: The step as text: results, operation, inputs and settings.
@@ -64,7 +64,7 @@ class PassReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The decisions of one call in the order in which they were first made; str() is a readable table.
+    """The decisions in one call in the order in which they were first made; str() is a readable table.
 
     Attributes:
         decisions: The choice of every table.
@@ -84,7 +84,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-# Notes of the active explanations, innermost last; the keys of a dict are in order and distinct.
+# Notes for the active explanations, innermost last; a dict's keys are in order and distinct.
 _notes: list[dict[str, None]] = []
 
 

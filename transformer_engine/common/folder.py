@@ -1,4 +1,4 @@
-"""modules_of(package): imports all modules of a package, so that adding a file registers it."""
+"""modules_of(package): imports every module in a package, so that adding a file registers it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from types import ModuleType
 
 
 def modules_of(package: str, path: Iterable[str], suffix: str = "") -> list[ModuleType]:
-    """Import the modules of a package (its __name__ and __path__) whose names end in suffix, in alphabetical order."""
+    """Import the modules in a package (its __name__ and __path__) whose names end in suffix, in alphabetical order."""
     names = sorted(found.name for found in pkgutil.iter_modules(path) if found.name.endswith(suffix))
     return [importlib.import_module(f"{package}.{name}") for name in names]

@@ -12,10 +12,10 @@ class Element:
     """A narrow floating-point number: value = (-1)^s * 2^(e - bias) * (1 + m / 2^mantissa_bits).
 
     Attributes:
-        name: Name of the element.
+        name: Element name.
         bits: Number of bits.
-        mantissa_bits: Number of bits of the mantissa.
-        bias: Bias of the exponent.
+        mantissa_bits: Number of mantissa bits.
+        bias: Exponent bias.
         greatest: The largest finite number, as text. While shapes are dynamic, a compiler turns a float attribute into
             a symbol, which it cannot use in two layers of one graph.
     """
@@ -35,34 +35,34 @@ class Element:
 E4M3 = Element("e4m3", bits=8, mantissa_bits=3, bias=7, greatest="0x1.cp+8")  # 448
 E5M2 = Element("e5m2", bits=8, mantissa_bits=2, bias=15, greatest="0x1.cp+15")  # 57344
 E2M1 = Element("e2m1", bits=4, mantissa_bits=1, bias=1, greatest="0x1.8p+2")  # 6
-# Block scales of NVFP4 that leave room for 1.5 times themselves: 1.5 x 256 = 384 is below the maximum of E4M3.
+# NVFP4 block scales that leave room for 1.5 times themselves: 1.5 x 256 = 384 is below E4M3's maximum.
 E4M3_UP_TO_256 = replace(E4M3, greatest="0x1p+8")
 
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """The quantization of a matrix [rows, K], where K is the axis that a product contracts.
+    """Quantization of a matrix [rows, K], where K is the axis that a product contracts.
 
     Formats with the same name, block, scale and packing are equal.
 
     Attributes:
-        name: Name of the format.
+        name: Format name.
         block: (rows, K) shape of the elements that share one scale; None: the whole tensor shares one scale.
         scale: "float32", "e8m0" (a power of two in one byte) or "e4m3".
         packing: Number of codes per byte.
-        elements: Names of the supported elements of the codes.
-        levels: Two levels of scales: the elements of the codes and of the block scales, which share the range.
-        two_dimensional: Square tiles of block[1] x block[1] can share a scale, which is repeated for their rows.
+        elements: Names of the supported code elements.
+        levels: Two scale levels: the elements of the codes and of the block scales, which share the range.
+        two_dimensional: Square tiles, block[1] x block[1], can share a scale, which is repeated for their rows.
         hadamard: The columnwise direction supports a Hadamard transform.
         stochastic: Stochastic rounding is supported.
         fits_bfloat16: Every code times its block scale is exact in bfloat16, apart from the tensor's scale.
         four_over_six: A block's maximum can map to 4 instead of 6, if that has the smaller error.
-        row_scaled: The second level of scales is one per row instead of one per tensor.
-        columns: The format of the columnwise direction, if it differs from this one.
+        row_scaled: The second scale level has one scale per row instead of one per tensor.
+        columns: Format for the columnwise direction, if it differs from this one.
         block_products: Capability of GPUs that multiply two matrices with these block scales; formats with an equal
             one multiply each other. None: one scale per tensor, or no kernel.
-        general: The format of which this one is a variant, for operands: its float32 scales are powers of two, or its
-            scales of one byte are in swizzled order. None: no variant.
+        general: The format that this one is a variant of, for operands: its float32 scales are powers of two, or its
+            one-byte scales are in swizzled order. None: no variant.
     """
 
     name: str
@@ -83,7 +83,7 @@ class TensorFormat:
 
     @property
     def columnwise(self) -> TensorFormat:
-        """The format of the columnwise direction of a matrix whose rowwise direction has this format."""
+        """Columnwise format for a matrix whose rowwise direction has this format."""
         return self if self.columns is None else self.columns
 
     @property
@@ -93,7 +93,7 @@ class TensorFormat:
 
     @property
     def power_of_two(self) -> bool:
-        """Whether the float32 scales of an operand are powers of two."""
+        """Whether an operand's float32 scales are powers of two."""
         return self.general is not None and not self.swizzled
 
     @property
@@ -109,12 +109,12 @@ class TensorFormat:
 
     @property
     def in_tiles(self) -> bool:
-        """Whether an operand's scales are in swizzled order, padded to tiles of 128 x 4."""
+        """Whether an operand's scales are in swizzled order, padded to 128 x 4 tiles."""
         return self.general is not None and self.swizzled
 
     @property
     def unit_amax(self) -> float | None:
-        """The amax at which the second of two levels of scales is one; None: the format has one level."""
+        """The amax at which the second scale level is one; None: the format has one level."""
         return None if self.levels is None else self.levels[0].maximum * self.levels[1].maximum
 
 
@@ -133,7 +133,7 @@ BLOCK_FORMATS = {  # by whether blocks are square, and whether scales are powers
 MXFP8 = TensorFormat(
     "mxfp8", (1, 32), "e8m0", two_dimensional=True, fits_bfloat16=True, block_products="mxfp8 products"
 )
-# What multiplies exponents, and the format whose exponents those of BLOCK_FORMATS become.
+# Format whose exponents the BLOCK_FORMATS exponents become, and the capability that multiplies them.
 EXPONENTS = MXFP8
 EXPONENT_PRODUCTS: Capability = "mxfp8 products"
 # Two levels: an E4M3 scale for 16 elements, and one float32 scale for the tensor, derived from its amax. The variants
@@ -168,26 +168,26 @@ TILED_FORMATS = {
     form: replace(form, name=f"{form.name}_tiled", general=form) for form in (MXFP8, *NVFP4_FORMATS.values())
 }
 
-# One format per family; variants of NVFP4 are reached through `NVFP4_FORMATS`.
+# One format per family; NVFP4 variants are reached through `NVFP4_FORMATS`.
 TENSOR_FORMATS = (FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4)
 SWIZZLED_NAMES = " or ".join(form.name.upper() for form in TENSOR_FORMATS if form.swizzled)  # in messages
 
-# Quantized checkpoints of `pytorch.conversion` that need no sample of tokens, for commands without torch.
+# Quantized checkpoints from `pytorch.conversion` that need no sample tokens, for commands without torch.
 SERVING_FORMATS = ("fp8", "fp8_channel", "fp8_block", "mxfp8", "nvfp4")
 
 FLOAT32_MAX = 3.4028234663852886e38
 
 
 def float32_max() -> float:
-    """Return FLOAT32_MAX for traced code: compilers turn a global float into a symbol too; see `Element.greatest`."""
+    """FLOAT32_MAX for traced code: compilers turn a global float into a symbol too; see `Element.greatest`."""
     return 3.4028234663852886e38
 
 
 def ceil_div(n: int, d: int) -> int:
-    """Return n / d, rounded up."""
+    """Compute n / d, rounded up."""
     return -(-n // d)
 
 
 def round_up(n: int, multiple: int) -> int:
-    """Return the smallest number >= n that is divisible by multiple."""
+    """Compute the smallest number >= n that is divisible by multiple."""
     return ceil_div(n, multiple) * multiple

@@ -20,7 +20,7 @@ class Package:
     below: str | None = None
 
     def unsupported_reason(self, found: str) -> str | None:
-        """Return the reason why this version is unsupported, or None."""
+        """Reason why this version is unsupported, or None."""
         release = Version(found)
         if release >= Version(self.least) and (self.below is None or release < Version(self.below)):
             return None
@@ -30,7 +30,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Framework:
-    """The requirements of `transformer_engine.<module>`, and the extra that installs them."""
+    """Requirements for `transformer_engine.<module>`, and the extra that installs them."""
 
     module: str
     extra: str
@@ -43,7 +43,7 @@ JAX = Framework("jax", "jax", (3, 11), (Package("jax", "0.10.2", "0.13"), Packag
 
 
 def demand(framework: Framework) -> None:
-    """Raise ImportError unless Python and every package of the framework have a supported version."""
+    """Raise ImportError unless Python and every framework package have a supported version."""
     name = f"transformer_engine.{framework.module}"
     remedy = optional.install_command(framework.extra)
     if sys.version_info[:2] < framework.python:

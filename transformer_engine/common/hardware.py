@@ -1,11 +1,11 @@
-"""Capabilities of GPUs: one row per vendor and architecture, which backends query by the name of a capability.
+"""GPU capabilities: one row per vendor and architecture, which backends query by capability name.
 
 `lacks` returns the reason that a row has no such capability, or None:
 
     reason = hardware.lacks("mxfp8 products")
 
 No other module compares compute capabilities. ROCm reports gfx942 as compute capability 9.4, so the key of a row is the
-vendor and the architecture. NVIDIA's assembler shows which instructions a row has; the limits are those of the CUDA C++
+vendor and the architecture. NVIDIA's assembler shows which instructions a row has; the limits come from the CUDA C++
 Programming Guide. `docs/hardware.json` lists the backends of matrix products per row.
 """
 
@@ -25,14 +25,14 @@ Capability = Literal[
     "bf16 products",
     "cublaslt",  # the library, which nvmath-python calls
     "fp8 products",  # E4M3 x E4M3 and E4M3 x E5M2
-    "fp8 products in all layouts",  # of any contiguous axis, by cuBLASLt and the original's rule
+    "fp8 products in all layouts",  # any contiguous axis, by cuBLASLt and the original's rule
     "fp8 products in all layouts by xla",  # the original's rule for JAX
     "fp8 block products",  # by cuBLASLt: 1x128 and 128x128 blocks with float32 scales
     "mxfp8 products",
     "nvfp4 products",
-    "mxfp8 products in all layouts",  # of any contiguous axis, without a transposed copy
+    "mxfp8 products in all layouts",  # any contiguous axis, without a transposed copy
     "hopper instructions",  # wgmma, for kernels in Gluon
-    "tensor memory",  # tcgen05: products of at least 128 rows; accumulators and scales in tensor memory
+    "tensor memory",  # tcgen05: products with at least 128 rows; accumulators and scales in tensor memory
     # Casts.
     "cast kernels",  # kernels that round to FP8 and FP4 codes, by an instruction or by integer arithmetic
     "fp8 casts",  # float32 to FP8 in one instruction, which rounds once
@@ -41,30 +41,30 @@ Capability = Literal[
     "stochastic casts",
     # Memory and launches.
     "dependent launch",  # programmatic dependent launch
-    "copy engine",  # tensors of several dimensions by TMA
+    "copy engine",  # multi-dimensional tensors by TMA
     # Attention libraries.
     "cudnn attention",
     "cudnn packed attention",  # THD through jax.nn
     "cudnn deterministic packed attention",
     "cudnn fp8 attention",
-    "cudnn deterministic attention",  # gradients of equal bits in every run
-    "cudnn cached attention",  # keys and values of earlier steps
-    "cudnn ragged statistics",  # logarithms of packed sequences without padding, which gradients read
+    "cudnn deterministic attention",  # bit-equal gradients in every run
+    "cudnn cached attention",  # keys and values from earlier steps
+    "cudnn ragged statistics",  # logarithms for packed sequences without padding, which gradients read
     "cudnn gradients of equal wide heads",  # equal head sizes between 128 and 256
     "cudnn fp8 gradients of all heads",  # head sizes up to 128 other than 128
-    "cudnn fp8 gradients of two sizes",  # heads of 192/128
+    "cudnn fp8 gradients of two sizes",  # 192/128 heads
     "cudnn mxfp8 attention",
     "cudnn linear attention",  # gated delta rules of the cuDNN frontend
     "torch cudnn attention",
     "torch flash attention",
     "early flash attention 2",  # releases before 2.7.3
-    "flash attention 2 of wide heads",  # gradients of heads above 192 with dropout, or before 2.5.5
+    "flash attention 2 of wide heads",  # gradients for heads above 192 with dropout, or before 2.5.5
     "flash attention 3",
     "flash attention 4",
     "early flash attention 4",  # releases before 4.0.0b36
     "flash attention 4 of a cache",
     "flash attention 4 of wide heads",  # head sizes above 128 other than 192/128
-    "flash attention 4 gradients of scores",  # gradients with a function of the scores, such as a softcap
+    "flash attention 4 gradients of scores",  # gradients with a score function, such as a softcap
     # Availability of the original's recipes.
     "bf16 recipe",
     "fp8 recipe",
@@ -82,18 +82,18 @@ class Hardware:
 
     Attributes:
         vendor: "nvidia", "amd", or "none" without a GPU.
-        architecture: The compute capability, such as "9.0", or the name of AMD's target, such as "gfx942".
-        gpus: Names of GPUs, as their vendor spells them.
-        capabilities: Names of `Capability`; a tuple, because torch.compile cannot trace `in` for a constant's set.
+        architecture: The compute capability, such as "9.0", or AMD's target name, such as "gfx942".
+        gpus: GPU names, as their vendor spells them.
+        capabilities: `Capability` names; a tuple, because torch.compile cannot trace `in` for a constant's set.
         shared_memory: Bytes of shared memory that one program may use.
-        threads: Threads of a multiprocessor.
-        tensor_memory: Columns of tensor memory of 128 x 32 bits; 0 without tensor memory.
-        cudnn: First version of cuDNN whose attention supports it; zeros for all versions that the package supports.
-        cudnn_fp8: The same of its FP8 attention.
-        triton: First release of Triton whose assembler has the architecture; zeros without a GPU.
-        scaled_dot: First release of Triton whose tl.dot_scaled becomes the native instruction.
-        backward_head: Largest head size of cuDNN's attention gradient.
-        likeness: Architecture whose capabilities an unlisted one is assumed to have; "" for a row of the table.
+        threads: Threads per multiprocessor.
+        tensor_memory: Tensor memory columns, each 128 x 32 bits; 0 without tensor memory.
+        cudnn: First cuDNN version whose attention supports it; zeros for all versions that the package supports.
+        cudnn_fp8: First cuDNN version whose FP8 attention supports it; zeros likewise.
+        triton: First Triton release whose assembler has the architecture; zeros without a GPU.
+        scaled_dot: First Triton release whose tl.dot_scaled becomes the native instruction.
+        backward_head: Largest head size in cuDNN's attention gradient.
+        likeness: Architecture whose capabilities an unlisted one is assumed to have; "" for a row in the table.
         remark: Why it lacks the formats of recipes, for messages.
     """
 
@@ -113,18 +113,18 @@ class Hardware:
     remark: str = ""
 
     def has(self, capability: Capability) -> bool:
-        """Return whether the architecture has a capability."""
+        """Whether the architecture has a capability."""
         return capability in self.capabilities
 
     def lacks(self, capability: Capability) -> str | None:
-        """Return the reason that a capability is missing, or None."""
+        """Reason that a capability is missing, or None."""
         if self.has(capability):
             return None
         return _reason(self, capability)
 
     @property
     def title(self) -> str:
-        """Name of the architecture in messages."""
+        """Architecture name in messages."""
         if self.vendor == "none":
             return "no GPU"
         title = f"{'compute capability' if self.vendor == 'nvidia' else 'AMD'} {self.architecture}"
@@ -211,7 +211,7 @@ _WORKSTATION = (_BLACKWELL | {"current scaling by default"}) - {
     "cudnn cached attention",
 }
 
-_SMALL, _LARGE = 101376, 232448  # bytes of shared memory
+_SMALL, _LARGE = 101376, 232448  # shared memory in bytes
 
 
 def _nvidia(
@@ -248,7 +248,7 @@ ROWS: tuple[Hardware, ...] = (
             _WORKSTATION, _SMALL, 1536, backward_head=128, cudnn=(9, 18, 1)),
     _nvidia("12.1", ("DGX Spark", "GB10"), _WORKSTATION, _SMALL, 1536, backward_head=128, scaled_dot=(3, 8),
             cudnn=(9, 18, 1)),
-    # No kernel of this package was run on either.
+    # No kernel in this package was run on either.
     Hardware(
         "amd",
         "gfx942",
@@ -276,12 +276,12 @@ _AMD = tuple(row for row in ROWS if row.vendor == "amd")
 
 
 def nvidia(major: int, minor: int) -> Hardware:
-    """Return the row of a compute capability."""
+    """Look up the row for a compute capability."""
     return hardware_named("nvidia", f"{major}.{minor}")
 
 
 def hardware_named(vendor: str, architecture: str) -> Hardware:
-    """Return the row of an architecture; an unlisted one has the capabilities of its nearest older relative.
+    """Look up an architecture's row; an unlisted one has the capabilities of its nearest older relative.
 
     Args:
         vendor: "nvidia", "amd" or "none".
@@ -303,7 +303,7 @@ def _relative(vendor: str, architecture: str) -> Hardware:
         near = older[-1]
     capabilities = set(near.capabilities)
     if vendor == "nvidia" and _version(architecture)[0] > _version(_NVIDIA[-1].architecture)[0]:
-        # The original expects products in all layouts of every later generation.
+        # The original expects products in all layouts on every later generation.
         capabilities |= {"fp8 products in all layouts"}
     return replace(
         near,
@@ -315,7 +315,7 @@ def _relative(vendor: str, architecture: str) -> Hardware:
 
 
 def hardware_of_gpu(name: str) -> Hardware | None:
-    """Return the row of a GPU by its name, such as "NVIDIA GeForce RTX 4090"; None for an unlisted name."""
+    """Look up the row of a GPU by its name, such as "NVIDIA GeForce RTX 4090"; None for an unlisted name."""
     words = name.lower().replace("-", " ").split()
     known = [(gpu.lower().split(), row) for row in ROWS for gpu in row.gpus]
     found = [(len(gpu), row) for gpu, row in known if _contains(words, gpu)]
@@ -323,12 +323,12 @@ def hardware_of_gpu(name: str) -> Hardware | None:
 
 
 def rows_with(capability: Capability) -> tuple[Hardware, ...]:
-    """Return NVIDIA's rows that have a capability, in the order of their compute capabilities."""
+    """NVIDIA rows that have a capability, in order of compute capability."""
     return tuple(row for row in _NVIDIA if row.has(capability))
 
 
 def number_of(row: Hardware) -> int:
-    """Return ten times a compute capability: 90 for 9.0; 94 for gfx942, as ROCm reports it."""
+    """Ten times a compute capability: 90 for 9.0; 94 for gfx942, as ROCm reports it."""
     if row.vendor == "amd":
         return int(row.architecture[3:-1])
     major, minor = _version(row.architecture)
@@ -343,13 +343,13 @@ def limits_of(capability: Capability) -> tuple[Hardware, Hardware | None]:
 
 
 def is_older(row: Hardware, other: Hardware) -> bool:
-    """Return whether a compute capability is lower than another one."""
+    """Whether a compute capability is lower than another one."""
     return _version(row.architecture or "0.0") < _version(other.architecture)
 
 
 @functools.cache
 def driver_version() -> str | None:
-    """Version of NVIDIA's driver, such as "580.65.06"; None without a driver."""
+    """NVIDIA driver version, such as "580.65.06"; None without a driver."""
     kernel = Path("/proc/driver/nvidia/version")
     if kernel.is_file():
         version = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", kernel.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """memory[key] = build(key): a cache whose values depend on their keys only.
 
-A value that depends on anything else would be stale after a change. `build` is therefore a plain function of a module,
+A value that depends on anything else would be stale after a change. `build` is therefore a plain module-level function,
 without closure, defaults or bound object, and receives only the key. Keys include the environment as
 `env.generation()`.
 """
@@ -18,7 +18,8 @@ V = TypeVar("V")
 class Memory(dict[K, V]):
     """A dict that builds missing values.
 
-    A cache hit costs a dict look-up. Exceptions of `build` are not cached. Copies and unpickled caches are empty.
+    A cache hit costs a dict look-up. Exceptions raised in `build` are not cached. Copies and unpickled caches are
+    empty.
 
     Args:
         build: Computes a value, `build(*fixed, key)`.

@@ -1,13 +1,13 @@
 """Numbers and flags in every form that callers pass them: Python, NumPy and array scalars, and text.
 
-`to_int`, `to_ints`, `to_float` and `to_bool` convert the arguments of functions. A number may be an `int`, a `float`
+`to_int`, `to_ints`, `to_float` and `to_bool` convert function arguments. A number may be an `int`, a `float`
 with an integral value, a `bool`, a NumPy scalar, or a tensor or array with one element. A flag may be any object whose
 class defines a truth value.
 
-`parse_int`, `parse_float` and `parse_bool` convert the fields of recipes, whose values often come from YAML files or
+`parse_int`, `parse_float` and `parse_bool` convert recipe fields, whose values often come from YAML files or
 command lines. They also read text, with the spellings that pydantic reads: `"1024"`, `"1e-4"`, `"true"`, `"off"`.
 
-Symbolic numbers of `torch.compile` and `torch.export` are returned unchanged.
+Symbolic numbers from `torch.compile` and `torch.export` are returned unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FALSE = ("0", "false", "f", "no", "n", "off")
 
 
 def described(value: Any) -> str:
-    """Return the type, shape and dtype of an array, and the repr of other values, truncated to `LONGEST` characters."""
+    """Describe an array by type, shape and dtype, and other values by repr, truncated to `LONGEST` characters."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None:
         return f"{with_article(type(value))} of shape {list(shape)} and {dtype}"
@@ -35,7 +35,7 @@ def described(value: Any) -> str:
 
 
 def with_article(kind: type | str) -> str:
-    """Return the name of a class with its article, for messages: "an int", "a uint8", "an MXFP8Tensor"."""
+    """Prefix a class name with its article, for messages: "an int", "a uint8", "an MXFP8Tensor"."""
     name = kind if isinstance(kind, str) else kind.__name__
     # An abbreviation is read letter by letter ("em ex", "en dee"), another name as a word.
     is_abbreviation = name[:2].isupper() or name == "ndarray"
@@ -47,8 +47,8 @@ def to_int(name: str, value: Any, least: int | None = None) -> int:
     """Convert an argument to an `int`.
 
     Args:
-        name: Name of the argument, for error messages.
-        value: Whole number in any of the forms of this module's description.
+        name: Argument name, for error messages.
+        value: Whole number in any form from this module's description.
         least: Smallest valid value; None accepts every whole number.
 
     Raises:
@@ -68,12 +68,12 @@ def to_int(name: str, value: Any, least: int | None = None) -> int:
 
 
 def to_ints(name: str, value: Any) -> Sequence[int]:
-    """Convert an argument to a sequence of ints; a list or tuple of ints is returned unchanged.
+    """Convert an argument to an int sequence; a list or tuple of ints is returned unchanged.
 
     Args:
-        name: Name of the argument, for error messages.
-        value: List, tuple or other iterable of whole numbers in any of the forms of this module's description, or an
-            array or tensor with one dimension. A tensor on a GPU is read by the host.
+        name: Argument name, for error messages.
+        value: List, tuple or other iterable of whole numbers in any form from this module's description, or an array or
+            tensor with one dimension. A tensor on a GPU is read by the host.
 
     Raises:
         TypeError: The value is not a sequence of whole numbers.
@@ -143,19 +143,19 @@ def to_bool(name: str, value: Any) -> bool:
 
 
 def _defines_truth(value: Any) -> bool:
-    """Return whether `bool(value)` depends on the value; that of arrays with several elements raises an error."""
+    """Whether `bool(value)` depends on the value; for arrays with several elements it raises an error."""
     if isinstance(value, type) or (hasattr(value, "shape") and hasattr(value, "dtype")):
         return False
     return hasattr(type(value), "__bool__") or hasattr(type(value), "__len__")
 
 
 def parse_int(name: str, value: Any, least: int | None = None) -> int:
-    """`to_int` for a field of a recipe: also reads text such as "1024" and "1.0"."""
+    """`to_int` for a recipe field: also reads text such as "1024" and "1.0"."""
     return to_int(name, _number_in_text(value), least)
 
 
 def parse_float(name: str, value: Any) -> float:
-    """`to_float` for a field of a recipe: also reads text such as "1e-4"."""
+    """`to_float` for a recipe field: also reads text such as "1e-4"."""
     return to_float(name, _number_in_text(value))
 
 
@@ -186,7 +186,7 @@ def parse_bool(name: str, value: Any) -> bool:
 
 
 def _python_number(value: Any) -> Any:
-    """Return the Python number of a NumPy scalar or of a tensor or array with one element; else the value itself."""
+    """Convert a NumPy scalar, or a one-element tensor or array, to a Python number; return other values unchanged."""
     if isinstance(value, (int, float, str)):
         return value
     shape, item = getattr(value, "shape", None), getattr(value, "item", None)
@@ -196,7 +196,7 @@ def _python_number(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Return the value as an `int` or symbol, or None if it is not a whole number."""
+    """Convert the value to an `int` or symbol, or return None if it is not a whole number."""
     number = _python_number(value)
     if type(number).__name__ in _SYMBOLS:
         return number
@@ -208,7 +208,7 @@ def _whole(value: Any) -> Any:
 
 
 def _number_in_text(value: Any) -> Any:
-    """Return the number that a string or bytes object spells; everything else unchanged."""
+    """Parse the number that a string or bytes object spells; return everything else unchanged."""
     if not isinstance(value, (str, bytes)):
         return value
     for read in (int, float):

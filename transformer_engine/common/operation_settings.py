@@ -1,4 +1,4 @@
-"""Settings of operations that both frameworks and their kernels share: cross entropy, Adam and SGD."""
+"""Operation settings that both frameworks and their kernels share: cross entropy, Adam and SGD."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Labels(NamedTuple):
-    """The labels of a cross entropy; the same for all rows.
+    """Cross-entropy labels; the same for all rows.
 
     Attributes:
-        ignored: Label of rows that do not contribute to the loss.
-        smoothing: Fraction of the probability that is distributed evenly over all classes.
-        first: Class index of column 0.
+        ignored: Label for rows that do not contribute to the loss.
+        smoothing: Probability fraction that is distributed evenly over all classes.
+        first: Class index for column 0.
         total: Number of classes over all ranks.
     """
 
@@ -22,7 +22,7 @@ class Labels(NamedTuple):
 
 
 class Adam(NamedTuple):
-    """Settings of an Adam step.
+    """Adam step settings.
 
     Attributes:
         decoupled: Subtract weight decay from the parameter (AdamW) instead of adding it to the gradient.
@@ -32,7 +32,7 @@ class Adam(NamedTuple):
 
 
 class Sgd(NamedTuple):
-    """Settings of a step of stochastic gradient descent.
+    """Settings for a stochastic gradient descent step.
 
     Attributes:
         momentum: Use momentum.

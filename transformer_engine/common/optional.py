@@ -16,13 +16,13 @@ from packaging.version import Version
 
 from .hardware import Hardware
 
-# Raised by the import of a damaged package: a submodule or shared library is missing, or a name has moved.
+# Raised by importing a damaged package: a submodule or shared library is missing, or a name has moved.
 FAILURES = (ImportError, OSError, AttributeError, RuntimeError)
 GLUON_RELEASES = ((3, 6), (3, 7), (3, 8))  # of Triton; 3.9 has renamed stores of the copy engine
 
 
 def installed(module: str) -> bool:
-    """Return whether a top-level module of that name exists, importable or not."""
+    """Whether a top-level module with that name exists, importable or not."""
     if module in sys.modules:
         return sys.modules[module] is not None
     return importlib.util.find_spec(module) is not None
@@ -32,11 +32,11 @@ installed._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMember
 
 
 def failure(module: str, *names: str) -> str | None:
-    """Return why a module, or one of these names in it, cannot be imported; None after a successful import."""
+    """Reason why a module, or one of these names in it, cannot be imported; None after a successful import."""
     return _failure(module, names)
 
 
-# A tracing compiler treats the result as a constant, like that of torch.compiler.assume_constant_result.
+# A tracing compiler treats the result as a constant, as with torch.compiler.assume_constant_result.
 failure._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -53,19 +53,19 @@ def _failure(module: str, names: tuple[str, ...]) -> str | None:
 
 
 def failed_import(module: str, error: BaseException) -> str:
-    """Return the error message of a failed import of a module."""
+    """Error message for a module's failed import."""
     said = " ".join(str(error).split())
     return f"importing {module} failed: {type(error).__name__}: {said}; repair the package or uninstall it"
 
 
 MINIMUM_CUDNN = (9, 13, 1)
-_MINIMUM_FRONTEND = (1, 23)  # earlier ones cannot run a graph on a list of addresses
+_MINIMUM_FRONTEND = (1, 23)  # earlier ones cannot run a graph on an address list
 # They emit an attribute that cuDNN before 9.20 does not support.
 _FRONTENDS_FOR_920 = ((1, 24), (1, 25), (1, 26))
 
 
 def cudnn_versions_problem(frontend: str, cudnn: tuple[int, ...]) -> str | None:
-    """Return why a version of nvidia-cudnn-frontend cannot be used with a version of cuDNN, or None."""
+    """Reason why a version of nvidia-cudnn-frontend cannot be used with a cuDNN version, or None."""
     major, minor = (*Version(frontend).release, 0)[:2]
     if (major, minor) < _MINIMUM_FRONTEND:
         return f"nvidia-cudnn-frontend {frontend} < 1.23; pip install 'nvidia-cudnn-frontend>=1.23,<2'"
@@ -81,7 +81,7 @@ def cudnn_versions_problem(frontend: str, cudnn: tuple[int, ...]) -> str | None:
 
 
 def triton_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
-    """Return why a release of Triton does not compile for a GPU, or None; see `release` for (0, 0)."""
+    """Reason why a Triton release does not compile for a GPU, or None; see `release` for (0, 0)."""
     if not _precedes(release, hardware.triton):
         return None
     found = ".".join(map(str, release))
@@ -89,7 +89,7 @@ def triton_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
 
 
 def scaled_dot_problem(hardware: Hardware, release: tuple[int, int]) -> str | None:
-    """Return why tl.dot_scaled of a release of Triton is not the native product of a GPU, or None; as above."""
+    """Reason why tl.dot_scaled in a Triton release is not a GPU's native product, or None; as above."""
     if not _precedes(release, hardware.scaled_dot):
         return None
     place = f"{hardware.title} before Triton {'.'.join(map(str, hardware.scaled_dot))}"
@@ -105,20 +105,20 @@ def gluon_problem(release: tuple[int, int]) -> str | None:
 
 
 def _precedes(release: tuple[int, int], first: tuple[int, int]) -> bool:
-    """Return whether a release is older than the first that meets a requirement.
+    """Whether a release is older than the first that meets a requirement.
 
     A development build without metadata, (0, 0), counts as new enough.
     """
-    return (0, 0) < release < first  # `!=` of tuples is not traced by torch 2.11
+    return (0, 0) < release < first  # torch 2.11 does not trace `!=` between tuples
 
 
 def _upgrade_of_triton(release: tuple[int, int]) -> str:
-    """Return the command that installs a release of Triton or a later one."""
+    """Command that installs a Triton release or a later one."""
     return f"pip install --upgrade 'triton>={'.'.join(map(str, release))}'"
 
 
 def release(distribution: str) -> tuple[int, int]:
-    """Return (major, minor) of an installed distribution; (0, 0) without metadata, as of a development build."""
+    """Version (major, minor) of an installed distribution; (0, 0) without metadata, as in a development build."""
     return _release(distribution)
 
 
@@ -135,7 +135,7 @@ def _release(distribution: str) -> tuple[int, int]:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of pyproject.toml.
+    """Command that installs an extra from pyproject.toml.
 
     It installs from a checkout: package indexes hold the original under this package's name.
     """

@@ -1,4 +1,4 @@
-"""QuantizeSpec: the quantization of a matrix, independent of the array library."""
+"""QuantizeSpec: a matrix quantization, independent of the array library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from .formats import BLOCK_2D, BLOCK_FORMATS, TENSOR_FORMATS, TILED_FORMATS, Element, TensorFormat
 
-# Errors by which 4over6 chooses between two codings of a block: the sum of absolute or of squared differences. The
+# Errors by which 4over6 chooses between two block codings: absolute or squared differences, summed. The
 # fast variants omit the second-level scale on both sides instead of multiplying every code by it.
 MAE, MSE, FAST_MAE, FAST_MSE = "MAE", "MSE", "fast MAE", "fast MSE"
 BLOCK_ERRORS = (MAE, MSE, FAST_MAE, FAST_MSE)
@@ -17,11 +17,11 @@ FAST_ERRORS = {MAE: FAST_MAE, MSE: FAST_MSE}
 
 @dataclass(frozen=True)
 class QuantizeSpec:
-    """The quantization of a matrix [M, K]; hashable, so that backends and caches can use it as a key.
+    """Quantization of a matrix [M, K]; hashable, so that backends and caches can use it as a key.
 
     Attributes:
         format: Target format.
-        element: Element of the codes.
+        element: Code element.
         rowwise: Quantize the matrix [M, K], for products that contract columns.
         columnwise: Also quantize the transposed matrix [K, M], for products that contract rows.
         power_of_two: FLOAT8 without a given scale, BLOCK: round the scale down to a power of two.
@@ -30,9 +30,9 @@ class QuantizeSpec:
         hadamard: NVFP4: transform the columnwise direction along the rows before quantizing.
         random_sign: Use the fixed sign vector in that transform instead of +1.
         stochastic: NVFP4: round stochastically; the caller passes the random numbers.
-        four_over_six: NVFP4: map each block's maximum to 4 or to 6, whichever has the smaller error of this kind
+        four_over_six: NVFP4: map each block's maximum to 4 or to 6, whichever has the smaller error by this measure
             (`BLOCK_ERRORS`); empty: always to 6.
-        tiled: MXFP8, NVFP4: scales in swizzled order, padded with zeros to tiles of 128 x 4.
+        tiled: MXFP8, NVFP4: scales in swizzled order, padded with zeros to 128 x 4 tiles.
     """
 
     format: TensorFormat
@@ -50,7 +50,7 @@ class QuantizeSpec:
 
     @property
     def operand_format(self) -> TensorFormat:
-        """Format of the operands, which records powers of two and swizzled order of scales."""
+        """Operand format, which records powers of two and the scales' swizzled order."""
         form = self.format
         if self.tiled:
             return TILED_FORMATS[form]
@@ -60,7 +60,7 @@ class QuantizeSpec:
 
     @property
     def columnwise_operand_format(self) -> TensorFormat:
-        """Format of the column-wise operand, with its scales tiled if `tiled`."""
+        """Columnwise operand format, with its scales tiled if `tiled`."""
         return TILED_FORMATS[self.format.columnwise] if self.tiled else self.operand_format.columnwise
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class QuantizeSpec:
                 )
 
     def __hash__(self) -> int:
-        """Hash names instead of whole formats, once: a spec is part of the key of every quantization."""
+        """Hash names instead of entire formats, once: a spec is part of every quantization's key."""
         known = self.__dict__.get("_hash")
         return self._store_hash() if known is None else known
 
@@ -122,7 +122,7 @@ class QuantizeSpec:
 
     @property
     def tile(self) -> tuple[int, int] | None:
-        """The (rows, K) shape of the elements that share a scale; None: the whole matrix."""
+        """Shape (rows, K) of the elements that share a scale; None: the whole matrix."""
         block = self.format.block
         if block is not None and self.two_dimensional:
             return (block[1], block[1])
@@ -130,7 +130,7 @@ class QuantizeSpec:
 
     @property
     def transposes(self) -> bool:
-        """Whether the columnwise result is the exact transpose of the rowwise result."""
+        """Whether the columnwise result is the rowwise result, exactly transposed."""
         tile = self.tile
         return tile is None or tile[0] == tile[1]
 

@@ -1,7 +1,7 @@
-"""ScoreGraph: the pointwise operations of a cuDNN graph, computed at once by an array library.
+"""ScoreGraph: pointwise cuDNN graph operations, computed at once by an array library.
 
 A score_mod of the original builds such a graph: score_mod(graph, score, tensors) -> score. Each operation takes its
-operands by position or by the names of cuDNN's frontend (a, b; input0, input1, mask; input, comparison; loss, input),
+operands by position or by the names in cuDNN's frontend (a, b; input0, input1, mask; input, comparison; loss, input),
 and returns an array. `name` and `compute_data_type` have no effect.
 """
 
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from .dispatch import is_tracing
 
-# Keywords of operands, in the order of the operands.
+# Operand keywords, in operand order.
 _OPERANDS = ("a", "b", "loss", "input", "input0", "input1", "comparison", "mask", "bias", "scale")
 _WITHOUT_EFFECT = ("name", "compute_data_type")
 
@@ -71,11 +71,11 @@ OPERATIONS: dict[str, tuple[int, Callable[..., Any]]] = {
 
 
 class ScoreGraph:
-    """The operations of one call of a score_mod.
+    """The operations in one call to a score_mod.
 
     Args:
         library: Array library with NumPy's names, torch or jax.numpy.
-        places: Indices of batch, head, query and key of the scores, which broadcast with them.
+        places: Batch, head, query and key indices of the scores, which broadcast with them.
     """
 
     def __init__(self, library: Any, places: Sequence[Any]) -> None:
@@ -83,7 +83,7 @@ class ScoreGraph:
         self._places = places
 
     def gen_index(self, input: Any, axis: int, **ignored: Any) -> Any:
-        """Return the indices of the scores [b, h, q, k] along an axis."""
+        """Indices of the scores [b, h, q, k] along an axis."""
         _check_keywords("gen_index", ignored)
         return self._places[axis]
 
@@ -119,7 +119,7 @@ _REQUIRED: WeakKeyDictionary[Callable[..., Any], int | None] = WeakKeyDictionary
 
 
 def required_parameters(function: Callable[..., Any]) -> int | None:
-    """Return the number of required positional parameters; None with *args or without a signature.
+    """Count the required positional parameters; None with *args or without a signature.
 
     The signature is inspected once per function object. A method is inspected once for all its bindings, because
     every attribute access creates another bound method.
@@ -149,11 +149,11 @@ def _inspected(function: Callable[..., Any]) -> int | None:
 
 
 def builds_a_graph(score_mod: Callable[..., Any]) -> bool:
-    """Return whether a score_mod takes (graph, score, tensors): three required positional parameters.
+    """Whether a score_mod takes (graph, score, tensors): three required positional parameters.
 
-    A compiler reads the code of a function but not its signature, and of a nested function not the defaults either
-    (torch 2.13). A nested function of a graph may therefore have one parameter with a default, because a function of
-    indices has at least five parameters.
+    A compiler reads a function's code but not its signature, and for a nested function not the defaults either (torch
+    2.13). A nested graph function may therefore have one parameter with a default, because an index function has at
+    least five parameters.
     """
     if is_tracing() and type(score_mod) is FunctionType:
         code = score_mod.__code__

@@ -1,4 +1,4 @@
-"""record(score_mod, ..): the graph of a score_mod(graph, score, tensors) as data, which cuDNN's graphs contain.
+"""record(score_mod, ..): a score_mod(graph, score, tensors) graph as data, which cuDNN's graphs contain.
 
 The functions run on a graph that records their calls. A `ScoreProgram` is hashable and holds no function and no tensor:
 plans of a library are cached by it, whichever functions have built it.
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from .score_graph import OPERATIONS
 
-# Numbers of the values of a program: the scores, the gradient of the modified scores, the tensors of both functions,
-# and then the results of the operations.
+# Numbers for a program's values: the scores, the gradient of the modified scores, both functions' tensors, and then the
+# operations' results.
 SCORE, GRADIENT, FIRST_OPERAND = 0, 1, 2
 
-# Operations of cuDNN's graphs that `ScoreGraph` does not compute.
+# Operations in cuDNN's graphs that `ScoreGraph` does not compute.
 _ONLY_IN_CUDNN = frozenset((
     "elu", "elu_backward", "erf", "gelu", "gelu_approx_tanh", "gelu_approx_tanh_backward", "gelu_backward",
     "leaky_relu", "leaky_relu_backward", "softplus_backward", "swish_backward",
@@ -24,18 +24,18 @@ _SETTERS = frozenset(("set_data_type", "set_dim", "set_name", "set_stride"))
 
 
 class Value(NamedTuple):
-    """A value of a program as an argument of an operation."""
+    """A program value as an operation's argument."""
 
     number: int
 
 
 class GraphCall(NamedTuple):
-    """One call of a program: an operation of the graph, or a setter of a tensor.
+    """One call in a program: a graph operation, or a tensor setter.
 
     Attributes:
-        method: Name of the method.
+        method: Method name.
         receiver: Number of the tensor whose setter is called; None for the graph.
-        result: Number of the result; that of the receiver for a setter.
+        result: Result number; the receiver's number for a setter.
         arguments, named: Arguments by position and by keyword: values, numbers, text and dtypes.
     """
 
@@ -55,21 +55,21 @@ class GraphCall(NamedTuple):
             values[self.result] = found
 
     def reads(self) -> set[int]:
-        """Return the numbers of the values that the call reads."""
+        """Numbers of the values that the call reads."""
         given = (*self.arguments, *(argument for _, argument in self.named))
         found = {argument.number for argument in given if isinstance(argument, Value)}
         return found if self.receiver is None else found | {self.receiver}
 
 
 class ScoreProgram(NamedTuple):
-    """The calls of a score_mod and of its score_mod_bprop, as data: equal for functions that build equal graphs.
+    """The calls in a score_mod and its score_mod_bprop, as data: equal for functions that build equal graphs.
 
     Attributes:
         modify: Steps from the scores to the modified scores.
         modified: Number of the modified scores.
-        differentiate: Steps from the gradient of the modified scores to that of the scores, which may read values of
+        differentiate: Steps from the modified scores' gradient to the scores' gradient, which may read values from
             `modify`; empty without a score_mod_bprop.
-        gradient: Number of the gradient of the scores; None without a score_mod_bprop.
+        gradient: Number of the score gradient; None without a score_mod_bprop.
     """
 
     modify: tuple[GraphCall, ...]
@@ -79,20 +79,20 @@ class ScoreProgram(NamedTuple):
 
     @property
     def configures(self) -> bool:
-        """Whether setters are called on tensors of the graph, which tensors of an array library do not have."""
+        """Whether setters are called on graph tensors, which an array library's tensors do not have."""
         return any(step.receiver is not None for step in (*self.modify, *self.differentiate))
 
     def compute(self, graph: Any, values: dict[int, Any]) -> Any:
-        """Return the modified scores, computed by a graph of arrays; the results of all calls are added to values."""
+        """Compute the modified scores in a graph of arrays; the results of all calls are added to values."""
         return run_calls(self.modify, self.modified, graph, values, setters=False)
 
     def compute_gradient(self, graph: Any, values: dict[int, Any]) -> Any:
-        """Return the gradient of the scores from the values of `compute` and that of number GRADIENT."""
+        """Compute the score gradient from the values in `compute` and the value numbered GRADIENT."""
         assert self.gradient is not None
         return run_calls(self.differentiate, self.gradient, graph, values, setters=False)
 
     def needed(self, with_gradient: bool) -> ScoreProgram:
-        """Return the program without the steps that no result depends on."""
+        """Remove the steps that no result depends on."""
         differentiate, modified = self.differentiate if with_gradient else (), {self.modified}
         kept: list[GraphCall] = []
         if with_gradient and self.gradient is not None:
@@ -104,7 +104,7 @@ class ScoreProgram(NamedTuple):
         )
 
     def operands(self) -> frozenset[int]:
-        """Return the numbers of the tensors that the steps and the results read."""
+        """Numbers of the tensors that the steps and the results read."""
         steps = (*self.modify, *self.differentiate)
         read = {self.modified, self.gradient}.union(*(step.reads() for step in steps))
         written = {step.result for step in steps if step.receiver is None}
@@ -113,7 +113,7 @@ class ScoreProgram(NamedTuple):
         )
 
     def depends_on(self, source: int, result: int) -> bool:
-        """Return whether a result is computed from a value, other than from its shape."""
+        """Whether a result is computed from a value, other than from its shape."""
         dependent = {source}
         for step in (*self.modify, *self.differentiate):
             if (
@@ -125,7 +125,7 @@ class ScoreProgram(NamedTuple):
         return result in dependent
 
     def adds_only(self) -> bool:
-        """Return whether the function adds terms to the scores, so that its derivative is one."""
+        """Whether the function adds terms to the scores, so that its derivative is one."""
         shifted, dependent = {SCORE}, {SCORE}
         for step in self.modify:
             if step.receiver is not None or step.method == "gen_index":
@@ -156,7 +156,7 @@ class RecordedScoreMod(NamedTuple):
     bprop_tensors: Mapping[str, Any]
 
     def operands(self) -> tuple[Any, ...]:
-        """Return the tensors of both functions in the order of the program's operands."""
+        """Both functions' tensors in the order of the program's operands."""
         return (*self.tensors.values(), *self.bprop_tensors.values())
 
 
@@ -174,7 +174,7 @@ def run_calls(
     Args:
         steps: The calls, in order.
         result: Number of the value to return.
-        graph: A graph of cuDNN, or a `ScoreGraph` of arrays.
+        graph: A cuDNN graph, or a `ScoreGraph` of arrays.
         values: Values by number: the inputs, to which the results of the calls are added.
         setters: Whether to call setters too, which arrays do not have.
     """
@@ -185,7 +185,7 @@ def run_calls(
 
 
 def _live(steps: tuple[GraphCall, ...], wanted: set[int]) -> tuple[list[GraphCall], set[int]]:
-    """Return the steps that the wanted values depend on, and the numbers of these values and of all that are read."""
+    """Find the steps that the wanted values depend on, and the numbers of the wanted values and all values read."""
     read, kept = set(wanted), []
     for step in reversed(steps):
         if step.result in read:
@@ -195,7 +195,7 @@ def _live(steps: tuple[GraphCall, ...], wanted: set[int]) -> tuple[list[GraphCal
 
 
 class _RecordedTensor:
-    """A tensor of a graph that is being recorded."""
+    """A tensor in a graph that is being recorded."""
 
     def __init__(self, recorder: _Recorder, number: int) -> None:
         self._recorder, self._number = recorder, number
@@ -215,7 +215,7 @@ class _RecordedTensor:
 
 
 class _Recorder:
-    """A graph that records the calls of its operations."""
+    """A graph that records its operation calls."""
 
     def __init__(self, first: int) -> None:
         self._steps: list[GraphCall] = []
@@ -242,14 +242,14 @@ class _Recorder:
 
 
 def _recorded(argument: Any) -> Any:
-    """Return an argument as hashable data."""
+    """Convert an argument to hashable data."""
     if isinstance(argument, _RecordedTensor):
         return Value(argument._number)
     if isinstance(argument, (list, tuple)):
         return tuple(_recorded(item) for item in argument)
     if argument is None or type(argument) in (bool, int, float, str):
         return argument
-    if type(argument).__name__ in ("data_type", "dtype"):  # of cuDNN's frontend or of an array library
+    if type(argument).__name__ in ("data_type", "dtype"):  # from cuDNN's frontend or an array library
         return argument
     raise NotImplementedError(f"it passes a value of type {type(argument).__name__} to the graph")
 
@@ -260,11 +260,11 @@ def record(
     bprop: Callable[..., Any] | None,
     bprop_tensors: Iterable[str],
 ) -> ScoreProgram | str:
-    """Return the program of score_mod(graph, score, tensors) and of its bprop, by calling them on a recording graph.
+    """Record score_mod(graph, score, tensors) and its bprop as a program, by calling them on a recording graph.
 
     Returns:
-        The program, or the reason why the functions cannot be recorded, for example because they compute on tensors
-        by other functions than those of the graph.
+        The program, or the reason why the functions cannot be recorded, for example because they compute on tensors by
+        functions outside the graph.
     """
     names, bprop_names = tuple(tensors), tuple(bprop_tensors)
     recorder = _Recorder(FIRST_OPERAND + len(names) + len(bprop_names))

@@ -1,8 +1,8 @@
-"""Measurements and plans in files of the user's cache folder, one file per key: `STORE.read(STORE.path_of(*key))`.
+"""Measurements and plans as files in the user's cache folder, one file per key: `STORE.read(STORE.path_of(*key))`.
 
-A file contains a magic number, the SHA-256 of its name and of the content, and the content. Its name is a hash of all
-inputs of the content, so that different inputs have different files, and processes that write at the same time lose
-nothing. A file may decide which kernels run; therefore files and folders that other users can write are not read. These
+A file contains a magic number, the SHA-256 over its name and content, and the content. Its name is a hash over all the
+content's inputs, so that different inputs have different files, and processes that write at the same time lose nothing.
+A file may decide which kernels run; therefore files and folders that other users can write are not read. These
 functions do not raise OSError: a problem with a file is logged once, and its content is computed again.
 """
 
@@ -31,13 +31,13 @@ def warn(logger: str, sentence: str) -> None:
 
 @dataclass(frozen=True)
 class Store:
-    """Files of one kind of content.
+    """Files with one type of content.
 
     Args:
         folder: Folder within the user's cache folder.
-        magic: First bytes of every file; another version of the format has another one.
-        contents: Name of the contents in messages, in the plural.
-        logger: Name of the logger.
+        magic: First bytes in every file; another format version has another one.
+        contents: Name for the contents in messages, in the plural.
+        logger: Logger name.
         remedy: Setting with which nothing is stored, for messages.
         limit: Number of files that are kept; the least recently used ones are deleted.
     """
@@ -59,7 +59,7 @@ class Store:
             return None
 
     def read(self, path: Path) -> bytes | None:
-        """Return the content that `write` has stored in a file, or None. A damaged file is deleted."""
+        """Load the content that `write` has stored in a file, or None. A damaged file is deleted."""
         try:
             if not self._is_private(path.parent):
                 return None
@@ -119,7 +119,7 @@ class Store:
         warn(self.logger, sentence)
 
     def _is_private(self, folder: Path) -> bool:
-        """Return whether only the user can write to a folder; log the reason if not. FileNotFoundError if absent."""
+        """Whether only the user can write to a folder; log the reason if not. FileNotFoundError if absent."""
         try:
             flaw = _untrusted(folder.stat())
         except PermissionError as error:
@@ -136,7 +136,7 @@ def _open_without_blocking(name: str, flags: int) -> int:
 
 
 def _untrusted(status: os.stat_result) -> str | None:
-    """Return the reason why another user may have written a file or a folder, or None."""
+    """Reason why another user may have written a file or a folder, or None."""
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         return "it is not a regular file"
     if os.name != "posix":  # without owners and modes
@@ -149,7 +149,7 @@ def _untrusted(status: os.stat_result) -> str | None:
 
 
 def _checksum(name: str, content: bytes) -> bytes:
-    """Return a checksum that includes the name, so that a file cannot replace another one."""
+    """Compute a checksum that includes the name, so that a file cannot replace another one."""
     return hashlib.sha256(name.encode() + b"\n" + content).digest()
 
 

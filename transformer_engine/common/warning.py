@@ -23,14 +23,14 @@ _unused = frozenset(
     row.name for row in env.VARIABLES.values() if row.meaning.startswith(_PREFIX) and row.name not in _MET
 )
 _issued: set[str] = set()
-_warned: set[str] = set()  # names of environment variables
+_warned: set[str] = set()  # environment variable names
 
 
 def warn_once(reason: str, message: str, stacklevel: int = 3) -> None:
     """Issue a UserWarning, unless the process has issued one for the same reason already.
 
     Args:
-        reason: Short fixed name of the reason, such as "fused_attn_fwd: o_format", without sizes or other values of a
+        reason: Short fixed name for the reason, such as "fused_attn_fwd: o_format", without sizes or other values in a
             call, so that the number of reasons is bounded.
         message: The argument without effect, and the reason.
         stacklevel: As in `warnings.warn`, counted from this function; 3 is the caller of the calling function.

@@ -13,7 +13,7 @@ import triton.language as tl
 from ..formats import ceil_div
 from .launch import Launch, Output
 
-# Public name of the activation -> name of f.
+# Public activation name -> name of f.
 CURVES = {
     "gelu": "gelu",
     "geglu": "gelu",
@@ -43,7 +43,7 @@ def _sigmoid(x):
 
 @triton.jit
 def curve(x, CURVE: tl.constexpr):
-    """Return f(x)."""
+    """Compute f(x)."""
     if CURVE == "gelu":
         return x * _sigmoid((x + x * GELU_CUBIC * x * x) * GELU_SCALE)
     elif CURVE == "qgelu":
@@ -62,7 +62,7 @@ def curve(x, CURVE: tl.constexpr):
 
 @triton.jit
 def curve_and_slope(x, CURVE: tl.constexpr):
-    """Return f(x) and f'(x)."""
+    """Compute f(x) and f'(x)."""
     if CURVE == "gelu":
         sigmoid = _sigmoid((x + x * GELU_CUBIC * x * x) * GELU_SCALE)
         inner = (1.0 + x * (3.0 * GELU_CUBIC) * x) * GELU_SCALE
@@ -91,7 +91,7 @@ def _clamp(x, limit):
 
 @triton.jit
 def gated(a, b, limit, alpha, offset, CURVE: tl.constexpr):
-    """Return f(a) * b; for "clamped": min(a, limit) * sigmoid(alpha * min(a, limit)) * (clamp(b) + offset)."""
+    """Compute f(a) * b; for "clamped": min(a, limit) * sigmoid(alpha * min(a, limit)) * (clamp(b) + offset)."""
     if CURVE == "clamped":
         a = tl.where(a > limit, limit, a)
         return a * _sigmoid(alpha * a) * (_clamp(b, limit) + offset)
@@ -101,7 +101,7 @@ def gated(a, b, limit, alpha, offset, CURVE: tl.constexpr):
 
 @triton.jit
 def gated_gradients(dy, a, b, limit, alpha, offset, CURVE: tl.constexpr):
-    """Return the gradients (da, db) of `gated` for dy."""
+    """Compute the gradients (da, db) of `gated` for dy."""
     if CURVE == "clamped":
         bounded = tl.where(a > limit, limit, a)
         sigmoid = _sigmoid(alpha * bounded)
@@ -116,7 +116,7 @@ def gated_gradients(dy, a, b, limit, alpha, offset, CURVE: tl.constexpr):
 
 @triton.jit
 def _tile(width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Return the row and column numbers of this program's tile."""
+    """Row and column numbers of this program's tile."""
     tiles = tl.cdiv(width, BLOCK_WIDTH)
     row = tl.program_id(0) // tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     return row, tl.program_id(0) % tiles * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
@@ -196,9 +196,9 @@ def forward(
     dtype: str,
     constants: tuple[float, float, float],
 ) -> Launch:
-    """Return the launch (x [rows, width] or [rows, 2 * width]) -> y [rows, width].
+    """Launch (x [rows, width] or [rows, 2 * width]) -> y [rows, width].
 
-    `constants` are limit, alpha and offset of "clamped".
+    `constants` are the limit, alpha and offset for "clamped".
     """
     block_rows, block_width, grid = _tiling(rows, width)
     scalars = (rows, width, x_stride, *constants)
@@ -217,7 +217,7 @@ def backward(
     dtype: str,
     constants: tuple[float, float, float],
 ) -> Launch:
-    """Return the launch (dy [rows, width], x) -> dx, shaped like x; `strides` are those of dy and x."""
+    """Launch (dy [rows, width], x) -> dx, shaped like x; `strides` belong to dy and x."""
     block_rows, block_width, grid = _tiling(rows, width)
     scalars = (rows, width, *strides, *constants)
     outputs = (Output((rows, 2 * width if gated else width), dtype),)

@@ -1,7 +1,7 @@
 """f(x) or dx as FP8 codes [M, N], as their transpose [N, M], or as values [M, N], with max|y| and column sums.
 
-Every value is rounded to x's dtype first, so that the codes equal those of separate operations. The even and the odd
-rows of a tile are computed separately, so that pairs of codes cross the shared memory as one word (see `tile`).
+Every value is rounded to x's dtype first, so that the codes equal the result of separate operations. A tile's even and
+odd rows are computed separately, so that pairs of codes cross the shared memory as one word (see `tile`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _store(matrix, M, width, stride, first_m, first_n, rows, column, values, EVE
 
 @triton.jit
 def load_tile(matrix, M, width, stride, first_m, first_n, rows, column, EVEN: tl.constexpr):
-    """Load float32 elements (first_m + rows, first_n + column) of [M, width], 0 outside; `stride` is that of rows."""
+    """Load float32 elements (first_m + rows, first_n + column) of [M, width], 0 outside; `stride` is the row stride."""
     pointers = matrix + (first_m * stride + first_n) + (rows[:, None] * stride + column[None, :])
     inside = (first_m + rows < M)[:, None] & (first_n + column < width)[None, :]
     return tile.load(pointers, inside, EVEN).to(tl.float32)
@@ -146,7 +146,7 @@ def forward_kernel(
         even, odd, y, codes, codes_t, M, width, width, 0, first_m, first_n, half, column, factor,
         PAIRS, EVEN, CONVERSION,
     )  # fmt: skip
-    if amax is not None:  # every curve maps the 0 outside of the matrix to 0
+    if amax is not None:  # every curve maps the 0 outside the matrix to 0
         record_maximum(amax, tl.max(bits), known)
 
 
@@ -155,7 +155,7 @@ def gradients(
     dy, x, M, width, dy_stride, x_stride, first_m, first_n, rows, column, limit, alpha, offset,
     CURVE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return (da, db), rounded; without a second half, da twice."""
+    """Compute (da, db), rounded; without a second half, da twice."""
     gradient = load_tile(dy, M, width, dy_stride, first_m, first_n, rows, column, EVEN)
     if CURVE == "identity":
         da = gradient.to(dy.dtype.element_ty)
@@ -211,7 +211,7 @@ def backward_kernel(
     TILES: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Compute a strip of TILES tiles of dx [M, width], and if gated the same strip of the second half of dx.
+    """Compute a strip of TILES tiles in dx [M, width], and if gated the same strip in dx's second half.
 
     "identity": dx = dy. Column sums are accumulated over a whole strip: a reduction per tile costs as much as the tile.
     """
@@ -274,15 +274,15 @@ def forward(
     measures: bool = False,
     zero_is_one: bool = False,
 ) -> Launch:
-    """Return the launch of f(x).
+    """Launch that computes f(x).
 
-    Inputs: x, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which becomes max(amax, max|y|).
+    Inputs: x, code multiplier float32 [1] or None, amax float32 [1] or None, which becomes max(amax, max|y|).
     Outputs: codes [M, width], codes_t [width, M] if columnwise, scale float32 [1], None; without an element for codes,
     only the last: y [M, width].
 
     Args:
         measures: The first output is amax instead.
-        zero_is_one: Read a multiplier of 0 as 1.
+        zero_is_one: Read a zero multiplier as 1.
     """
     tile, warps = _forward_tile(shape[0] * shape[1], gated, columnwise)
     tiling, grid = tiling_of(shape, tile)
@@ -309,10 +309,10 @@ def backward(
     measures: bool = False,
     zero_is_one: bool = False,
 ) -> Launch:
-    """Return the launch of dx [M, N]; N is 2 * width if gated. "identity": x is None, dx is dy.
+    """Launch that computes dx [M, N]; N is 2 * width if gated. "identity": x is None, dx is dy.
 
-    Inputs: dy [M, width] and x with the given strides, then multiplier and amax as in `forward`. Outputs: the four of
-    `forward`, and float32 column sums [strips, N] if requested; with `measures`, amax comes first.
+    Inputs: dy [M, width] and x with the given strides, then multiplier and amax as in `forward`. Outputs: as in
+    `forward`, then float32 column sums [strips, N] if requested; with `measures`, amax comes first.
     """
     rows, width = shape
     tile, warps = backward_tile(rows * width, name, gated, columnwise, sums_columns)
@@ -336,7 +336,7 @@ MEASURED = Output((1,), "float32", begins=0.0)
 def made(
     shape: tuple[int, int], dtype: str, element: Element | None, columnwise: bool
 ) -> tuple[Output | None, ...]:
-    """Return the outputs (codes, codes_t, scale, None), or (None, None, None, result) without an element."""
+    """Outputs (codes, codes_t, scale, None), or (None, None, None, result) without an element."""
     if element is None:
         return None, None, None, Output(shape, dtype)
     codes = Output(shape, codes_dtype(element))
@@ -347,7 +347,7 @@ def made(
 def tiling_of(
     shape: tuple[int, int], tile: tuple[int, int, int, int]
 ) -> tuple[tuple[int, int, int, bool, bool], tuple[int, int, int]]:
-    """Return (rows, columns, tiles per band, whether M is even, whether tiles are whole) and the grid."""
+    """Tiling (rows, columns, tiles per band, whether M is even, whether tiles are complete) and the grid."""
     rows, width = shape
     block_m, block_n, band, tiles = tile
     even = rows % (block_m * tiles) == 0 and width % block_n == 0
@@ -355,12 +355,12 @@ def tiling_of(
     return (block_m, block_n, band, rows % 2 == 0, even), grid
 
 
-# Tiles are (rows, columns, tiles per band, tiles per strip); times are of [8192, 14336] outputs on an H200, in ms.
+# Tiles are (rows, columns, tiles per band, tiles per strip); times are for [8192, 14336] outputs on an H200, in ms.
 _SMALL = (64, 64, 4, 1), 4
 
 
 def _forward_tile(size: int, gated: bool, columnwise: bool) -> tuple[tuple[int, int, int, int], int]:
-    """Return the tile and the warps of a program that computes `size` elements."""
+    """Tile and warps for a program that computes `size` elements."""
     if size <= 1 << 22:
         return _SMALL
     if not columnwise:
@@ -373,11 +373,11 @@ def _forward_tile(size: int, gated: bool, columnwise: bool) -> tuple[tuple[int, 
 def backward_tile(
     size: int, name: str, gated: bool, columnwise: bool, sums_columns: bool
 ) -> tuple[tuple[int, int, int, int], int]:
-    """Return the tile and the warps of a program that reads `size` elements of dy."""
+    """Tile and warps for a program that reads `size` elements of dy."""
     if size <= 1 << 22:
         return _SMALL
     if sums_columns and columnwise and name == "identity":
-        return (64, 128, 4, 1), 4  # a cast 0.147; 64 x 64 0.161, strips of 4 of them 0.153
+        return (64, 128, 4, 1), 4  # a cast 0.147; 64 x 64 0.161, in strips of 4 0.153
     if sums_columns and columnwise:
         return (64, 64, 4, 1), 4  # swiglu 0.385, gelu 0.230; strips of 4 0.493, 0.268; 64 x 128 0.471, 0.264
     if sums_columns:

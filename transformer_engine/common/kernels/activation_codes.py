@@ -1,4 +1,4 @@
-"""Programs that compute the codes of f(x), of dx, or of dy itself, and the column sums.
+"""Programs that compute the codes for f(x), dx, or dy itself, and the column sums.
 
 If the scale is known, one kernel computes the values and their codes. If the scale depends on the maximum of the
 values, a first kernel stores the values and finds their maximum, and a cast follows.
@@ -26,7 +26,7 @@ def forward(
     constants: tuple[float, float, float],
     how: OneScale,
 ) -> Program:
-    """Return the program (x, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax of f(x)."""
+    """Program (x, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax of f(x)."""
     codes = (how.element, how.columnwise) if how.given else (None, False)
     plain = (name, gated, shape, x_stride, dtype, constants, *codes)
     launch = activation_cast.forward(*plain, measures=not how.records, zero_is_one=how.zero_is_one)
@@ -44,7 +44,7 @@ def backward(
     how: OneScale,
     sums: str | None,
 ) -> Program:
-    """Return the program (dy, x, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax of dx.
+    """Program (dy, x, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax of dx.
 
     N is 2 * width if gated. "identity": x is None, dx is dy. If `sums` is a dtype, the column sums [N] follow.
     """
@@ -66,7 +66,7 @@ def forward_blocks(
     blocks: Blocks,
     machine: block_fused.Machine,
 ) -> Program:
-    """Return the program (x) -> codes, scale, codes_t, scale_t of f(x) [M, width]."""
+    """Program (x) -> codes, scale, codes_t, scale_t of f(x) [M, width]."""
     launch = block_fused.forward(name, gated, shape, x_stride, constants, blocks, machine)
     first = step(launch, ("x",), _BLOCKS)
     return Program(("x",), (first,), first.outputs)
@@ -82,7 +82,7 @@ def backward_blocks(
     sums: str | None,
     machine: block_fused.Machine,
 ) -> Program:
-    """Return the program (dy, x) -> codes, scale, codes_t, scale_t, None, and the column sums as in `backward`."""
+    """Program (dy, x) -> codes, scale, codes_t, scale_t, None, and the column sums as in `backward`."""
     launch = block_fused.backward(name, gated, shape, strides, constants, blocks, sums is not None, machine)
     first = step(launch, ("dy", "x"), (*_BLOCKS, "partials"))
     return _with_sums(("dy", "x"), (first,), (*first.outputs[:4], None), launch, sums)
@@ -91,7 +91,7 @@ def backward_blocks(
 def _coded(
     launch: Launch, given: tuple[str, ...], shape: tuple[int, int], how: OneScale, rest: tuple[str, ...]
 ) -> tuple[ProgramStep, ...]:
-    """Return the kernel's step, and a cast of the stored values if the scale depends on their maximum."""
+    """The kernel's step, and a cast of the stored values if the scale depends on their maximum."""
     if how.records:
         return (step(launch, given, (*_MADE, *rest)),)
     first = step(launch, given[:-1], ("amax", *_MADE, *rest))

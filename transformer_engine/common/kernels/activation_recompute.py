@@ -1,4 +1,4 @@
-"""dx of an activation, and the transposed FP8 codes [width, M] of its output f(x), which the same tiles of x determine.
+"""An activation's dx, and the transposed FP8 codes [width, M] of its output f(x), which the same tiles of x determine.
 
 The weight gradient of the product that reads f(x) needs these codes. Computed here, they are not in memory between
 the forward and the backward pass, and x is read no more often than for dx alone.
@@ -22,11 +22,11 @@ from .norm import maximum_before, multiplier_of, record_maximum
 from .program import Program, step
 from .rounding import to_codes
 
-_BLOCK = tl.constexpr(128)  # columns of a block of encoded x; a multiple of the columns of a tile
+_BLOCK = tl.constexpr(128)  # columns in a block of encoded x; a multiple of a tile's columns
 
 
 class OutputCodes(NamedTuple):
-    """The transposed codes of f(x): their element, and how a scale is computed from an amax."""
+    """Transposed f(x) codes: their element, and how a scale is computed from an amax."""
 
     element: Element
     power_of_two: bool
@@ -35,7 +35,7 @@ class OutputCodes(NamedTuple):
 
 @triton.jit
 def _decoded(codes, scale, M, first_m, first_n, rows, element: tl.constexpr):
-    """Return the values of codes in one block of 128 columns, rounded; scales [M, blocks] are column-major."""
+    """Decode one block of 128 columns, rounded; scales [M, blocks] are column-major."""
     pointers = scale + (first_n // _BLOCK) * M + first_m + rows
     factor = tl.load(pointers, mask=first_m + rows < M, other=0.0)
     return (codes * factor[:, None]).to(element).to(tl.float32)
@@ -46,7 +46,7 @@ def _gradients_and_output(
     dy, x, x_scale, M, width, dy_stride, x_stride, first_m, first_n, rows, column, limit, alpha, offset,
     CURVE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return (da, db, f(x)), rounded; without a second half, da twice."""
+    """Compute (da, db, f(x)), rounded; without a second half, da twice."""
     element = dy.dtype.element_ty
     gradient = load_tile(dy, M, width, dy_stride, first_m, first_n, rows, column, EVEN)
     a = load_tile(x, M, width, x_stride, first_m, first_n, rows, column, EVEN)
@@ -78,7 +78,7 @@ def recompute_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr,
     PAIRS: tl.constexpr, EVEN: tl.constexpr, CONVERSION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of dx [M, width], of the second half of dx if gated, and of the codes [width, M] of f(x)."""
+    """Compute one tile of dx [M, width], of dx's second half if gated, and of the f(x) codes [width, M]."""
     program = tl.program_id(0)
     factor = multiplier_of(multiplier, scale, program, False)
     output_factor = resolve_multiplier(
@@ -128,16 +128,16 @@ def backward(
     output: OutputCodes,
     encoded: bool = False,
 ) -> Program:
-    """Return the program of dx [M, N] and of the output's codes; N is 2 * width if gated.
+    """Program for dx [M, N] and the output's codes; N is 2 * width if gated.
 
-    Inputs: dy [M, width] and x with the given strides, multiplier and record float32 [1] of dx's codes or None,
-    multiplier and amax float32 [1] of the output's codes, one of which is None. Results: codes [M, N], scale, codes_t
-    [N, M] or None, its scale, amax of dx; without an element for codes of dx, dx [M, N] and its amax; then codes_t
-    [width, M] and scale of the output. If x is `encoded`, it is FP8 codes, whose scales float32 [M, N / 128],
-    column-major, follow x in the inputs; width is then a multiple of 128.
+    Inputs: dy [M, width] and x with the given strides, multiplier and record float32 [1] for dx's codes or None,
+    multiplier and amax float32 [1] for the output's codes, one of which is None. Results: codes [M, N], scale, codes_t
+    [N, M] or None, its scale, amax of dx; without an element for dx's codes, dx [M, N] and its amax; then the output's
+    codes_t [width, M] and scale. If x is `encoded`, it is FP8 codes, whose scales float32 [M, N / 128], column-major,
+    follow x in the inputs; width is then a multiple of 128.
     """
     rows, width = shape
-    # The tile of `activation_cast` for codes in both directions.
+    # The tile from `activation_cast` for codes in both directions.
     block, warps = backward_tile(rows * width, name, gated, True, False)
     tiling, grid = tiling_of(shape, block)
     outputs = (

@@ -1,12 +1,12 @@
 """out [i, d] = sum_j p v[j], p = exp(s - lse), s = softcap(scale * q k^T) + bias where visible, tile by tile.
 
-One program computes ROWS queries of one head and loops over the keys, KEYS per iteration. Logits are in units of
-log 2, so that exp2 computes the probabilities. Key j is visible to query i if -left <= j - i - shift <= right, j is
-inside the sequence, and no mask hides it; tiles that are entirely inside the band skip this test.
+One program computes ROWS queries in one head and loops over the keys, KEYS per iteration. Logits are in units of log 2,
+so that exp2 computes the probabilities. Key j is visible to query i if -left <= j - i - shift <= right, j is inside the
+sequence, and no mask hides it; tiles that are entirely inside the band skip this test.
 
 q [.., h, QK], k [.., g, QK] and v [.., g, V] have unit stride along the head size and any other strides: a sequence
-begins at batch * stride + start * token stride. A size that is not a power of two is split into two parts, QK =
-QK_MAIN + QK_REST, instead of being padded to the next power: 192 costs 128 + 64, not 256.
+begins at batch * stride + start * token stride. A size that is not a power of two is split into two parts, QK = QK_MAIN
++ QK_REST, instead of being padded to the next power: 192 costs 128 + 64, not 256.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def extent(lengths, starts, masked, size, sequence):
-    """Return (tokens to visit, offset of the first, valid tokens) of a sequence; a mask can make any token valid."""
+    """Look up a sequence's (tokens to visit, offset of the first, valid tokens); a mask can make any token valid."""
     length = size
     if lengths is not None:
         length = tl.load(lengths + sequence)
@@ -41,12 +41,12 @@ def extent(lengths, starts, masked, size, sequence):
 
 @triton.jit
 def owned(lengths, program, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Return (tile, sequence) of a program; a program without work gets a tile behind all rows.
+    """Map a program to (tile, sequence); a program without work gets a tile behind all rows.
 
     Args:
-        size: Length of the longest sequence.
-        SEQUENCES: Number of sequences that share the programs of a head, tile after tile. 0: the grid's third axis is
-            the sequence.
+        size: Longest sequence length.
+        SEQUENCES: Number of sequences that share a head's programs, tile after tile. 0: the grid's third axis is the
+            sequence.
     """
     if SEQUENCES == 0:
         return program, tl.program_id(2)
@@ -63,7 +63,7 @@ def owned(lengths, program, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
 
 @triton.jit
 def at(pointer, sequence, start, head, batch_stride, token_stride, head_stride):
-    """Return the pointer to the first token of one head of a sequence."""
+    """Pointer to the first token in one head of a sequence."""
     offset = tl.cast(sequence, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
     return pointer + offset + tl.cast(start, tl.int64) * token_stride
 
@@ -73,7 +73,7 @@ def load_rows(
     matrix, first, stride, limit, ROWS: tl.constexpr, COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, CHECK: tl.constexpr
 ):  # fmt: skip
-    """Load elements (first + i, COLUMN + j) of a matrix [limit, WIDTH], 0 outside; CHECK: rows can be outside."""
+    """Load elements (first + i, COLUMN + j) from a matrix [limit, WIDTH], 0 outside; CHECK: rows can be outside."""
     row = tl.arange(0, ROWS)[:, None]
     column = COLUMN + tl.arange(0, COLUMNS)[None, :]
     pointers = matrix + tl.cast(first, tl.int64) * stride + (row * stride + column)
@@ -93,7 +93,7 @@ def load_paged_rows(
     matrix, pages, first, page_stride, stride, limit, ROWS: tl.constexpr, COLUMN: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
-    """load_rows of a sequence whose token i is in page pages[i // PAGE]; PAGE = 0: the sequence is contiguous."""
+    """Same as load_rows, with token i in page pages[i // PAGE]; PAGE = 0: the sequence is contiguous."""
     if PAGE == 0:
         return load_rows(matrix, first, stride, limit, ROWS, COLUMN, COLUMNS, WIDTH, CHECK)
     elif PAGE % ROWS == 0:
@@ -115,7 +115,7 @@ def store_rows(
     matrix, first, stride, limit, values, ROWS: tl.constexpr, COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Store values in elements (first + i, COLUMN + j) of a matrix [limit, WIDTH]."""
+    """Store values to elements (first + i, COLUMN + j) in a matrix [limit, WIDTH]."""
     row = tl.arange(0, ROWS)[:, None]
     column = COLUMN + tl.arange(0, COLUMNS)[None, :]
     pointers = matrix + tl.cast(first, tl.int64) * stride + (row * stride + column)
@@ -143,7 +143,7 @@ def logits(
     masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, EDGE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return log2(e) * (softcap(scale * product) + bias), -inf where not visible, and the softcap's derivative.
+    """Compute log2(e) * (softcap(scale * product) + bias), -inf where not visible, and the softcap's derivative.
 
     `row` and `column` broadcast to product's shape. `masked_kv` is the sequence's padding mask; `masked` and `bias` are
     the matrices of this head. CAP: see `AttentionProblem.capping`.
@@ -177,9 +177,9 @@ def logits(
 
 @triton.jit
 def survives(rng, row, column, stream, dropout):
-    """Return whether dropout keeps the probability (row, column) of a head, by Philox of (seed, offset) in both passes.
+    """Whether dropout keeps the probability (row, column) in a head, by Philox of (seed, offset) in both passes.
 
-    The offset's upper half is the number of heads of sequences on other devices.
+    The offset's upper half counts the heads of sequences on other devices.
     """
     zero = row * 0 + column * 0
     offset = tl.load(rng + 1)
@@ -193,7 +193,7 @@ def visible_keys(
     first_row, limit_q, limit_kv, shift, left, right,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return (low, full_low, full_high, high): the keys that some rows see, and the whole tiles that all rows see."""
+    """Key ranges (low, full_low, full_high, high): keys that some rows see, and full tiles that all rows see."""
     last_row = tl.minimum(first_row + ROWS, limit_q) - 1
     low = 0
     high = limit_kv
@@ -221,7 +221,7 @@ def take_keys(
     V_MAIN: tl.constexpr, V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys to the running output (two parts), largest logit and denominator."""
+    """Add one key tile to the running output (two parts), largest logit and denominator."""
     tile = load_paged_rows(key, pages, first, k_batch, k_token, limit_kv, KEYS, 0, QK_MAIN, QK, EDGE, PAGE)
     product = tl.dot(q_main, tl.trans(tile), input_precision=PRECISION)
     if QK_REST:
@@ -267,7 +267,7 @@ def attend(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse of ROWS queries of one head, and in tops the largest logit of every tile."""
+    """Compute out and lse for ROWS queries in one head, and in tops every tile's largest logit."""
     last = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask, the last tile has the most work
     block, sequence = owned(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
@@ -376,13 +376,13 @@ def attend(
 def forward(
     problem: AttentionProblem, max_logit: bool, keeps_lse: bool = True, packed: bool = False
 ) -> Launch:
-    """Return the launch of the forward pass.
+    """Forward-pass launch.
 
     Inputs: q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, sink, rng,
     pages. Outputs: out, lse if keeps_lse, and with max_logit float32 [b, h, tiles of the longest sequence].
 
     Args:
-        packed: q is packed, and tokens outside of all sequences are not visited.
+        packed: q is packed, and tokens outside all sequences are not visited.
     """
     rows, keys, warps, stages = forward_tile(problem)
     scalars = (*problem.scalars, *problem.out)

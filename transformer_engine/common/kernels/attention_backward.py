@@ -4,7 +4,7 @@ Probabilities are recomputed from the logits and lse. Programs that own keys sum
 sum dq. No atomics are used, so that two runs give the same bits. For rows that see no key and for padding, lse is inf
 here, which makes their probabilities 0. c' is the derivative of the softcap, 1 without it.
 
-Arguments, extents and tiles are those of the forward pass. The kernels that own keys work on transposed tiles
+Arguments, extents and tiles are the same as in the forward pass. The kernels that own keys work on transposed tiles
 [keys, rows], so that the probabilities are passed to the next product in registers.
 """
 
@@ -20,7 +20,7 @@ from .launch import Launch, Output
 
 @triton.jit
 def statistics(lse, delta, lse_token, masked_q, row, limit):
-    """Return lse in units of log 2 (inf for a row without a key) and D of the rows."""
+    """Compute the rows' lse in units of log 2 (inf for a row without a key) and D."""
     real = row < limit
     if masked_q is not None:
         real = real & (tl.load(masked_q + row, mask=real, other=1) == 0)
@@ -40,7 +40,7 @@ def _take_rows(
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of queries to the running dk and dv of a tile of keys; tiles are [keys, rows]."""
+    """Add one query tile to a key tile's running dk and dv; tiles are [keys, rows]."""
     q_main = load_rows(query, first, q_token, limit_q, ROWS, 0, QK_MAIN, QK, True)
     product = tl.dot(k_main, tl.trans(q_main), input_precision=PRECISION)
     if QK_REST:
@@ -93,7 +93,7 @@ def grad_keys(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of KEYS keys of one head, summed over `members` query heads of the group."""
+    """Compute dk and dv for KEYS keys in one head, summed over the group's `members` query heads."""
     block, sequence = owned(lengths_kv, tl.program_id(0), seqlen_kv, KEYS, SEQUENCES)
     kv_head, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
@@ -204,7 +204,7 @@ def grad_logits(
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return p (dp - D) float32 [rows, KEYS], the derivative of the softcap, and the two parts of the keys."""
+    """Compute p (dp - D) float32 [rows, KEYS], the softcap's derivative, and the two key parts."""
     k_main = load_rows(key, first, k_token, limit_kv, KEYS, 0, QK_MAIN, QK, EDGE)
     k_rest = k_main
     product = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
@@ -243,7 +243,7 @@ def grad_queries(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of ROWS queries of one head."""
+    """Compute dq for ROWS queries in one head."""
     last = tl.num_programs(0) - 1 - tl.program_id(0)
     block, sequence = owned(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
@@ -347,10 +347,10 @@ def keys(
     parts: int,
     packed: bool = False,
 ) -> Launch:
-    """Return the launch (q, .., delta) -> dk, dv with strides (part, batch, token, head).
+    """Launch (q, .., delta) -> dk, dv with strides (part, batch, token, head).
 
     Each part sums an even share of a group's heads. Several parts are float32, and the caller sums them. With `packed`,
-    tokens outside of all sequences are not visited.
+    tokens outside all sequences are not visited.
     """
     block_rows, block_keys, warps, stages = keys_tile(problem)
     members = problem.heads // problem.groups // parts
@@ -364,9 +364,9 @@ def keys(
 
 
 def queries(problem: AttentionProblem, dq: tuple[int, int, int], packed: bool = False) -> Launch:
-    """Return the launch (q, .., delta) -> dq with strides (batch, token, head).
+    """Launch (q, .., delta) -> dq with strides (batch, token, head).
 
-    With `packed`, tokens outside of all sequences are not visited.
+    With `packed`, tokens outside all sequences are not visited.
     """
     block_rows, block_keys, warps, stages = queries_tile(problem)
     scalars = (*problem.scalars, *problem.out, *dq)

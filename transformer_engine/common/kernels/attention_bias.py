@@ -1,7 +1,7 @@
-"""dbias = sum of p (do v^T - D) over the sequences, heads, rows and columns that share an element of the bias.
+"""dbias = sum of p (do v^T - D) over the sequences, heads, rows and columns that share a bias element.
 
-A program owns a tile of the bias and loops over the sequences and heads that read it, without atomics. Its arguments
-are those of the backward pass's other kernels.
+A program owns a bias tile and loops over the sequences and heads that read it, without atomics. Its arguments
+are the same as in the backward pass's other kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def grad_added(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SUM_ROWS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of dbias [.., out_heads, out_rows, out_columns], summed over the sequences and heads sharing it.
+    """Compute a dbias tile [.., out_heads, out_rows, out_columns], summed over the sequences and heads sharing it.
 
     SUM_ROWS, SUM_COLUMNS: all rows or columns share the bias, and one row or column per tile remains.
     """
@@ -104,9 +104,9 @@ def grad_added(
 
 
 def added(problem: AttentionProblem, shape: tuple[int, ...]) -> tuple[Launch, tuple[int, ...]]:
-    """Return the launch (q, .., delta) -> dbias, and the shape of dbias.
+    """Launch (q, .., delta) -> dbias, and the shape of dbias.
 
-    dbias is float32. If its shape is larger than that of the bias, the caller sums it.
+    dbias is float32. If its shape is larger than the bias's shape, the caller sums it.
     """
     block_rows, block_keys, warps = bias_tile(problem)
     down, across = ceil_div(problem.seqlen_q, block_rows), ceil_div(problem.seqlen_kv, block_keys)

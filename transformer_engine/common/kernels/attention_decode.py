@@ -1,8 +1,8 @@
 """out = softmax(scale * q k^T) v for a few queries and many keys, which are distributed over programs.
 
-A program computes the queries of all heads that read one key head, so that the cache is read once, for one of
-`splits` ranges of a sequence's keys. `merge` adds the results of the ranges, weighted with their denominators. The
-ranges depend on the sequence's length on the device, the grid on shapes only: one captured graph serves all lengths.
+A program computes the queries in all heads that read one key head, so that the cache is read once, for one of `splits`
+ranges of a sequence's keys. `merge` adds the results of the ranges, weighted with their denominators. The ranges depend
+on the sequence's length on the device, the grid on shapes only: one captured graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def attend_stretch(
         q_rest = tl.load(pointers + column, mask=(row < limit_q)[:, None] & (column < QK), other=0.0)
     kv_sequence = sequence
     if PAGE:
-        kv_sequence = 0  # the stride is that of the pages
+        kv_sequence = 0  # the stride belongs to the pages
         pages += tl.cast(sequence, tl.int64) * pages_batch
     key = at(k, kv_sequence, start_kv, kv_head, k_batch, k_token, k_head)
     value = at(v, kv_sequence, start_kv, kv_head, v_batch, v_token, v_head)
@@ -128,7 +128,7 @@ def merge(
     seqlen_q, heads, group, splits, out_batch, out_token, out_head,
     V: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute out of one query of one head: sum over ranges of 2^level partial, over the sum of 2^level and sink."""
+    """Compute out for one query in one head: sum over ranges of 2^level partial, over the sum of 2^level and sink."""
     if FOLLOWS:
         gdc_wait()
     query, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -169,7 +169,7 @@ def merge(
 
 
 def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tuple[Launch, int]:
-    """Return the launch of `attend_stretch`, and the number of splits.
+    """Launch for `attend_stretch`, and the number of splits.
 
     Inputs: q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, slopes, pages. Outputs: partial float32 [b, g, splits,
     rows, size_v] and level. splits = 0: enough ranges to fill the processors.
@@ -179,7 +179,7 @@ def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tu
     blocks = ceil_div(rows, block_rows)
     if splits == 0:
         # Two programs per processor, or 4096 keys per program if that is more ranges.
-        # One sequence of 65536 keys, H200: 3.3 to 3.4 TB/s with 16 or 33 ranges, 2.9 with 66.
+        # One sequence with 65536 keys, H200: 3.3 to 3.4 TB/s with 16 or 33 ranges, 2.9 with 66.
         filling = 2 * processors // (problem.batch * problem.groups * blocks)
         shortest = ceil_div(problem.seqlen_kv, max(keys, 128))
         splits = max(1, min(max(filling, ceil_div(problem.seqlen_kv, 4096)), shortest, 128))
@@ -201,9 +201,9 @@ def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tu
 
 
 def merging(problem: AttentionProblem, splits: int, follows: bool, packed: bool = False) -> Launch:
-    """Return the launch (partial, level, sink | None, lengths_q, starts_q) -> out.
+    """Launch (partial, level, sink | None, lengths_q, starts_q) -> out.
 
-    With `packed`, tokens outside of all sequences are not visited.
+    With `packed`, tokens outside all sequences are not visited.
     """
     block = triton.next_power_of_2(problem.size_v)
     group = problem.heads // problem.groups

@@ -1,6 +1,6 @@
-"""D = sum_d do o of every row, which the gradients of queries and keys read, and the gradient of the sink.
+"""D = sum_d do o for every row, which the query and key gradients read, and the sink's gradient.
 
-Arguments and extents are those of the forward pass (attention.py).
+Arguments and extents are the same as in the forward pass (attention.py).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def row_products(
 
 
 def delta(problem: AttentionProblem, out: tuple[int, int, int], has_sink: bool = False) -> Launch:
-    """Return the launch (out, grad_out, lse, sink | None, lengths_q, starts_q, masked_q) -> delta, grad_sink | None.
+    """Launch (out, grad_out, lse, sink | None, lengths_q, starts_q, masked_q) -> delta, grad_sink | None.
 
-    grad_sink is [b, h, tiles of the longest sequence]. `problem.out` are the strides of grad_out, `out` those of the
-    output.
+    grad_sink is [b, h, tiles of the longest sequence]. `problem.out` are the grad_out strides, `out` the output's
+    strides.
     """
     block = max(16, triton.next_power_of_2(problem.size_v))
     rows = max(16, 4096 // block)

@@ -1,4 +1,4 @@
-"""The sizes and settings of an attention as plain numbers, and the tile sizes of its kernels."""
+"""Attention sizes and settings as plain numbers, and tile sizes for its kernels."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..formats import ceil_div
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """The sizes and settings of one attention; strides are (batch, token, head), or those of a broadcast [b, h, i, j].
+    """Sizes and settings for one attention; strides are (batch, token, head), or for a broadcast [b, h, i, j].
 
     Attributes:
         window: (left, right); -1: unlimited.
-        scales: Factors of q k^T and of the bias.
-        page_size: Tokens per page, where k's batch stride is the stride of the pages. 0: a sequence's keys are
+        scales: Factors for q k^T and for the bias.
+        page_size: Tokens per page, where k's batch stride is the page stride. 0: a sequence's keys are
             contiguous.
-        outer: Strides of the slopes' batch and of the page table's batch.
+        outer: Batch strides of the slopes and the page table.
         varied: There is a bias, slopes, a mask tensor or dropout, so that a tile needs more registers.
-        tokens: Maximum total number of queries and of keys in packed sequences; None: unknown.
-        softcap: Limit c of c * tanh(scale * q k^T / c); 0: no limit.
+        tokens: Maximum total query and key counts in packed sequences; None: unknown.
+        softcap: Limit c in c * tanh(scale * q k^T / c); 0: no limit.
         caps_bias: The bias is added before the softcap.
     """
 
@@ -53,7 +53,7 @@ class AttentionProblem:
 
     @property
     def scalars(self) -> tuple[int | float, ...]:
-        """The scalar arguments of every kernel, between its tensors and the strides of its outputs."""
+        """Scalar arguments for every kernel, between its tensors and its output strides."""
         logarithm = math.log2(math.e)  # logits are in units of log 2
         left, right = self.window
         return (
@@ -89,18 +89,19 @@ class AttentionProblem:
         return 4 if self.dtype == "float32" else 2
 
     def query_tiles(self, rows: int) -> tuple[int, int]:
-        """Return `_tiles` of the queries."""
+        """Same as `_tiles` for the queries."""
         return self._tiles(0, self.seqlen_q, rows)
 
     def key_tiles(self, rows: int) -> tuple[int, int]:
-        """Return `_tiles` of the keys."""
+        """Same as `_tiles` for the keys."""
         return self._tiles(1, self.seqlen_kv, rows)
 
     def _tiles(self, side: int, longest: int, rows: int) -> tuple[int, int]:
-        """Return (programs per head, number of sequences that share them); with 0, each sequence has its own programs.
+        """Compute (programs per head, number of sequences that share them); with 0, each sequence has its own programs.
 
-        Shared programs: each sequence has at most one partly filled tile. Own programs: each sequence needs the tiles
-        of the longest one. A shared program reads all lengths to find its tile, which limits the number of sequences.
+        Shared programs: each sequence has at most one partly filled tile. Own programs: each sequence needs as many
+        tiles as the longest one. A shared program reads all lengths to find its tile, which limits the number of
+        sequences.
         """
         each = ceil_div(longest, rows)
         if self.tokens is None or self.batch > 1024:
@@ -109,9 +110,9 @@ class AttentionProblem:
         return (shared, self.batch) if shared < each * self.batch else (each, 0)
 
     def key_parts(self, rows: int, processors: int) -> int:
-        """Return the number of programs that share a tile of `rows` keys: 1, or the heads of a group if tiles are few.
+        """Number of programs that share a tile of `rows` keys: 1, or a group's heads if tiles are few.
 
-        Example: 16 sequences in 8192 tokens, one key head and 64 keys per tile make 144 tiles; 16 sequences of 8192
+        Example: 16 sequences in 8192 tokens, one key head and 64 keys per tile make 144 tiles; 16 sequences with 8192
         tokens each would make 2048.
         """
         tiles, sequences = self.key_tiles(rows)
@@ -120,23 +121,23 @@ class AttentionProblem:
 
     @property
     def precision(self) -> str:
-        """The precision of float32 products; 16-bit types ignore it."""
-        # Three products of tf32 halves are faster, but their gradients have four times the error of float32.
+        """Precision of float32 products; 16-bit types ignore it."""
+        # Three products of tf32 halves are faster, but their gradients have four times the float32 error.
         return "ieee" if self.dtype == "float32" else "tf32"
 
 
 def halves(size: int) -> tuple[int, int]:
-    """Return a power of two and a smaller one (or 0) whose sum is size, at least 16, or exceeds it least."""
+    """Split size into a power of two and a smaller one (or 0) whose sum is size, at least 16, or exceeds it least."""
     main = 1 << (size.bit_length() - 1)
     if main < 16 or size == main:
         return max(16, main), 0
-    # In 16-bit types, parts of 32 and 16 columns fault or give wrong sums on sm90 (Triton 3.6, head size 40).
+    # In 16-bit types, parts with 32 and 16 columns fault or give wrong sums on sm90 (Triton 3.6, head size 40).
     rest = max(32, 1 << (size - main - 1).bit_length())
     return (2 * main, 0) if rest >= main else (main, rest)
 
 
 def forward_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
-    """Return (rows, keys, warps, stages) of the forward pass. TFLOP/s below are an H200's, causal, bfloat16."""
+    """Forward-pass (rows, keys, warps, stages). TFLOP/s below are an H200's, causal, bfloat16."""
     qk, v = problem.widths
     if problem.bytes == 4:
         return (32, 32, 8, 1) if max(qk, v) <= 256 else (16, 16, 4, 1)
@@ -152,7 +153,7 @@ def forward_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
     else:
         candidates = ((128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1))  # 455 at 128; 64 rows 430
     for rows, keys, warps, stages in candidates:
-        # The compiler may also stage a tile of the bias and of the mask.
+        # The compiler may also stage a tile from the bias and the mask.
         extra = stages * rows * keys * 5 if problem.varied else 0
         matrices = rows * qk + stages * keys * (qk + v)
         if matrices * problem.bytes + extra <= problem.shared_memory - 4096:
@@ -161,7 +162,7 @@ def forward_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
 
 
 def keys_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
-    """Return (rows, keys, warps, stages) for the gradients of keys and values."""
+    """Choose (rows, keys, warps, stages) for the key and value gradients."""
     width = sum(problem.widths)
     if width <= 128:
         candidates = ((64, 64, 4, 2), (32, 64, 4, 1))
@@ -173,7 +174,7 @@ def keys_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
 
 
 def queries_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
-    """Return (rows, keys, warps, stages) for the gradients of queries."""
+    """Choose (rows, keys, warps, stages) for the query gradients."""
     width = sum(problem.widths)
     if width <= 256:
         candidates = ((64, 64, 4, 2), (64, 32, 4, 1))
@@ -183,7 +184,7 @@ def queries_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
 
 
 def bias_tile(problem: AttentionProblem) -> tuple[int, int, int]:
-    """Return (rows, keys, warps) for the gradient of the bias."""
+    """Choose (rows, keys, warps) for the bias gradient."""
     width = sum(problem.widths)
     if problem.bytes == 4:
         return (32, 32, 8) if width <= 256 else (16, 16, 4)
@@ -191,12 +192,13 @@ def bias_tile(problem: AttentionProblem) -> tuple[int, int, int]:
 
 
 def decode_tile(problem: AttentionProblem, rows: int) -> tuple[int, int, int, int]:
-    """Return (rows, keys, warps, stages) for decoding, whose speed depends on the bytes in flight."""
+    """Choose (rows, keys, warps, stages) for decoding, whose speed depends on the bytes in flight."""
     width = sum(problem.widths)
     block_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
     if width > 512 or problem.bytes == 4:
         block_rows = min(block_rows, 16 if problem.bytes == 4 else 32)
-    # TB/s of an H200, 64 sequences of 8192 keys: 4.35 with 128 keys, 4.2 with 64. With a page table, whose entries need
+    # TB/s on an H200, 64 sequences with 8192 keys: 4.35 with 128 keys, 4.2 with 64. With a page table, whose entries
+    # need
     # stages too: 4.2 with five stages, 4.0 with three; 4.3 for tiles within a page of 256.
     if problem.page_size and problem.page_size % 128 == 0 and block_rows == 16:
         candidates = ((128, 3), (64, 3), (32, 3), (16, 3))
@@ -218,7 +220,7 @@ def decode_tile(problem: AttentionProblem, rows: int) -> tuple[int, int, int, in
 def _fitting(
     problem: AttentionProblem, candidates: tuple[tuple[int, int, int, int], ...]
 ) -> tuple[int, int, int, int]:
-    """Return the first tile whose fixed operands, stages and logits fit into the shared memory; float32 has others."""
+    """Find the first tile whose fixed operands, stages and logits fit into the shared memory; float32 has others."""
     if problem.bytes == 4:
         return (32, 32, 8, 1) if sum(problem.widths) <= 256 else (16, 16, 4, 1)
     for rows, keys, warps, stages in candidates:

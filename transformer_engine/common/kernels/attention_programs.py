@@ -1,4 +1,4 @@
-"""Programs of several attention kernels: decoding over ranges of a cache, and the backward pass."""
+"""Programs with several attention kernels: decoding over ranges of a cache, and the backward pass."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SOURCES = (*_TENSORS, *_BOUNDS, "masked_q", "masked_kv", "masked", "bias", "slop
 
 
 def decoding(problem: AttentionProblem, processors: int, splits: int, follows: bool, packed: bool) -> Program:
-    """Return the program (q, k, v, the four bounds, slopes, pages, sink, and out, which the caller allocates).
+    """Program (q, k, v, the four bounds, slopes, pages, sink, and out, which the caller allocates).
 
     Args:
         problem: Sizes and settings.
         processors: Number of multiprocessors.
         splits: Ranges per sequence; 0: enough to fill the processors.
         follows: The second kernel may begin before the first one ends.
-        packed: Tokens outside of all sequences are not visited.
+        packed: Tokens outside all sequences are not visited.
     """
     given = (*_TENSORS, *_BOUNDS, "slopes", "pages", "sink")
     first, count = stretches(problem, processors, splits)
@@ -33,7 +33,7 @@ def decoding(problem: AttentionProblem, processors: int, splits: int, follows: b
 
 
 def gradients(delta: Launch, queries: Launch, keys: Launch, bias: Launch | None) -> Program:
-    """Return the program (sources, random, out, dout, lse, sink, and the buffers delta, dsink, dq, dk, dv, dbias).
+    """Program (sources, random, out, dout, lse, sink, and the buffers delta, dsink, dq, dk, dv, dbias).
 
     dsink and dbias are present if the attention has a sink and a bias.
     """

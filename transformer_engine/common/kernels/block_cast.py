@@ -1,4 +1,4 @@
-"""codes [M, K] = saturate(x * scale of its tile), tiles of 1 x 128 or 128 x 128; both directions from one read."""
+"""codes [M, K] = saturate(x * scale of its tile), 1 x 128 or 128 x 128 tiles; both directions from one read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _row_blocks(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Store codes and scales of the given rows of a tile; every row is one block."""
+    """Store codes and scales for a tile's given rows; every row is one block."""
     amax = as_float(tl.max(magnitude_bits(values), 1))
     multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
     narrow = to_codes(values.to(tl.float32) * multiplier[:, None], codes.dtype.element_ty, CONVERSION)
@@ -66,10 +66,10 @@ def tile_blocks(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Store 1 x 128 blocks of a tile whose rows 2 half and 2 half + 1 are `even` and `odd`, 0 outside of [M, K].
+    """Store 1 x 128 blocks of a tile whose rows 2 half and 2 half + 1 are `even` and `odd`, 0 outside [M, K].
 
     `codes` or `codes_t` can be None. Scales are [ceil(K/128), M] and, columnwise, [ceil(M/128), K]; the columnwise ones
-    need a tile of 128 rows.
+    need a 128-row tile.
     """
     if codes is not None:
         _row_blocks(
@@ -114,7 +114,7 @@ def tile_square(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Store the tile as one block of 128 x 128: scale [ceil(M/128), ceil(K/128)], scale_t is its transpose."""
+    """Store the tile as one 128 x 128 block: scale [ceil(M/128), ceil(K/128)], scale_t is its transpose."""
     tile_m, tile_k = first_m // WIDTH, first_k // WIDTH
     amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
     multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
@@ -212,7 +212,7 @@ def both_blocks_kernel(
 ):
     """Quantize 1 x 128 blocks along the columns, and along the rows unless codes is None.
 
-    scale is [ceil(K/128), M], scale_t [ceil(M/128), K]. Programs share whole tiles of 128 x 128 and load STAGES ahead.
+    scale is [ceil(K/128), M], scale_t [ceil(M/128), K]. Programs share full 128 x 128 tiles and load STAGES ahead.
     Unless EVEN, one program per tile: a loop keeps the offsets of all predicated accesses in registers, up to 5 KB per
     thread.
     """
@@ -283,7 +283,7 @@ def square_block_kernel(
 
 
 class Blocks(NamedTuple):
-    """The cast of a kernel's own result: as `row_blocks` (1 x 128), or as `square_blocks` if `square`."""
+    """Cast for a kernel's own result: as `row_blocks` (1 x 128), or as `square_blocks` if `square`."""
 
     element: Element
     columnwise: bool
@@ -310,9 +310,9 @@ def row_blocks(
     value_for_inf: float,
     machine: Machine,
 ) -> Launch:
-    """Return the launch (x [M, K] contiguous) -> codes, scale [M, ceil(K/128)], codes_t, scale_t [K, ceil(M/128)].
+    """Launch (x [M, K] contiguous) -> codes, scale [M, ceil(K/128)], codes_t, scale_t [K, ceil(M/128)].
 
-    The last two need `columnwise`. Rows of scales are contiguous, as the products of 1 x 128 blocks read them.
+    The last two need `columnwise`. Scale rows are contiguous, as the products with 1 x 128 blocks read them.
     """
     rows, depth = shape
     dtype = codes_dtype(element)
@@ -332,11 +332,11 @@ def row_blocks(
         Output((depth, rows), dtype),
         Output((tiles_m, depth), "float32", transposed=True),
     )
-    # H200, the same: two programs of 4 warps per processor, three tiles in flight, bands of 4: 0.1371 ms; without
-    # bands 0.1383; one program per tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4. Less shared memory than
-    # an H200's has room for one program, whose 8 warps need no stack. On 11.0, which has 1536 threads, 4 warps need 208
-    # bytes of stack with Triton 3.9. Predicated tiles have 16 warps of 128 registers: 8 warps of an odd number of rows
-    # need up to 136 bytes of stack.
+    # H200, the same: two 4-warp programs per processor, three tiles in flight, bands of 4: 0.1371 ms; without bands
+    # 0.1383; one program per tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4. Less shared memory than an
+    # H200's has room for one program, whose 8 warps need no stack. On 11.0, which has 1536 threads, 4 warps need 208
+    # bytes of stack with Triton 3.9. Predicated tiles have 16 warps with 128 registers: 8 warps with an odd number of
+    # rows need up to 136 bytes of stack.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
     resident, warps = (2, 4) if machine.fits_measured_plans and even else (1, 8 if even else 16)
     tiles = tiles_m * tiles_k
@@ -357,7 +357,7 @@ def square_blocks(
     epsilon: float,
     value_for_inf: float,
 ) -> Launch:
-    """Return the launch (x [M, K] contiguous) -> codes, scale [ceil(M/128), ceil(K/128)], codes_t, scale_t."""
+    """Launch (x [M, K] contiguous) -> codes, scale [ceil(M/128), ceil(K/128)], codes_t, scale_t."""
     rows, depth = shape
     dtype = codes_dtype(element)
     tiles_m, tiles_k = ceil_div(rows, _WIDTH), ceil_div(depth, _WIDTH)
@@ -367,9 +367,9 @@ def square_blocks(
         Output((depth, rows), dtype) if columnwise else None,
         Output((tiles_k, tiles_m), "float32") if columnwise else None,
     )
-    # H200, 8192 x 14336 bfloat16 to e4m3, both directions: 8 warps in bands of 4 0.1231 ms, of 1 0.1238; 4 warps
-    # 0.1239. Rows only: 4 warps 0.0873, 8 warps 0.0892. Predicated tiles need up to 472 bytes of stack with 4 warps and
-    # up to 96 with 8.
+    # H200, 8192 x 14336 bfloat16 to e4m3, both directions: 8 warps in bands of 4 0.1231 ms, in bands of 1 0.1238; 4
+    # warps 0.1239. Rows only: 4 warps 0.0873, 8 warps 0.0892. Predicated tiles need up to 472 bytes of stack with 4
+    # warps and up to 96 with 8.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
     band, warps = (4, 8) if columnwise else (1, 4)
     warps = warps if even else 16

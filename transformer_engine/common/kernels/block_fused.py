@@ -1,9 +1,8 @@
-"""FP8 codes, in blocks of 128, of a result that the same kernel computes: f(x), dx, or dy with its column sums.
+"""FP8 codes, in blocks of 128, for a result that the same kernel computes: f(x), dx, or dy with its column sums.
 
-The result [M, N] is rounded to its dtype in registers, one tile of 128 x 128 at a time, and quantized as in
-`block_cast`. Codes and scales have the bits of separate operations, and the result itself is never stored. The even
-and the odd rows of a tile are computed separately, so that pairs of codes cross the shared memory as one word (see
-`tile`).
+The result [M, N] is rounded to its dtype in registers, one 128 x 128 tile at a time, and quantized as in `block_cast`.
+Codes and scales have the same bits as from separate operations, and the result itself is never stored. A tile's even
+and odd rows are computed separately, so that pairs of codes cross the shared memory as one word (see `tile`).
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def forward_kernel(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Quantize the tiles of y [M, width]; programs share whole tiles, and load STAGES of them ahead.
+    """Quantize the tiles of y [M, width]; programs share full tiles, and load STAGES tiles ahead.
 
     Unless EVEN, one program per tile; see `block_cast.both_blocks_kernel`.
     """
@@ -186,7 +185,7 @@ def backward_kernel(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Quantize the tiles of dx [M, width], and if gated the same tiles of the second half of [M, 2 * width].
+    """Quantize the tiles of dx [M, width], and if gated the same tiles in the second half of [M, 2 * width].
 
     "identity": dx = dy. workspace [row tiles, columns] receives the sums over a tile's rows. Unless EVEN, one program
     per tile; see `block_cast.both_blocks_kernel`.
@@ -209,13 +208,13 @@ def backward_kernel(
 
 
 class FusedPlan(NamedTuple):
-    """Launch settings of a kernel.
+    """Launch settings for a kernel.
 
     Attributes:
         warps: Warps per program.
         resident: Programs per multiprocessor that share the tiles; 0: one program per tile.
         stages: Tiles whose loads are in flight at once; only whole tiles can be loaded ahead.
-        band: Rows of tiles that are visited together.
+        band: Tile rows that are visited together.
     """
 
     warps: int
@@ -234,7 +233,7 @@ def forward(
     machine: Machine,
     plan: FusedPlan | None = None,
 ) -> Launch:
-    """Return the launch (x [M, width] or [M, 2 * width]) -> codes, scale, codes_t, scale_t of f(x) [M, width]."""
+    """Launch (x [M, width] or [M, 2 * width]) -> codes, scale, codes_t, scale_t of f(x) [M, width]."""
     plan = plan or _plan(name, blocks, shape, machine)
     tiling, grid = _tiling(shape, blocks, machine, plan)
     scalars = (*shape, x_stride, *constants)
@@ -253,10 +252,10 @@ def backward(
     machine: Machine,
     plan: FusedPlan | None = None,
 ) -> Launch:
-    """Return the launch (dy [M, width], x) -> codes, scale, codes_t, scale_t of dx [M, N], column sums.
+    """Launch (dy [M, width], x) -> codes, scale, codes_t, scale_t of dx [M, N], column sums.
 
     The float32 column sums [row tiles, N] are present if requested. N is 2 * width if gated, where width must be a
-    multiple of 128. "identity": x is None, dx is dy. `strides` are those of dy and x.
+    multiple of 128. "identity": x is None, dx is dy. `strides` belong to dy and x.
     """
     rows, width = shape
     assert not gated or width % _WIDTH == 0, "a block would reach from the gate's gradient into the other"
@@ -286,7 +285,7 @@ def _outputs(shape: tuple[int, int], blocks: Blocks) -> tuple[Output | None, ...
 def _tiling(
     shape: tuple[int, int], blocks: Blocks, machine: Machine, plan: FusedPlan
 ) -> tuple[tuple[int, int, int, bool, bool], tuple[int, int, int]]:
-    """Return (rows of a tile, band, stages, whether M is even, whether tiles are whole) and the grid."""
+    """Tiling (tile rows, band, stages, whether M is even, whether tiles are complete) and the grid."""
     rows, width = shape
     block_m, even = _tile_rows(blocks), _has_whole_tiles(shape, blocks)
     tiles = ceil_div(rows, block_m) * ceil_div(width, _WIDTH)
@@ -304,19 +303,19 @@ def _has_whole_tiles(shape: tuple[int, int], blocks: Blocks) -> bool:
 
 
 # H200, 8192 x 14336 bfloat16, both directions, ms; few programs share the tiles and load the next ones ahead. f(x),
-# SwiGLU and GELU: this plan 0.266 and 0.250, with two stages 0.331 and 0.333, with 16 warps 0.342 and 0.330 (of 128
-# registers, fewer than a tile needs), one program per tile 0.395 and 0.340, two programs of 4 warps 0.428 and 0.263;
+# SwiGLU and GELU: this plan 0.266 and 0.250, with two stages 0.331 and 0.333, with 16 warps 0.342 and 0.330 (with 128
+# registers, fewer than a tile needs), one program per tile 0.395 and 0.340, two 4-warp programs 0.428 and 0.263;
 # separate steps 0.301 and 0.255. dx with its column sums: 0.676 and 0.367, with 16 warps 0.960 and 0.510, with 4 warps
 # 1.253 and 0.620; separate steps 0.696 and 0.392.
 _BOTH = FusedPlan(8, 1, 3)
 # dy itself with its column sums: 0.160, with 8 warps 0.237, with two stages 0.190; separate steps 0.225. Less shared
 # memory than an H200's has room for one program, whose 4 warps need 360 bytes of stack on 12.0, and 8 need none.
 _IDENTITY = FusedPlan(4, 2, 3)
-# Tiles of 32 rows, several programs per processor. f(x) of SwiGLU and GELU: 0.190 and 0.168; separate 0.252, 0.204.
+# 32-row tiles, several programs per processor. f(x) for SwiGLU and GELU: 0.190 and 0.168; separate 0.252, 0.204.
 _ROWS = FusedPlan(8, 0, 1)
 
 
-# Predicated tiles, one program per tile. 4 warps need up to 1 KB of stack per thread; squares need 48 bytes with 8.
+# Predicated tiles, one program per tile. 4 warps need up to 1 KB stack per thread; squares need 48 bytes with 8.
 _PREDICATED = FusedPlan(8, 0, 1)
 _PREDICATED_SQUARE = FusedPlan(16, 0, 1)
 

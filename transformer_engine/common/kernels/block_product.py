@@ -1,16 +1,17 @@
-"""out [M, N] = a [M, K] @ b [N, K].T for FP8 codes with one scale per block of 128, on Hopper (capability 9.0).
+"""out [M, N] = a [M, K] @ b [N, K].T for FP8 codes with one scale per 128-element block, on Hopper (capability 9.0).
 
-Written in Gluon, Triton's explicit language. A program computes one tile of 256 rows and 128 columns after another.
-One warp loads: the copy engine writes 128 of K at a time, codes and scales, to a ring of stages. Two groups of four
-warps multiply 128 rows each, 64 at a time, and add every 128 of K to a float32 sum. While one group adds, the tensor
-cores multiply for the other; while both groups write a tile, the first stages of the next tile are loading.
+Written in Gluon, Triton's explicit language. A program computes one tile after another, each with 256 rows and 128
+columns.
+One warp loads: the copy engine writes 128 of K at a time, codes and scales, to a stage ring. Two groups of four warps
+multiply 128 rows each, 64 at a time, and add every 128 of K to a float32 sum. While one group adds, the tensor cores
+multiply for the other; while both groups write a tile, the first stages of the next tile are loading.
 
 H200, TFLOP/s, 8192 x 28672 x 4096, 8192 x 4096 x 28672 and, with one scale per row of b, 28672 x 4096 x 8192: 1124,
-1165 and 903, measured alternately with cuBLASLt's 1123, 1183 and 934, and with 718, 730 and 645 of grouped_gemm.py.
+1165 and 903, measured alternately with cuBLASLt's 1123, 1183 and 934, and grouped_gemm.py's 718, 730 and 645.
 Alternating groups account for 3 %; with one scale per row of b, adding takes as long as multiplying, and alternating
 loses 8 %. Four stages, with one buffer for results and scales that the warps load themselves, lose 5 to 15 %.
 
-`product_of_rows` and `product_of_columns` of grouped_gemm.py, which Triton schedules, compute the same products on
+`product_of_rows` and `product_of_columns` in grouped_gemm.py, which Triton schedules, compute the same products on
 every GPU with FP8 tensor cores.
 """
 
@@ -26,16 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ..formats import ceil_div
 from .launch import Launch, Output
 
-BLOCK = gl.constexpr(128)  # along K, and columns of a tile
+BLOCK = gl.constexpr(128)  # along K, and columns per tile
 TILE_ROWS = 256
 ROWS = gl.constexpr(TILE_ROWS)
-HALF = gl.constexpr(64)  # rows of one instruction: a group of warps multiplies its 128 rows in two steps
+HALF = gl.constexpr(64)  # rows per instruction: a warp group multiplies its 128 rows in two steps
 REGISTERS = 168  # per thread at launch; later 24 in the warps that load, 240 in the warps that multiply
 
 
 @gluon.jit
 def tile_position(tile, tiles_m, tiles_n, BAND: gl.constexpr):
-    """Return (tile row, tile column): BAND rows of tiles at a time, each band column by column."""
+    """Map a tile to (tile row, tile column): BAND tile rows at a time, each band column by column."""
     band = tile // (BAND * tiles_n)
     height = min(tiles_m - band * BAND, BAND)
     within = tile % (BAND * tiles_n)
@@ -47,7 +48,7 @@ def fetch(
     matrices, scales, stages, barriers, M, N, K,
     BY_ROW: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
-    """Load the codes and scales of every tile, 128 of K per stage, as soon as both groups have read the stage."""
+    """Load every tile's codes and scales, 128 of K per stage, as soon as both groups have read the stage."""
     a, b = matrices
     scale_a, scale_b = scales
     a_stages, b_stages, scale_a_stages, scale_b_stages = stages
@@ -87,7 +88,7 @@ def multiplied(a, b, product, never, turns, GROUP: gl.constexpr, PHASE: gl.const
 
 @gluon.jit
 def added(total, product, by_row, by_column, BY_ROW: gl.constexpr):
-    """Return total + product * scales, computed at this point of the program.
+    """Compute total + product * scales, at this point of the program.
 
     The assembler would otherwise move the sum behind the next product, which needs 64 registers that are not free.
     Two things prevent that: the next product may read this one (`never`, below), and a volatile move of the sum.
@@ -101,7 +102,7 @@ def added(total, product, by_row, by_column, BY_ROW: gl.constexpr):
 
 @gluon.jit
 def write(out, total, m, n, buffer):
-    """Write total [64, 128] to out[m:, n:] through shared memory; the copy engine omits elements outside of out."""
+    """Write total [64, 128] to out[m:, n:] through shared memory; the copy engine omits elements outside out."""
     buffer.store(total.to(buffer.dtype))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(out, [m, n], buffer)
@@ -112,7 +113,7 @@ def multiply(
     out, scale_b, stages, buffers, barriers, M, N, K,
     GROUP: gl.constexpr, BY_ROW: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the rows [128 GROUP, 128 GROUP + 128) of every tile."""
+    """Compute the rows [128 GROUP, 128 GROUP + 128) in every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     RIGHT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     BELOW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -184,7 +185,7 @@ def product_kernel(
     """Compute out; scale_a [ceil(K / 128), M]; scale_b [ceil(N / 128), ceil(K / 128)], BY_ROW [ceil(K / 128), N].
 
     Args:
-        BUFFERS: Number of buffers of 64 rows of results per group of warps.
+        BUFFERS: Number of 64-row result buffers per warp group.
     """
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     LINE: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -229,14 +230,14 @@ def product_kernel(
 
 @functools.lru_cache(maxsize=4096)
 def product(m: int, n: int, k: int, dtype: str, *, by_row: bool, processors: int) -> Launch:
-    """Return the launch (a [m, k], b [n, k], scale_a [ceil(k/128), m], scale_b) -> out [m, n] in dtype.
+    """Launch (a [m, k], b [n, k], scale_a [ceil(k/128), m], scale_b) -> out [m, n] in dtype.
 
     scale_b is [ceil(n/128), ceil(k/128)], or [ceil(k/128), n] with by_row. n and k are multiples of 16, m of 4: the
-    copy engine requires rows of scales that begin at multiples of 16 bytes.
+    copy engine requires scale rows that begin at multiples of 16 bytes.
 
     Args:
         by_row: b has one scale per row and 128 columns.
-        processors: Number of multiprocessors of the GPU.
+        processors: Number of multiprocessors on the GPU.
     """
     tiles = ceil_div(m, TILE_ROWS) * ceil_div(n, BLOCK.value)
     return Launch(

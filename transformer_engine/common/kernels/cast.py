@@ -17,18 +17,18 @@ from .program import Program, ProgramStep, step
 from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax, to_codes
 
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
-_ROWS, _COLUMNS = 8, 256  # the tile of `row_maximum_kernel`
+_ROWS, _COLUMNS = 8, 256  # tile for `row_maximum_kernel`
 
 
 class OneScale(NamedTuple):
-    """The cast of a kernel's own result, with one scale for the matrix and rowwise codes.
+    """Cast for a kernel's own result, with one scale for the matrix and rowwise codes.
 
     Attributes:
-        columnwise: Also store the transpose of the codes.
+        columnwise: Also store the transposed codes.
         given: The scale is given, and the kernel computes the codes itself. Otherwise it computes the maximum, and a
             cast with power_of_two and epsilon follows.
-        records: With a given scale, a given amax becomes max(amax, maximum of the result).
-        zero_is_one: Read a given scale of 0 as 1.
+        records: With a given scale, a given amax becomes max(amax, result maximum).
+        zero_is_one: Read a given zero scale as 1.
     """
 
     element: Element
@@ -41,12 +41,12 @@ class OneScale(NamedTuple):
 
     @property
     def results(self) -> tuple[str | None, ...]:
-        """The buffers codes, scale, codes_t, scale_t, amax of a program; both directions share a scale."""
+        """Buffers codes, scale, codes_t, scale_t, amax in a program; both directions share a scale."""
         both = ("codes_t", "scale") if self.columnwise else (None, None)
         return ("codes", "scale", *both, "record" if self.records else "amax")
 
     def after(self, values: str, shape: tuple[int, int]) -> ProgramStep:
-        """Return the cast of stored values [M, K] by their maximum, which an earlier step has computed."""
+        """Cast stored values [M, K] by their maximum, which an earlier step has computed."""
         launch = cast(
             shape, self.element, True, self.columnwise, power_of_two=self.power_of_two, epsilon=self.epsilon
         )
@@ -93,7 +93,7 @@ def resolve_multiplier(
     program, multiplier, amax, scale, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     ZERO_IS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Return the multiplier, given or computed from amax; program 0 stores its inverse."""
+    """Look up the given multiplier, or compute it from amax; program 0 stores its inverse."""
     if multiplier is not None:
         factor = given_multiplier(multiplier, ZERO_IS_ONE)
         decode = tl.div_rn(1.0, factor)
@@ -123,7 +123,7 @@ def cast_kernel(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Compute codes [SIZE] of x [SIZE]: without codes_t, the matrix's shape does not matter."""
+    """Compute codes [SIZE] for x [SIZE]: without codes_t, the matrix's shape does not matter."""
     program = tl.program_id(0)
     if FOLLOWS:
         program = tl.num_programs(0) - 1 - program
@@ -166,7 +166,7 @@ def cast_transpose_kernel(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Compute codes [M, K] (unless None) and codes_t [K, M] of x [M, K], one tile per program."""
+    """Compute codes [M, K] (unless None) and codes_t [K, M] for x [M, K], one tile per program."""
     program = tl.program_id(0)
     if FOLLOWS:
         program = tl.num_programs(0) - 1 - program
@@ -194,7 +194,7 @@ def cast_transpose_kernel(
 
 @triton.jit
 def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute amax [M] = max|x| of every row of x [M, K], NaN for a row with a NaN."""
+    """Compute amax [M] = max|x| per row of x [M, K], NaN for a row with a NaN."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     bits = tl.zeros((ROWS, COLUMNS), tl.int32)
@@ -207,7 +207,7 @@ def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 
 @functools.lru_cache(maxsize=4096)
 def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
-    """Return the launch (x contiguous, with `size` elements) -> amax float32 [1].
+    """Launch (x contiguous, with `size` elements) -> amax float32 [1].
 
     With `overlaps`, the next launch is `cast(follows=True)` of the same x.
     """
@@ -225,7 +225,7 @@ def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
 
 @functools.lru_cache(maxsize=4096)
 def row_maxima(shape: tuple[int, int]) -> Launch:
-    """Return the launch (x [M, K] contiguous) -> amax float32 [M]."""
+    """Launch (x [M, K] contiguous) -> amax float32 [M]."""
     rows, _ = shape
     grid = (ceil_div(rows, _ROWS), 1, 1)
     outputs = (Output((rows,), "float32"),)
@@ -246,16 +246,16 @@ def cast(
     epsilon: float = 0.0,
     zero_is_one: bool = False,
 ) -> Launch:
-    """Return the launch (x [M, K] contiguous, multiplier [1] | None, amax float32 [1]) -> codes, codes_t, scale [1].
+    """Launch (x [M, K] contiguous, multiplier [1] | None, amax float32 [1]) -> codes, codes_t, scale [1].
 
-    A multiplier of None is computed from amax.
+    Without a multiplier (None), it is computed from amax.
 
     Args:
         records: amax becomes max(amax, max|x|).
         measures: The first output is amax = max|x|.
         follows: The previous launch is `absolute_maximum(overlaps=True)` of x. This launch reads x before that one
             ends, then waits for amax.
-        zero_is_one: Read a given multiplier of 0 as 1.
+        zero_is_one: Read a given zero multiplier as 1.
     """
     rows, depth = shape
     dtype = codes_dtype(element)
@@ -301,16 +301,16 @@ def one_scale(
     epsilon: float = 0.0,
     zero_is_one: bool = False,
 ) -> Program:
-    """Return the program (x [M, K] contiguous, ..) -> codes, scale, codes_t, scale_t, amax; directions share a scale.
+    """Program (x [M, K] contiguous, ..) -> codes, scale, codes_t, scale_t, amax; directions share a scale.
 
-    The value of `amax` determines the use of the maximum, and the inputs after x:
+    The value of `amax` determines how the maximum is used, and the inputs after x:
 
     * RECORDED (.., multiplier, amax): amax becomes max(amax, max|x|).
     * MEASURED (.., multiplier): amax = max|x|, computed by the same kernel.
-    * GIVEN (.., multiplier | None, amax): a multiplier of None is computed from amax.
+    * GIVEN (.., multiplier | None, amax): without a multiplier (None), it is computed from amax.
     * SCALES (..): a first pass computes max|x|, from which the scale is computed; the passes may overlap.
 
-    With zero_is_one, a given multiplier of 0 is read as 1.
+    With zero_is_one, a given zero multiplier is read as 1.
     """
     plain = (shape, element, rowwise, columnwise)
     scaling = {"power_of_two": power_of_two, "epsilon": epsilon, "zero_is_one": zero_is_one}
@@ -335,6 +335,6 @@ def one_scale(
 
 RECORDED, MEASURED, GIVEN, SCALES = "recorded", "measured", "given", "scales"
 
-# Elements at the end of x that the amax pass leaves in the L2 for the cast: 24 MiB of bfloat16. H200, 8192 x 14336:
-# the two passes take 0.1376 ms, 0.1383 without it, 0.1404 without the early start.
+# Elements at the end of x that the amax pass leaves in the L2 for the cast: 24 MiB in bfloat16. H200, 8192 x 14336: the
+# two passes take 0.1376 ms, 0.1383 without it, 0.1404 without the early start.
 _KEPT = 12 << 20

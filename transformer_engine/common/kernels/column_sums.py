@@ -1,4 +1,4 @@
-"""Column sums [N] of x [M, N], and max|x| from the same read: gradients of biases together with a scale."""
+"""Column sums [N] of x [M, N], and max|x| from the same read: bias gradients together with a scale."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def column_sums_kernel(
     OVERLAPS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Compute workspace [strips, N] of strips of BLOCK_M * TILES rows; a given amax becomes max(amax, max|x|).
+    """Compute workspace [strips, N] over strips with BLOCK_M * TILES rows; a given amax becomes max(amax, max|x|).
 
     With OVERLAPS, a cast of the same x follows, which may start early and reads the end of x first.
     """
@@ -70,14 +70,14 @@ def column_sums(
     measures: bool = False,
     overlaps: bool = False,
 ) -> Launch:
-    """Return the launch (x [M, N] with this row stride) -> amax float32 [1] if measures, float32 sums [strips, N].
+    """Launch (x [M, N] with this row stride) -> amax float32 [1] if measures, float32 sums [strips, N].
 
     With `overlaps`, the next launch is `cast.cast(follows=True)` of the same x.
     """
     rows, columns = shape
     block_m, block_n = _TILE
     tiles_n = ceil_div(columns, block_n)
-    # The largest number of tiles per program that leaves at least four programs to each of 132 processors.
+    # The most tiles per program that leave at least four programs to each of 132 processors.
     tiles = max(1, min(8, ceil_div(rows, block_m) * tiles_n // 528))
     strips = ceil_div(rows, block_m * tiles)
     even = rows % (block_m * tiles) == 0 and columns % block_n == 0
@@ -90,13 +90,13 @@ def column_sums(
 
 
 def sums(shape: tuple[int, int], stride: int, dtype: str, machine: Machine) -> Program:
-    """Return the program (x [M, N]) -> its column sums [N]."""
+    """Program (x [M, N]) -> its column sums [N]."""
     first = step(column_sums(shape, stride, machine), ("x",), ("amax", "partials"))
     return Program(("x",), (first, sum_strips(first.launch.outputs[1], dtype)), ("sums",))
 
 
 def sums_and_cast(shape: tuple[int, int], dtype: str, cast: Launch, machine: Machine) -> Program:
-    """Return the program (x [M, N]) -> codes, scale, codes_t, scale_t, amax, column sums [N].
+    """Program (x [M, N]) -> codes, scale, codes_t, scale_t, amax, column sums [N].
 
     `cast` computes the scale from max|x|; if it follows, it begins before the pass that finds the maximum ends."""
     measure = column_sums(shape, shape[1], machine, measures=True, overlaps=cast.dependent)
@@ -112,14 +112,14 @@ def sums_and_cast(shape: tuple[int, int], dtype: str, cast: Launch, machine: Mac
 
 
 def sum_strips(partials: Output | None, dtype: str) -> ProgramStep:
-    """Return the step that adds a kernel's float32 partial sums [strips, N] to sums [N]."""
+    """Step that adds a kernel's float32 partial sums [strips, N] to sums [N]."""
     assert partials is not None and partials.shape is not None
     strips, columns = partials.shape
     return ProgramStep(sum_columns((strips, columns), dtype), ("partials",), ("sums", None))
 
 
 def sum_columns(partials: tuple[int, int], dtype: str) -> Launch:
-    """Return the launch (sums [strips, N]) -> their sum over the strips [N], None."""
+    """Launch (sums [strips, N]) -> their sum over the strips [N], None."""
     outputs = (Output(partials[1:], dtype), None)
     return Launch(sum_partials, (ceil_div(partials[1], 16), 1, 1), outputs, partials, (32, 16), warps=8)
 

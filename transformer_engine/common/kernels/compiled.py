@@ -1,4 +1,4 @@
-"""PTX of a Launch for given dtypes and a capability, without a GPU and without a tensor library."""
+"""PTX for a Launch with given dtypes and capability, without a GPU and without a tensor library."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _KINDS = {
     "int64": "i64",
     "bool": "i1",
 }
-_ALIGNMENT = 16  # alignment of pointers and numbers by which Triton specializes
+_ALIGNMENT = 16  # alignment by which Triton specializes pointers and numbers
 
 
 class Scalar(NamedTuple):
-    """A number that the kernel receives at run time, and the name of its type in Triton."""
+    """A number that the kernel receives at run time, and its type name in Triton."""
 
     value: int | float
     kind: str
 
 
 class Compiled(NamedTuple):
-    """A kernel's PTX, and the arguments of its launch.
+    """A kernel's PTX, and its launch arguments.
 
     Attributes:
         warps: Warps per program, including warps with a specialized role.
@@ -54,10 +54,10 @@ class Compiled(NamedTuple):
 
 
 class KernelKey(NamedTuple):
-    """The cache key of a compiled kernel.
+    """Cache key for a compiled kernel.
 
     Attributes:
-        dtypes: Dtypes of the inputs, then the outputs; None: absent.
+        dtypes: Input dtypes, then output dtypes; None: absent.
         kinds: Types of scalars and constants: 1 and 1.0 are equal, but different arguments.
     """
 
@@ -73,9 +73,9 @@ class KernelKey(NamedTuple):
 
 
 def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> Compiled:
-    """Compile the launch's kernel for pointers of these dtypes (the inputs, then the outputs; None: absent).
+    """Compile the launch's kernel for pointers with these dtypes (the inputs, then the outputs; None: absent).
 
-    Every pointer must be a multiple of 16 bytes, as XLA's arrays are. capability is 90 for Hopper.
+    Every pointer must be a multiple of 16 bytes, as in XLA's arrays. capability is 90 for Hopper.
     """
     assert not launch.dependent, (
         "a launch that starts early needs an attribute that only a stream's launcher sets"
@@ -145,7 +145,7 @@ def _compile(wanted: KernelKey) -> Compiled:
 
 
 def _source(kernel: Any) -> Any:
-    """Return Triton's source object of a kernel in Triton or Gluon."""
+    """Triton's source object for a kernel in Triton or Gluon."""
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
 

@@ -1,7 +1,7 @@
 """How kernels convert between float32 and FP8 codes, by hardware; the device code is in `rounding`.
 
-A kernel that converts has a last compile-time argument, CONVERSION. Launch records contain NATIVE, which a compiler of
-launches replaces by the conversion of its target:
+A kernel that converts has a last compile-time argument, CONVERSION. Launch records contain NATIVE, which a launch
+compiler replaces by its target's conversion:
 
 * NATIVE: Triton's conversion. It is one instruction from compute capability 9.0 on.
 * INSTRUCTION: the same instruction as inline PTX, for 8.9. Triton below 3.9 rounds twice there.
@@ -21,7 +21,7 @@ BYTES = "uint8"
 
 
 def conversion_of(row: Hardware, dtypes: Iterable[str | None]) -> str:
-    """Conversion of a GPU for tensors of these dtypes, in torch's spelling.
+    """A GPU's conversion for tensors with these dtypes, in torch's spelling.
 
     Raises:
         ValueError: The tensors have two FP8 dtypes, between which integer arithmetic cannot distinguish.
@@ -42,7 +42,7 @@ def conversion_of(row: Hardware, dtypes: Iterable[str | None]) -> str:
 def resolve(
     arg_names: Sequence[str], constants: tuple[Any, ...], row: Hardware, dtypes: Sequence[str | None]
 ) -> tuple[tuple[Any, ...], bool]:
-    """Compile-time arguments of a kernel on a GPU, and whether FP8 tensors are passed as bytes."""
+    """Compile-time arguments for a kernel on a GPU, and whether FP8 tensors are passed as bytes."""
     converts = arg_names[-1] == "CONVERSION"
     if converts and constants[-1] != NATIVE:
         return constants, constants[-1] in INTEGERS.values()

@@ -1,12 +1,12 @@
-"""loss = ln(sum(exp(x))) - x[target] of every row, and dx = (softmax(x) - one_hot(target)) * factor, in float32.
+"""loss = ln(sum(exp(x))) - x[target] per row, and dx = (softmax(x) - one_hot(target)) * factor, in float32.
 
-x is contiguous [rows, width]: the columns first .. first + width of a vocabulary of `total` classes, whose other
+x is contiguous [rows, width]: the columns first .. first + width of a vocabulary with `total` classes, whose other
 columns may be on other ranks. Four launches:
 
-* statistics: x -> partials [strips, rows, 4]: for each strip of columns max, sum(exp(x - max)), x[target], and
-  its share of the mean of x over all classes.
-* losses: partials of all strips of all ranks -> loss [rows], and max and sum(exp(x - max)) of whole rows.
-* gradient: x, max, sum -> dx, optionally in place of x.
+* statistics: x -> partials [strips, rows, 4]: for each column strip max, sum(exp(x - max)), x[target], and its share of
+  the mean of x over all classes.
+* losses: partials from all strips on all ranks -> loss [rows], and max and sum(exp(x - max)) over full rows.
+* gradient: x, max, sum -> dx, optionally overwriting x.
 * rescale: x *= factor; reads nothing if the factor is 1.
 
 Label smoothing s replaces one_hot(target) by (1 - s) one_hot(target) + s / total. A row whose target is `ignored` has
@@ -22,18 +22,18 @@ from ..formats import ceil_div
 from ..operation_settings import Labels
 from .launch import Launch, Output
 
-_BLOCK = 8192  # columns that a program holds at once: 16 KiB of bfloat16
+_BLOCK = 8192  # columns that a program holds at once: 16 KiB in bfloat16
 _STRIP = 4  # numbers per strip
-_ROWS = 128  # rows of a program that adds strips
+_ROWS = 128  # rows per program that adds strips
 _SCALED = 4096  # values that a program multiplies at once
-_PROGRAMS = 2112  # 16 for each processor of an H200, the largest number of resident programs
+_PROGRAMS = 2112  # 16 for each processor on an H200, the largest number of resident programs
 
 
 @triton.jit
 def _statistics(
     x, targets, partials, rows, width, strip_width, first_id, share, SUMS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute the partials of one row's strip of columns per program."""
+    """Compute the partials for one column strip of one row per program."""
     row = tl.program_id(0)
     strip = tl.program_id(1)
     source = x + row.to(tl.int64) * width
@@ -51,7 +51,7 @@ def _statistics(
         total = total * tl.exp(greatest - base) + tl.sum(tl.exp(value - base), 0)
         greatest = highest
         if SUMS:
-            plain += tl.sum(tl.where(inside, value * share, 0.0), 0)  # the sum of large logits is infinite
+            plain += tl.sum(tl.where(inside, value * share, 0.0), 0)  # large logits have an infinite sum
     place = tl.load(targets + row) - first_id
     mine = (place >= start) & (place < end)
     chosen = tl.load(source + place, mask=mine, other=float("-inf")).to(tl.float32)
@@ -74,7 +74,7 @@ def _losses(
     smoothing,
     BLOCK: tl.constexpr,
 ):
-    """Compute the losses of BLOCK rows per program, strip after strip."""
+    """Compute the losses for BLOCK rows per program, strip after strip."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     greatest = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -117,7 +117,7 @@ def _gradient(
     factor_stride,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradient of BLOCK columns of one row per program; without dx, x is overwritten with it."""
+    """Compute the gradient for BLOCK columns in one row per program; without dx, x is overwritten with it."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -138,7 +138,7 @@ def _gradient(
 
 @triton.jit
 def _rescale(x, factor, rows, width, parts, BLOCK: tl.constexpr):
-    """Multiply `parts` blocks of BLOCK values per program, one grid apart; return at once if the factor is 1."""
+    """Multiply `parts` blocks with BLOCK values per program, one grid apart; return at once if the factor is 1."""
     multiplier = tl.load(factor)
     if multiplier != 1.0:
         elements = tl.cast(rows, tl.int64) * width
@@ -150,7 +150,7 @@ def _rescale(x, factor, rows, width, parts, BLOCK: tl.constexpr):
 
 
 def statistics(rows: int, width: int, strips: int, labels: Labels) -> Launch:
-    """Return the launch (x [rows, width], targets int64 [rows]) -> partials float32 [strips, rows, 4]."""
+    """Launch (x [rows, width], targets int64 [rows]) -> partials float32 [strips, rows, 4]."""
     block = min(_BLOCK, max(triton.next_power_of_2(width), 16))
     strip_width = ceil_div(ceil_div(width, strips), block) * block
     return Launch(
@@ -164,7 +164,7 @@ def statistics(rows: int, width: int, strips: int, labels: Labels) -> Launch:
 
 
 def losses(rows: int, strips: int, labels: Labels) -> Launch:
-    """Return the launch (partials [strips, rows, 4], targets [rows]) -> loss [rows], statistics [rows, 2]: max, sum."""
+    """Launch (partials [strips, rows, 4], targets [rows]) -> loss [rows], statistics [rows, 2]: max, sum."""
     return Launch(
         _losses,
         (ceil_div(rows, _ROWS), 1, 1),
@@ -176,7 +176,7 @@ def losses(rows: int, strips: int, labels: Labels) -> Launch:
 
 
 def gradient(rows: int, width: int, labels: Labels, dtype: str, per_row: bool, in_place: bool) -> Launch:
-    """Return the launch (x, targets, statistics, factor float32 [rows] or [1]) -> dx, or nothing if in place of x."""
+    """Launch (x, targets, statistics, factor float32 [rows] or [1]) -> dx, or nothing if x is overwritten."""
     block = min(_BLOCK, max(triton.next_power_of_2(width), 16))
     return Launch(
         _gradient,
@@ -190,7 +190,7 @@ def gradient(rows: int, width: int, labels: Labels, dtype: str, per_row: bool, i
 
 
 def rescale(rows: int, width: int) -> Launch:
-    """Return the launch (x [rows, width], factor float32 [1]) that overwrites x with x * factor."""
+    """Launch (x [rows, width], factor float32 [1]) that overwrites x with x * factor."""
     parts = ceil_div(rows * width, _SCALED)
     programs = min(parts, _PROGRAMS)
     scalars = (rows, width, ceil_div(parts, programs))

@@ -1,4 +1,4 @@
-"""One step of delayed scaling for many states in one launch, through a table of their addresses or as arguments."""
+"""One delayed-scaling step for many states in one launch, through a table of their addresses or as arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .launch import NUMBER, WRITTEN, AddressTable, Launch, Output
 from .rounding import given_multiplier
 
 _LARGEST = tl.constexpr(FLOAT32_MAX)
-LIMIT = 1 << 15  # elements of a history that one program holds in registers, in whole columns
+LIMIT = 1 << 15  # history elements that one program holds in registers, in full columns
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _advance(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Advance the state in row i of the table: the address of a history float32 [LENGTH, n], that of a scale, n."""
+    """Advance the state in row i of the table: the address of a history float32 [LENGTH, n], a scale's address, n."""
     entry = table_ptr + 3 * tl.program_id(0)
     history_ptr = tl.load(entry).to(tl.pointer_type(tl.float32))
     scale_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
@@ -71,16 +71,16 @@ def advance(
     fp8_max: float,
     margin: float,
 ) -> Launch:
-    """Return the launch (table int64 [states, 3]) that updates histories and scales in place.
+    """Launch (table int64 [states, 3]) that updates histories and scales in place.
 
     Args:
         states: Number of states.
         length: Number of steps in a history.
-        columns: The largest n of the states.
-        takes_maximum: Compute the scale from the maximum of the history instead of the latest amax.
+        columns: Largest n among the states.
+        takes_maximum: Compute the scale from the history's maximum instead of the latest amax.
         keeps_idle: Columns whose latest amax is 0 keep scale and history.
         fp8_max: Largest finite value of the FP8 type.
-        margin: Exponent of the divisor 2^margin of the scale.
+        margin: Exponent in the scale's divisor 2^margin.
     """
     rows = triton.next_power_of_2(length)
     block = min(triton.next_power_of_2(columns), max(LIMIT // rows, 1))
@@ -121,7 +121,7 @@ def _step(
     latest = tl.load(amax)
     moved = tl.load(history + row + 1, mask=row < LENGTH - 1, other=0.0)
     moved = tl.where(row == LENGTH - 1, latest, moved)
-    # Non-negative floats compare like their bits, and the bits of NaN are the largest.
+    # Non-negative floats compare like their bits, and NaN has the largest bits.
     bits = latest.to(tl.int32, bitcast=True)
     if TAKES_MAXIMUM:
         bits = tl.max(moved.to(tl.int32, bitcast=True), 0)
@@ -186,7 +186,7 @@ def advance_states(
             )  # fmt: skip
 
 
-STATES = 6  # states that one launch of `advance_new` advances: those of both products of an MLP
+STATES = 6  # states that one launch of `advance_new` advances: both products in an MLP
 
 
 def advance_new(
@@ -196,13 +196,13 @@ def advance_new(
 
     Inputs: STATES histories float32 [groups, length], STATES scales float32 [groups] and the STATES maxima float32
     [groups] of this step; None behind the last state. Outputs: STATES new histories and STATES new scales. The inputs
-    are not written, so a framework with immutable arrays needs no copies of them. A scale of 0 is read as 1.
+    are not written, so a framework with immutable arrays needs no copies. A zero scale is read as 1.
 
     Args:
         length: Number of steps in a history.
-        takes_maximum: Compute the scale from the maximum of the history instead of the latest amax.
-        maxima: Largest finite value of each state's FP8 type; its length is the number of states.
-        margin: Exponent of the divisor 2^margin of the scale.
+        takes_maximum: Compute the scale from the history's maximum instead of the latest amax.
+        maxima: Largest finite value of each state's FP8 type, one per state.
+        margin: Exponent in the scale's divisor 2^margin.
         groups: Number of scales per state.
     """
     states = len(maxima)

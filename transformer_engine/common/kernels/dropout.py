@@ -1,8 +1,9 @@
 """y = keep ? x / (1 - p) : 0, y = keep ? (x + bias) / (1 - p) + residual : residual, and dx from the mask.
 
 Element i of the flattened tensor is kept if 16 random bits are at least p * 2^16: half i % 2, the lower first, of word
-i // 2 % 4 of Philox-4x32-7 with counter i // 8 (Salmon et al., 2011). The mask holds one bit per element, element
-8 j + b in bit b of byte j: one counter makes one byte, and a thread with eight elements needs no other thread's bits.
+i // 2 % 4 from Philox-4x32-7 with counter i // 8 (Salmon et al., 2011). The mask holds one bit per element, element 8 j
++
+b in bit b of byte j: one counter makes one byte, and a thread with eight elements needs no other thread's bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ROUNDS = tl.constexpr(7)
 
 @triton.jit
 def _kept(seed, byte, THRESHOLD):
-    """Return the mask's bytes with these indices as int32 [bytes]."""
+    """Compute the mask bytes with these indices as int32 [bytes]."""
     counter = byte.to(tl.uint32)
     zero = counter * 0
     w0, w1, w2, w3 = tl.philox(tl.load(seed), counter, zero, zero, zero, ROUNDS)
@@ -35,7 +36,7 @@ def _kept(seed, byte, THRESHOLD):
 
 @triton.jit
 def _pair(word, THRESHOLD):
-    """Return two bits of the mask; the lower half of the word determines the lower bit."""
+    """Compute two mask bits; the lower half of the word determines the lower bit."""
     low = ((word & 0xFFFF).to(tl.int32) >= THRESHOLD).to(tl.int32)
     high = ((word >> 16).to(tl.int32) >= THRESHOLD).to(tl.int32)
     return low | (high << 1)
@@ -43,7 +44,7 @@ def _pair(word, THRESHOLD):
 
 @triton.jit
 def _spread(bits):
-    """Return the bits of int32 [bytes] as bool [bytes, 8]."""
+    """Expand the bits of int32 [bytes] to bool [bytes, 8]."""
     return ((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
 
 
@@ -62,7 +63,7 @@ def forward_kernel(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Compute one block of the flattened tensors; every intermediate is rounded as in separate operations.
+    """Compute one block in the flattened tensors; every intermediate is rounded as in separate operations.
 
     Without a mask, every element is kept, and seed is None.
     """
@@ -106,12 +107,12 @@ def backward_kernel(dy, mask, dx, SIZE, factor, BLOCK: tl.constexpr, EVEN: tl.co
 def forward(
     size: int, width: int, dtype: str, threshold: int, factor: float, *, drops: bool = True
 ) -> Launch:
-    """Return the launch (x, bias [width] | None, residual | None, seed int64 [1]) -> mask uint8 [ceil(size / 8)], y.
+    """Launch (x, bias [width] | None, residual | None, seed int64 [1]) -> mask uint8 [ceil(size / 8)], y.
 
     Args:
         drops: Whether elements are dropped; otherwise, seed and mask are absent.
         threshold: p * 2^16, rounded.
-        factor: Multiplier of the kept elements.
+        factor: Multiplier for the kept elements.
     """
     outputs = (Output((ceil_div(size, 8),), "uint8") if drops else None, Output((size,), dtype))
     grid = (ceil_div(size, _BLOCK), 1, 1)
@@ -120,7 +121,7 @@ def forward(
 
 
 def backward(size: int, dtype: str, factor: float) -> Launch:
-    """Return the launch (dy, mask) -> dx [size]."""
+    """Launch (dy, mask) -> dx [size]."""
     outputs = (Output((size,), dtype),)
     constants = (_BLOCK, size % _BLOCK == 0)
     return Launch(

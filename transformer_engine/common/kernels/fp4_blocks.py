@@ -1,4 +1,4 @@
-"""Blocks of 16 elements in FP4: their codes, their scales, and the choice of "4over6" between two codings.
+"""FP4 blocks with 16 elements: their codes, their scales, and the "4over6" choice between two codings.
 
 4over6 codes every block twice, with its maximum mapped to 6 and to 4, and selects the coding with the smaller error.
 """
@@ -21,7 +21,7 @@ ERRORS = {"": 0, MAE: 1, MSE: 2, FAST_MAE: 3, FAST_MSE: 4}
 
 @triton.jit
 def codes_of(scaled, random, STOCHASTIC: tl.constexpr):
-    """Return E2M1 codes of float32 values: nearest, ties to even, or floor(|x| + random * gap); NaN becomes +6."""
+    """Encode float32 values to E2M1: nearest, ties to even, or floor(|x| + random * gap); NaN becomes +6."""
     number = scaled == scaled
     magnitude = tl.where(number, tl.abs(scaled), 6.0)
     if STOCHASTIC:
@@ -32,7 +32,7 @@ def codes_of(scaled, random, STOCHASTIC: tl.constexpr):
         fraction = (first - tl.floor(first)) + (second - tl.floor(second)) + (third - tl.floor(third))
         code = (whole + tl.floor(fraction + random)).to(tl.int32)
     else:
-        # The midpoints of adjacent magnitudes; a tie is rounded to the even code.
+        # The midpoints between adjacent magnitudes; a tie is rounded to the even code.
         code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)
         code += (magnitude > 1.25).to(tl.int32) + (magnitude >= 1.75).to(tl.int32)
         code += (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
@@ -43,7 +43,7 @@ def codes_of(scaled, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def values_of(code):
-    """Return the float32 values of E2M1 codes."""
+    """Decode E2M1 codes to float32 values."""
     index = (code & 7).to(tl.float32)
     magnitude = tl.where(index < 4.0, index * 0.5, tl.where(index < 6.0, index - 2.0, index * 2.0 - 8.0))
     return tl.where(code > 7, -magnitude, magnitude)
@@ -51,7 +51,7 @@ def values_of(code):
 
 @triton.jit
 def encode_scale_of(amax, RANGE: tl.constexpr):
-    """Return RANGE / amax, at most the largest float32; 1 if amax or the quotient is 0."""
+    """Compute RANGE / amax, at most the largest float32; 1 if amax or the quotient is 0."""
     scale = tl.div_rn(RANGE, amax)
     scale = tl.where(scale > LARGEST, LARGEST, scale)
     return tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
@@ -66,7 +66,7 @@ def as_block_scale(wanted, LIMIT: tl.constexpr, CONVERSION: tl.constexpr):
 def scaled_blocks(
     x, block_scale, encode_scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERSION: tl.constexpr
 ):
-    """Return x [ROWS, COLUMNS] times the multipliers of its blocks, as [ROWS, COLUMNS / 16, 16]."""
+    """Multiply x [ROWS, COLUMNS] by the multipliers of its blocks, as [ROWS, COLUMNS / 16, 16]."""
     multiplier = tl.div_rn(1.0, to_values(block_scale, CONVERSION) * tl.div_rn(1.0, encode_scale))
     multiplier = tl.where(multiplier > LARGEST, LARGEST, multiplier)
     return x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP) * multiplier[:, :, None]
@@ -74,13 +74,13 @@ def scaled_blocks(
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the even and the odd elements of the last axis of x [ROWS, GROUPS, WIDTH]."""
+    """Split x [ROWS, GROUPS, WIDTH] into the even and the odd elements along the last axis."""
     return tl.split(x.reshape(ROWS, GROUPS, WIDTH // 2, 2))
 
 
 @triton.jit
 def sum_in_order(x, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Return sums [ROWS, GROUPS] over the last axis of x [ROWS, GROUPS, 16], from the first element to the last."""
+    """Sum x [ROWS, GROUPS, 16] over the last axis, from the first element to the last, to [ROWS, GROUPS]."""
     even, odd = halves(x, ROWS, GROUPS, 16)
     a, c = halves(even, ROWS, GROUPS, 8)  # elements 0 4 8 12 and 2 6 10 14
     b, d = halves(odd, ROWS, GROUPS, 8)
@@ -102,7 +102,7 @@ def sum_in_order(x, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def sum_of_rows(x, TILES: tl.constexpr, GROUPS: tl.constexpr):
-    """Return sums [TILES, GROUPS] over 16 rows each of x [16 TILES, GROUPS]: 0 with 8, 1 with 9, .., 0 with 4, .."""
+    """Sum 16 rows each in x [16 TILES, GROUPS] to [TILES, GROUPS]: 0 with 8, 1 with 9, .., 0 with 4, .."""
     first, second = tl.split(x.reshape(TILES, 2, 8, GROUPS).permute(0, 2, 3, 1))
     first, second = tl.split((first + second).reshape(TILES, 2, 4, GROUPS).permute(0, 2, 3, 1))
     first, second = tl.split((first + second).reshape(TILES, 2, 2, GROUPS).permute(0, 2, 3, 1))
@@ -115,7 +115,7 @@ def block_error(
     x, block_scale, amax, encode_scale, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERSION: tl.constexpr,
 ):  # fmt: skip
-    """Return the error [ROWS, COLUMNS / 16] of coding x's blocks with these scales; ERROR is a number of `ERRORS`."""
+    """Compute the error [ROWS, COLUMNS / 16] of coding x's blocks with these scales; ERROR is one of `ERRORS`."""
     scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS, CONVERSION)
     values = values_of(codes_of(scaled, scaled, False)) * to_values(block_scale, CONVERSION)[:, :, None]
     exact = x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP)
@@ -131,7 +131,7 @@ def block_error(
 
 @triton.jit
 def candidates(bits, encode_scale, CONVERSION: tl.constexpr):
-    """Return the scales of blocks whose maximum maps to 6, and to 4; bits are those of the blocks' maxima."""
+    """Compute scales for blocks whose maximum maps to 6, and to 4; bits encode the blocks' maxima."""
     base = tl.div_rn(as_float(bits), 6.0) * encode_scale
     return as_block_scale(base, 448.0, CONVERSION), as_block_scale(base * 1.5, 448.0, CONVERSION)
 
@@ -141,7 +141,7 @@ def takes_four(
     x, bits, amax, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr, SQUARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERSION: tl.constexpr,
 ):  # fmt: skip
-    """Return int32 [ROWS, COLUMNS / 16], or [ROWS / 16, ..] of square tiles: 1 where mapping the maximum to 4 wins."""
+    """Compute int32 [ROWS, COLUMNS / 16], for square tiles [ROWS / 16, ..]: 1 where mapping the maximum to 4 wins."""
     encode_scale = encode_scale_of(amax, RANGE)
     six, four = candidates(bits, encode_scale, CONVERSION)
     error_six = block_error(x, six, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS, CONVERSION)

@@ -1,7 +1,8 @@
-"""Casts around an FP8 attention with delayed scaling: codes of q, k and v in one launch; values of the output's codes.
+"""Casts around an FP8 attention with delayed scaling: codes for q, k and v in one launch; values from the output's
+codes.
 
-The state of delayed scaling is read and written in place: scale [n] and amax_history [rows, n], whose row 0 belongs
-to the current step. Slots are columns of both.
+The delayed-scaling state is read and written in place: scale [n] and amax_history [rows, n], whose row 0 belongs to the
+current step. Slots are columns in both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .conversion import NATIVE
 from .launch import Launch, Output
 from .rounding import magnitude_bits, to_codes, to_values
 
-# H200, 2 x 8192 tokens of 32 + 8 + 8 heads of 128: the same as for the plain cast, see cast.py.
+# H200, 2 x 8192 tokens with 32 + 8 + 8 heads, size 128: the same as for the plain cast, see cast.py.
 _BLOCK, _WARPS = 16384, 16
 _SMALL_BLOCK, _SMALL_WARPS = 2048, 4
 
@@ -53,7 +54,7 @@ def codes_of_three_kernel(
     BLOCK: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Compute codes = x * scale[SLOT] of three flat tensors; descales [8]: 1 / scale of SLOT, then of the output."""
+    """Compute codes = x * scale[SLOT] for three flat tensors; descales [8]: 1 / scale for SLOT, then for the output."""
     program = tl.program_id(0)
     multiplier = tl.load(scale + SLOT)
     blocks_q, blocks_k = tl.cdiv(SIZE_Q, BLOCK), tl.cdiv(SIZE_K, BLOCK)
@@ -84,7 +85,7 @@ def values_kernel(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Compute values [SIZE] = codes * descale; history becomes max(history, amaxes [2]) of the output and softmax."""
+    """Compute values [SIZE] = codes * descale; history becomes max(history, amaxes [2]) for the output and softmax."""
     program = tl.program_id(0)
     if history is not None and program == 0:
         output, softmax = tl.load(amaxes), tl.load(amaxes + 1)
@@ -104,10 +105,10 @@ def values_kernel(
 
 @functools.lru_cache(maxsize=256)
 def codes_of_three(sizes: tuple[int, int, int], slots: tuple[int, int], dtype: str) -> Launch:
-    """Return the launch (q, k, v contiguous, scale [n], history [rows, n]) -> three flat codes, descales [8].
+    """Launch (q, k, v contiguous, scale [n], history [rows, n]) -> three flat codes, descales [8].
 
-    The launch updates `history` in place. `slots` are those of q, k and v together, and of the output. The inverse
-    scales are at indices 0 and 4, because matrix products read them at multiples of 16 bytes.
+    The launch updates `history` in place. `slots` are the slot that q, k and v share, and the output's slot. The
+    inverse scales are at indices 0 and 4, because matrix products read them at multiples of 16 bytes.
     """
     block, warps = (_BLOCK, _WARPS) if sum(sizes) > 1 << 22 else (_SMALL_BLOCK, _SMALL_WARPS)
     grid = sum(ceil_div(size, block) for size in sizes)
@@ -119,9 +120,9 @@ def codes_of_three(sizes: tuple[int, int, int], slots: tuple[int, int], dtype: s
 
 @functools.lru_cache(maxsize=256)
 def values_of(size: int, slots: tuple[int, int], dtype: str) -> Launch:
-    """Return the launch (codes [size], descale [1], amaxes [2], history [rows, n] | None) -> values [size].
+    """Launch (codes [size], descale [1], amaxes [2], history [rows, n] | None) -> values [size].
 
-    The launch updates `history` in place. `slots` are those of the softmax and of the output.
+    The launch updates `history` in place. `slots` are the softmax's and the output's slot.
     """
     block, warps = (8192, 8) if size > 1 << 22 else (_SMALL_BLOCK, _SMALL_WARPS)
     constants = (*slots, block, size % block == 0, NATIVE)

@@ -1,7 +1,7 @@
-"""FP8 codes, in blocks, of many matrices in one launch; the layout is that of `grouped_cast`, with scales per block.
+"""FP8 block codes for many matrices in one launch; the layout is the same as in `grouped_cast`, with scales per block.
 
-Scales of 1 x 128 blocks are stored group by group, [ceil(K / 128), rows] for the row codes and [tiles, K] for the
-transposed codes; scales of 128 x 128 blocks matrix by matrix.
+Scales for 1 x 128 blocks are stored group by group, [ceil(K / 128), rows] for the row codes and [tiles, K] for the
+transposed codes; scales for 128 x 128 blocks matrix by matrix.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def row_block_kernel(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Quantize 1 x 128 blocks of groups of rows: along rows unless codes is None, along columns unless codes_t is."""
+    """Quantize 1 x 128 blocks in row groups: along rows unless codes is None, along columns unless codes_t is."""
     group, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
         tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, True, WIDTH
     )
@@ -96,7 +96,7 @@ def square_block_kernel(
     EVEN: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Quantize 128 x 128 blocks of matrices [M, K] by address: scale [GROUPS, tiles of M, of K], scale_t transposed."""
+    """Quantize 128 x 128 blocks in matrices [M, K] by address: scale [GROUPS, M tiles, K tiles], scale_t transposed."""
     _, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
         tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, False, WIDTH
     )
@@ -134,7 +134,7 @@ def row_blocks(
     rowwise: bool,
     columnwise: bool,
 ) -> Launch:
-    """Return the launch (x [total, K], None, layout) -> codes, scale if rowwise, codes_t, scale_t if columnwise."""
+    """Launch (x [total, K], None, layout) -> codes, scale if rowwise, codes_t, scale_t if columnwise."""
     grid, scalars, even = grid_of(shape, groups, True, TILE_ROWS, TILE_ROWS)
     steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even, NATIVE)
     codes, codes_t = codes_of(shape, groups, True, element, rowwise, columnwise)
@@ -155,7 +155,7 @@ def square_blocks(
     rowwise: bool,
     columnwise: bool,
 ) -> Launch:
-    """Return the launch (a matrix [M, K] with even M, the table, None) -> codes, scale, codes_t, scale_t.
+    """Launch (a matrix [M, K] with even M, the table, None) -> codes, scale, codes_t, scale_t.
 
     codes and scale are present if rowwise, codes_t and scale_t if columnwise."""
     grid, scalars, even = grid_of(shape, groups, False, TILE_ROWS, TILE_ROWS)
@@ -174,5 +174,5 @@ def square_blocks(
 
 
 def _warps(depth: int) -> int:
-    """Warps of a tile of 128 x 128 values, whose single accesses spill 144 bytes per thread with 8 warps."""
+    """Warps for a tile with 128 x 128 values, whose single accesses spill 144 bytes per thread with 8 warps."""
     return 8 if depth % 16 == 0 else 16

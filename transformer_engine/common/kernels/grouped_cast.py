@@ -1,9 +1,9 @@
-"""FP8 codes of many matrices in one launch: the consecutive groups of rows of one matrix, or matrices by address.
+"""FP8 codes for many matrices in one launch: the consecutive row groups of one matrix, or matrices by address.
 
 Every group is quantized bit for bit as in a separate launch: with its own scale and recorded maximum, or in its own
 blocks (`grouped_block_cast`). Row codes keep the matrix's layout. Transposed codes are stored group by group, [K, rows
 rounded up to 128] each, with zeros past the last row, so that a product along the rows needs no masks. Tiled codes are
-[K, 128] per tile of 128 rows instead, as `grouped_product` reads them. The positions of the groups are in a tensor; see
+[K, 128] per tile of 128 rows instead, as `grouped_product` reads them. A tensor holds the group positions; see
 `grouped_layout`.
 """
 
@@ -49,14 +49,14 @@ def place_of(
     HEIGHT: tl.constexpr,
     REST: tl.constexpr = False,
 ):
-    """Return the place of a program.
+    """Locate a program.
 
     The place is: group, its matrix, its rows, first row and tile column of the program's tile, then the group's first
     row, first tile, and number of tiles.
 
     Args:
-        HEIGHT: Rows of the program's tile, part of the 128 rows of a tile of the layout.
-        REST: There is one tile more than the layout's, see `group_or_none`; M is the total number of rows.
+        HEIGHT: Rows in the program's tile, part of the 128 rows in a layout tile.
+        REST: There is one tile more than the layout's, see `group_or_none`; M is the total row count.
     """
     if BY_ROWS:
         part = program // TILES_K
@@ -127,11 +127,11 @@ def cast_kernel(
     POWER_OF_TWO: tl.constexpr, ZERO_IS_ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, REST: tl.constexpr, TILED: tl.constexpr, CONVERSION: tl.constexpr,
 ):  # fmt: skip
-    """Quantize with one multiplier per group; the first entry of each row of scale [GROUPS, SLOT] is written.
+    """Quantize with one multiplier per group; each row's first entry in scale [GROUPS, SLOT] is written.
 
     A given multiplier is at OFFSET + group * STRIDE, and amax at the same offset records max|x|. Otherwise, the
-    multiplier is computed from amax[group]. With REST, rows after the last group, up to M, get codes with a multiplier
-    of 1 and do not contribute to a maximum.
+    multiplier is computed from amax[group]. With REST, rows after the last group, up to M, get codes with multiplier 1
+    and do not contribute to a maximum.
     """
     program = tl.program_id(0)
     if program < GROUPS:
@@ -192,7 +192,7 @@ def _cast_padding(
     BLOCK_K: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Convert x to codes, with a multiplier of 1, in a tile of the rows after the last group."""
+    """Convert x to codes, with multiplier 1, in a tile after the last group."""
     part = program // TILES_K
     row = first_padding_row(layout, part // (WIDTH // BLOCK_M), GROUPS) + part % (WIDTH // BLOCK_M) * BLOCK_M
     first_m, first_k = row.to(tl.int64), (program % TILES_K * BLOCK_K).to(tl.int64)
@@ -216,7 +216,7 @@ def _scale_of(
     ZERO_IS_ONE: tl.constexpr,
     STORES: tl.constexpr,
 ):
-    """Return the multiplier of a group, given or computed from its amax; STORES: write its inverse."""
+    """Multiplier for a group, given or computed from its amax; STORES: write its inverse."""
     if multiplier is not None:
         factor = given_multiplier(multiplier + OFFSET + group * STRIDE, ZERO_IS_ONE)
         decode = tl.div_rn(1.0, factor)
@@ -232,11 +232,11 @@ def store_transposed(
     codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles,
     BY_ROWS: tl.constexpr, EVEN: tl.constexpr, TILED: tl.constexpr = False,
 ):  # fmt: skip
-    """Store a tile's codes in the group's [K, rows rounded up to 128], or in its [K, M] for matrices of one size.
+    """Store a tile's codes in the group's [K, rows rounded up to 128], or in its [K, M] for equal-sized matrices.
 
     With TILED, every 128 rows of a group are stored as [K, 128].
-    With EVEN, no column of the tile is past K and, for matrices, no row past M. Groups of rows need no mask along the
-    rows, because they are rounded up; a mask would split the stores into single words.
+    With EVEN, no tile column is past K and, for matrices, no row past M. Row groups need no mask along the rows,
+    because they are rounded up; a mask would split the stores into single words.
     """
     if BY_ROWS:
         if TILED:
@@ -261,7 +261,7 @@ def store_transposed(
 
 @functools.lru_cache(maxsize=1024)
 def maximum(shape: tuple[int, int], groups: int, by_rows: bool) -> Launch:
-    """Return the launch (x [total, K] or one matrix [M, K], table | None, layout | None) -> amax float32 [groups]."""
+    """Launch (x [total, K] or one matrix [M, K], table | None, layout | None) -> amax float32 [groups]."""
     block_m, block_k, warps = _MAXIMUM_TILE
     grid, scalars, even = grid_of(shape, groups, by_rows, block_m, block_k)
     outputs = (Output((groups,), "float32", begins=0.0),)
@@ -275,7 +275,7 @@ def cast(
     power_of_two: bool, epsilon: float, rowwise: bool, columnwise: bool, *,
     records: bool, zero_is_one: bool = False, rest: bool = False, tiled: bool = False,
 ) -> Launch:  # fmt: skip
-    """Return the launch (x, table | None, layout | None, multiplier | None, amax) -> codes, codes_t, scale [groups, 4].
+    """Launch (x, table | None, layout | None, multiplier | None, amax) -> codes, codes_t, scale [groups, 4].
 
     x is [total, K] or one of the matrices [M, K] with even M. codes is present if rowwise, codes_t if columnwise.
 
@@ -283,8 +283,8 @@ def cast(
         stride: The given multiplier and amax of group e are at offset + e * stride.
         offset: See stride.
         records: The multiplier is given, and amax becomes max(amax, max|x|); otherwise it is computed from amax.
-        zero_is_one: Read a given multiplier of 0 as 1.
-        rest: Also quantize the rows after the last group, with a multiplier of 1.
+        zero_is_one: Read a given zero multiplier as 1.
+        rest: Also quantize the rows after the last group, with multiplier 1.
         tiled: codes_t are [K, 128] for every tile of 128 rows.
     """
     assert not (rest and (columnwise or not by_rows)), "rows that are no group's have codes by rows alone"
@@ -312,10 +312,10 @@ def by_tensor(
     shape: tuple[int, int], groups: int, by_rows: bool, element: Element, power_of_two: bool, epsilon: float,
     rowwise: bool, columnwise: bool, slots: tuple[int, int] | None, tiled: bool = False,
 ) -> Program:  # fmt: skip
-    """Return the program (x, table | None, layout | None, codes, codes_t, scale) with one scale per group.
+    """Program (x, table | None, layout | None, codes, codes_t, scale) with one scale per group.
 
     x is [total, K] or one of the matrices [M, K]; the caller allocates codes, codes_t and scale. The scale is computed
-    from the group's maximum, unless `slots` are the stride and offset of given scales and of their maxima; then the
+    from the group's maximum, unless `slots` are the stride and offset for given scales and their maxima; then the
     inputs are (x, table, layout, multiplier, amax, codes, codes_t, scale). See `cast` for tiled.
     """
     given, into = ("x", "table", "layout"), ("codes", "codes_t", "scale")
@@ -336,14 +336,14 @@ def by_tensor(
 
 
 def tables_of(by_rows: bool) -> tuple[AddressTable, ...]:
-    """Return the table of addresses through which matrices are read; groups of rows need none."""
+    """Address table through which matrices are read; row groups need none."""
     return () if by_rows else (AddressTable(1, (READ,)),)
 
 
 def codes_of(
     shape: tuple[int, int], groups: int, by_rows: bool, element: Element, rowwise: bool, columnwise: bool
 ) -> tuple[Output | None, Output | None]:
-    """Return codes and their transposes; the rounded-up number of rows depends on the groups."""
+    """Codes and transposed codes as outputs; the rounded-up row count depends on the groups."""
     dtype = codes_dtype(element)
     stack = () if by_rows else (groups,)
     return (
@@ -359,7 +359,7 @@ _CAST_TILE = (128, 64, 8)
 def grid_of(
     shape: tuple[int, int], groups: int, by_rows: bool, block_m: int, block_k: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int], bool]:
-    """Return (grid, the kernels' scalars, whether every tile ends with the matrix's columns, and rows by address)."""
+    """Compute (grid, the kernels' scalars, whether every tile ends with the matrix's columns, and rows by address)."""
     rows, depth = shape
     tiles_k = ceil_div(depth, block_k)
     if by_rows:

@@ -1,10 +1,10 @@
-"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e for consecutive groups of rows.
+"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e for consecutive row groups.
 
-The positions of the groups are in a tensor on the device (`grouped_layout`). Codes that are contracted along the rows
+The group positions are in a tensor on the device (`grouped_layout`). Codes that are contracted along the rows
 are stored group by group, each [columns, rows rounded up to 128] with zeros at the end.
 
-Partial sums are float32. FP8 products with one scale per tensor either accumulate in the tensor cores, which keep
-about 14 bits of the sum, or promote it every BLOCK_K elements; products with block scales promote it every block.
+Partial sums are float32. FP8 products with one scale per tensor either accumulate in the tensor cores, which keep about
+14 bits of the sum, or promote it every BLOCK_K elements; products with block scales promote it every block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BY_BLOCK = tl.constexpr(BLOCK_SCALES)
 
 @triton.jit
 def base_of(matrices, table, group, size):
-    """Return the address of matrix `group` in a stack, or in a table of addresses if there is one."""
+    """Address of matrix `group` in a stack, or in an address table if there is one."""
     if table is None:
         base = matrices + group.to(tl.int64) * size
     else:
@@ -70,7 +70,7 @@ def rows_kernel(
     CLEARS: tl.constexpr,
     ROW_MAJOR: tl.constexpr,
 ):
-    """Compute out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T (TRANSPOSED: @ b_e [K, N]).
+    """Compute out [total, N]: group e has a's rows [.., K] @ b_e [N, K].T (TRANSPOSED: @ b_e [K, N]).
 
     Args:
         scale_a: Per tensor [GROUPS, SLOT]; per block, group after group, [ceil(K / 128), rows], or all rows together,
@@ -100,7 +100,7 @@ def rows_kernel(
     # Rows past the end are clamped rather than masked: their results are not stored.
     read_m = tl.minimum(m, rows - first_m - 1)
     read_n = tl.minimum(n, N - 1)
-    # A matrix can have more than 2^31 elements. The tiles' first offsets are computed outside of the loop.
+    # A matrix can have more than 2^31 elements. The tiles' first offsets are computed outside the loop.
     a_tile = a + corner * K + (read_m.to(tl.int64)[:, None] * K + k[None, :])
     b_base = base_of(b, table, group, tl.cast(N, tl.int64) * K)
     if TRANSPOSED:
@@ -149,7 +149,7 @@ def columns_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BAND: tl.constexpr,
     STAGES: tl.constexpr, TOGETHER: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
-    """Compute out_e [N, K] = sum over the rows of group e of a [.., N] and b [.., K], or of codes [N, rows], [K, rows].
+    """Compute out_e [N, K], summed over group e's rows of a [.., N] and b [.., K], or of codes [N, rows], [K, rows].
 
     Args:
         TOGETHER: The codes of all groups are one matrix [N, TOTAL] and one [K, TOTAL], in which groups begin at tiles.
@@ -230,7 +230,7 @@ def columns_kernel(
 
 @triton.jit
 def row_sums_kernel(x, layout, sums, N, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Compute sums [GROUPS, N] of every group's rows of x [total, N], in float32 and in a fixed order."""
+    """Compute sums [GROUPS, N] over every group's rows in x [total, N], in float32 and in a fixed order."""
     group = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -260,14 +260,14 @@ def product_of_rows(
     shared_memory: int = 1 << 30,
     hopper: bool = True,
 ) -> Launch:
-    """Return the launch (a [total, depth], b, table | None, scale_a, scale_b, bias | None, layout) -> out.
+    """Launch (a [total, depth], b, table | None, scale_a, scale_b, bias | None, layout) -> out.
 
     out is [total, width], and bias is [groups, width].
 
     Args:
-        by_address: b is one of the matrices of the table.
+        by_address: b is one of the table's matrices.
         clears: Rows after the last group become zero; otherwise they are not written.
-        row_major: Block scales of a are [total, ceil(depth / 128)]; otherwise those of each group are transposed.
+        row_major: Block scales of a are [total, ceil(depth / 128)]; otherwise each group's scales are transposed.
         hopper: The GPU has Hopper's matrix instructions, which four warps execute together.
     """
     block_n, block_k, band, stages, warps = _tile_of_rows(width, scaling, shared_memory, hopper)
@@ -311,14 +311,14 @@ def product_of_columns(
     shared_memory: int = 1 << 30,
     hopper: bool = True,
 ) -> Launch:
-    """Return the launch (a, b, scale_a, scale_b, layout, table of results | None) -> out [groups, width, depth].
+    """Launch (a, b, scale_a, scale_b, layout, table of results | None) -> out [groups, width, depth].
 
     Args:
-        together: Rows of all groups, if their codes are one matrix [width, together] and one [depth, together]; 0: the
-            codes of each group are contiguous.
+        together: Total rows in all groups, if their codes are one matrix [width, together] and one [depth, together];
+            with 0, each group's codes are contiguous.
         tiled: The codes are [width, 128] and [depth, 128] for every tile of 128 rows.
-        by_address: The table's matrices are written; out is one of them, for its dtype.
-        accumulates: Add to the values of out.
+        by_address: The table's matrices are written; out is one table matrix, for its dtype.
+        accumulates: Add to the values in out.
         hopper: See `product_of_rows`.
     """
     block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory, hopper)
@@ -350,24 +350,25 @@ def product_of_columns(
 
 @functools.lru_cache(maxsize=1024)
 def row_sums(width: int, groups: int) -> Launch:
-    """Return the launch (x [total, width], layout) -> sums float32 [groups, width]."""
+    """Launch (x [total, width], layout) -> sums float32 [groups, width]."""
     grid = (groups, ceil_div(width, 128), 1)
     outputs = (Output((groups, width), "float32"),)
     return Launch(row_sums_kernel, grid, outputs, (width,), (groups, 32, 128), warps=4)
 
 
-# Off Hopper, 128 x 128 sums of tensor-scaled FP8 products in the registers of 4 warps spill 392 to 672 bytes.
+# Off Hopper, 128 x 128 sums of tensor-scaled FP8 products in 4 warps' registers spill 392 to 672 bytes.
 _WARPS = 8
-_LARGE = 200 << 10  # bytes of shared memory for four stages of the wide tiles
+_LARGE = 200 << 10  # shared-memory bytes for four wide-tile stages
 
 
 def _tile_of_rows(
     width: int, scaling: int, shared_memory: int, hopper: bool
 ) -> tuple[int, int, int, int, int]:
-    """Return (columns, depth, tiles per band, stages, warps) of a program's tile of 128 rows."""
-    # H200, TFLOP/s, 64 groups of 512 x 1408 x 2048 and 8 of 2048 x 4096 x 2048: bfloat16 128 columns, 3 stages, 4 warps
-    # 641 and 687, 256 columns, 4 stages, 8 warps 597 and 713; e4m3 fast 128 columns 1065 and 1174, 256 1000 and 1182;
-    # promoted 884 and 949, 387 and 508; block scales 64 columns, 4 warps 725 and 766, 128 columns, 8 warps 691 and 727.
+    """Choose (columns, depth, tiles per band, stages, warps) for a program's 128-row tile."""
+    # H200, TFLOP/s, 64 groups with 512 x 1408 x 2048 and 8 with 2048 x 4096 x 2048: bfloat16 128 columns, 3 stages, 4
+    # warps 641 and 687, 256 columns, 4 stages, 8 warps 597 and 713; e4m3 fast 128 columns 1065 and 1174, 256 1000 and
+    # 1182; promoted 884 and 949, 387 and 508; block scales 64 columns, 4 warps 725 and 766, 128 columns, 8 warps 691
+    # and 727.
     if scaling == UNSCALED:
         return (256, 64, 8, 4, 8) if width % 256 == 0 and shared_memory > _LARGE else (128, 64, 4, 3, 4)
     if scaling == BLOCK_SCALES:
@@ -376,7 +377,7 @@ def _tile_of_rows(
 
 
 def _tile_of_columns(scaling: int, shared_memory: int, hopper: bool) -> tuple[int, int, int, int, int, int]:
-    """Return (rows of the result, its columns, contracted rows per step, tiles per band, stages, warps)."""
+    """Choose (result rows, result columns, contracted rows per step, tiles per band, stages, warps)."""
     # H200, TFLOP/s, the same shapes: bfloat16 256 columns 502 and 712, 128 columns 473 and 620; e4m3 promoted 601
     # and 949, 256 columns 353 and 472; block scales 64 x 128 with 4 warps 472 and 676, 128 x 128 with 8 316 and 449.
     if scaling == UNSCALED:

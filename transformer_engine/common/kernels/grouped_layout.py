@@ -1,7 +1,7 @@
-"""The positions of consecutive groups of rows as an int32 tensor on the device, without a copy of sizes to the host.
+"""Positions of consecutive row groups as an int32 tensor on the device, without copying sizes to the host.
 
-The layout contains the first row of every group and the end of the last, the first tile of 128 rows of every group and
-the end of the last, and the group of every tile.
+The layout contains every group's first row and the last group's end, every group's first 128-row tile and the last
+group's end tile, and every tile's group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROWS = tl.constexpr(TILE_ROWS)
 
 
 def tiles_at_most(total: int, groups: int) -> int:
-    """Return the maximum number of tiles of 128 rows: each group has at most one partly filled tile."""
+    """Maximum number of 128-row tiles: each group has at most one partly filled tile."""
     return total // TILE_ROWS + groups
 
 
@@ -27,7 +27,7 @@ def tiles_at_most(total: int, groups: int) -> int:
 def layout_kernel(
     splits, layout, TOTAL, TILES, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute the layout of splits [GROUPS], rows per group, clamped to TOTAL; WIDTH is a power of two above GROUPS."""
+    """Compute the layout for splits [GROUPS], rows per group, up to TOTAL; WIDTH is a power of two above GROUPS."""
     e = tl.arange(0, WIDTH)
     rows = tl.load(splits + e, mask=e < GROUPS, other=0).to(tl.int32)
     ends = tl.minimum(tl.cumsum(tl.maximum(rows, 0), 0), TOTAL)
@@ -45,13 +45,13 @@ def layout_kernel(
 
 @triton.jit
 def group_of_tile(layout, tile_m, GROUPS: tl.constexpr):
-    """Return the group of a tile; GROUPS for a tile that does not exist."""
+    """Group of a tile; GROUPS for a tile that does not exist."""
     return tl.load(layout + 2 * (GROUPS + 1) + tile_m)
 
 
 @triton.jit
 def group_or_none(layout, tile_m, TILES, GROUPS: tl.constexpr):
-    """Return the group of one of TILES tiles; the last tile is after all groups for any sizes, and returns GROUPS.
+    """Group for one of TILES tiles; the last tile is after all groups for any sizes, and returns GROUPS.
 
     One tile more than `tiles_at_most` suffices for every row to be in a tile: if S of T rows are in groups, the groups
     need at most (S + 127 GROUPS) / 128 tiles, so that T // 128 + GROUPS + 1 leave (T - S) / 128 or more.
@@ -61,13 +61,13 @@ def group_or_none(layout, tile_m, TILES, GROUPS: tl.constexpr):
 
 @triton.jit
 def first_padding_row(layout, tile_m, GROUPS: tl.constexpr):
-    """Return the first row of a tile after all groups; such tiles begin after the last row of the last group."""
+    """First row of a tile after all groups; such tiles begin after the last group's last row."""
     return tl.load(layout + GROUPS) + (tile_m - tl.load(layout + 2 * GROUPS + 1)) * ROWS
 
 
 @triton.jit
 def rows_of_group(layout, group, GROUPS: tl.constexpr):
-    """Return (first row, rows, first tile, tiles) of a group."""
+    """Look up (first row, rows, first tile, tiles) for a group."""
     start = tl.load(layout + group)
     rows = tl.load(layout + group + 1) - start
     first_tile = tl.load(layout + GROUPS + 1 + group)
@@ -76,7 +76,7 @@ def rows_of_group(layout, group, GROUPS: tl.constexpr):
 
 @functools.lru_cache(maxsize=256)
 def layout_of(total: int, groups: int) -> Launch:
-    """Return the launch (splits [groups] of any integer type) -> layout int32 [layout_size]."""
+    """Launch (splits [groups] with any integer type) -> layout int32 [layout_size]."""
     tiles = tiles_at_most(total, groups)
     width = triton.next_power_of_2(groups)
     block = max(1, min(128, 8192 // width))

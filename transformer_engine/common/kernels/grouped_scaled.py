@@ -1,7 +1,7 @@
-"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e of MXFP8 or NVFP4 codes, per group of rows.
+"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e from MXFP8 or NVFP4 codes, per row group.
 
 Matrix instructions read the block scales (`scaled_product.py`), which are row-major here: a group may begin at any row
-of a tile of swizzled scales. The positions of the groups are in a tensor on the device (`grouped_layout`). NVFP4 has a
+in a tile of swizzled scales. The group positions are in a tensor on the device (`grouped_layout`). NVFP4 has a
 second-level scale per group and operand, or per row.
 """
 
@@ -26,19 +26,19 @@ from .grouped_layout import (
 )
 from .launch import WRITTEN, AddressTable, Launch, Output
 
-# Divisor of the groups' rows in a product of columns: loads of 16 bytes of packed codes stay aligned.
+# Divisor of the groups' rows in a column product: 16-byte loads of packed codes stay aligned.
 ROW_MULTIPLE = 32
 ALIGN = tl.constexpr(ROW_MULTIPLE)
 
 
 @dataclass(frozen=True)
 class BlockScales:
-    """The block scales of both operands.
+    """Block scales for both operands.
 
     Attributes:
         elements: Elements of both operands: "e4m3" or "e5m2" with exponents, or "e2m1" twice, packed in pairs.
         length: Elements per block scale.
-        factor: Factor of the product of both second-level maxima; None without a second level.
+        factor: Factor for the product of both second-level maxima; None without a second level.
         row_scaled: The left operand has one maximum per row instead of one per group.
     """
 
@@ -61,7 +61,7 @@ def rows_kernel(
     CLEARS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T; b [GROUPS, N, K].
+    """Compute out [total, N]: group e has a's rows [.., K] @ b_e [N, K].T; b [GROUPS, N, K].
 
     Args:
         scale_a: Block scales [total, K / LENGTH].
@@ -177,7 +177,7 @@ def columns_kernel(
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Compute out_e [N, K] = sum over the rows of group e of a [N, TOTAL] and b [K, TOTAL]; groups have ALIGN i rows.
+    """Compute out_e [N, K], summed over group e's rows in a [N, TOTAL] and b [K, TOTAL]; groups have ALIGN i rows.
 
     Args:
         scale_a: Block scales [N, TOTAL / LENGTH].
@@ -190,7 +190,7 @@ def columns_kernel(
     group = tl.program_id(0) // (tiles_n * tiles_k)
     tile_n, tile_k = tile.position(tl.program_id(0) % (tiles_n * tiles_k), tiles_n, tiles_k, BAND)
     start, rows, _, _ = rows_of_group(layout, group, GROUPS)
-    # Multiples that the compiler sees, for loads of 16 bytes and their masks.
+    # Multiples that the compiler sees, for 16-byte loads and their masks.
     start = start // ALIGN * ALIGN
     first_s = start // LENGTH
     rows = rows // ALIGN * ALIGN
@@ -248,9 +248,9 @@ def columns_kernel(
     tl.store(places, total.to(out.dtype.element_ty), mask=inside)
 
 
-# Tiles of 128 x 128 with 8 warps, of 128 elements per step: tcgen05.mma on 10.x and 11.0 with at least 128 rows, and
-# mma.sync without stack on 12.x, where 256 elements of NVFP4 per step spill 40 bytes. The stages, by codes per byte,
-# fit its 99 KiB. Compiled with Triton 3.6 to 3.9.
+# 128 x 128 tiles with 8 warps, 128 elements per step: tcgen05.mma on 10.x and 11.0 with at least 128 rows, and mma.sync
+# without stack on 12.x, where 256 NVFP4 elements per step spill 40 bytes. The stages, by codes per byte, fit its 99
+# KiB. Compiled with Triton 3.6 to 3.9.
 _SIDE, _STEP, _STAGES, _WARPS = 128, 128, {1: 3, 2: 5}, 8
 
 
@@ -259,9 +259,9 @@ def product_of_rows(
     total: int, width: int, depth: int, groups: int, scales: BlockScales,
     *, clears: bool = False, tma: bool = False,
 ) -> Launch:  # fmt: skip
-    """Return the launch (a [total, depth], b, layout, scales, maxima | None, bias | None) -> out [total, width].
+    """Launch (a [total, depth], b, layout, scales, maxima | None, bias | None) -> out [total, width].
 
-    Scales and maxima are those of a and b. Codes of 4 bits are packed: a is [total, depth / 2].
+    Scales and maxima are passed for a and b. 4-bit codes are packed: a is [total, depth / 2].
 
     Args:
         clears: Rows after the last group become zero; otherwise they are not written.
@@ -287,13 +287,13 @@ def product_of_columns(
     total: int, width: int, depth: int, groups: int, scales: BlockScales,
     *, accumulates: bool = False, by_address: bool = False, tma: bool = False,
 ) -> Launch:  # fmt: skip
-    """Return the launch (a, b, scales, maxima | None, layout, table of results | None) -> out [groups, width, depth].
+    """Launch (a, b, scales, maxima | None, layout, table of results | None) -> out [groups, width, depth].
 
-    Scales and maxima are those of a and b.
+    Scales and maxima are passed for a and b.
 
     Args:
-        accumulates: Add to the values of out.
-        by_address: The table's matrices are written; out is one of them, for its dtype.
+        accumulates: Add to the values in out.
+        by_address: The table's matrices are written; out is one table matrix, for its dtype.
         tma: See `product_of_rows`.
     """
     grid = (groups * ceil_div(width, _SIDE) * ceil_div(depth, _SIDE), 1, 1)

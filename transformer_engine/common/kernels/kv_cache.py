@@ -1,7 +1,7 @@
-"""cache[slot(sequence, start + i)] = new token i of each sequence, keys and values in one launch.
+"""cache[slot(sequence, start + i)] = new token i in each sequence, keys and values in one launch.
 
-A slot is a token's row of a cache [pages or sequences, tokens, heads, size]. A sequence's slots are consecutive;
-with a page table, they are consecutive inside a page.
+A slot is a token's row in a cache [pages or sequences, tokens, heads, size]. A sequence's slots are consecutive; with a
+page table, they are consecutive inside a page.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from ..formats import ceil_div
 from .launch import Launch
 
-_ELEMENTS = 4096  # elements of a program's tile: 8 KiB of bfloat16 in flight for 4 warps
+_ELEMENTS = 4096  # elements per program tile: 8 KiB of bfloat16 in flight for 4 warps
 
 
 @triton.jit
@@ -66,10 +66,10 @@ def append_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Copy BLOCK_TOKENS new tokens of one sequence; cu_cached includes them: the first has index cached - new.
+    """Copy BLOCK_TOKENS new tokens in one sequence; cu_cached includes them: the first has index cached - new.
 
-    Each sequence has `blocks` consecutive programs. One axis of the grid numbers them all, because the other axes end
-    at 65,535 programs, fewer than the blocks of a long prompt.
+    Each sequence has `blocks` consecutive programs. One grid axis numbers them all, because the other axes end at
+    65,535 programs, fewer than a long prompt's blocks.
     """
     sequence = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -107,20 +107,20 @@ def append(
     pages: int,
     table_stride: int,
 ) -> Launch:
-    """Return the launch (new_k, new_v, k_cache, v_cache, page_table | None, cu_new, cu_cached) that writes the caches.
+    """Launch (new_k, new_v, k_cache, v_cache, page_table | None, cu_new, cu_cached) that writes the caches.
 
     Args:
         batch: Number of sequences.
         longest: Maximum number of new tokens per sequence.
         heads: Number of heads.
-        sizes: Features of a key's and a value's head.
+        sizes: Features per key head and value head.
         strides: Strides of new_k's, then new_v's sequence, token and head axes, in elements; a packed tensor's first
             stride is 0.
         packed: The new tokens are packed.
         capacity: Maximum number of tokens per sequence; later tokens are not written.
         page_size: Tokens per page; unused without pages.
-        pages: Number of pages; tokens of other pages are not written.
-        table_stride: Elements between two rows of the page table; unused without pages.
+        pages: Number of pages; tokens on other pages are not written.
+        table_stride: Elements between two page-table rows; unused without pages.
     """
     blocks = [min(triton.next_power_of_2(heads * size), 2048) for size in sizes]
     tokens = max(1, min(triton.next_power_of_2(longest), _ELEMENTS // max(blocks)))

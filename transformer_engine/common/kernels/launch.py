@@ -39,12 +39,12 @@ _FAST_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 _DIRECT_VERSIONS = ("3.6",)
 # Programs per dimension (CUDA C++ Programming Guide, compute capabilities).
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
-# Rows, columns and strides of a matrix whose kernels compute offsets inside a tile in 32 bits: below it, the offsets of
-# 256 rows are below 2^31.
+# Limit for rows, columns and strides of a matrix whose kernels compute offsets inside a tile in 32 bits: below it, the
+# offsets of 256 rows are below 2^31.
 LARGEST_EXTENT = 1 << 23
-MEASURED_MEMORY = 227 << 10  # shared memory of an H200, on which plans were measured
-MEASURED_THREADS = 2048  # threads of its multiprocessors
-_EXCHANGE_BYTES = 20 << 10  # 16 KiB of codes, and the buffers of reductions
+MEASURED_MEMORY = 227 << 10  # shared memory on an H200, on which plans were measured
+MEASURED_THREADS = 2048  # threads per H200 multiprocessor
+_EXCHANGE_BYTES = 20 << 10  # 16 KiB of codes, and buffers for reductions
 ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers that are not multiples of this
 
 
@@ -59,7 +59,7 @@ MISSING: str | None = _missing()
 
 
 def missing(hardware: Hardware) -> str | None:
-    """Return the reason why Triton is unavailable on a GPU, or None.
+    """Reason why Triton is unavailable on a GPU, or None.
 
     Triton is imported only after a GPU has been found.
     """
@@ -70,7 +70,7 @@ def missing(hardware: Hardware) -> str | None:
 
 
 class Machine(NamedTuple):
-    """Multiprocessors, shared memory per program in bytes, bytes read per element of a tile, threads per processor."""
+    """Multiprocessors, shared memory per program in bytes, bytes read per tile element, threads per processor."""
 
     processors: int
     shared_memory: int
@@ -83,7 +83,7 @@ class Machine(NamedTuple):
         return self.shared_memory >= MEASURED_MEMORY and self.threads >= MEASURED_THREADS
 
     def stages(self, tile: int, stages: int) -> int:
-        """Largest number of pipeline stages, at most `stages`, for tiles of this many elements.
+        """Most pipeline stages, at most `stages`, for tiles with this many elements.
 
         All stages but the current one are in the shared memory, which also exchanges results between threads.
         """
@@ -93,13 +93,13 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a launch allocates and the kernel writes; its pointer follows those of the inputs.
+    """A tensor that a launch allocates and the kernel writes; its pointer follows the input pointers.
 
     Attributes:
         shape: None: unknown to the record; the caller allocates the tensor.
-        dtype: torch's name of the dtype; None: the dtype of the caller's tensor.
+        dtype: torch's dtype name; None: the caller's tensor dtype.
         transposed: Callers get its .t().
-        begins: Initial value of the elements when the kernel starts; None: any.
+        begins: Initial element value when the kernel starts; None: any.
     """
 
     shape: tuple[int, ...] | None
@@ -109,10 +109,10 @@ class Output:
 
 
 class AddressTable(NamedTuple):
-    """An input of addresses, int64 [entries] or [entries, columns]; the caller keeps their tensors alive.
+    """An address input, int64 [entries] or [entries, columns]; the caller keeps their tensors alive.
 
     Attributes:
-        place: Index of the input.
+        place: Input index.
         columns: READ or WRITTEN, the kernel's access to the tensor at an address; NUMBER: not an address.
     """
 
@@ -125,7 +125,7 @@ READ, WRITTEN, NUMBER = "read", "written", "number"
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """kernel[grid](*inputs, *outputs, *scalars, *constants), for inputs of any dtype.
+    """kernel[grid](*inputs, *outputs, *scalars, *constants), for inputs with any dtype.
 
     The record names every tensor that the kernel writes, so that any framework can start it: a tensor that torch writes
     in place is, in JAX, an operand that is aliased to a result.
@@ -133,7 +133,7 @@ class Launch:
     Attributes:
         outputs: Tensors that each call allocates, in the order of the kernel's arguments; None: not requested.
         scalars: Run-time arguments; part of the record, because Triton specializes on their values.
-        constants: Compile-time arguments. The last one of a kernel that converts FP8 codes is `conversion.NATIVE`,
+        constants: Compile-time arguments. In a kernel that converts FP8 codes, the last one is `conversion.NATIVE`,
             which the GPU's conversion replaces; any other conversion is used on every GPU.
         registers: Registers per thread at launch, which specialized warps then redistribute; None: the compiler's
             choice.
@@ -142,8 +142,8 @@ class Launch:
         fuses: A product and a following sum may become one fused multiply-add, which rounds once.
         in_place: Indices of inputs that are also written, if present; they are passed once.
         tables: Inputs with the addresses of further tensors.
-        handles: Starters of the compiled kernel, by the properties that the record does not fix.
-        makers: Allocators of the outputs, by device; filled by a framework.
+        handles: Starters for the compiled kernel, by the properties that the record does not fix.
+        makers: Output allocators, by device; filled by a framework.
 
     Raises:
         ValueError: CUDA cannot start the grid; see LARGEST_GRID.
@@ -173,13 +173,13 @@ class Launch:
 
     @property
     def inputs(self) -> int:
-        """Number of inputs of the kernel."""
+        """Number of kernel inputs."""
         rest = len(self.outputs) + len(self.scalars) + len(self.constants)
         return len(self.kernel.arg_names) - rest
 
 
 def codes_dtype(element: Element) -> str:
-    """Return torch's name of the dtype that stores an element's codes."""
+    """torch's name for the dtype that stores an element's codes."""
     return _DTYPES[element.name]
 
 
@@ -224,12 +224,12 @@ def check_memory(tensor: Any) -> None:
 
 
 def starter(launch: Launch, tensors: Tensors) -> Any:
-    """Return the starter f(device, pointers, tensors, made) that `start` uses for these dtypes and this alignment."""
+    """Look up the starter f(device, pointers, tensors, made) that `start` uses for these dtypes and this alignment."""
     return _compile(launch, tensors)
 
 
 def _compile(launch: Launch, tensors: Tensors) -> Any:
-    """Return a callable (device, pointers, tensors, made) that starts the kernel compiled for this alignment."""
+    """Build a callable (device, pointers, tensors, made) that starts the kernel compiled for this alignment."""
     _check(launch, tensors)
     dtypes = [None if tensor is None else str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     names = launch.kernel.arg_names
@@ -262,10 +262,10 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
 
 
 def _with_scratch(start: Callable[..., None]) -> Callable[..., None]:
-    """Return a starter of a kernel with scratch memory, such as for descriptors of the copy engine.
+    """Wrap a starter for a kernel with scratch memory, such as for copy-engine descriptors.
 
-    Triton allocates it by a function that belongs to a context: threads of backward passes have another context, and
-    the caller's own kernels keep the caller's function.
+    Triton allocates it by a function that belongs to a context: backward-pass threads have another context, and the
+    caller's own kernels keep the caller's function.
     """
     from triton import set_allocator
 
@@ -277,14 +277,14 @@ def _with_scratch(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Allocate bytes on the current device, by multiples of 512, which no kernel exceeds."""
+    """Allocate bytes on the current device, in multiples of 512, which no kernel exceeds."""
     import torch
 
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def _hardware_of(tensors: Tensors) -> Hardware:
-    """Return the row of the tensors' GPU, which is the current one; a row without a GPU in the interpreter."""
+    """Hardware row for the tensors' GPU, which is the current one; a row without a GPU in the interpreter."""
     first = next((tensor for tensor in tensors if tensor is not None), None)
     if first is None or first.device.type != "cuda":
         return NO_GPU
@@ -307,7 +307,7 @@ def _bytes(tensors: Tensors) -> list[Tensor | None]:
 
 
 def compile_options(warps: int, registers: int | None, fuses: bool = True) -> dict[str, Any]:
-    """Return Triton's compile options of a launch; see `Launch`."""
+    """Triton's compile options for a launch; see `Launch`."""
     options: dict[str, Any] = {"num_warps": warps, "num_stages": 1}
     if not fuses:
         options["enable_fp_fusion"] = False
@@ -343,7 +343,7 @@ def _check(launch: Launch, tensors: Tensors) -> None:
     """Raise an error unless the tensors are on one device, and their number and the outputs' dtypes match the record.
 
     Raises:
-        AssertionError: The number of tensors or the dtype of an output differs.
+        AssertionError: The tensor count or an output's dtype differs.
         ValueError: The tensors are on several devices.
     """
     name = launch.kernel.fn.__name__
@@ -369,7 +369,7 @@ def _check(launch: Launch, tensors: Tensors) -> None:
 
 
 def _without_wrapper(launcher: Any) -> tuple[Any, ...] | None:
-    """Return Triton 3.6's compiled launcher and the arguments of its Python wrapper; None for other versions.
+    """Triton 3.6's compiled launcher and the arguments of its Python wrapper; None for other versions.
 
     The wrapper allocates scratch memory, which few kernels use.
     """
@@ -389,7 +389,7 @@ def _calling_convention_is_known() -> bool:
 
 
 def current_stream(device: int) -> int:
-    """Return the handle of the device's current CUDA stream."""
+    """Handle of the device's current CUDA stream."""
     return _stream_of()(device)
 
 

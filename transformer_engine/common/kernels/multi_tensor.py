@@ -1,14 +1,14 @@
-"""One launch over the elements of many tensors, through a table of addresses with one row per chunk of a tensor.
+"""One launch over the elements of many tensors, through an address table with one row per tensor chunk.
 
-Row i of a table is [elements of the chunk, address of its first element in list 0, in list 1, ..], so that a program
-reads only its own row. If every address and size is a multiple of 16 (aligned), a thread moves 16 bytes at once.
-Numbers that change between steps (rates) are in a float32 tensor instead of the launch, so that a launch is compiled
-once and a captured graph reads the current values.
+Table row i is [chunk elements, address of its first element in list 0, in list 1, ..], so that a program reads only its
+own row. If every address and size is a multiple of 16 (aligned), a thread moves 16 bytes at once. Numbers that change
+between steps (rates) are in a float32 tensor instead of the launch, so that a launch is compiled once and a captured
+graph reads the current values.
 
 * scale: y = x * factor, and a flag if an x is not finite.
 * squares: partials [chunks] = sum((x * factor)^2).
-* adam: p, m, v after one step of Adam; see `_adam`.
-* sgd: p and its momentum after one step of gradient descent.
+* adam: p, m, v after one Adam step; see `_adam`.
+* sgd: p and its momentum after one gradient-descent step.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..operation_settings import Adam, Sgd
 from .launch import NUMBER, READ, WRITTEN, AddressTable, Launch, Output
 
 CHUNK = 8192  # elements per program
-_BLOCK = 2048  # elements at once: with 256 threads, two 16-byte accesses per thread and list of float32
+_BLOCK = 2048  # elements at once: with 256 threads, two 16-byte accesses per thread and float32 list
 _WARPS = 8
 _BITS = tl.constexpr(0xFFFF)
 
 
 @triton.jit
 def _tensor(table, column: tl.constexpr, columns: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the address of this program's chunk of a list."""
+    """Address of this program's chunk in a list."""
     address = tl.load(table + tl.program_id(0).to(tl.int64) * columns + column)
     if KIND == "float32":
         pointer = address.to(tl.pointer_type(tl.float32))
@@ -45,7 +45,7 @@ def _tensor(table, column: tl.constexpr, columns: tl.constexpr, KIND: tl.constex
 
 @triton.jit
 def _count(table, flag, columns: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the number of elements of this program's chunk; 0 if a flag is not 0."""
+    """Element count of this program's chunk; 0 if a flag is not 0."""
     count = tl.load(table + tl.program_id(0).to(tl.int64) * columns).to(tl.int32)
     if flag is not None:
         count = tl.where(tl.load(flag) == 0, count, 0)
@@ -64,7 +64,7 @@ def _stepped(
     COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return the size of this program's chunk, and the addresses of its gradients, parameters and first states."""
+    """Size of this program's chunk, and its gradient, parameter and first-state addresses."""
     count = _count(table, flag, COLUMNS, ALIGNED)
     g = _tensor(table, 1, COLUMNS, G, ALIGNED)
     p = _tensor(table, 2, COLUMNS, P, ALIGNED)
@@ -123,7 +123,7 @@ def _squares(
 
 @triton.jit
 def _joined(upper, lower):
-    """Return the float32 numbers of a rounded upper half, decremented if it was rounded up, and a lower half."""
+    """Join a rounded upper half, decremented if it was rounded up, and a lower half to float32 numbers."""
     high = upper.to(tl.int32)
     low = lower.to(tl.int32)
     high = tl.where(low < 0, high - 1, high)
@@ -149,7 +149,7 @@ def _adam(
     """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p).
 
     Args:
-        rates: lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, multiplier of the gradient.
+        rates: lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, gradient multiplier.
     """
     count, g_ptr, p_ptr, m_ptr = _stepped(table, flag, G, P, M, COLUMNS, ALIGNED)
     v_ptr = _tensor(table, 4, COLUMNS, V, ALIGNED)
@@ -258,14 +258,14 @@ def _sgd(
 
 
 def scale(chunks: int, kinds: tuple[str, ...], aligned: bool) -> Launch:
-    """Return the launch (table [chunks, 3], factor float32 [1], flag int32 [1]) that writes outputs and flag."""
+    """Launch (table [chunks, 3], factor float32 [1], flag int32 [1]) that writes outputs and flag."""
     tables = (AddressTable(0, (NUMBER, READ, WRITTEN)),)
     constants = (*kinds, aligned, CHUNK, _BLOCK)
     return Launch(_scale, (chunks, 1, 1), (), (), constants, _WARPS, in_place=(2,), tables=tables)
 
 
 def squares(chunks: int, kind: str, aligned: bool) -> Launch:
-    """Return the launch (table [chunks, 2], factor float32 [1] | None) -> partials float32 [chunks]."""
+    """Launch (table [chunks, 2], factor float32 [1] | None) -> partials float32 [chunks]."""
     tables = (AddressTable(0, (NUMBER, READ)),)
     outputs = (Output((chunks,), "float32"),)
     return Launch(
@@ -274,32 +274,32 @@ def squares(chunks: int, kind: str, aligned: bool) -> Launch:
 
 
 def adam(chunks: int, kinds: tuple[str, ...], how: Adam, aligned: bool) -> Launch:
-    """Return the launch (table, rates float32 [10], flag int32 [1] | None) that writes parameters and states.
+    """Launch (table, rates float32 [10], flag int32 [1] | None) that writes parameters and states.
 
     Args:
-        chunks: Number of rows of the table.
-        kinds: Dtypes of gradients, parameters, first and second moments, and masters, if present. Masters of "int16"
-            are the lower halves of float32 numbers whose upper halves are the parameters.
-        how: Settings of the step.
+        chunks: Number of table rows.
+        kinds: Dtypes of gradients, parameters, first and second moments, and masters, if present. "int16" masters are
+            the lower halves of float32 numbers whose upper halves are the parameters.
+        how: Step settings.
         aligned: Every address and size is a multiple of 16.
     """
     lists = len(kinds)
     if lists == 4:
         kinds = (*kinds, None)
     elif kinds[4] == "int16":
-        kinds = (kinds[0], "int16", *kinds[2:])  # the bits of a bfloat16
+        kinds = (kinds[0], "int16", *kinds[2:])  # bits of a bfloat16
     constants = (*kinds, lists + 1, how.decoupled, aligned, CHUNK, _BLOCK)
     tables = (AddressTable(0, (NUMBER, READ, *(WRITTEN,) * (lists - 1))),)
     return Launch(_adam, (chunks, 1, 1), (), (), constants, _WARPS, tables=tables)
 
 
 def sgd(chunks: int, kinds: tuple[str, ...], how: Sgd, aligned: bool) -> Launch:
-    """Return the launch (table, rates float32 [5], flag int32 [1]) that writes parameters, momenta and copies.
+    """Launch (table, rates float32 [5], flag int32 [1]) that writes parameters, momenta and copies.
 
     Args:
-        chunks: Number of rows of the table.
-        kinds: Dtypes of gradients, parameters, momenta, and copies of the parameters, if present.
-        how: Settings of the step.
+        chunks: Number of table rows.
+        kinds: Dtypes of gradients, parameters, momenta, and parameter copies, if present.
+        how: Step settings.
         aligned: Every address and size is a multiple of 16.
     """
     lists = len(kinds)

@@ -22,7 +22,7 @@ GROUP = tl.constexpr(_GROUP)
 
 @triton.jit
 def _exponent(bits, INVERSE_MAXIMUM: tl.constexpr):
-    """Return the smallest e with 2^(e - 127) >= amax / maximum, at most 254; 255 for NaN. `bits` are those of amax."""
+    """Compute the smallest e with 2^(e - 127) >= amax / maximum, at most 254; 255 for NaN. `bits` encode the amax."""
     scaled = (as_float(bits) * INVERSE_MAXIMUM).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = scaled >> 23
     mantissa = scaled & 0x7FFFFF
@@ -34,7 +34,7 @@ def _exponent(bits, INVERSE_MAXIMUM: tl.constexpr):
 
 @triton.jit
 def _multiplier(exponent):
-    """Return 2^(127 - e) as float32; NaN for 255."""
+    """Compute 2^(127 - e) as float32; NaN for 255."""
     inverse = 254 - exponent
     bits = tl.where(inverse == 0, 0x400000, inverse << 23)
     return as_float(tl.where(inverse < 0, 0x7FC00000, bits))
@@ -69,7 +69,7 @@ def _store_row_blocks(
     TILED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Store codes and exponents of the given rows of a tile; bits [ROWS, GROUPS] are the amax of their blocks."""
+    """Store codes and exponents for a tile's given rows; bits [ROWS, GROUPS] are their blocks' amax."""
     exponent = _exponent(bits, INVERSE_MAXIMUM)
     scaled = values.to(tl.float32).reshape(ROWS, GROUPS, GROUP) * _multiplier(exponent)[:, :, None]
     narrow = to_codes(scaled.reshape(ROWS, GROUPS * GROUP), codes.dtype.element_ty, CONVERSION)
@@ -108,11 +108,11 @@ def _tile_of_blocks(
     INVERSE_MAXIMUM: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Quantize one tile of a matrix; see `block_kernel`."""
+    """Quantize one matrix tile; see `block_kernel`."""
     HALF: tl.constexpr = BLOCK_M // 2
     GROUPS_M: tl.constexpr = BLOCK_M // GROUP
     GROUPS_K: tl.constexpr = BLOCK_K // GROUP
-    SPAN: tl.constexpr = GROUP // 2  # pairs of rows in a block of a column
+    SPAN: tl.constexpr = GROUP // 2  # row pairs in a column block
     tiles_k = tl.cdiv(K, 128) * (128 // BLOCK_K) if TILED else tl.cdiv(K, BLOCK_K)
     half = tl.arange(0, HALF)
     k = tl.arange(0, BLOCK_K)
@@ -228,7 +228,7 @@ def matrices_kernel(
     TILED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Quantize as `block_kernel` every matrix of a table of addresses, or of a stack x, into stacks."""
+    """Quantize as `block_kernel` every matrix in an address table, or in a stack x, into stacks."""
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     group = tl.program_id(0) // tiles
     size = tl.cast(M, tl.int64) * K
@@ -252,7 +252,7 @@ def matrices_kernel(
 def matrices(
     shape: tuple[int, int], groups: int, element: Element, rowwise: bool, columnwise: bool, *, square: bool
 ) -> Launch:
-    """Return the launch (x, table | None) -> codes [groups, M, K], scale, codes_t [groups, K, M], scale_t."""
+    """Launch (x, table | None) -> codes [groups, M, K], scale, codes_t [groups, K, M], scale_t."""
     one = blocks(shape, element, rowwise, columnwise, square=square)
     stacks = [
         None if o is None or o.shape is None else Output((groups, *o.shape), o.dtype) for o in one.outputs
@@ -268,11 +268,11 @@ def matrices(
 def blocks(
     shape: tuple[int, int], element: Element, rowwise: bool, columnwise: bool, *, square: bool, tiled: bool = False
 ) -> Launch:  # fmt: skip
-    """Return the launch (x [M, K] contiguous) -> codes, scale [M, ceil(K/32)], codes_t, scale_t [K, ceil(M/32)].
+    """Launch (x [M, K] contiguous) -> codes, scale [M, ceil(K/32)], codes_t, scale_t [K, ceil(M/32)].
 
     Args:
         square: 32 x 32 elements share an exponent.
-        tiled: Scales are in swizzled order, padded to tiles of 128 x 4.
+        tiled: Scales are in swizzled order, padded to 128 x 4 tiles.
     """
     rows, depth = shape
     dtype = codes_dtype(element)
@@ -285,7 +285,7 @@ def blocks(
         Output((depth, rows), dtype) if columnwise else None,
         Output(_extents(depth, ceil_div(rows, _GROUP), tiled), "uint8") if columnwise else None,
     )
-    # Further programs write the padding of whole tiles.
+    # Further programs write the padding in full tiles.
     covered = (round_up(rows, 128), round_up(depth, 128)) if tiled else shape
     return Launch(
         block_kernel,
@@ -307,5 +307,5 @@ def blocks(
 
 
 def _extents(rows: int, columns: int, tiled: bool) -> tuple[int, int]:
-    """Return the shape of scales [rows, columns], padded to whole tiles if `tiled`."""
+    """Scale shape [rows, columns], padded to full tiles if `tiled`."""
     return (round_up(rows, TILE_ROWS), round_up(columns, TILE_COLUMNS)) if tiled else (rows, columns)

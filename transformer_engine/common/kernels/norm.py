@@ -1,11 +1,11 @@
-"""y = (x - mean) * rstdev * gamma + beta, y = x * rstdev * gamma and their gradients, on rows of a matrix.
+"""y = (x - mean) * rstdev * gamma + beta, y = x * rstdev * gamma and their gradients, on matrix rows.
 
-x, dy, dx and y are [rows, width] with unit column stride; an RMSNorm has mean = None. All arithmetic is float32.
-The forward kernels round y to x's dtype and store y, or FP8 codes [rows, width] = saturate(y * multiplier), or both; a
-given amax becomes max(amax, max|y|). There is one multiplier for all elements or, with MAXIMUM above 0, one for each
-1 x 128 block; the inverses of the latter, the scales, are stored as [blocks of a row, rows].
-Each program sums the gradients of gamma and beta over its own rows into a workspace [1 or 2, programs, width], which
-is then summed over the programs in a fixed order. There are no atomics, so that two runs give the same bits.
+x, dy, dx and y are [rows, width] with unit column stride; an RMSNorm has mean = None. All arithmetic is float32. The
+forward kernels round y to x's dtype and store y, or FP8 codes [rows, width] = saturate(y * multiplier), or both; a
+given amax becomes max(amax, max|y|). There is one multiplier for all elements or, with MAXIMUM above 0, one for each 1
+x 128 block; the block multipliers' inverses, the scales, are stored as [blocks per row, rows]. Each program sums the
+gamma and beta gradients over its own rows into a workspace [1 or 2, programs, width], which is then summed over the
+programs in a fixed order. There are no atomics, so that two runs give the same bits.
 
 Longer than 400 lines because the kernels share the tables that size them.
 """
@@ -24,12 +24,12 @@ from .launch import MEASURED_MEMORY, Launch, Machine, Output, codes_dtype
 from .program import Program, ProgramStep
 from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax, to_codes
 
-WIDTH = tl.constexpr(128)  # elements of a block
+WIDTH = tl.constexpr(128)  # elements per block
 
 
 @triton.jit
 def multiplier_of(multiplier, scale, program, ZERO_IS_ONE: tl.constexpr):
-    """Return the multiplier of the codes, 1 without codes; program 0 stores its inverse."""
+    """Code multiplier, 1 without codes; program 0 stores its inverse."""
     factor = 1.0
     if multiplier is not None:
         factor = given_multiplier(multiplier, ZERO_IS_ONE)
@@ -40,7 +40,7 @@ def multiplier_of(multiplier, scale, program, ZERO_IS_ONE: tl.constexpr):
 
 @triton.jit
 def maximum_before(amax):
-    """Return the int32 bits of amax when the program begins; most programs do not exceed it."""
+    """int32 bits of amax when the program begins; most programs do not exceed it."""
     known = 0
     if amax is not None:
         known = tl.load(amax.to(tl.pointer_type(tl.int32)))
@@ -49,7 +49,7 @@ def maximum_before(amax):
 
 @triton.jit
 def record_maximum(amax, bits, known):
-    """Compute amax = max(amax, the number of these bits); as integers, floats are ordered, with NaN as the largest."""
+    """Compute amax = max(amax, the number with these bits), compared as integers, where NaN is the largest."""
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), bits, mask=bits > known, sem="relaxed")
 
 
@@ -58,7 +58,7 @@ def _multipliers_of_blocks(
     rounded, mask, scale, row, rows, first_column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
 ):  # fmt: skip
-    """Return the multiplier of every element of a tile of ROWS x COLUMNS by its block; store the blocks' inverses."""
+    """Look up every element's multiplier by its block in a ROWS x COLUMNS tile; store the blocks' inverses."""
     BLOCK: tl.constexpr = min(WIDTH, COLUMNS)
     COUNT: tl.constexpr = COLUMNS // BLOCK
     bits = tl.where(mask, magnitude_bits(rounded), 0)
@@ -78,10 +78,10 @@ def _emit(
     EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr, POLICY: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):  # fmt: skip
-    """Store the requested results of the tile, rounded to `element`; return int32 bits of its magnitudes, 0 outside.
+    """Store the tile's requested results, rounded to `element`; return its magnitudes' int32 bits, 0 outside.
 
-    Codes are stored in runs as long as the runs in which x is read. Longer runs of 16 bytes would make the compiler
-    distribute the row over the threads differently, and the last bits of the statistics would change.
+    Codes are stored in runs as long as the runs in which x is read. Longer 16-byte runs would make the compiler
+    distribute the row over the threads differently, and the statistics' last bits would change.
     """
     rounded = result.to(element)
     if y is not None:
@@ -101,7 +101,7 @@ def _emit(
 
 @triton.jit
 def _normalize(value, gamma, beta, inside, mean, rstdev, row, valid, width, eps, ZERO_CENTERED: tl.constexpr):
-    """Return the normalized tile [rows, width] of float32 values that are 0 outside; store its statistics.
+    """Normalize a tile [rows, width] of float32 values that are 0 outside; store its statistics.
 
     gamma and beta are pointers: they are read late, so that they need no registers while the sums are computed.
     """
@@ -254,7 +254,8 @@ def forward_wide(
     BLOCK_WIDTH: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Normalize a row of any length per program: one read per statistic and one to scale; later reads hit the cache."""
+    """Normalize one row per program, with any length: one read per statistic and one to scale; later reads hit the
+    cache."""
     row = tl.program_id(0)
     factor = multiplier_of(multiplier, scale, row, ZERO_IS_ONE)
     known = maximum_before(amax)
@@ -344,7 +345,7 @@ def backward_rows(
         normalized = value * inverse[:, None]
         if mean is not None:
             average = tl.load(mean + row, mask=valid, other=0.0)
-            normalized = (value - average[:, None]) * inverse[:, None]  # times a gradient of 0 outside
+            normalized = (value - average[:, None]) * inverse[:, None]  # times a zero gradient outside
             dbeta += gradient
         dgamma += gradient * normalized
         if not KEEPS_GAMMA:
@@ -366,7 +367,7 @@ def backward_rows(
 def _store_sums(
     dgamma, dbeta, mean, workspace, program, programs, first_column, width, BLOCK_WIDTH: tl.constexpr
 ):
-    """Store workspace [1 or 2, programs, width] of one program: the sums over the rows of its two tiles."""
+    """Store one program's workspace [1 or 2, programs, width]: the sums over its two tiles' rows."""
     column = first_column + tl.arange(0, BLOCK_WIDTH)
     partial = workspace + program.to(tl.int64) * width + column
     tl.store(partial, tl.sum(dgamma, 0), mask=column < width)
@@ -391,7 +392,7 @@ def backward_wide(
     ZERO_CENTERED: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Compute dx of a row of any length per program, with two reads: for the two means, and for the gradient."""
+    """Compute dx for one row per program, with any length, in two reads: for the two means, and for the gradient."""
     row = tl.program_id(0)
     offset = row.to(tl.int64)
     lane = tl.arange(0, BLOCK_WIDTH)
@@ -471,7 +472,7 @@ def column_sums(
 def sum_partials(
     workspace, dgamma, dbeta, programs, width, BLOCK_PROGRAMS: tl.constexpr, BLOCK_WIDTH: tl.constexpr
 ):
-    """Compute dgamma (program_id(1) = 0) or dbeta (1) [width] = sum of workspace [program_id(1), programs, width]."""
+    """Compute dgamma (program_id(1) = 0) or dbeta (1) [width], summing workspace [program_id(1), programs, width]."""
     column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     inside = column < width
     source = workspace + tl.program_id(1).to(tl.int64) * programs * width
@@ -493,7 +494,7 @@ def sum_partials(
 
 
 class NormRows(NamedTuple):
-    """The settings of every forward pass: x [rows, width], its row stride in elements, the norm, and the GPU."""
+    """Settings for every forward pass: x [rows, width], its row stride in elements, the norm, and the GPU."""
 
     rows: int
     width: int
@@ -514,9 +515,9 @@ def forward(
     measures: bool = False,
     zero_is_one: bool = False,
 ) -> Launch:
-    """Return the launch of the forward pass.
+    """Forward-pass launch.
 
-    Inputs: x, gamma, beta | None, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which becomes
+    Inputs: x, gamma, beta | None, code multiplier float32 [1] or None, amax float32 [1] or None, which becomes
     max(amax, max|y|). Outputs: codes [rows, width], scale, y [rows, width], mean float32 [rows] if centered, rstdev
     [rows].
 
@@ -525,7 +526,7 @@ def forward(
         element: Codes with one given multiplier; scale is float32 [1], and y is not stored.
         blocks: Codes in 1 x 128 blocks along the rows; multiplier is None, scale is [blocks, rows].
         measures: The first output is amax = max|y| instead.
-        zero_is_one: Read a given multiplier of 0 as 1.
+        zero_is_one: Read a given zero multiplier as 1.
     """
     rows, width, x_stride, dtype, eps, zero_centered, centered, processors, shared_memory = x
     machine = Machine(processors, shared_memory, 4 if dtype == "float32" else 2)
@@ -544,7 +545,7 @@ def forward(
     recorded = () if measures else (4,)
     scalars = (rows, width, x_stride, eps)
     block = triton.next_power_of_2(width)
-    # Rates are those of an H200 in bf16, TB/s; a copy of the same size reaches 4.1 in the same measurement.
+    # Rates are an H200's in bf16, TB/s; a copy with the same size reaches 4.1 in the same measurement.
     if width > 16384:  # RMSNorm 3.5 at 32768, LayerNorm 2.9; whole rows in registers spill: 1.2
         grid, constants = (rows, 1, 1), (*fixed, 8192, NATIVE)
         return Launch(forward_wide, grid, outputs, scalars, constants, warps=32, in_place=recorded)
@@ -589,12 +590,12 @@ def backward(
     processors: int,
     shared_memory: int,
 ) -> Program:
-    """Return the program (dy, x, add | None, gamma, mean | None, rstdev) -> dx, dgamma [width], dbeta [width] | None.
+    """Program (dy, x, add | None, gamma, mean | None, rstdev) -> dx, dgamma [width], dbeta [width] | None.
 
-    dx is [rows, width]; dbeta is present if centered. `strides` are those of dy, x and add (0 without it).
+    dx is [rows, width]; dbeta is present if centered. `strides` belong to dy, x and add (0 without it).
 
     Args:
-        column_bytes: Bytes of one element each of dy, x and add: the size of a pipeline stage per column.
+        column_bytes: Bytes for one element each from dy, x and add: a pipeline stage's size per column.
         shared_memory: Bytes available to one program.
     """
     kinds = 2 if centered else 1
@@ -633,17 +634,17 @@ _GIVEN = ("dy", "x", "add", "gamma", "mean", "rstdev")
 
 
 def _summed(*steps: ProgramStep, sums: Launch) -> Program:
-    """Return the steps, which compute dx and a workspace, followed by the sums of the workspace."""
+    """Append the workspace's sums to the steps, which compute dx and a workspace."""
     gradients = ("dgamma", None if sums.outputs[1] is None else "dbeta")
     return Program(_GIVEN, (*steps, ProgramStep(sums, ("workspace",), gradients)), ("dx", *gradients))
 
 
-# Shared memory of a program's reductions, in addition to its pipeline; 4.1 KB were measured.
+# Shared memory for a program's reductions, in addition to its pipeline; 4.1 KB were measured.
 _REDUCTION_BYTES = 8192
 
 
 def _backward_tile(width: int) -> tuple[int, int, int, int]:
-    """Return (rows of a tile, warps, programs per multiprocessor, stages), with TB/s of an H200 in bf16."""
+    """Choose (tile rows, warps, programs per multiprocessor, stages), with an H200's TB/s in bf16."""
     if width > 8192:
         return 1, 16, 1, 1  # 3.4-3.6 with gamma read again for each row; keeping it spills: 3.2-3.5
     if width > 6144:

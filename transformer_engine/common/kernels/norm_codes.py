@@ -1,4 +1,4 @@
-"""Programs that compute the codes of a norm's output: in the norm's kernel, or with a transpose or cast after it."""
+"""Programs that compute codes from a norm's output: in the norm's kernel, or with a transpose or cast after it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _STATISTICS = ("mean", "rstdev")
 
 
 def one_scale(x: NormRows, how: OneScale) -> Program:
-    """Return the program (x, gamma, beta | None, multiplier | None, record | None) -> codes, scale, codes_t, ...
+    """Program (x, gamma, beta | None, multiplier | None, record | None) -> codes, scale, codes_t, ...
 
-    The last results are amax, mean and rstdev. The codes are transposed, a quarter of the bytes of y, in a separate
+    The last results are amax, mean and rstdev. The codes, with a quarter of y's bytes, are transposed in a separate
     kernel. This holds also for small x, for which the launch costs more: the norm's kernel would store single codes,
     see `tile`. Without a given scale, y is stored and cast.
     """
@@ -37,9 +37,9 @@ def one_scale(x: NormRows, how: OneScale) -> Program:
 
 
 def row_blocks(x: NormRows, blocks: Blocks) -> Program:
-    """Return the program (x, gamma, beta | None) -> codes, scale, None, None, None, mean, rstdev.
+    """Program (x, gamma, beta | None) -> codes, scale, None, None, None, mean, rstdev.
 
-    The kernel that computes y holds whole rows, and therefore every 1 x 128 block of them.
+    The kernel that computes y holds whole rows, and therefore all their 1 x 128 blocks.
     """
     first = step(forward(x, None, blocks), (*_GIVEN[:3], None, None), _MADE)
     results = ("codes", "scale", None, None, None, *(_STATISTICS if x.centered else (None, "rstdev")))

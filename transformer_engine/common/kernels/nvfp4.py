@@ -1,6 +1,6 @@
 """NVFP4 casts: codes [M, K] = e2m1(x / (s * g)), an E4M3 scale s per 16 (or 16 x 16) elements, g per matrix or row.
 
-The columnwise direction can be transformed first, by the Hadamard transform of `primitives.quantize.hadamard`. "4over6"
+The columnwise direction can be transformed first, by the Hadamard transform in `primitives.quantize.hadamard`. "4over6"
 codes every block twice, with its maximum mapped to 6 and to 4, and selects the coding with the smaller error.
 """
 
@@ -39,7 +39,7 @@ _TILE = 64
 
 @triton.jit
 def _butterfly(y, DISTANCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return sums and differences of elements DISTANCE apart, in groups of 2 DISTANCE on the last axis."""
+    """Compute sums and differences of elements DISTANCE apart, in groups of 2 DISTANCE on the last axis."""
     PAIRS: tl.constexpr = COLUMNS // (2 * DISTANCE)
     first, second = tl.split(y.reshape(ROWS, PAIRS, 2, DISTANCE).permute(0, 1, 3, 2))
     return tl.join(first + second, first - second).permute(0, 1, 3, 2).reshape(ROWS, COLUMNS)
@@ -47,10 +47,10 @@ def _butterfly(y, DISTANCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def _transform(x, RANDOM_SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the Hadamard transform of x [ROWS, COLUMNS] in groups of 16 on the last axis, rounded to x's dtype."""
+    """Hadamard transform x [ROWS, COLUMNS] in groups of 16 on the last axis, rounded to x's dtype."""
     y = x.to(tl.float32)
     if RANDOM_SIGN:
-        # Bit i: the sign of element i of a group, +1 +1 +1 -1 +1 -1 -1 -1 -1 -1 -1 +1 -1 +1 -1 -1.
+        # Bit i: sign for element i in a group, +1 +1 +1 -1 +1 -1 -1 -1 -1 -1 -1 +1 -1 +1 -1 -1.
         negative = (0xD7E8 >> (tl.arange(0, COLUMNS) % GROUP)) & 1
         y = y * tl.where(negative == 1, -1.0, 1.0)[None, :]  # not -y: Triton computes 0 - y, which loses -0
     y = _butterfly(y, 1, ROWS, COLUMNS)
@@ -62,7 +62,7 @@ def _transform(x, RANDOM_SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def _maxima(amax, first_r, R, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
-    """Return the maxima for the second-level scales of a tile's rows: [ROWS, 1], or one number for all rows."""
+    """Load the maxima for a tile's second-level row scales: [ROWS, 1], or one number for all rows."""
     if PER_ROW:
         r = tl.arange(0, ROWS)
         maxima = tl.load(amax + first_r + r, mask=first_r + r < R, other=0.0)[:, None]
@@ -73,7 +73,7 @@ def _maxima(amax, first_r, R, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
 
 @triton.jit
 def _tile_maxima(amax, first_m, M, TILE: tl.constexpr):
-    """Return the maxima [TILE / 16] of tiles of 16 rows from row first_m on."""
+    """Load the maxima [TILE / 16] for 16-row tiles from row first_m on."""
     tiles = tl.arange(0, TILE // GROUP)
     return tl.load(amax + first_m // GROUP + tiles, mask=first_m + tiles * GROUP < M, other=0.0)
 
@@ -98,12 +98,12 @@ def _store_direction(
     TILED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Store codes and scales of a tile x [ROWS, COLUMNS] of a matrix [R, C].
+    """Store codes and scales for a tile x [ROWS, COLUMNS] in a matrix [R, C].
 
     Args:
-        bits: Maxima of the blocks [ROWS, COLUMNS / 16].
+        bits: Block maxima [ROWS, COLUMNS / 16].
         four: The blocks that map their maximum to 4; None: all map it to 6.
-        amax: Result of `_maxima`, or maxima [1, COLUMNS / 16] of blocks of columns.
+        amax: Result from `_maxima`, or maxima [1, COLUMNS / 16] for column blocks.
     """
     GROUPS: tl.constexpr = COLUMNS // GROUP
     encode_scale = encode_scale_of(amax, RANGE)
@@ -144,7 +144,7 @@ def _store_direction(
 
 @triton.jit
 def _square_tile(x, M, K, TILE: tl.constexpr, EVEN: tl.constexpr, TILED: tl.constexpr = False):
-    """Return (values [TILE, TILE], first row, first column) of this program's tile of x [M, K]."""
+    """Load this program's tile of x [M, K]: (values [TILE, TILE], first row, first column)."""
     program = tl.program_id(0)
     tiles_k = tl.cdiv(K, 128) * (128 // TILE) if TILED else tl.cdiv(K, TILE)
     m = tl.arange(0, TILE)
@@ -195,7 +195,7 @@ def block_kernel(
         PER_ROW: The rowwise direction has one maximum per row, amax [M]; the columnwise direction has one, amax_t [1].
         BY_TILE: As PER_ROW, and the columnwise direction has one maximum per 16 rows of x, amax_t [ceil(M / 16)].
         RANGE: 6 times the largest block scale.
-        ERROR: Error of 4over6, a number of `ERRORS`; 0: every block's maximum maps to 6.
+        ERROR: Error for 4over6, a number from `ERRORS`; 0: every block's maximum maps to 6.
     """
     GROUPS: tl.constexpr = TILE // GROUP
     values, first_m, first_k = _square_tile(x, M, K, TILE, EVEN, TILED)
@@ -205,7 +205,7 @@ def block_kernel(
         square = tl.max(bits.reshape(GROUPS, GROUP, GROUPS), 1)
         bits = _on_every_row(square, TILE)
         if ERROR > 0:
-            # Both directions use the rowwise choice, because the order of a sum matters.
+            # Both directions use the rowwise choice, because the summation order matters.
             if BY_TILE and codes is None:
                 maximum = _tile_maxima(amax_t, first_m, M, TILE)[:, None].broadcast_to(GROUPS, GROUP)
                 maximum = maximum.reshape(TILE, 1)
@@ -257,7 +257,7 @@ def block_kernel(
 def transformed_maximum_kernel(
     x, amax, M, K, RANDOM_SIGN: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Compute amax = max(amax, max|transform of x.T|)."""
+    """Compute amax = max(amax, max|transform(x.T)|)."""
     values, _, _ = _square_tile(x, M, K, TILE, EVEN)
     turned = _transform(tl.trans(values), RANDOM_SIGN, TILE, TILE)
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(turned)), sem="relaxed")
@@ -269,7 +269,7 @@ def _grid(shape: tuple[int, int]) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
-    """Return the launch (x [M, K] contiguous, M a multiple of 16) -> amax float32 [1]."""
+    """Launch (x [M, K] contiguous, M a multiple of 16) -> amax float32 [1]."""
     constants = (random_sign, _TILE, shape[0] % _TILE == 0 and shape[1] % _TILE == 0)
     outputs = (Output((1,), "float32", begins=0.0),)
     return Launch(transformed_maximum_kernel, _grid(shape), outputs, shape, constants, warps=4)
@@ -277,16 +277,16 @@ def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
 
 @dataclass(frozen=True)
 class Options:
-    """Kernel options of a QuantizeSpec, without its directions.
+    """Kernel options from a QuantizeSpec, without its directions.
 
     Attributes:
         square: 16 x 16 elements share a scale.
         hadamard: Transform the columnwise direction first.
         random_sign: Apply signs in the transform.
         per_row: The rowwise direction has one second-level scale per row.
-        largest_scale: Largest scale of a block: 448 or 256.
+        largest_scale: Largest block scale: 448 or 256.
         four_over_six: Error by which a block's maximum maps to 4 or to 6; empty: always to 6.
-        tiled: Scales are in swizzled order, padded to tiles of 128 x 4.
+        tiled: Scales are in swizzled order, padded to 128 x 4 tiles.
         by_tile: The rowwise direction has one second-level scale per row, the columnwise direction one per 16 rows.
     """
 
@@ -301,7 +301,7 @@ class Options:
 
     @classmethod
     def of(cls, spec: QuantizeSpec, by_tile: bool = False) -> Options:
-        """Return the options of a spec in one of the formats of NVFP4."""
+        """Extract the options from a spec in an NVFP4 format."""
         assert spec.format.levels is not None
         return cls(
             spec.two_dimensional,
@@ -323,14 +323,14 @@ class Options:
 
 @functools.lru_cache(maxsize=4096)
 def blocks(shape: tuple[int, int], rowwise: bool, columnwise: bool, options: Options) -> Launch:
-    """Return the launch (x, amax, amax_t, random, random_t) -> codes, scale, codes_t, scale_t.
+    """Launch (x, amax, amax_t, random, random_t) -> codes, scale, codes_t, scale_t.
 
     x is [M, K] contiguous, amax float32 [1] (per row [M]), amax_t float32 [1] (by tile [ceil(M/16)]), random [M, K] and
     random_t [K, M] float32 or None. codes are [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t
     [K, ceil(M/16)].
     """
     rows, depth = shape
-    # Further programs write the padding of whole tiles.
+    # Further programs write the padding in full tiles.
     covered = (round_up(rows, 128), round_up(depth, 128)) if options.tiled else shape
 
     def extents(rows: int, columns: int) -> tuple[int, int]:
@@ -358,10 +358,10 @@ def program(
     amax_given: bool,
     amax_t_given: bool,
 ) -> Program:
-    """Return the program (x, random | None, random_t | None, amax, amax_t) -> codes, scale, codes_t, scale_t, maxima.
+    """Program (x, random | None, random_t | None, amax, amax_t) -> codes, scale, codes_t, scale_t, maxima.
 
-    x is [M, K] contiguous; amax and amax_t are inputs if given. Launches before the cast compute the missing maxima: of
-    x, of its rows, and of its transpose if the transpose is transformed.
+    x is [M, K] contiguous; amax and amax_t are inputs if given. Launches before the cast compute the missing maxima:
+    for x, for its rows, and for its transpose if the transpose is transformed.
     """
     given = ("x", "random", "random_t")
     given += ("amax",) if amax_given else ()

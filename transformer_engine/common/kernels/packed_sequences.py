@@ -1,4 +1,4 @@
-"""Set x [t, width] to 0 in tokens outside of all sequences: after the last packed sequence, or by a mask."""
+"""Set x [t, width] to 0 in tokens outside all sequences: after the last packed sequence, or by a mask."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def zero_padding_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr,
 
 
 def zero_padding_launch(tokens: int, width: int, sequences: int) -> Launch:
-    """Return the launch (x [tokens, width], starts int32 [sequences + 1]) that writes x."""
+    """Launch (x [tokens, width], starts int32 [sequences + 1]) that writes x."""
     rows, columns = 64, 128
     return Launch(
         zero_padding_kernel,
@@ -52,7 +52,7 @@ def zero_unseen_kernel(x, seen, tokens, width, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 def zero_unseen(tokens: int, width: int) -> Launch:
-    """Return the launch (x [tokens, width], seen uint8 [tokens]) that writes x."""
+    """Launch (x [tokens, width], seen uint8 [tokens]) that writes x."""
     rows, columns = 16, 256
     grid = (ceil_div(tokens, rows), 1, 1)
     return Launch(zero_unseen_kernel, grid, (), (tokens, width), (rows, columns), warps=4, in_place=(0,))

@@ -1,12 +1,12 @@
 """y[row of (t, j)] = x[t], and x[t] = sum over j of w[t, j] * y[row of (t, j)]: tokens [T, H] to experts and back.
 
-Token t has routes j, one for each expert that processes it. Each route has a row of y and a column of probabilities.
+Token t has routes j, one for each expert that processes it. Each route has a row in y and a column of probabilities.
 
 * By mask: map int32 [T, 2 E + 1] with a token's rows, the highest first, at 0, their experts at E, and their number at
   2 E. A route's column is its expert; pad_offsets int64 [E] shift an expert's rows.
 * By index: map int32 [J, T] with the row of token t's route j, -1 if it is dropped. A route's column is j.
 
-Rows beyond those of y are dropped too. Values that are only moved can have any dtype.
+Rows beyond y's last row are dropped too. Values that are only moved can have any dtype.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..formats import ceil_div
 from .launch import Launch, Output
 from .program import Program, ProgramStep, step
 
-_CLEARED = 32  # rows per program of clear_kernel
-_TOGETHER = 4  # rows that a program of collect_kernel loads at once
+_CLEARED = 32  # rows per clear_kernel program
+_TOGETHER = 4  # rows that a collect_kernel program loads at once
 
 
 @triton.jit
 def _routes(map, token, columns, BY_MASK: tl.constexpr):
-    """Return the number of a token's routes."""
+    """Number of routes for a token."""
     count = columns
     if BY_MASK:
         count = tl.load(map + token.to(tl.int64) * (2 * columns + 1) + 2 * columns)
@@ -33,7 +33,7 @@ def _routes(map, token, columns, BY_MASK: tl.constexpr):
 
 @triton.jit
 def _route(map, pad_offsets, token, j, tokens, columns, BY_MASK: tl.constexpr):
-    """Return (row int64, column) of a token's route j."""
+    """Look up (row int64, column) of a token's route j."""
     if BY_MASK:
         start = map + token.to(tl.int64) * (2 * columns + 1) + j
         row = tl.load(start).to(tl.int64)
@@ -51,7 +51,7 @@ def send_kernel(
     x, map, pad_offsets, probs, y, row_probs, taken, tokens, rows, hidden, columns,
     BY_MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy BLOCK values of a token to all of its rows; with probs, a row with probability 0 becomes zero.
+    """Copy BLOCK values from a token to all its rows; with probs, a row with probability 0 becomes zero.
 
     taken [rows] is marked for every written row.
     """
@@ -96,7 +96,7 @@ def collect_kernel(
 ):  # fmt: skip
     """x[t] = sum over routes of weight * y[row], from the lowest row on; values[t, column] = row_values[row].
 
-    The rows of TOGETHER routes are loaded at once.
+    The rows for TOGETHER routes are loaded at once.
     """
     parts = tl.cdiv(hidden, BLOCK)
     token = tl.program_id(0) // parts
@@ -131,7 +131,7 @@ def send_weighted_kernel(
     dx, map, pad_offsets, weights, y, dy, grad_weights, taken, tokens, rows, hidden, columns,
     BY_MASK: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dy[row] = weight * dx[t] and grad_weights[t, column] = sum(y[row] * dx[t]) of one token: gradients of collect.
+    """dy[row] = weight * dx[t] and grad_weights[t, column] = sum(y[row] * dx[t]) for one token: collect's gradients.
 
     Without y, the weights need no gradient. With WHOLE, a row is one BLOCK.
     """
@@ -175,15 +175,15 @@ def send(
     probs: str | None,
     every_row: bool,
 ) -> Program:
-    """Return the program (x [T, H], map, pad_offsets | None, probs [T, columns] | None) -> y, row_probs [rows].
+    """Program (x [T, H], map, pad_offsets | None, probs [T, columns] | None) -> y, row_probs [rows].
 
     Args:
         shape: (T, H).
         rows: Number of rows of y.
         columns: Number of columns.
-        by_mask: The layout of the map.
+        by_mask: Map layout.
         dtype: Dtype of x and y.
-        probs: Dtype of the probabilities; None: no probabilities.
+        probs: Probability dtype; None: no probabilities.
         every_row: Every row of y receives a token; otherwise rows without a token become zero.
     """
     tokens, hidden = shape
@@ -206,9 +206,9 @@ def send(
 def collect(
     shape: tuple[int, int], rows: int, columns: int, by_mask: bool, dtype: str, values: str | None
 ) -> Launch:
-    """Return the launch (y [rows, H], map, pad_offsets | None, weights | None, row_values [rows] | None) -> x, values.
+    """Launch (y [rows, H], map, pad_offsets | None, weights | None, row_values [rows] | None) -> x, values.
 
-    weights are [T, columns], x [T, H] of `dtype`, values [T, columns] of dtype `values`; without row_values, None.
+    weights are [T, columns], x [T, H] has `dtype`, values [T, columns] dtype `values`; without row_values, None.
     """
     tokens, hidden = shape
     block, warps = _tile(hidden)
@@ -221,9 +221,9 @@ def collect(
 def send_weighted(
     shape: tuple[int, int], rows: int, columns: int, by_mask: bool, dtypes: tuple[str, str | None]
 ) -> Program:
-    """Return the program (dx [T, H], map, pad_offsets | None, weights [T, columns], y | None) -> dy, grad_weights.
+    """Program (dx [T, H], map, pad_offsets | None, weights [T, columns], y | None) -> dy, grad_weights.
 
-    y and dy are [rows, H]. `dtypes` are those of dy and of the weights' gradient [T, columns], None without y; rows
+    y and dy are [rows, H]. `dtypes` belong to dy and to the weights' gradient [T, columns], None without y; rows
     without a route become zero.
     """
     tokens, hidden = shape
@@ -255,10 +255,10 @@ def _clearing(rows: int, hidden: int, y: str, row_probs: str | None) -> ProgramS
 
 
 def _tile(hidden: int) -> tuple[int, int]:
-    """Return (values, warps) of a program: the largest power of two that leaves at most an eighth of its lanes idle.
+    """Choose (values, warps) for a program: the largest power of two that leaves at most an eighth of its lanes idle.
 
-    Parts of a row are adjacent programs. [16384, 4096] bfloat16 to 131072 rows on an H200: 0.318 ms in parts of 2048,
-    0.326 in one part; the inverse with four rows at once 0.281, with one row at a time in one part 0.296.
+    Adjacent programs process the parts of one row. [16384, 4096] bfloat16 to 131072 rows on an H200: 0.318 ms in parts
+    of 2048, 0.326 in one part; the inverse with four rows at once 0.281, with one row at a time in one part 0.296.
     """
     if ceil_div(hidden, 2048) * 2048 <= hidden * 1.125:
         return 2048, 4

@@ -1,4 +1,4 @@
-"""Parts of products of block-scaled codes: operands as data, the operations after the product, and tile sizes."""
+"""Parts for products of block-scaled codes: operands as data, the operations after the product, and tile sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .launch import Output
 
 @triton.jit
 def scale_by_maxima(total, level_a, level_b, m, n, M, N, RANGE, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr):
-    """Return total * RANGE * level_a * level_b, of a tensor's maxima [1] or of those of rows m [M] and n [N]."""
+    """Compute total * RANGE * level_a * level_b, from per-tensor maxima [1] or from maxima for rows m [M] and n [N]."""
     total *= RANGE
     if ROWS_A:
         total *= tl.load(level_a + m, mask=m < M, other=0.0)[:, None]
@@ -45,8 +45,8 @@ def finish(
 ):
     """Add a bias, along the columns or ALONG_ROWS, and the values of out if ACCUMULATE; store rows m and columns n.
 
-    ACTIVATION "gelu" stores gelu(y) of the rounded sum y, and y in `kept` if present; "gelu_gradient" multiplies y by
-    the derivative of GELU at `x`. Both have the layout of `out`.
+    ACTIVATION "gelu" stores gelu(y) for the rounded sum y, and y in `kept` if present; "gelu_gradient" multiplies y by
+    GELU's derivative at `x`. Both have `out`'s layout.
     """
     inside = (m < M)[:, None] & (n < N)[None, :]
     if bias is not None:
@@ -87,7 +87,7 @@ def finish_with_tma(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute `finish` of a row-major result, whose tiles TMA reads and writes."""
+    """Compute `finish` for a row-major result, whose tiles TMA reads and writes."""
     n = first_n + tl.arange(0, COLUMNS)
     row_stride = tl.cast(ROW_STRIDE, tl.int64)
     results = tl.make_tensor_descriptor(out, [M, N], [row_stride, 1], [ROWS, COLUMNS])
@@ -111,14 +111,14 @@ def finish_with_tma(
 
 
 class Side(NamedTuple):
-    """One operand of a product, without its tensors.
+    """One operand in a product, without its tensors.
 
     Attributes:
         rows: Number of rows.
-        leading: Bytes from one row of codes to the next.
-        element: Name of the element: "e4m3", "e5m2" or "e2m1".
+        leading: Bytes from one code row to the next.
+        element: Element name: "e4m3", "e5m2" or "e2m1".
         levels: Number of second-level scales: 0, 1 or `rows`.
-        unit: Rows that share a float32 scale of 128 columns; 0 for swizzled scales of one byte.
+        unit: Rows that share a float32 scale for 128 columns; 0 for swizzled one-byte scales.
         strides: Elements between float32 scales of consecutive blocks, along the rows and along the columns.
     """
 
@@ -144,7 +144,7 @@ class ProductEpilogue(NamedTuple):
     keeps: bool = False
 
     def outputs(self, shape: tuple[int, int], dtype: str | None) -> tuple[Output | None, ...]:
-        """Return the results that a launch allocates."""
+        """Results that a launch allocates."""
         if self.accumulates:
             return ()
         return Output(shape, dtype), Output(shape, dtype) if self.keeps else None
@@ -154,9 +154,9 @@ NO_EPILOGUE = ProductEpilogue()
 
 
 class TmaOptions(NamedTuple):
-    """Use of TMA by a product of swizzled scales; without it, tiles are loaded through pointers.
+    """How a product with swizzled scales uses TMA; without it, tiles are loaded through pointers.
 
-    TMA requires addresses and strides of rows that are multiples of 16 bytes.
+    TMA requires addresses and row strides that are multiples of 16 bytes.
 
     Attributes:
         operands: TMA loads codes and scales.
@@ -171,15 +171,15 @@ NO_TMA = TmaOptions()
 
 
 def is_swapped(rows: int, columns: int) -> bool:
-    """Return whether the result is computed as its transpose, since it has few rows."""
+    """Whether the result is computed as its transpose, since it has few rows."""
     return rows <= 64 and columns > rows
 
 
 def tile_of(columns: int) -> tuple[int, int, int, int]:
-    """Return (rows, columns, stages, warps) of a program's tile; `columns` are those of the result."""
-    # Compiled for every row of the table of hardware with Triton 3.7. On 10.x and 11.0 tl.dot_scaled becomes a bfloat16
+    """Choose (rows, columns, stages, warps) for a program's tile; `columns` are the result's."""
+    # Compiled for every row in the hardware table with Triton 3.7. On 10.x and 11.0 tl.dot_scaled becomes a bfloat16
     # product below 128 rows. 8 warps need 94 to 244 registers and no stack; 4 warps up to 900 bytes of stack on 12.x.
-    # Three stages fit the 99 KiB of 8.9 and 12.x.
+    # Three stages fit the 99 KiB on 8.9 and 12.x.
     if columns > 64:
         return 128, 128, 3, 8
     return 128, max(16, triton.next_power_of_2(columns)), 3, 4

@@ -1,4 +1,4 @@
-"""An operation of several kernels as data: launches in order, and the named buffers that they share."""
+"""An operation with several kernels as data: launches in order, and the named buffers that they share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .launch import Launch
 
 
 class ProgramStep(NamedTuple):
-    """One launch, and the names of its inputs and outputs; None: absent."""
+    """One launch, and its input and output names; None: absent."""
 
     launch: Launch
     inputs: tuple[str | None, ...]
@@ -18,7 +18,7 @@ class ProgramStep(NamedTuple):
 
 
 def step(launch: Launch, inputs: tuple[str | None, ...], names: tuple[str, ...]) -> ProgramStep:
-    """Return the step of a launch; `names` are those of its present outputs."""
+    """Build a launch's step; `names` are its present outputs."""
     outputs = zip(names, launch.outputs, strict=True)
     return ProgramStep(
         launch, inputs, tuple(name if output is not None else None for name, output in outputs)
@@ -31,7 +31,7 @@ class Program:
 
     Attributes:
         inputs: Buffers that the caller passes.
-        steps: The launches, with the names of their buffers.
+        steps: The launches, with their buffer names.
         results: Buffers that are returned; all others are scratch. The launch that allocates a buffer declares its
             shape, dtype and initial value.
         into: Buffers that the caller allocates, because it knows their shapes, and passes after the inputs.
@@ -62,9 +62,9 @@ class Program:
 
     @cached_property
     def places(self) -> tuple[tuple[tuple[Launch, tuple[int, ...]], ...], tuple[int, ...]]:
-        """Return (launch and input indices of every step; indices of the results).
+        """Resolve (launch and input indices for every step; result indices).
 
-        Index 0 is None, followed by the inputs, the buffers of the caller, and the outputs of the steps in order.
+        Index 0 is None, followed by the inputs, the caller's buffers, and the steps' outputs in order.
         """
         given = (*self.inputs, *self.into)
         numbers: dict[str | None, int] = {None: 0}
@@ -81,7 +81,7 @@ class Program:
 
     @cached_property
     def caller_allocated(self) -> tuple[tuple[int, ...], ...]:
-        """The indices of each step's outputs that the caller allocates, 0 for the others; () for a step without any."""
+        """Indices of each step's outputs that the caller allocates, 0 for the others; () for a step without any."""
         numbers = {name: place for place, name in enumerate(self.into, len(self.inputs) + 1)}
         steps = (tuple(numbers.get(name or "", 0) for name in outputs) for _, _, outputs in self.steps)
         return tuple(places if any(places) else () for places in steps)

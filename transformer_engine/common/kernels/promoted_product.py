@@ -1,7 +1,7 @@
 """out [M, N] = a [M, K] @ b [N, K].T of FP8 codes with float32 scales for 1x128 or 128x128 elements, of any value.
 
-The sum of every 128 products is promoted to float32, on every GPU with FP8 tensor cores. Elsewhere codes are decoded
-to bfloat16 in the kernel.
+Each partial sum over 128 products is promoted to float32, on every GPU with FP8 tensor cores. Elsewhere codes are
+decoded to bfloat16 in the kernel.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def block_kernel(
     ACTIVATION: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """Compute out [M, N] of FP8 codes with a float32 scale for UNIT_A (1 or 128) rows of a and BLOCK_K = 128 columns.
+    """Compute out [M, N] from FP8 codes with a float32 scale for UNIT_A (1 or 128) rows of a and BLOCK_K = 128 columns.
 
     Args:
         scale_a: Element (row // UNIT_A, column // 128) at row // UNIT_A * ROW_A + column // 128 * COLUMN_A.
-        DECODE_A: "" to multiply codes, or the conversion of bytes by integers, to multiply their values in bfloat16.
+        DECODE_A: "" to multiply codes, or the byte conversion by integers, to multiply their values in bfloat16.
     """
     tile_m, tile_n = tile.position(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -70,7 +70,7 @@ def block_kernel(
     read_m, read_n = tl.minimum(m, M - 1), tl.minimum(n, N - 1)
     a_tile = a + (read_m.to(tl.int64)[:, None] * LEADING_A + k[None, :])
     b_tile = b + (read_n.to(tl.int64)[:, None] * LEADING_B + k[None, :])
-    # A tile's rows share one scale of 128 rows, because a tile has at most 128 rows and they are aligned.
+    # A tile's rows share one scale for 128 rows, because a tile has at most 128 rows and they are aligned.
     if UNIT_A == 1:
         scale_a += read_m.to(tl.int64) * ROW_A
     else:
@@ -115,7 +115,7 @@ def block_product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
     *, epilogue: ProductEpilogue = NO_EPILOGUE, decodes: bool = False,
 ) -> Launch:  # fmt: skip
-    """Return the launch (left, right, their float32 scales, bias | None, x | None) -> out, kept; see `product`.
+    """Launch (left, right, their float32 scales, bias | None, x | None) -> out, kept; see `product`.
 
     Args:
         decodes: Multiply the codes' values in bfloat16, for GPUs without FP8 products.
@@ -141,5 +141,5 @@ def block_product(
 
 
 def _tile_of_bytes(columns: int) -> tuple[int, int, int, int]:
-    """Return `_tile` of a product that decodes bytes."""
+    """Choose `_tile` for a product that decodes bytes."""
     return 128, min(64, max(16, triton.next_power_of_2(columns))), 3, 8

@@ -1,11 +1,11 @@
 """Rotary position embedding y = x * cos(a) + pair(x) * sin(a), and its transpose dx = dy * cos(a) - pair(dy * sin(a)).
 
 x is [outer, inner, heads, features], where outer and inner are s and b (sbhd), b and s (bshd), or t and 1 (thd). y is
-contiguous. pair(x) is (-x2, x1) for each pair of features (x1, x2), which are neighbours if interleaved and otherwise
-half the rotated width apart. angles is float32 [positions, rotated], contiguous. Features after the rotated ones are
-copied. The arithmetic is float32.
+contiguous. pair(x) is (-x2, x1) for each feature pair (x1, x2), which are neighbours if interleaved and otherwise half
+the rotated width apart. angles is float32 [positions, rotated], contiguous. Features after the rotated ones are copied.
+The arithmetic is float32.
 
-`rope_packed` rotates packed q, k and v with the same functions of positions and heads.
+`rope_packed` rotates packed q, k and v with the same position and head functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .launch import Launch, Output
 
 @triton.jit
 def _packed_sequence(cu_seqlens, sequences, token, context_size, bisections):
-    """Return the index of the packed sequence of a token: the last sequence that starts at or before the token."""
+    """Index of a token's packed sequence: the last sequence that starts at or before the token."""
     low = 0
     high = sequences
     for _ in range(bisections):
@@ -47,7 +47,7 @@ def token_position(
     CONTEXT_PARALLEL: tl.constexpr,
     CLAMPS: tl.constexpr,
 ):
-    """Return a token's position in its sequence, clamped to the table, and whether the clamped position is valid.
+    """Find a token's position in its sequence, clamped to the table, and whether the clamped position is valid.
 
     The position is valid if it is inside the table, if CLAMPS, or if the token is padding after the last sequence.
     """
@@ -78,7 +78,7 @@ def token_position(
 
 @triton.jit
 def _turn(first, second, angle, valid, first_column, second_column, inside, TRANSPOSED: tl.constexpr):
-    """Return both features of every pair, rotated by the angles of their columns; NaN unless valid."""
+    """Rotate both features in every pair by their columns' angles; NaN unless valid."""
     first_angle = tl.where(valid, tl.load(angle + first_column, mask=inside, other=0.0), float("nan"))
     second_angle = tl.where(valid, tl.load(angle + second_column, mask=inside, other=0.0), float("nan"))
     first_cosine, first_sine = tl.cos(first_angle)[None, :], tl.sin(first_angle)[None, :]
@@ -125,7 +125,7 @@ def rotate_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Rotate BLOCK_HEADS heads of one token; one program per token and block of heads."""
+    """Rotate BLOCK_HEADS heads for one token; one program per token and head block."""
     token = tl.program_id(0)
     outer_index = token // inner
     inner_index = token % inner
@@ -208,12 +208,12 @@ def rotate(
         strides: Strides of x along its outer, inner and head axes, in elements.
         angles: Positions and rotated features.
         sequences: Number of packed sequences; 0 unless the layout is thd.
-        dtype: Name of the dtype of x and y.
+        dtype: Dtype name for x and y.
         layout: "sbhd", "bshd" or "thd".
         interleaved: Pairs are neighbouring features; otherwise half the rotated width apart.
-        transposed: Apply the transpose of the rotation, for gradients.
-        context: Size and rank of context parallelism.
-        clamps: Positions outside of the table belong to padding and use the nearest angles; otherwise NaN.
+        transposed: Apply the transposed rotation, for gradients.
+        context: Context-parallel size and rank.
+        clamps: Positions outside the table belong to padding and use the nearest angles; otherwise NaN.
     """
     outer, inner, heads, features = shape
     positions, rotated = angles

@@ -1,6 +1,6 @@
-"""Rotary position embedding of packed q, k and v: q and k rotated and v copied in one pass, and its gradient.
+"""Rotary position embedding for packed q, k and v: q and k rotated and v copied in one pass, and its gradient.
 
-Packed is [outer, inner, ...] with the axes, angles and arithmetic of `rope`.
+Packed is [outer, inner, ...] with the axes, angles and arithmetic in `rope`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def rotate_packed_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
 ):
-    """Rotate BLOCK_HEADS heads of q of one token, or BLOCK_GROUPS groups of k, and copy v.
+    """Rotate BLOCK_HEADS q heads for one token, or BLOCK_GROUPS k groups, and copy v.
 
-    The packed operand is source, or with TRANSPOSED gradient, which is written from the gradients q, k and v. A group
-    of it holds q_heads heads of q, and k and v at k_offset and v_offset elements after its first head of q. Along the
-    grid's second axis the programs of q come first.
+    The packed operand is source, or with TRANSPOSED gradient, which is written from the gradients q, k and v. Each
+    group holds q_heads q heads, and k and v at k_offset and v_offset elements after its first q head. Along the grid's
+    second axis the q programs come first.
     """
     token = tl.program_id(0)
     outer_index = token // inner
@@ -91,7 +91,7 @@ def rotate_packed_kernel(
             BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
         )  # fmt: skip
     else:
-        # The names differ from those above, because a variable of both branches must have one type.
+        # The names differ from those above, because a variable in both branches must have one type.
         group = (tl.program_id(1) - blocks) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
         joint_k = base + (group.to(tl.int64) * group_stride + k_offset)[:, None]
         apart_k = k + (token.to(tl.int64) * groups + group)[:, None] * width
@@ -140,17 +140,17 @@ def rotate_packed(
     Args:
         tokens: Outer and inner extent.
         heads: Groups, and query heads in each group.
-        widths: Elements of a head of q or k, and of v.
+        widths: Elements per q or k head, and per v head.
         strides: Strides of packed, or of its gradient, along its outer, inner and group axes, in elements.
-        angles: Positions, rotated features of q, and of k.
+        angles: Positions, rotated q features, and rotated k features.
         sequences: Number of packed sequences; 0 unless the layout is thd.
-        dtype: Name of the dtype of packed, q, k and v.
+        dtype: Dtype name for packed, q, k and v.
         layout: "sbhd", "bshd" or "thd".
         interleaved: Pairs are neighbouring features; otherwise half the rotated width apart.
-        transposed: Apply the transpose of the rotation, for gradients.
-        context: Size and rank of context parallelism.
-        clamps: Positions outside of the table belong to padding and use the nearest angles; otherwise NaN.
-        offsets: Elements from the first head of q of a group to its k and its v; by default k and v follow q.
+        transposed: Apply the transposed rotation, for gradients.
+        context: Context-parallel size and rank.
+        clamps: Positions outside the table belong to padding and use the nearest angles; otherwise NaN.
+        offsets: Elements from a group's first q head to its k and its v; by default k and v follow q.
     """
     (outer, inner), (groups, q_heads), (width, v_width) = tokens, heads, widths
     positions, q_rotated, k_rotated = angles

@@ -28,7 +28,7 @@ def to_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
 
     Args:
         values: Values, float32.
-        element: Element type of the pointer to the codes; uint8 with integer arithmetic.
+        element: Element type that the code pointer has; uint8 with integer arithmetic.
         CONVERSION: See `conversion`.
     """
     if CONVERSION == _NATIVE:
@@ -48,8 +48,8 @@ def to_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
 def to_scale_codes(values, element: tl.constexpr, CONVERSION: tl.constexpr):
     """Round float32 block scales to E4M3 codes like `to_codes`, by integers in place of inline PTX.
 
-    The inline PTX packs four values of a thread. A tile of square blocks has fewer scales than that, and codes differed
-    on an H200.
+    The inline PTX packs four values per thread. A tile with square blocks has fewer scales than that, and codes
+    differed on an H200.
     """
     if CONVERSION == _INSTRUCTION:
         codes = _to_codes_by_integers(values, 20, 120, 0x3C800000, 16384.0, 0x46800000, 0x7E)
@@ -75,8 +75,8 @@ def _to_codes_by_integers(
 
     Args:
         values: Values, float32.
-        DROPPED: Mantissa bits of float32 that the codes do not have.
-        REBIAS: Difference of the exponents' biases.
+        DROPPED: float32 mantissa bits that the codes do not have.
+        REBIAS: Exponent bias difference.
         NORMAL: Bits of the smallest normal number.
         ROUNDER: Power of two whose last mantissa bit is the smallest subnormal number, so that a sum rounds to it.
         ROUNDER_BITS: Bits of ROUNDER.
@@ -97,7 +97,7 @@ def to_values(codes, CONVERSION: tl.constexpr):
     """Decode FP8 codes to float32, exactly."""
     if CONVERSION == _E4M3:
         byte = codes.to(tl.int32)
-        # The exponent field of a code, moved to that of float32, is 120 too small, also where it is subnormal.
+        # A code's exponent field, moved to float32's field, is 120 too small, also where it is subnormal.
         magnitude = as_float((byte & 0x7F) << 20) * 1.329227995784916e36  # 2^120
         magnitude = tl.where((byte & 0x7F) == 0x7F, float("nan"), magnitude)
         return as_float(magnitude.to(tl.int32, bitcast=True) | ((byte & 0x80) << 24))
@@ -110,7 +110,7 @@ def to_values(codes, CONVERSION: tl.constexpr):
 
 @triton.jit
 def magnitude_bits(x):
-    """Return int32 bits of |float32(x)|, which are ordered like the magnitudes, with NaN above infinity.
+    """Compute the int32 bits of |float32(x)|, which are ordered like the magnitudes, with NaN above infinity.
 
     A maximum over them propagates NaN, which Triton's floating-point reductions drop.
     """
@@ -124,9 +124,9 @@ def as_float(bits):
 
 @triton.jit
 def given_multiplier(multiplier, ZERO_IS_ONE: tl.constexpr):
-    """Return the multiplier [1] that the caller passes.
+    """Load the multiplier [1] that the caller passes.
 
-    With ZERO_IS_ONE, 0 is read as 1. In JAX, 0 is the gradient of a state that the previous step did not read.
+    With ZERO_IS_ONE, 0 is read as 1. In JAX, a state that the previous step did not read has the gradient 0.
     """
     factor = tl.load(multiplier)
     if ZERO_IS_ONE:
@@ -142,7 +142,7 @@ def scale_from_amax(
     POWER_OF_TWO: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
 ):
-    """Return scale = MAXIMUM / max(amax, EPSILON) in float32 and 1 / scale.
+    """Compute scale = MAXIMUM / max(amax, EPSILON) in float32 and 1 / scale.
 
     The scale is 1 if the amax is 0, infinite or NaN, and VALUE_FOR_INF if the quotient overflows.
     """
@@ -158,17 +158,17 @@ def scale_from_amax(
 
 @triton.jit
 def _power_of_two_scale(amax, MAXIMUM: tl.constexpr, VALUE_FOR_INF: tl.constexpr):
-    """Return the quotient rounded down to a power of two, from exponents only: a division costs 10 instructions.
+    """Compute the quotient rounded down to a power of two, from exponents only: a division costs 10 instructions.
 
     Both FP8 maxima are 1.75 * 2^n, so that the quotient by f * 2^e is at least 2^(n - e) exactly if f <= 1.75, and
     rounding never reaches the next power of two.
     """
     tl.static_assert(MAXIMUM == 448.0 or MAXIMUM == 57344.0)
     tl.static_assert(VALUE_FOR_INF >= 65504.0)
-    # In units of an exponent field: n plus the biases of dividend and quotient.
+    # In exponent-field units: n plus the biases of dividend and quotient.
     top: tl.constexpr = 0x83000000 if MAXIMUM == 448.0 else 0x86800000
     bits = amax.to(tl.uint32, bitcast=True)
-    # 0x1FFFFF carries into the exponent when the mantissa exceeds 0x600000, that of 1.75.
+    # 0x1FFFFF carries into the exponent when the mantissa exceeds 0x600000, the mantissa of 1.75.
     scale = tl.minimum(top - ((bits + 0x1FFFFF) & 0xFF800000), 0x7F000000)
     usable = bits - 1 < 0x7F7FFFFF  # unsigned: not 0, infinite, NaN or negative
     scale = tl.where(usable, scale, 0x3F800000).to(tl.uint32)

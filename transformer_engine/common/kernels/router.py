@@ -1,9 +1,9 @@
-"""probs [T, E] = weights of the k experts of each token, their gradient, and loss = c * sum(tokens[e] * probs[t, e]).
+"""probs [T, E] = weights for each token's k experts, their gradient, and loss = c * sum(tokens[e] * probs[t, e]).
 
 Computed in float32 from logits x: scores s = softmax(x), x itself (softmax after the choice), sigmoid(x) or
-sqrt(softplus(x)). The k largest s + bias are chosen. With groups, only experts of the best groups are candidates;
-groups are ranked by the sum of their largest scores. Ties go to the lower index; NaN is greater than infinity, as in
-torch. Rows of experts are tiles [groups, experts of a group].
+sqrt(softplus(x)). The k largest s + bias are chosen. With groups, only the best groups' experts are candidates; groups
+are ranked by the sum of their largest scores. Ties go to the lower index; NaN is greater than infinity, as in torch.
+Expert rows are tiles [groups, experts per group].
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _SIGMOID = tl.constexpr(SIGMOID)
 _SQRTSOFTPLUS = tl.constexpr(SQRTSOFTPLUS)
 _BYTES = tl.constexpr(BYTES)
 _BITS = tl.constexpr(BITS)
-_NONE = tl.constexpr(1 << 30)  # above every index of an expert
+_NONE = tl.constexpr(1 << 30)  # above every expert index
 LOWEST = tl.constexpr(-(1 << 31))  # below every rank
 _LINEAR = tl.constexpr(20.0)  # above this, softplus(x) = x in float32
 
 
 @triton.jit
 def ranks(x):
-    """Return int32 ranks in the order of torch's sort: NaN above infinity, and -0 equal to 0.
+    """Compute int32 ranks in torch's sort order: NaN above infinity, and -0 equal to 0.
 
     Triton's floating-point maxima drop NaN.
     """
@@ -49,13 +49,13 @@ def ranks(x):
 
 @triton.jit
 def value_of(rank):
-    """Return the number of a rank."""
+    """Convert a rank to its number."""
     return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _over(x):
-    """Return the sum over the experts [rows, groups, experts], keeping the axes."""
+    """Sum over the experts [rows, groups, experts], keeping the axes."""
     return tl.expand_dims(tl.expand_dims(tl.sum(tl.sum(x, 2), 1), 1), 2)
 
 
@@ -72,7 +72,7 @@ def _softmax(x):
 
 @triton.jit
 def _softplus(x):
-    """Return log(1 + e^x), with Kahan's quotient for the part of e^x that 1 + e^x rounds off."""
+    """Compute log(1 + e^x), with Kahan's quotient for the part of e^x that 1 + e^x rounds off."""
     power = tl.exp(tl.where(x > _LINEAR, _LINEAR, x))  # NaN stays NaN
     above = 1.0 + power
     exact = tl.where(above == 1.0, power, tl.log(above) * (power / tl.where(above == 1.0, 1.0, above - 1.0)))
@@ -81,7 +81,7 @@ def _softplus(x):
 
 @triton.jit
 def _score(x, inside, KIND: tl.constexpr):
-    """Return the scores of logits, 0 outside."""
+    """Compute scores from logits, 0 outside."""
     score = x
     if KIND == _SOFTMAX:
         score = _softmax(tl.where(inside, x, float("-inf")))
@@ -94,7 +94,8 @@ def _score(x, inside, KIND: tl.constexpr):
 
 @triton.jit
 def _best_groups(rank, group, groups, PLACES: tl.constexpr, KEPT: tl.constexpr):
-    """Return bool [rows, groups]: the KEPT groups with the largest sum of PLACES keys; rank [rows, groups, experts]."""
+    """Select groups, bool [rows, groups]: the KEPT groups whose PLACES largest keys have the largest sum; rank [rows,
+    groups, experts]."""
     expert = tl.arange(0, rank.shape[2])[None, None, :] + tl.zeros_like(rank)
     total = tl.zeros([rank.shape[0], rank.shape[1]], tl.float32)
     for _ in range(PLACES):
@@ -137,12 +138,12 @@ def choose_kernel(
     PLACES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute probs, the map of the chosen experts, and the scores for the gradient.
+    """Compute probs, the map of chosen experts, and the scores for the gradient.
 
     Args:
-        WHOLE: Return probs of all experts, which sum to 1, for a loss; otherwise of the chosen experts.
+        WHOLE: Return probs for all experts, which sum to 1, for a loss; otherwise for the chosen experts.
         KEPT: Number of groups with candidates, by the sum of their GROUP_PLACES largest scores; 0: all groups.
-        WIDTH: Bytes of a map of bits, padded.
+        WIDTH: Bytes in a bit map, padded.
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     group = tl.arange(0, GROUPS)[None, :]
@@ -306,12 +307,12 @@ def choose(
     probs: str,
     keeps: bool,
 ) -> Launch:
-    """Return the launch (logits [T, E], bias [E] | None, indices [T, k] | None) -> probs, map, scores.
+    """Launch (logits [T, E], bias [E] | None, indices [T, k] | None) -> probs, map, scores.
 
     Args:
-        kind: A number of SCORES.
+        kind: A number from SCORES.
         groups: (number of groups, number of groups with candidates); None: all experts are candidates.
-        map: A number of MAPS: uint8 [T, E], uint8 [T, ceil(E / 8)], or none if indices are written.
+        map: A number from MAPS: uint8 [T, E], uint8 [T, ceil(E / 8)], or none if indices are written.
         keeps: Save float32 [T, E] for the gradient: the scores; for a softmax after the choice, its result (-inf for
             others); for sqrt(softplus), the logits.
     """
@@ -326,7 +327,7 @@ def choose(
         Output((tokens, experts), "float32") if keeps else None,
     )
     rows, warps = tokens_of_program(tile[0] * tile[1])
-    # Without a map of bits, one lane suffices.
+    # Without a bit map, one lane suffices.
     lanes = triton.next_power_of_2(width) if map == BITS else 1
     constants = (k, kind, whole, k // kept if kept else 0, kept, map, rows, *tile, lanes)
     scalars = (tokens, experts, count, places, float(scale))
@@ -338,7 +339,7 @@ def choose(
 def gradient(
     tokens: int, experts: int, k: int, kind: int, whole: bool, scale: float, map: int, dtype: str
 ) -> Launch:
-    """Return the launch (map | indices, scores, grad_probs) -> grad_logits [T, E] of choose; whole: no map is read."""
+    """Launch (map | indices, scores, grad_probs) -> grad_logits [T, E] of choose; whole: no map is read."""
     width = triton.next_power_of_2(experts)
     rows, warps = tokens_of_program(width)
     outputs = (Output((tokens, experts), dtype),)
@@ -348,7 +349,7 @@ def gradient(
 
 
 def loss(rows: int, columns: int, factor: float, dtype: str) -> Program:
-    """Return the program (probs [rows, columns], tokens [columns], total [1] | None) -> loss [1]."""
+    """Program (probs [rows, columns], tokens [columns], total [1] | None) -> loss [1]."""
     block = min(triton.next_power_of_2(columns), 1024)
     tile = max(4096 // block, 1)
     share = ceil_div(max(ceil_div(rows, 256), 1), tile) * tile
@@ -377,7 +378,7 @@ def loss(rows: int, columns: int, factor: float, dtype: str) -> Program:
 
 
 def tokens_of_program(width: int) -> tuple[int, int]:
-    """Return (tokens, warps) of a program: up to 1024 experts of a token fit a warp, where sums need no barrier."""
+    """Choose (tokens, warps) for a program: up to 1024 experts per token fit a warp, where sums need no barrier."""
     if width > 1024:
         return 1, 4
     return max(256 // width, 1), 1

@@ -12,7 +12,7 @@ from ..formats import ceil_div
 from .launch import Launch
 from .router import LOWEST, ranks, tokens_of_program, value_of
 
-NONE = tl.constexpr(1 << 30)  # above every index of an expert
+NONE = tl.constexpr(1 << 30)  # above every expert index
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def margins_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Add 1 to histogram[e, bin] for every token, by the distance of e's score from the largest score not chosen."""
+    """Add 1 to histogram[e, bin] for every token, by the distance from e's score to the largest score not chosen."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS)[None, :] + tl.zeros([ROWS, EXPERTS], tl.int32)
     inside = (token < tokens)[:, None] & (expert < experts)
@@ -52,7 +52,7 @@ def margins_kernel(
 
 
 def margins(tokens: int, experts: int, k: int, bins: int) -> Launch:
-    """Return the launch (logits [T, E], bias [E], histogram int32 [E, bins], bounds [2]) that adds to the histogram."""
+    """Launch (logits [T, E], bias [E], histogram int32 [E, bins], bounds [2]) that adds to the histogram."""
     width = triton.next_power_of_2(experts)
     rows, warps = tokens_of_program(width)
     grid = (ceil_div(tokens, rows), 1, 1)

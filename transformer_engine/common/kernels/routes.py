@@ -1,7 +1,7 @@
-"""Maps from tokens to rows, computed from masks, chunks and segments; in the layout of `permutation`.
+"""Maps from tokens to rows, computed from masks, chunks and segments; in the `permutation` layout.
 
 By mask, rows are ordered by expert, then by token: the row of an expert's token is the number of ones in the previous
-columns and above it in its own column. Two launches count the ones; each program counts its share of the tokens.
+columns and above it in its own column. Two launches count the ones; each program counts its token share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def count_kernel(
     TILE: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Compute counts [programs, E]: the ones of each expert among the tokens of a program's share."""
+    """Compute counts [programs, E]: each expert's ones among the tokens in a program's share."""
     expert = tl.arange(0, EXPERTS)[None, :]
     total = tl.zeros([EXPERTS], tl.int32)
     first = tl.program_id(0) * share
@@ -53,7 +53,7 @@ def rank_kernel(
     TILE: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Compute the map by mask, with rows by expert, then by token; a program writes its share of the tokens."""
+    """Compute the map by mask, with rows by expert, then by token; a program writes its token share."""
     expert = tl.arange(0, EXPERTS)[None, :]
     program = tl.program_id(0)
     total = tl.zeros([EXPERTS], tl.int32)
@@ -83,7 +83,7 @@ def rank_kernel(
 
 @triton.jit
 def chunk_kernel(splits, order, segments, chunks, CHUNKS: tl.constexpr, TILE: tl.constexpr):
-    """Compute segments [3, N]: first row, rows, and first row in the result, of the chunks in their new order."""
+    """Compute segments [3, N]: first row, rows, and first row in the result, for the chunks in their new order."""
     lane = tl.arange(0, CHUNKS)
     inside = lane < chunks
     chunk = tl.load(order + lane, mask=inside, other=0)
@@ -100,7 +100,7 @@ def chunk_kernel(splits, order, segments, chunks, CHUNKS: tl.constexpr, TILE: tl
 
 @triton.jit
 def segment_kernel(segments, map, tokens, count, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Compute the map by index [1, T]: a row moves with its segment; a row outside of all segments stays."""
+    """Compute the map by index [1, T]: a row moves with its segment; a row outside all segments stays."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     target = row
     for first in range(0, count, TILE):
@@ -115,7 +115,7 @@ def segment_kernel(segments, map, tokens, count, BLOCK: tl.constexpr, TILE: tl.c
 
 
 def map_of_mask(tokens: int, experts: int, strides: tuple[int, int]) -> Program:
-    """Return the program (mask [T, E], not 0 where an expert gets a token) -> map int32 [T, 2 E + 1]."""
+    """Program (mask [T, E], not 0 where an expert gets a token) -> map int32 [T, 2 E + 1]."""
     width = triton.next_power_of_2(experts)
     tile = max(4096 // width, 1)
     share = max(ceil_div(tokens, 128), 1)  # one wave of programs, each of which reads all counts
@@ -143,7 +143,7 @@ def map_of_mask(tokens: int, experts: int, strides: tuple[int, int]) -> Program:
 
 
 def map_of_segments(tokens: int, count: int) -> Launch:
-    """Return the launch (segments int32 [3, count]: first row, rows, first row of result) -> map by index [1, T]."""
+    """Launch (segments int32 [3, count]: first row, rows, first result row) -> map by index [1, T]."""
     block, tile = 256, 16
     outputs = (Output((1, tokens), "int32"),)
     return Launch(
@@ -152,7 +152,7 @@ def map_of_segments(tokens: int, count: int) -> Launch:
 
 
 def map_of_chunks(tokens: int, chunks: int) -> Program:
-    """Return the program (splits [N], order [N]) -> map by index [1, T] that moves chunk order[i] to place i."""
+    """Program (splits [N], order [N]) -> map by index [1, T] that moves chunk order[i] to place i."""
     outputs = (Output((3, chunks), "int32"),)
     constants = (triton.next_power_of_2(chunks), 16)
     sizes = Launch(chunk_kernel, (1, 1, 1), outputs, (chunks,), constants, warps=4)

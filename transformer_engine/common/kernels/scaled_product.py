@@ -1,8 +1,8 @@
-"""out [M, N] = a [M, K] @ b [N, K].T of codes with block scales.
+"""out [M, N] = a [M, K] @ b [N, K].T from codes with block scales.
 
-MXFP8 and NVFP4 codes are multiplied by `tl.dot_scaled`: tcgen05.mma with scales in tensor memory on compute
-capability 10.x and 11.0, mma.sync with scales in registers on 12.x. Scales are swizzled (`swizzled_scales.py`), or they
-are the exponents of float32 scales of 1x128 or 128x128 blocks.
+MXFP8 and NVFP4 codes are multiplied by `tl.dot_scaled`: tcgen05.mma with scales in tensor memory on compute capability
+10.x and 11.0, mma.sync with scales in registers on 12.x. Scales are swizzled (`swizzled_scales.py`), or they are the
+exponents of float32 scales for 1x128 or 128x128 blocks.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def product_kernel(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Compute out [M, N] of codes a [M, K / PACKING] and b [N, K / PACKING] with a scale for LENGTH elements.
+    """Compute out [M, N] from codes a [M, K / PACKING] and b [N, K / PACKING] with a scale for LENGTH elements.
 
     Args:
         scale_a: Swizzled bytes, or float32 powers of two for UNIT_A > 0 rows and 128 columns, as in `block_kernel`.
-        level_a: Maximum of a tensor [1], or of its rows [M] if ROWS_A, whose multiple by RANGE scales the sum; or None.
-        RANGE: Factor of the product of both maxima.
+        level_a: Tensor maximum [1], or row maxima [M] if ROWS_A, whose multiple by RANGE scales the sum; or None.
+        RANGE: Factor for the product of both maxima.
         EVEN: K is a multiple of BLOCK_K.
     """
     tile_m, tile_n = tile.position(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND)
@@ -157,9 +157,9 @@ def tma_product_kernel(
     STAGES: tl.constexpr,
     TMA_RESULTS: tl.constexpr,
 ):
-    """Compute `product_kernel` of swizzled scales; TMA loads operands and scales, with zeros past the end.
+    """Compute `product_kernel` with swizzled scales; TMA loads operands and scales, with zeros past the end.
 
-    Scales of fewer than 128 rows are a part of a tile, and loaded through pointers. TMA_RESULTS: see `TmaOptions`.
+    Scales for fewer than 128 rows are part of a tile, and loaded through pointers. TMA_RESULTS: see `TmaOptions`.
     """
     tile_m, tile_n = tile.position(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND)
     first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -205,15 +205,15 @@ def product(
     *, length: int, packing: int = 1, factor: float = 1.0, epilogue: ProductEpilogue = NO_EPILOGUE,
     tma: TmaOptions = NO_TMA,
 ) -> Launch:  # fmt: skip
-    """Return the launch (left, right, their swizzled scales, maxima | None, bias | None, x | None) -> out, kept [M, N].
+    """Launch (left, right, their swizzled scales, maxima | None, bias | None, x | None) -> out, kept [M, N].
 
-    The left operand is b and the right one a if `is_swapped`: a tile needs 128 rows of its left operand.
+    The left operand is b and the right one a if `is_swapped`: a tile needs 128 rows in its left operand.
 
     Args:
-        out: Elements from one row of the result to the next.
-        length: Elements of a scale.
+        out: Elements from one result row to the next.
+        length: Elements per scale.
         packing: Codes per byte.
-        factor: Factor of the product of the maxima. Sides with a `unit` have float32 scales instead of swizzled ones.
+        factor: Factor for the maxima's product. Sides with a `unit` have float32 scales instead of swizzled ones.
         epilogue: The operations after the product. The result that it is added to is an input after x.
         tma: The tensors that TMA moves; sides with a `unit` have none.
     """
@@ -254,5 +254,5 @@ def exponent_product(
     a: Side, b: Side, depth: int, out: int, dtype: str | None = None,
     *, epilogue: ProductEpilogue = NO_EPILOGUE,
 ) -> Launch:  # fmt: skip
-    """Return `product` of FP8 codes whose float32 scales of 1x128 or 128x128 blocks are powers of two."""
+    """Same as `product` for FP8 codes whose float32 scales for 1x128 or 128x128 blocks are powers of two."""
     return product(a, b, depth, out, dtype, length=32, epilogue=epilogue)

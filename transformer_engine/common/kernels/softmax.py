@@ -26,7 +26,7 @@ def _visible(row, query, key, keys, shift, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _mask_rows(mask, row, queries, heads, batch_stride, head_stride, query_stride):
-    """Return the pointer to the mask's rows."""
+    """Pointer to the mask's rows."""
     lead = row // queries
     return (
         mask
@@ -77,7 +77,7 @@ def forward_rows(
 
 @triton.jit
 def _scores(x, mask, key, keys, query, key_stride, shift, scale, CAUSAL: tl.constexpr):
-    """Return the scaled scores of one row's keys, -inf for keys that are not visible."""
+    """Compute scaled scores for one row's keys, -inf for keys that are not visible."""
     visible = _visible(0, query, key, keys, shift, CAUSAL)
     score = tl.load(x + key, mask=visible, other=0.0).to(tl.float32) * scale
     if mask is not None:
@@ -104,7 +104,7 @@ def forward_wide(
     CAUSAL: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Compute a row of any length per program: one read for the maximum and the sum, one to write."""
+    """Compute one row per program, with any length: one read for the maximum and the sum, one to write."""
     row = tl.program_id(0)
     query = row % queries
     source = x + row.to(tl.int64) * keys
@@ -172,7 +172,7 @@ def backward_wide(
     CAUSAL: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Compute a row of any length per program with two reads."""
+    """Compute one row per program, with any length, in two reads."""
     row = tl.program_id(0)
     query = row % queries
     start = row.to(tl.int64) * keys
@@ -202,7 +202,7 @@ def forward(
     scale: float,
     shift: int | None,
 ) -> Launch:
-    """Return the launch (x, mask uint8 | None) -> y, both [batch, heads, queries, keys]; shift: of the causal mask."""
+    """Return the launch (x, mask uint8 | None) -> y, both [batch, heads, queries, keys]; shift: for the causal mask."""
     rows, queries, keys, heads = _extents(shape)
     scalars = (rows, queries, keys, heads, *mask_strides, shift or 0, float(scale))
     outputs = (Output(shape, dtype),)
@@ -215,7 +215,7 @@ def forward(
 
 
 def backward(shape: tuple[int, int, int, int], dtype: str, scale: float, shift: int | None) -> Launch:
-    """Return the launch (dy, y) -> dx, all [batch, heads, queries, keys]."""
+    """Launch (dy, y) -> dx, all [batch, heads, queries, keys]."""
     rows, queries, keys, _ = _extents(shape)
     scalars = (rows, queries, keys, shift or 0, float(scale))
     outputs = (Output(shape, dtype),)
@@ -233,7 +233,7 @@ def _extents(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
 
 
 def _tile(keys: int) -> tuple[int, int, int]:
-    """Return (rows, padded keys, warps) of a program."""
+    """Choose (rows, padded keys, warps) for a program."""
     block = max(triton.next_power_of_2(keys), 16)
     if block >= 2048:
         return 1, block, max(4, block // 1024)

@@ -1,4 +1,4 @@
-"""Statistics of the quantization of x [M, K]: max|x|, counts and squared sums, from one read of x, codes and scales."""
+"""Quantization statistics for x [M, K]: max|x|, counts and squared sums, from one read of x, codes and scales."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .rounding import to_values
 
 # The statistics in order; the first is a maximum, the others are sums.
 FIELDS = ("maximum", "underflow", "saturation", "signal", "noise", "nonfinite")
-_WIDTH = tl.constexpr(8)  # columns of partial results: the next power of two
+_WIDTH = tl.constexpr(8)  # partial-result columns: the next power of two
 _NEIGHBOURS = tl.constexpr(8)  # two-byte elements that one thread loads at once
-NO_CODES, ONE_SCALE, FLOAT_BLOCKS, EXPONENT_BLOCKS, TWO_LEVELS = range(5)  # values of `Codes.scaling`
+NO_CODES, ONE_SCALE, FLOAT_BLOCKS, EXPONENT_BLOCKS, TWO_LEVELS = range(5)  # values for `Codes.scaling`
 _NO_CODES, _ONE_SCALE = tl.constexpr(NO_CODES), tl.constexpr(ONE_SCALE)
 _EXPONENT_BLOCKS, _TWO_LEVELS = tl.constexpr(EXPONENT_BLOCKS), tl.constexpr(TWO_LEVELS)
 
 
 class Codes(NamedTuple):
-    """The layout and scaling of a matrix's codes.
+    """Layout and scaling of a matrix's codes.
 
     Attributes:
         scaling: One of the five constants above.
-        packed: Two codes of four bits per byte, the low one first.
+        packed: Two 4-bit codes per byte, the low one first.
         block: Rows and columns that share a scale.
         greatest: Magnitude of the largest code.
         beyond: Values above this multiple of `greatest` count as saturated.
-        strides: Strides of codes and of scales.
+        strides: Code and scale strides.
     """
 
     scaling: int = NO_CODES
@@ -45,7 +45,7 @@ class Codes(NamedTuple):
 
 @triton.jit
 def _fourbit(code):
-    """Return the value of four bits of E2M1."""
+    """Decode four bits in E2M1."""
     exponent = ((code >> 1) & 3).to(tl.int32)
     mantissa = (code & 1).to(tl.float32)
     power = tl.where(exponent == 3, 4.0, tl.where(exponent == 2, 2.0, 1.0))
@@ -57,7 +57,7 @@ def _fourbit(code):
 def _fourbits_of_tile(
     codes, row, column, M, K, code_row, code_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return the codes of a tile [M, K] as numbers, from its bytes [M, K / 2]."""
+    """Read the codes of a tile [M, K] as numbers, from its bytes [M, K / 2]."""
     pair = tl.min(column, axis=0) // 2 + tl.arange(0, BLOCK_K // 2)
     inside = (row < M)[:, None] & (pair * 2 < K)[None, :]
     byte = tl.load(codes + row[:, None] * code_row + pair[None, :] * code_column, mask=inside, other=0)
@@ -66,7 +66,7 @@ def _fourbits_of_tile(
 
 @triton.jit
 def _power_of_two(exponent):
-    """Return 2^(exponent - 127) of a byte; NaN for 255."""
+    """Compute 2^(exponent - 127) for a byte; NaN for 255."""
     bits = tl.where(exponent == 0, 0x00400000, exponent.to(tl.int32) << 23)
     bits = tl.where(exponent == 255, 0x7FC00000, bits)
     return bits.to(tl.float32, bitcast=True)
@@ -93,7 +93,7 @@ def _scales_of_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the scales of a tile's elements, [M, 1] or [1, K] if the tile has one scale along an axis."""
+    """Load the scales for a tile's elements, [M, 1] or [1, K] if the tile has one scale along an axis."""
     of_row, of_column = (row // ROWS) * scale_row, (column // COLUMNS) * scale_column
     if COLUMNS % BLOCK_K == 0:
         found = tl.load(scales + of_row + tl.min(of_column, axis=0), mask=row < M, other=0.0)[:, None]
@@ -141,10 +141,10 @@ def _of_strip(
     GUARDED: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Return the six statistics of BLOCK_M * TILES rows from first_row on.
+    """Compute the six statistics over BLOCK_M * TILES rows from first_row on.
 
     Args:
-        WHOLE: Every tile that begins inside of the matrix ends inside, so that nothing is masked.
+        WHOLE: Every tile that begins inside the matrix ends inside, so that nothing is masked.
         GUARDED: Values can be infinite or NaN; otherwise such values count like any other, and the signal is not
             finite.
     """
@@ -234,7 +234,7 @@ def statistics_kernel(
     WHOLE: tl.constexpr,
     CONVERSION: tl.constexpr,
 ):
-    """Compute partials [programs, 8]: the six statistics of BLOCK_M * TILES rows and BLOCK_K columns, and two zeros.
+    """Compute partials [programs, 8]: the six statistics over BLOCK_M * TILES rows and BLOCK_K columns, and two zeros.
 
     ROWS, COLUMNS: elements that share a scale. A value that is not finite contributes only to its own count. Strips
     with such a value are read a second time, which saves five instructions per element in all others.
@@ -266,7 +266,8 @@ def statistics_kernel(
 
 @triton.jit
 def add_statistics(partials, kept, programs, BLOCK: tl.constexpr):
-    """Update kept float64 [6]: the maximum of its first entry and column 0 of partials [programs, 8], sums of the rest.
+    """Update kept float64 [6]: the maximum of its first entry and column 0 of partials [programs, 8], sums for the
+    rest.
 
     float64, because float32 cannot represent all counts above 2^24. One program adds in a fixed order: bits repeat.
     """
@@ -286,14 +287,14 @@ def add_statistics(partials, kept, programs, BLOCK: tl.constexpr):
 
 @functools.lru_cache(maxsize=1024)
 def statistics(shape: tuple[int, int], strides: tuple[int, int], codes: Codes) -> Program:
-    """Return the program (x [M, K], codes, scales, second [1], kept float64 [6]) that updates kept.
+    """Program (x [M, K], codes, scales, second [1], kept float64 [6]) that updates kept.
 
     codes, scales and second are None if `codes.scaling` does not need them.
     """
     rows, columns = shape
     block_m, block_k = _TILE
     tiles_k, tiles_m = ceil_div(columns, block_k), ceil_div(rows, block_m)
-    # Eight programs for each of 132 processors: more programs mean more rows for the program that adds.
+    # Eight programs on each of 132 processors: more programs mean more rows for the program that adds.
     tiles = max(1, min(tiles_m, tiles_m * tiles_k // 1056))
     programs = ceil_div(tiles_m, tiles) * tiles_k
     measure = Launch(
@@ -324,4 +325,4 @@ def statistics(shape: tuple[int, int], strides: tuple[int, int], codes: Codes) -
 
 
 _TILE = (16, 128)
-_ADDED = 512  # rows of partial results that are added at a time
+_ADDED = 512  # partial-result rows that are added at a time

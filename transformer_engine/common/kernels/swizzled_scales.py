@@ -1,7 +1,7 @@
-"""The order of scales that matrix instructions read: kernels that write it, and loads of its tiles.
+"""The scale order that matrix instructions read: kernels that write it, and loads of its tiles.
 
-Scales [R, C] of one byte are in tiles of 128 x 4, and byte (r, c) of a tile is at (r % 32) * 16 + r // 32 * 4 + c
-(cuBLAS documentation, "1D block scaling factors layout"). Tiles follow each other row by row.
+One-byte scales [R, C] are in 128 x 4 tiles, and byte (r, c) of a tile is at (r % 32) * 16 + r // 32 * 4 + c (cuBLAS
+documentation, "1D block scaling factors layout"). Tiles follow each other row by row.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import triton.language as tl
 from ..formats import ceil_div, round_up
 from .launch import Launch, Output
 
-TILE_ROWS, TILE_COLUMNS = 128, 4  # scales of a tile in swizzled order
+TILE_ROWS, TILE_COLUMNS = 128, 4  # scales per tile in swizzled order
 
 
 def swizzled_bytes(rows: int, columns: int) -> int:
-    """Return the bytes of the swizzled scales [rows, columns]."""
+    """Byte count for swizzled scales [rows, columns]."""
     return round_up(rows, TILE_ROWS) * round_up(columns, TILE_COLUMNS)
 
 
 @triton.jit
 def exponents_of(scale):
-    """Return E8M0 bytes of float32 scales, powers of two from 2^-127 on; infinity and NaN become NaN."""
+    """Convert float32 scales, powers of two from 2^-127 on, to E8M0 bytes; infinity and NaN become NaN."""
     return ((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF).to(tl.uint8)
 
 
@@ -61,7 +61,7 @@ def swizzle_kernel(
 def scales_of_tile(
     scale, first_row, first_column, TILES_C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Load scales [ROWS, COLUMNS] from swizzled memory; fewer than 128 rows are a part of one tile."""
+    """Load scales [ROWS, COLUMNS] from swizzled memory; fewer than 128 rows are part of one tile."""
     if ROWS >= 128:
         r = tl.arange(0, ROWS // 128)[:, None, None]
         c = tl.arange(0, COLUMNS // 4)[None, :, None]
@@ -88,7 +88,7 @@ def scales_of_tile(
 
 @triton.jit
 def descriptor_of_tiles(scale, R, TILES_C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Describe swizzled scales of R rows for TMA: [1, tiles of rows, tiles of columns, 2, 256] bytes."""
+    """Describe swizzled scales for R rows to TMA: [1, row tiles, column tiles, 2, 256] bytes."""
     tiles_r = tl.cdiv(R, 128)
     row = tl.cast(TILES_C, tl.int64) * 512
     return tl.make_tensor_descriptor(
@@ -101,7 +101,7 @@ def descriptor_of_tiles(scale, R, TILES_C, ROWS: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def load_scale_tile(tiles, first_row, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load scales [ROWS, COLUMNS] of a descriptor of tiles by TMA; tcgen05.cp moves them on to tensor memory."""
+    """Load scales [ROWS, COLUMNS] through a tile descriptor by TMA; tcgen05.cp moves them on to tensor memory."""
     found = tiles.load([0, first_row // 128, first_column // 4, 0, 0])
     parts = found.reshape(ROWS // 128, COLUMNS // 4, 32, 4, 4)
     return parts.trans(0, 3, 2, 1, 4).reshape(ROWS, COLUMNS)
@@ -125,7 +125,7 @@ def store_in_tiles(scale, R, C, first_r, first_c, rows, columns, values):
 def exponents_of_tile(
     scale, rows, R, block, ROW, COLUMN, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Load the exponents [ROWS, COLUMNS] of 128 columns from float32 scales for UNIT rows of R."""
+    """Load the exponents [ROWS, COLUMNS] for 128 columns from float32 scales for UNIT rows of R."""
     read = (tl.minimum(rows, R - 1) // UNIT).to(tl.int64)
     exponents = exponents_of(tl.load(scale + read * ROW + block * COLUMN))
     return tl.broadcast_to(exponents[:, None], (ROWS, COLUMNS))
@@ -133,7 +133,7 @@ def exponents_of_tile(
 
 @functools.lru_cache(maxsize=4096)
 def swizzle(rows: int, columns: int, strides: tuple[int, int], back: bool = False) -> Launch:
-    """Return the launch (scales uint8 [rows, columns] of these strides) -> swizzled bytes; back: the reverse."""
+    """Launch (scales uint8 [rows, columns] with these strides) -> swizzled bytes; back: the reverse."""
     tiles = min(8, triton.next_power_of_2(ceil_div(columns, TILE_COLUMNS)))
     grid = (ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS * tiles), 1)
     size = (rows * columns,) if back else (swizzled_bytes(rows, columns),)
@@ -143,11 +143,11 @@ def swizzle(rows: int, columns: int, strides: tuple[int, int], back: bool = Fals
 
 @functools.lru_cache(maxsize=4096)
 def swizzle_exponents(rows: int, columns: int, strides: tuple[int, int], unit: int) -> Launch:
-    """Return the launch of float32 scales for `unit` rows and 128 elements -> swizzled exponents.
+    """Launch (float32 scales for `unit` rows and 128 elements) -> swizzled exponents.
 
     Args:
-        rows: Rows of the codes.
-        columns: Exponents of a row, one for 32 elements.
+        rows: Code rows.
+        columns: Exponents per row, one for 32 elements.
         strides: Elements between scales of consecutive blocks, along the rows and along the columns.
         unit: Rows that share a scale, 1 or 128.
     """

@@ -1,12 +1,12 @@
-"""Tiles of a row-major matrix: their positions, their loads, and stores of their transposes.
+"""Tiles in a row-major matrix: their positions, their loads, and stores of their transposes.
 
-The launch function of each kernel chooses the sizes of its tiles.
+Each kernel's launch function chooses its tile sizes.
 
-Codes of a tile are transposed in pairs: the codes of rows 2 r and 2 r + 1 form one 16-bit word. This halves the words
-that cross the shared memory and fits the transposing matrix load (ldmatrix). Both codes are the result of one
-conversion instruction, so that the word costs nothing. Extracting single bytes from that result is not possible:
-ptxas 12.8 then mixes up codes if they are also stored row by row, even with a separate conversion for each direction
-(whole columns of float32, half of the rows of bfloat16 100 wide, seen in sm_90's machine code).
+A tile's codes are transposed in pairs: the codes in rows 2 r and 2 r + 1 form one 16-bit word. This halves the words
+that cross the shared memory and fits the transposing matrix load (ldmatrix). Both codes result from one conversion
+instruction, so that the word costs nothing. Extracting single bytes from that result is not possible: ptxas 12.8 then
+mixes up codes if they are also stored row by row, even with a separate conversion for each direction (full columns in
+float32, half of the rows in bfloat16 at width 100, seen in sm_90's machine code).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def position(program, TILES_M, TILES_K, BAND: tl.constexpr):
-    """Return (tile row, tile column) of a program: BAND rows of tiles at a time, each band column by column."""
+    """Map a program to (tile row, tile column): BAND tile rows at a time, each band column by column."""
     band = program // (BAND * TILES_K)
     height = tl.minimum(TILES_M - band * BAND, BAND)
     within = program % (BAND * TILES_K)
@@ -42,14 +42,14 @@ def store(pointers, values, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def load_rows(matrix, M, K, first_m, first_k, rows, k, EVEN: tl.constexpr):
-    """Load elements (first_m + rows, first_k + k) of a matrix [M, K], 0 outside."""
+    """Load elements (first_m + rows, first_k + k) from a matrix [M, K], 0 outside."""
     inside = (first_m + rows < M)[:, None] & (first_k + k < K)[None, :]
     return load(matrix + (first_m * K + first_k) + (rows[:, None] * K + k[None, :]), inside, EVEN)
 
 
 @triton.jit
 def store_rows(matrix, M, K, first_m, first_k, rows, k, values, EVEN: tl.constexpr):
-    """Store values in elements (first_m + rows, first_k + k) of a matrix [M, K]."""
+    """Store values to elements (first_m + rows, first_k + k) in a matrix [M, K]."""
     inside = (first_m + rows < M)[:, None] & (first_k + k < K)[None, :]
     store(matrix + (first_m * K + first_k) + (rows[:, None] * K + k[None, :]), values, inside, EVEN)
 
@@ -60,7 +60,7 @@ def store_pairs_transposed(
 ):
     """Store FP8 codes [rows / 2, columns, 2] (last axis: rows 2 half and 2 half + 1) in codes_t [K, M].
 
-    With PAIRS, M is even, so that a word is stored as two adjacent bytes; an odd M needs two stores of single bytes.
+    With PAIRS, M is even, so that a word is stored as two adjacent bytes; an odd M needs two single-byte stores.
     """
     low, high = tl.split(codes)
     words = tl.trans(

@@ -1,4 +1,4 @@
-"""codes_t [K, M] = codes.T of one-byte codes, in pairs of rows: half as many words cross the shared memory."""
+"""codes_t [K, M] = codes.T for one-byte codes, in row pairs: half as many words cross the shared memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def transpose_kernel(
 
 @triton.jit
 def _load(codes, M, K, first_m, first_k, rows, k, EVEN: tl.constexpr):
-    """Load bytes of codes, of any type, as words."""
+    """Load code bytes, with any type, as words."""
     first = codes.to(tl.pointer_type(tl.uint8)) + (first_m * K + first_k)
     pointers = first + (rows[:, None] * K + k[None, :])
     if EVEN:
@@ -57,7 +57,7 @@ def _load(codes, M, K, first_m, first_k, rows, k, EVEN: tl.constexpr):
 
 
 def transpose(shape: tuple[int, int], dtype: str = "uint8") -> Launch:
-    """Return the launch (codes [M, K] of a one-byte dtype, contiguous) -> codes_t [K, M]."""
+    """Launch (codes [M, K] with a one-byte dtype, contiguous) -> codes_t [K, M]."""
     rows, depth = shape
     block_m, block_k, band, warps = (256, 128, 4, 8) if rows * depth > 1 << 22 else (64, 64, 4, 4)
     grid = (ceil_div(rows, block_m) * ceil_div(depth, block_k), 1, 1)

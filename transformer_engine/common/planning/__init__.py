@@ -1,7 +1,7 @@
 """plan(model, devices, ..) predicts a training step; search(..) finds the fastest mesh that fits.
 
-Order of the ranks, innermost first: tp, cp, fsdp, dp, pp. Parameters are sharded over the fsdp and cp ranks together if
-fsdp is larger than 1, and replicated otherwise; experts are spread over ep of the data and context ranks.
+Rank order, innermost first: tp, cp, fsdp, dp, pp. Parameters are sharded over the fsdp and cp ranks together if fsdp is
+larger than 1, and replicated otherwise; experts are spread over ep of the data and context ranks.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def plan(
     """Predict time and memory of a training step, without devices and without a tensor library.
 
     Args:
-        model: A name of `MODELS`, the path of a Hugging Face config.json, a `ModelShape`, or any name with `hidden`,
+        model: A name from `MODELS`, the path of a Hugging Face config.json, a `ModelShape`, or any name with `hidden`,
             `layers` and `heads`.
         devices: Number of GPUs.
-        gpu: A name of `GPUS`, or a `GpuRates` with other rates.
+        gpu: A name from `GPUS`, or a `GpuRates` with other rates.
         recipe: "none" (bfloat16), "delayed", "current", "block", "mxfp8" or "nvfp4".
         dp: Data-parallel replicas; by default the devices that the other axes leave.
         fsdp: Ranks that share parameters by `fully_shard`, with the context-parallel ranks.
@@ -135,7 +135,7 @@ def _check_counts(**counts: Any) -> None:
 def _check_division(
     shape: ModelShape, mesh: Mesh, sequence: int, micro_batch: int, scheme: str, row: FormatCost
 ) -> None:
-    """Raise ValueError for the first size that an axis of the mesh does not divide."""
+    """Raise ValueError for the first size that a mesh axis does not divide."""
     tp, cp = mesh.tp, mesh.cp
     checks = [
         ("heads", shape.heads, "tp", tp),
@@ -181,14 +181,14 @@ def search(
     global_batch: int | None = None,
     **options: Any,
 ) -> list[TrainingPlan]:
-    """Return the fastest plans that fit into memory, over meshes, micro-batches and recomputation.
+    """Find the fastest plans that fit into memory, over meshes, micro-batches and recomputation.
 
     Args:
         model: As for `plan`.
         devices: Number of GPUs.
         count: Maximum number of plans.
-        global_batch: Sequences of a step, equal for all plans; by default one for each device.
-        options: Further arguments of `plan`. Axes of the mesh, micro_batch and recompute that are given are fixed.
+        global_batch: Sequences per step, equal for all plans; by default one for each device.
+        options: Further `plan` arguments. Mesh axes, micro_batch and recompute are fixed if passed.
 
     Raises:
         ValueError: An argument is invalid, or no mesh fits; the message names the one that needs the least memory.
@@ -223,7 +223,7 @@ def search(
 def _candidates(
     shape: ModelShape, devices: int, links: LinkRates, options: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield arguments of `plan` whose axes divide the model and the devices."""
+    """Yield `plan` arguments whose axes divide the model and the devices."""
 
     def sizes(name: str, most: int, whole: int) -> list[int]:
         if options.get(name) is not None:
@@ -237,7 +237,7 @@ def _candidates(
                 rest = devices // (tp * pp * cp)
                 experts = sizes("ep", shape.experts, rest * cp) if shape.experts else [options.get("ep", 1)]
                 for fsdp in sizes("fsdp", rest, rest):
-                    # Several sequences in a micro-batch and a part of each on a rank have nearly the same cost.
+                    # Several sequences per micro-batch cost nearly the same as a part of each on a rank.
                     for ep, batch in product(experts, batches if cp == 1 else batches[:1]):
                         axes = {"tp": tp, "pp": pp, "cp": cp, "fsdp": fsdp, "ep": ep, "micro_batch": batch}
                         for recompute in (

@@ -1,4 +1,4 @@
-"""Rates of GPUs and links: measured constants, and the time of each kind of operation.
+"""GPU and link rates: measured constants, and the time for each kind of operation.
 
 Milliseconds, bytes and floating-point operations throughout. `docs/plan.md` lists which measurements the constants are
 fitted to, and the errors for all other measurements.
@@ -25,26 +25,26 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all",
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuRates:
-    """A GPU: sizes of the data sheet, and measured rates; compares by identity.
+    """A GPU: data-sheet sizes, and measured rates; compares by identity.
 
     Attributes:
         name: Name in reports.
-        hardware: Row of the GPU in the table of hardware.
-        memory: Bytes of memory.
-        peak: Dense bfloat16 FLOP/ms of the data sheet, which define the FLOP utilization.
-        bandwidth: Bytes/ms of a copy, read and written bytes together.
-        rates: FLOP/ms of large products by kind: "bf16", "fp8" (one scale, forward), "fp8_split" (one scale, with
+        hardware: The GPU's row in the hardware table.
+        memory: Memory in bytes.
+        peak: Dense bfloat16 FLOP/ms from the data sheet, which define the FLOP utilization.
+        bandwidth: Bytes/ms for a copy, read and written bytes together.
+        rates: FLOP/ms for large products by kind: "bf16", "fp8" (one scale, forward), "fp8_split" (one scale, with
             sums in float32: backward), "block" (128x128 weights), "block_1d" (both operands in rows of 128),
-            "blocks_8bit" and "blocks_4bit" (a scale in one byte for each block of a row).
-        depth: Elements of the contracted axis, in bfloat16, whose time each tile of a product over groups takes to
-            start and to store.
-        grouped_codes: Part of the rates that quantized products over groups reach.
-        attention: FLOP/ms of the forward and of the backward pass by backend and size of a head.
+            "blocks_8bit" and "blocks_4bit" (a one-byte scale for each row block).
+        depth: Contracted-axis elements, in bfloat16, whose time each tile in a grouped product takes to start and to
+            store.
+        grouped_codes: Part of the rates that quantized grouped products reach.
+        attention: FLOP/ms for the forward and the backward pass by backend and head size.
         start: Milliseconds until a product has filled the GPU, once for each product.
-        launch: Milliseconds of a small kernel.
-        sustained: Part of the rates of products and attention that remains in a long loop, at the power limit.
-        nvlink: Rate of the links within a host relative to those of an H100.
-        host: Milliseconds of the host for each kernel that it launches one by one.
+        launch: Milliseconds for a small kernel.
+        sustained: Part of the product and attention rates that remains in a long loop, at the power limit.
+        nvlink: Link rate within a host relative to an H100's.
+        host: Host milliseconds for each kernel that it launches one by one.
         calibrated: The rates were measured on this GPU; otherwise they follow from the data sheet.
     """
 
@@ -65,24 +65,24 @@ class GpuRates:
     calibrated: bool = True
 
     def product_ms(self, kind: str, flops: float, moved: float, tiled: float = 0.0) -> float:
-        """Return the time of a product, or of products over groups of rows in one launch.
+        """Time for a product, or for products over row groups in one launch.
 
         Args:
-            kind: A key of `rates`.
+            kind: A key in `rates`.
             flops: Floating-point operations.
-            moved: Bytes of both operands and of the result.
-            tiled: Elements of the results of groups; 0 for a plain product.
+            moved: Bytes in both operands and in the result.
+            tiled: Elements in the groups' results; 0 for a plain product.
         """
         rate = self.rates[kind] * (self.grouped_codes if tiled and kind != "bf16" else 1.0)
         busy = flops / rate + 2 * self.depth * tiled / self.rates["bf16"]
         return self.start + max(busy, moved / self.bandwidth)
 
     def copy_ms(self, moved: float, efficiency: float = 1.0) -> float:
-        """Return the time of a kernel that is limited by memory and moves a number of bytes."""
+        """Time for a kernel that is limited by memory and moves a number of bytes."""
         return self.launch + moved / (self.bandwidth * efficiency)
 
     def attention_ms(self, backend: str, head_dim: int, flops: float, backward: bool) -> float:
-        """Return the time of the forward or the backward pass of attention with a number of operations."""
+        """Time for the forward or the backward pass of attention with a number of operations."""
         rates = self.attention[backend]
         nearest = min(rates, key=lambda size: abs(size - head_dim))
         return 4 * self.launch + flops / rates[nearest][backward]
@@ -95,7 +95,7 @@ class GpuRates:
     def scaled(
         self, name: str, *, products: float, fp8: float, bandwidth: float, **sizes: object
     ) -> GpuRates:
-        """Return a GPU whose rates are multiples of those of this GPU."""
+        """Build a GPU whose rates are multiples of this GPU's."""
         rates = {kind: rate * (products if kind == "bf16" else fp8) for kind, rate in self.rates.items()}
         attention = {
             backend: {size: (pair[0] * products, pair[1] * products) for size, pair in sizes_of.items()}
@@ -123,9 +123,9 @@ def _h200() -> GpuRates:
 
 
 H200 = _h200()
-# The ratios are those of a copy and of large products in `te bench`, on an H100 and on an H200.
+# The ratios come from a copy and large products in `te bench`, on an H100 and on an H200.
 H100 = H200.scaled("h100", products=0.987, fp8=0.969, bandwidth=0.712, memory=79 * GIB)
-# Ratios of the data sheets; the formats of blocks of 16 and 32 take the part of the peak that FP8 reaches on an H200.
+# Data-sheet ratios; the formats with blocks of 16 and 32 take the part of the peak that FP8 reaches on an H200.
 B200 = replace(
     H200.scaled(
         "b200",
@@ -153,13 +153,13 @@ class LinkRates:
     """LinkRates within a host and between hosts.
 
     Attributes:
-        devices_per_host: GPUs of a host, all connected to each other.
+        devices_per_host: GPUs per host, all connected to each other.
         ring: Bytes/ms that a GPU sends in an all-gather or a reduce-scatter within a host.
         exchange: Bytes/ms that a GPU sends in an all-reduce, an all-to-all or to one other GPU within a host.
-        start: Milliseconds of a collective without data within a host.
+        start: Milliseconds for a collective without data within a host.
         network: Bytes/ms that each GPU sends to other hosts.
-        hop: Additional milliseconds for each further host of an all-gather or a reduce-scatter, which pass data along
-            a ring, and for each doubling of the hosts in the other collectives.
+        hop: Additional milliseconds for each further host in an all-gather or a reduce-scatter, which pass data along a
+            ring, and for each doubling of the hosts in the other collectives.
         contention: Part of a collective's time by which it delays concurrent kernels, whose multiprocessors it uses.
     """
 
@@ -180,18 +180,18 @@ class LinkRates:
             raise ValueError(f"devices_per_host={self.devices_per_host!r} must be an integer of at least 1")
 
     def collective_ms(self, kind: Collective, moved: float, size: int, stride: int) -> float:
-        """Return the time of a collective.
+        """Time for a collective.
 
         Args:
             kind: The collective.
-            moved: Bytes of the whole buffer: the gathered, the reduced or the exchanged one; of `send_receive`, those
-                that a rank sends.
+            moved: Bytes in the full buffer: the gathered, the reduced or the exchanged one; for `send_receive`, the
+                bytes that a rank sends.
             size: Number of ranks.
-            stride: Distance of neighboring ranks of the group in the order of all devices.
+            stride: Distance between the group's neighboring ranks in the device order.
 
         Returns:
-            0 for one rank. A group on several hosts uses the network of all of its members on a host at once, because
-            each GPU has its own adapter; an all-to-all sends each rank's part by that rank's adapter.
+            0 for one rank. A group on several hosts uses the network of all its members on a host at once, because each
+            GPU has its own adapter; an all-to-all sends each rank's part by that rank's adapter.
         """
         if size == 1:
             return 0.0
@@ -210,19 +210,19 @@ class LinkRates:
         return start + sent / min(rate, self.network * within)
 
     def contention_ms(self, hidden: float, size: int, stride: int) -> float:
-        """Return the time by which collectives of a group delay concurrent kernels.
+        """Time by which collectives of a group delay concurrent kernels.
 
         Args:
             hidden: Milliseconds in which both run. A collective that the network limits uses fewer processors.
             size: Number of ranks.
-            stride: Distance of neighboring ranks.
+            stride: Distance between neighboring ranks.
         """
         within, hosts = self._spread(size, stride)
         busy = 1.0 if hosts == 1 else min(1.0, self.network * within / self.ring)
         return self.contention * hidden * busy
 
     def _spread(self, size: int, stride: int) -> tuple[int, int]:
-        """Return the ranks of a group on one host, and its number of hosts."""
+        """Count a group's ranks on one host, and its hosts."""
         within = min(size, max(1, self.devices_per_host // stride))
         return within, math.ceil(size / within)
 
@@ -231,20 +231,20 @@ DEFAULT_LINKS = LinkRates()
 
 
 def links_of(gpu: GpuRates, **changes: Any) -> LinkRates:
-    """Return the links of hosts with a GPU, measured on H100 and scaled to its NVLink, with other fields changed."""
+    """Links for hosts with a GPU, measured on H100 and scaled to its NVLink, with other fields changed."""
     ring, exchange = (rate * gpu.nvlink for rate in (DEFAULT_LINKS.ring, DEFAULT_LINKS.exchange))
     return replace(DEFAULT_LINKS, **{"ring": ring, "exchange": exchange, **changes})
 
 
 def unknown(kind: str, name: str, known: Iterable[str], remedy: str = "") -> ValueError:
-    """Return the error for a name that is not one of the known ones, with the most similar of these."""
+    """Build the error for an unknown name, with the most similar known names."""
     near = difflib.get_close_matches(name, known := list(known), 1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
     return ValueError(f"{kind} {name!r} is unknown{meant}; choose from {', '.join(known)}{remedy}")
 
 
 def gpu_named(name: str | GpuRates) -> GpuRates:
-    """Return a GPU of the table; ValueError for another name."""
+    """Look up a GPU in the table; ValueError for another name."""
     if isinstance(name, GpuRates):
         return name
     if name in GPUS:
@@ -256,15 +256,15 @@ def gpu_named(name: str | GpuRates) -> GpuRates:
 
 @dataclass(frozen=True, slots=True)
 class FormatCost:
-    """Costs of a recipe: bytes of codes, kinds of products, and how often a cast reads its input.
+    """Recipe costs: code bytes, product kinds, and how often a cast reads its input.
 
     Attributes:
-        name: Name of the recipe.
-        needs: Capability of hardware that runs the recipe natively.
-        products: Kinds of the forward product, the input gradient and the weight gradient in `GpuRates.rates`.
-        code: Bytes of an element's code and its part of the scales.
+        name: Recipe name.
+        needs: Hardware capability that runs the recipe natively.
+        products: Forward, input-gradient and weight-gradient product kinds in `GpuRates.rates`.
+        code: Bytes for an element's code and its part of the scales.
         reads: Times that a cast reads its input; 2 where the scale is the maximum of this tensor.
-        efficiency: Part of the copy's rate that casts of one and of both directions reach.
+        efficiency: Part of the copy rate that casts in one and in both directions reach.
         multiple: Rows and columns must be multiples of it.
         row_codes: The codes of the other direction are the transpose, so that a gather sends one direction.
     """
@@ -280,10 +280,10 @@ class FormatCost:
 
 
 def _of_blocks(form: TensorFormat) -> FormatCost:
-    """Return the costs of a format with a scale in one byte for each block of a row."""
+    """Costs for a format with a one-byte scale for each row block."""
     assert form.block is not None and form.block_products is not None
     length = form.block[1]
-    # Two levels of scales: one reading finds the maximum of the tensor.
+    # Two scale levels: one read finds the tensor's maximum.
     reads, efficiency = (1, (0.97, 0.83)) if form.levels is None else (2, (0.9, 0.7))
     kind = f"blocks_{8 // form.packing}bit"
     code = 1 / form.packing + 1 / length
@@ -316,9 +316,9 @@ def _computes(gpu: GpuRates, row: FormatCost) -> bool:
 
 
 def format_named(recipe: str, gpu: GpuRates) -> FormatCost:
-    """Return the costs of a recipe on a GPU; ValueError if it is unknown or the GPU has no rates for it.
+    """Look up the costs of a recipe on a GPU; ValueError if it is unknown or the GPU has no rates for it.
 
-    "bf16" is another name of "none".
+    "bf16" is another name for "none".
     """
     recipe = HIGH_PRECISION if recipe == "bf16" else recipe
     if recipe not in FORMATS:

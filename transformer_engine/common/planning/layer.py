@@ -1,4 +1,4 @@
-"""The cost of a Transformer layer on one rank: attention, the dense MLP or experts, and all communication inside it."""
+"""Transformer layer cost on one rank: attention, the dense MLP or experts, and all communication inside it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .simulate import VALUE, Cost, Extent, LinearSize, PassRun, RankMachine, pas
 Scheme = Literal["p2p", "all_gather", "a2a"]
 # Additional keys for each query: blocks at the diagonal of a causal mask are computed whole, and rows end unevenly.
 EDGE = 640
-LOSS = 0.84  # part of the rate of an activation that the loss over a vocabulary reaches
-# Additional part of the products of experts whose numbers of tokens differ; measured with 23 to 2,419 rows a group.
+LOSS = 0.84  # part of an activation's rate that the loss over a vocabulary reaches
+# Additional part for expert products with unequal token counts; measured with 23 to 2,419 rows per group.
 UNEVEN = 0.15
 
 
 class Both(NamedTuple):
-    """The costs of a forward and of a backward pass."""
+    """Forward and backward pass costs."""
 
     forward: Cost
     backward: Cost
@@ -40,17 +40,17 @@ class Both(NamedTuple):
 
 
 def no_costs() -> Both:
-    """Return costs to add to."""
+    """Empty costs to add to."""
     return Both(Cost(), Cost())
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The tokens of one micro-batch on one group of tensor-parallel ranks.
+    """The tokens in one micro-batch on one tensor-parallel group.
 
     Attributes:
-        sequence: Tokens of a sequence, over all context-parallel ranks.
-        batch: Sequences of a micro-batch.
+        sequence: Tokens per sequence, over all context-parallel ranks.
+        batch: Sequences per micro-batch.
         cp: Context-parallel ranks.
         scheme: How they exchange keys and values.
         ep: Ranks that share the experts.
@@ -70,12 +70,12 @@ class MicroBatch:
 
     @property
     def tokens(self) -> float:
-        """Return the tokens of a rank."""
+        """Tokens per rank."""
         return self.sequence * self.batch / self.cp
 
 
 def attention_flops(work: MicroBatch, heads: int, head_dim: int) -> float:
-    """Return the operations of the forward pass of a rank's part of attention; the backward pass has 2.5 times."""
+    """Forward-pass operations for a rank's part of attention; the backward pass has 2.5 times as many."""
     length = work.sequence
     pairs = length * (length + EDGE) / 2 if work.causal else float(length * length)
     if work.window is not None and work.window < length:
@@ -84,9 +84,9 @@ def attention_flops(work: MicroBatch, heads: int, head_dim: int) -> float:
 
 
 def attention(machine: RankMachine, work: MicroBatch, heads: int, kv_heads: int, head_dim: int) -> Both:
-    """Return the costs of attention alone, on q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim].
+    """Compute attention costs alone, on q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim].
 
-    A ring of context-parallel ranks sends a block of keys and values while it computes with the one before. The other
+    A context-parallel ring sends one key and value block while it computes with the previous block. The other
     schemes wait for their exchange.
     """
     costs = no_costs()
@@ -115,7 +115,7 @@ def attention(machine: RankMachine, work: MicroBatch, heads: int, kv_heads: int,
                 cost.communicate("cp", links.collective_ms("all_to_all", wide, cp, machine.tp))
     costs.forward.saved = 2 * wide + 2 * narrow + 4 * work.tokens * heads
     costs.forward.peak = costs.forward.saved
-    # The gradient of the output in float32 while the blocks of keys add to dq.
+    # The output gradient in float32 while the key blocks add to dq.
     costs.backward.peak = wide + 2 * narrow + (2 * wide if machine.attention == "flash4" else 0.0)
     return costs
 
@@ -130,14 +130,14 @@ def linears(
     mode: str | None = None,
     bias: bool = False,
 ) -> Both:
-    """Return the costs of a layer of `passes_of`.
+    """Compute the costs for a layer from `passes_of`.
 
     Args:
         machine: The machine.
         kind: "linear", "grouped", "norm_linear" or "norm_mlp".
-        sizes: {name: local sizes} of the linear layers.
-        inputs: Extents of "x" and "grad_output".
-        activation: Activation of a "norm_mlp".
+        sizes: {name: local sizes} for the linear layers.
+        inputs: Extents for "x" and "grad_output".
+        activation: Activation in a "norm_mlp".
         mode: "column" or "row" for a tensor-parallel "linear".
         bias: The products add a bias.
     """
@@ -153,7 +153,7 @@ def linears(
 
 
 def mlp(machine: RankMachine, shape: ModelShape, rows: float, residual: Extent) -> Both:
-    """Return the costs of a norm and a dense MLP; `rows` are those of the products, after a gather."""
+    """Compute the costs for a norm and a dense MLP; `rows` count the product rows, after a gather."""
     inner = shape.ffn // machine.tp
     sizes = {
         "fc1": LinearSize(rows, shape.hidden, inner * (2 if shape.gated else 1)),
@@ -166,7 +166,7 @@ def mlp(machine: RankMachine, shape: ModelShape, rows: float, residual: Extent) 
 
 
 def experts(machine: RankMachine, shape: ModelShape, work: MicroBatch, residual: Extent) -> Both:
-    """Return the costs of a norm, a router, the exchange of tokens and grouped products, with balanced experts.
+    """Compute the costs for a norm, a router, the token exchange and grouped products, with balanced experts.
 
     A rank owns experts / ep experts, sharded over the tensor-parallel ranks, and receives as many rows as it sends.
     """
@@ -176,10 +176,10 @@ def experts(machine: RankMachine, shape: ModelShape, work: MicroBatch, residual:
     one, sent = residual.size, rows * shape.hidden * VALUE
     whole = tokens * shape.hidden * VALUE
     costs.stream(machine, "norms", 2 * one, 3 * one)
-    for cost in costs:  # gather of the tokens, scatter of the results, and their gradients
+    for cost in costs:  # gather the tokens, scatter the results, and their gradients
         for collective in ("all_gather", "reduce_scatter"):
             cost.communicate("tp", links.collective_ms(collective, whole, machine.tp, 1))
-        # Dispatch and combine go over ranks that have other tokens, beyond those of tensor parallelism.
+        # Dispatch and combine go over ranks that have other tokens, beyond the tensor-parallel ranks.
         for _ in range(2):
             cost.communicate("ep", links.collective_ms("all_to_all", sent, work.ep, machine.tp))
     router = 2.0 * tokens * shape.hidden * shape.experts
@@ -193,7 +193,7 @@ def experts(machine: RankMachine, shape: ModelShape, work: MicroBatch, residual:
     first = {"linear": LinearSize(rows, shape.hidden, inner * (2 if shape.gated else 1), groups)}
     second = {"linear": LinearSize(rows, inner, shape.hidden, groups)}
     wide, half, narrow = (Extent(rows, columns) for columns in (first["linear"].outputs, inner, shape.hidden))
-    # The group of a tensor-parallel layer is that of the tokens above, so the products communicate nothing.
+    # A tensor-parallel layer's group is the token group above, so the products communicate nothing.
     costs.add(linears(machine, "grouped", first, {"x": narrow, "grad_output": wide}))
     costs.stream(machine, "activations", wide.size + half.size, 2 * wide.size + half.size)
     costs.add(linears(machine, "grouped", second, {"x": half, "grad_output": narrow}))
@@ -207,7 +207,7 @@ def experts(machine: RankMachine, shape: ModelShape, work: MicroBatch, residual:
 
 
 def layer(machine: RankMachine, shape: ModelShape, work: MicroBatch) -> Both:
-    """Return the costs of a layer's forward and backward pass for one micro-batch; do not change them."""
+    """Compute a layer's forward and backward pass costs for one micro-batch; do not change them."""
     return _LAYERS[machine, shape, work]
 
 

@@ -1,6 +1,6 @@
-"""The steps of a layer's training pass as a GPU runs them: kernels, products and collectives over named buffers.
+"""A layer's training-pass steps as a GPU runs them: kernels, products and collectives over named buffers.
 
-`te plan` computes times and memory of these steps (`simulate.py`). They are the statements of the layers' plain
+`te plan` computes times and memory of these steps (`simulate.py`). They follow the statements in the layers' plain
 functions (`pytorch/functions/linear.py`, `norm_linear.py`) in training, with all gradients and without overrides.
 """
 
@@ -17,13 +17,13 @@ class Step:
     """One kernel, product or collective: results = op(inputs).
 
     Attributes:
-        op: Name of the operation.
+        op: Operation name.
         inputs: Buffers that it reads.
         results: Buffers that it computes; None for an absent result.
         layer: Linear layer of a product.
         product: "forward", "grad_input" or "grad_weight" for a product.
         casts: The first two results are the rowwise and columnwise codes of the result.
-        multiplies_gradient: The product multiplies dx by the derivative of GELU, in the memory of GELU's input.
+        multiplies_gradient: The product multiplies dx by GELU's derivative, in the memory of GELU's input.
     """
 
     op: str
@@ -64,16 +64,16 @@ class Pass(NamedTuple):
 
 
 class LinearFacts(NamedTuple):
-    """The facts of a linear layer that decide its steps.
+    """Facts about a linear layer that decide its steps.
 
     Attributes:
-        layer: Name of the layer, and the prefix of its buffers.
+        layer: Layer name, and the prefix for its buffers.
         bias: The product adds a bias.
         mode: None without communication, "column" or "row" for a shard of a tensor-parallel layer.
         plain: Operands are multiplied unquantized.
-        sequence: Activations outside of the layer are sharded along their first dimension.
-        row_codes: Rows of codes are gathered, and the column direction is their transpose; otherwise the codes of each
-            direction are gathered.
+        sequence: Activations outside the layer are sharded along their first dimension.
+        row_codes: Code rows are gathered, and the column direction is their transpose; otherwise each direction's codes
+            are gathered.
     """
 
     layer: str = "linear"
@@ -94,16 +94,16 @@ class LinearFacts(NamedTuple):
         return self.mode == "row" and self.sequence
 
     def named(self, buffer: str) -> str:
-        """Name of one of the layer's buffers."""
+        """Name for one of the layer's buffers."""
         return f"{self.layer}.{buffer}"
 
     def codes_of_input(self) -> tuple[str, str | None]:
-        """Buffers of the codes of x. Rows alone are quantized where columns are made of the gathered rows."""
+        """Buffers for x's codes. Rows alone are quantized where columns are made from the gathered rows."""
         rows_only = self.gathers_input and self.row_codes
         return self.named("x_row"), None if rows_only else self.named("x_column")
 
     def codes_of_gradient(self) -> tuple[str, str | None]:
-        """Buffers of the codes of dy."""
+        """Buffers for dy's codes."""
         rows_only = self.gathers_gradient and self.row_codes
         return self.named("dy_row"), None if rows_only else self.named("dy_column")
 
@@ -163,8 +163,8 @@ def _backward(
 
     Args:
         facts: The layer.
-        dy: The gradient of y.
-        saved: The saved values of x and the weight.
+        dy: Gradient of y.
+        saved: Saved x and weight values.
         computed: An earlier step has computed dy, which is contiguous.
         quantized: That step has also computed the codes of dy, and db.
     """
@@ -221,7 +221,7 @@ def _backward(
 
 
 def linear_passes(facts: LinearFacts) -> tuple[Pass, Pass]:
-    """Both passes of a linear layer."""
+    """Both passes for a linear layer."""
     forward = _forward(facts, "x", "")
     backward = _backward(facts, "grad_output", forward.saved)
     inputs = ("x", "weight", *(("bias",) if facts.bias else ()))
@@ -237,7 +237,7 @@ def linear_passes(facts: LinearFacts) -> tuple[Pass, Pass]:
 
 
 def grouped_passes(facts: LinearFacts) -> tuple[Pass, Pass]:
-    """Both passes of a linear layer with a weight per group of rows."""
+    """Both passes for a linear layer with one weight per row group."""
 
     def over_groups(pass_: Pass) -> Pass:
         steps = [
@@ -262,7 +262,7 @@ def _norm_backward(centered: bool, dy: str) -> Step:
 
 
 def norm_linear_passes(facts: LinearFacts, centered: bool) -> tuple[Pass, Pass]:
-    """Both passes of a norm and a linear layer; a centered norm subtracts the mean and has a bias."""
+    """Both passes for a norm and a linear layer; a centered norm subtracts the mean and has a bias."""
     forward = _forward(facts, "normed", "", quantized=not facts.plain)
     backward = _backward(facts, "grad_output", forward.saved)
     beta = ("beta",) if centered else ()
@@ -278,12 +278,12 @@ def norm_linear_passes(facts: LinearFacts, centered: bool) -> tuple[Pass, Pass]:
 def norm_mlp_passes(
     fc1: LinearFacts, fc2: LinearFacts, activation: str, centered: bool, gradient_casts: bool
 ) -> tuple[Pass, Pass]:
-    """Both passes of a norm, two linear layers and the activation between them.
+    """Both passes for a norm, two linear layers and the activation between them.
 
     Args:
         fc1: The first linear layer.
         fc2: The second linear layer.
-        activation: Name of the activation.
+        activation: Activation name.
         centered: The norm subtracts the mean and has a bias.
         gradient_casts: The gradient of the activation quantizes its result.
     """

@@ -1,4 +1,4 @@
-"""Shapes of models: a table of known ones, a `config.json` of Hugging Face, or sizes."""
+"""Model shapes: a table of known ones, a Hugging Face `config.json`, or sizes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder of Transformer layers, with RMSNorm, rotary embeddings and no biases.
+    """Sizes for a Transformer decoder, with RMSNorm, rotary embeddings and no biases.
 
     Attributes:
         name: Name in reports.
-        hidden: Size of a token's vector.
+        hidden: Token vector size.
         layers: Number of layers.
         heads: Number of query heads.
         kv_heads: Number of key and value heads.
-        head_dim: Size of a head.
-        ffn: Size between the two products of the MLP, or of one expert.
+        head_dim: Head size.
+        ffn: Size between the two products in the MLP, or in one expert.
         vocabulary: Number of tokens in the vocabulary.
         gated: The MLP is gated (SwiGLU, two matrices before the activation); otherwise GELU.
-        experts: Number of experts of a layer; 0 for a dense MLP.
+        experts: Number of experts per layer; 0 for a dense MLP.
         experts_per_token: Experts that each token is sent to.
         tied: The output projection shares the embedding's matrix.
 
@@ -67,19 +67,19 @@ class ModelShape:
 
     @property
     def projection(self) -> int:
-        """Return the number of columns of the queries, keys and values together."""
+        """Number of columns in queries, keys and values together."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def attention_parameters(self) -> int:
-        """Return the number of parameters of a layer's attention and of both of its norms."""
+        """Number of parameters in a layer's attention and both norms."""
         return self.hidden * (self.projection + self.heads * self.head_dim + 2)
 
     def expert_parameters(self) -> int:
-        """Return the number of parameters of the dense MLP, or of one expert."""
+        """Number of parameters in the dense MLP, or in one expert."""
         return self.hidden * self.ffn * (3 if self.gated else 2)
 
     def layer_parameters(self) -> int:
-        """Return the number of parameters of a layer, with all experts and the router."""
+        """Number of parameters in a layer, with all experts and the router."""
         return (
             self.attention_parameters()
             + max(self.experts, 1) * self.expert_parameters()
@@ -87,15 +87,15 @@ class ModelShape:
         )
 
     def parameters(self) -> int:
-        """Return the number of parameters of the model."""
+        """Number of parameters in the model."""
         return self.layers * self.layer_parameters() + self.hidden * (
             1 + self.vocabulary * (1 if self.tied else 2)
         )
 
     def flops_per_token(self, sequence: int) -> float:
-        """Return the floating-point operations of a forward and backward pass of one token, without recomputation.
+        """Floating-point operations for one token's forward and backward pass, without recomputation.
 
-        Counts the products, of the experts that a token is sent to, and causal attention over half of the sequence.
+        Counts the products, for the experts that a token is sent to, and causal attention over half the sequence.
         """
         matrices = self.hidden * (self.projection + self.heads * self.head_dim)
         matrices += max(self.experts_per_token, 1) * self.expert_parameters() + self.experts * self.hidden
@@ -124,7 +124,7 @@ MODELS = {
     )
 }
 
-# Names of fields in configurations of Hugging Face, in order of preference.
+# Field names in Hugging Face configurations, in order of preference.
 _CONFIG_NAMES: dict[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd"),
     "layers": ("num_hidden_layers", "n_layer"),
@@ -149,12 +149,12 @@ _UNSUPPORTED = {
 
 
 def model_shape(model: str | Path | ModelShape, **sizes: Any) -> ModelShape:
-    """Return the shape of a model.
+    """Resolve the shape of a model.
 
     Args:
-        model: A name of `MODELS`, the path of a `config.json` (or of its folder), a `ModelShape`, or any other name
-            together with all of the required sizes.
-        sizes: Fields of `ModelShape` that replace those of the model; None leaves a field unchanged.
+        model: A name from `MODELS`, the path of a `config.json` (or its folder), a `ModelShape`, or any other name
+            together with all required sizes.
+        sizes: Fields of `ModelShape` that replace the model's; None leaves a field unchanged.
 
     Raises:
         ValueError: The model is unknown and sizes are missing, a size is invalid, or the configuration has layers that
@@ -188,7 +188,7 @@ def model_shape(model: str | Path | ModelShape, **sizes: Any) -> ModelShape:
 
 
 def _of_config(path: Path) -> ModelShape:
-    """Return the shape that a Hugging Face configuration describes."""
+    """Read the shape that a Hugging Face configuration describes."""
     try:
         config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -215,7 +215,7 @@ def _of_config(path: Path) -> ModelShape:
                 raise ValueError(f"{path} has {name}={value!r}, which is not a whole number; repair it")
             found[name] = value
     if not found.get("experts"):
-        # A dense model's configuration may have the fields of experts.
+        # A dense model's configuration may have expert fields.
         found.update(experts=0, experts_per_token=0)
     known = {field.name for field in fields(ModelShape)}
     shape = {

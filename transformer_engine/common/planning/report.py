@@ -14,7 +14,7 @@ DOES_NOT_FIT = "does not fit"  # the first words of the warning
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Numbers of ranks by axis; ep is part of dp * fsdp * cp, the others multiply to the number of devices."""
+    """Rank counts by axis; ep is part of dp * fsdp * cp, the others multiply to the number of devices."""
 
     dp: int
     fsdp: int = 1
@@ -29,17 +29,17 @@ class Mesh:
 
     @property
     def devices(self) -> int:
-        """Return the number of devices."""
+        """Number of devices."""
         return self.dp * self.fsdp * self.tp * self.cp * self.pp
 
     @property
     def data(self) -> int:
-        """Return the number of ranks with different tokens and equal weights."""
+        """Number of ranks with different tokens and equal weights."""
         return self.dp * self.fsdp * self.cp
 
     @property
     def shards(self) -> int:
-        """Return the number of ranks that share parameters, gradients and optimizer state outside of experts."""
+        """Number of ranks that share parameters, gradients and optimizer state outside experts."""
         return self.fsdp * self.cp if self.fsdp > 1 else 1
 
 
@@ -52,7 +52,7 @@ class StepMemory:
         gradients: Their gradients, in float32 if several micro-batches are accumulated, otherwise in bfloat16.
         optimizer: Master weights and moments of FusedAdam in float32.
         activations: Tensors between their save in the forward pass and their use in the backward pass.
-        buffers: Gathered parameters, results and operands under way, logits, and the memory of the libraries.
+        buffers: Gathered parameters, results and operands in transit, logits, and library memory.
     """
 
     parameters: float
@@ -63,7 +63,7 @@ class StepMemory:
 
     @property
     def peak(self) -> float:
-        """Return the sum."""
+        """Sum over all parts."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
@@ -72,22 +72,22 @@ class TrainingPlan:
     """A predicted training step; `str()` is a table and `as_dict()` the figures.
 
     Attributes:
-        model: Shape of the model.
-        gpu: Name of the GPU.
-        recipe: Name of the recipe.
-        mesh: Numbers of ranks.
-        parts: Milliseconds by kind of work on the slowest rank; with the exposed communication, their sum is step_ms.
-        sequence: Tokens of a sequence.
-        micro_batch: Sequences of a micro-batch on a data-parallel rank.
+        model: Model shape.
+        gpu: GPU name.
+        recipe: Recipe name.
+        mesh: Rank counts.
+        parts: Milliseconds by work type on the slowest rank; with the exposed communication, their sum is step_ms.
+        sequence: Tokens per sequence.
+        micro_batch: Sequences per micro-batch on a data-parallel rank.
         micro_batches: Micro-batches that a rank accumulates in a step.
         recompute: "full" if the backward pass repeats the forward pass of each layer, or "none".
-        step_ms: Milliseconds of a training step.
-        communication: Milliseconds of collectives by axis, hidden or not.
+        step_ms: Milliseconds per training step.
+        communication: Collective milliseconds by axis, hidden or not.
         exposed: Milliseconds by axis in which the GPU only waits for communication.
-        memory: Bytes of the rank that needs the most.
-        memory_limit: Bytes of a GPU that can be filled.
-        tokens_per_s: Tokens per second of all devices.
-        utilization: FLOP of the model relative to the bfloat16 peak of all devices, without recomputation.
+        memory: Bytes on the rank that needs the most.
+        memory_limit: GPU bytes that can be filled.
+        tokens_per_s: Tokens per second over all devices.
+        utilization: Model FLOP relative to all devices' bfloat16 peak, without recomputation.
         peak: FLOP/ms of dense bfloat16 products in the data sheet of the GPU.
         calibrated: The rates of the GPU were measured; otherwise they follow from its data sheet.
         rates: Rates behind the figures, by name, each marked "measured", "data sheet" or "assumed".
@@ -117,7 +117,7 @@ class TrainingPlan:
 
     @property
     def global_batch(self) -> int:
-        """Return the sequences of a training step."""
+        """Sequences per training step."""
         return self.micro_batch * self.micro_batches * self.mesh.dp * self.mesh.fsdp
 
     @property
@@ -126,7 +126,7 @@ class TrainingPlan:
         return self.memory.peak <= self.memory_limit
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures as data for JSON."""
+        """Figures as data for JSON."""
         found = asdict(self)
         found["devices"], found["global_batch"], found["fits"] = (
             self.mesh.devices,

@@ -1,4 +1,4 @@
-"""Time and memory of a layer's passes: the shapes of their buffers, a cost for every step, and two timelines.
+"""Time and memory for a layer's passes: buffer shapes, a cost for every step, and two timelines.
 
 The steps are in `layer_steps.py`, in the order in which a GPU runs them. A GPU's kernels run on one timeline and
 collectives on another; a `.wait` step waits for its collective.
@@ -25,7 +25,7 @@ from .layer_steps import (
     norm_mlp_passes,
 )
 
-VALUE = 2.0  # bytes of an element in bfloat16
+VALUE = 2.0  # bytes per bfloat16 element
 _KINDS = {
     "product": "products",
     "weight_gradient": "products",
@@ -43,7 +43,7 @@ SAME_MEMORY = ("convert", "grouped_convert", "dense")
 
 
 class Extent(NamedTuple):
-    """The shape of a buffer and the bytes of one element, scales included."""
+    """A buffer's shape and the bytes per element, scales included."""
 
     rows: float
     columns: float
@@ -51,13 +51,13 @@ class Extent(NamedTuple):
 
     @property
     def size(self) -> float:
-        """Return the bytes of the buffer."""
+        """Buffer size in bytes."""
         return self.rows * self.columns * self.element
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSize:
-    """The local sizes of a linear layer: rows of its input after a gather, columns of its input and of its output."""
+    """Local sizes for a linear layer: input rows after a gather, input columns and output columns."""
 
     rows: float
     inputs: int
@@ -71,16 +71,16 @@ def _zeros() -> defaultdict[str, float]:
 
 @dataclass
 class Cost:
-    """Milliseconds of kernels by kind, of collectives, and of waiting for them; bytes of memory.
+    """Milliseconds for kernels by kind, for collectives, and for waits; memory in bytes.
 
     Attributes:
-        kernels: Milliseconds by kind of step.
-        communication: Milliseconds of collectives by the axis of the mesh.
+        kernels: Milliseconds by step type.
+        communication: Collective milliseconds by mesh axis.
         exposed: Milliseconds by axis in which no kernel runs because it waits for a collective.
         launches: Number of kernels that the host launches.
         flops: Floating-point operations.
         saved: Bytes that the forward pass keeps for the backward pass.
-        peak: Most bytes of the buffers of the pass, without its inputs and without the saved buffers of other parts.
+        peak: Most bytes in the pass's buffers, without its inputs and without the saved buffers of other parts.
     """
 
     kernels: defaultdict[str, float] = field(default_factory=_zeros)
@@ -93,16 +93,16 @@ class Cost:
 
     @property
     def compute(self) -> float:
-        """Return the milliseconds of all kernels."""
+        """Milliseconds for all kernels."""
         return sum(self.kernels.values())
 
     @property
     def total(self) -> float:
-        """Return the milliseconds of kernels and of exposed communication."""
+        """Milliseconds for kernels and exposed communication."""
         return self.compute + sum(self.exposed.values())
 
     def spend(self, kind: str, milliseconds: float, launches: int = 1) -> None:
-        """Add the time of kernels."""
+        """Add kernel time."""
         self.kernels[kind] += milliseconds
         self.launches += launches
 
@@ -129,12 +129,12 @@ class RankMachine:
 
     Attributes:
         gpu: The GPU.
-        format: The costs of the recipe.
+        format: Recipe costs.
         links: The links.
         tp: Number of tensor-parallel ranks, next to each other.
         sequence_parallel: Activations between the layers are sharded over them.
-        attention: Backend of attention, a key of `GpuRates.attention`.
-        loaded: Products and attention run at the rates of a long loop.
+        attention: Attention backend, a key in `GpuRates.attention`.
+        loaded: Products and attention run at long-loop rates.
     """
 
     gpu: GpuRates
@@ -147,11 +147,11 @@ class RankMachine:
 
     @property
     def matrix_time(self) -> float:
-        """Return the factor on the time of products and attention."""
+        """Time factor for products and attention."""
         return 1 / self.gpu.sustained if self.loaded else 1.0
 
     def facts(self, layer: str, mode: str | None = None, bias: bool = False) -> LinearFacts:
-        """Return the facts of a linear layer in training: "column" or "row" for a tensor-parallel one."""
+        """Facts about a linear layer in training: "column" or "row" for a tensor-parallel one."""
         return LinearFacts(
             layer,
             bias=bias,
@@ -165,12 +165,12 @@ class RankMachine:
 def passes_of(
     kind: str, machine: RankMachine, activation: str = "", mode: str | None = None, bias: bool = False
 ) -> tuple[Pass, Pass]:
-    """Return the forward and the backward pass of a layer as a GPU runs them.
+    """Forward and backward pass of a layer as a GPU runs them.
 
     Args:
         kind: "linear", "grouped", "norm_linear" or "norm_mlp".
         machine: The machine.
-        activation: Activation of a "norm_mlp".
+        activation: Activation in a "norm_mlp".
         mode: "column" or "row" for a tensor-parallel "linear"; the other kinds have one.
         bias: The products add a bias.
     """
@@ -182,7 +182,7 @@ def passes_of(
 
 
 def _built(key: tuple[str, tuple[LinearFacts, ...], str, bool]) -> tuple[Pass, Pass]:
-    """Passes of a layer by their kind, facts, activation, and whether the activation's gradient makes no codes."""
+    """Passes for a layer by its kind, facts, activation, and whether the activation's gradient makes no codes."""
     kind, facts, activation, apart = key
     centered = facts[0].bias
     if kind == "linear":
@@ -198,7 +198,7 @@ _PASSES: Memory[tuple[str, tuple[LinearFacts, ...], str, bool], tuple[Pass, Pass
 
 
 class PassRun:
-    """The simulation of the passes of one layer: extents of buffers survive from the forward to the backward pass."""
+    """Simulates one layer's passes: buffer extents survive from the forward to the backward pass."""
 
     def __init__(
         self, machine: RankMachine, sizes: Mapping[str, LinearSize], inputs: Mapping[str, Extent]
@@ -212,7 +212,7 @@ class PassRun:
         """Add the time and the memory of a pass to a cost, and return it."""
         now = idle_link = held = 0.0
         finished: dict[str, float] = {}
-        given = set(pass_.inputs)  # and other names of their memory
+        given = set(pass_.inputs)  # and other names for their memory
         for step, freed in zip(pass_.steps, pass_.freed_after(), strict=True):
             if step.op in SAME_MEMORY and step.inputs[0] in given:
                 given.update(step.makes())
@@ -230,11 +230,11 @@ class PassRun:
                 held -= self.extents[step.reads()[0]].size  # the pending buffer is the result
             else:
                 now += self._kernel(step, cost)
-            # The gradient of an activation takes the place of the product that it reads.
+            # An activation's gradient replaces the product that it reads.
             replaced = step.multiplies_gradient or step.op == "activation_backward"
             if replaced:
                 held -= sum([self.extents[name].size for name in freed if name in self.kept])
-            # Gradients of weights are counted with the parameters.
+            # Weight gradients are counted with the parameters.
             if step.op not in (*SAME_MEMORY, "weight_gradient", "grouped_weight_gradient"):
                 held += sum([self.extents[name].size for name in step.makes()])
             cost.peak = max(cost.peak, held)
@@ -304,7 +304,7 @@ class PassRun:
         return self.machine.matrix_time * self.machine.gpu.product_ms(kind, flops, moved, tiled)
 
     def _set_extents(self, step: Step, read: list[Extent]) -> None:
-        """Set the extents of the results of a step that is neither a product nor a collective."""
+        """Set the result extents for a step that is neither a product nor a collective."""
         rows, columns, element = read[0]
         op = step.op.removeprefix("grouped_")
         if op in ("activation", "activation_backward"):
@@ -321,6 +321,6 @@ class PassRun:
         elif named[0] is not None and op != "column_sum":
             result = Extent(columns, rows, element) if op == "transpose" else Extent(rows, columns, element)
             self.extents[named.pop(0) or ""] = result
-        # The other results are vectors: statistics of rows, or sums over rows.
+        # The other results are vectors: row statistics, or sums over rows.
         vector = Extent(rows, 1, 4.0) if op == "norm" else Extent(1, columns)
         self.extents.update({name: vector for name in named if name is not None})

@@ -1,4 +1,4 @@
-"""Time and memory of a training step on one rank: pipeline, sharded parameters, gradients, optimizer, loss."""
+"""Training-step time and memory on one rank: pipeline, sharded parameters, gradients, optimizer, loss."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from .report import DOES_NOT_FIT, Mesh, StepMemory, TrainingPlan
 from .simulate import VALUE, Cost, RankMachine
 
 Recompute = Literal["none", "full"]
-STATE = 12.0  # bytes of FusedAdam for a parameter: master weight and two moments in float32
-LIBRARIES = 1.5 * GIB  # CUDA context, workspaces of products, buffers of NCCL
+STATE = 12.0  # FusedAdam bytes per parameter: master weight and two moments in float32
+LIBRARIES = 1.5 * GIB  # CUDA context, product workspaces, NCCL buffers
 USABLE = 0.95  # part of the memory that the allocator fills before it fragments
 
 
 @dataclass
 class TrainingStep:
-    """The simulation of a training step.
+    """Simulates a training step.
 
     Attributes:
-        shape: Shape of the model.
+        shape: Model shape.
         machine: GPU, format, links and tensor parallelism.
-        mesh: Numbers of ranks.
-        work: Tokens of a micro-batch.
-        micro_batches: Micro-batches of a step.
+        mesh: Rank counts.
+        work: Tokens in a micro-batch.
+        micro_batches: Micro-batches per step.
         recompute: The forward pass of each layer is repeated in the backward pass.
         graphs: The host does not delay the GPU.
-        layers: Layers of a pipeline stage.
-        costs: Costs of one layer for one micro-batch.
-        outside: Costs outside of the layers for one micro-batch.
+        layers: Layers in a pipeline stage.
+        costs: Costs for one layer and one micro-batch.
+        outside: Costs outside the layers for one micro-batch.
     """
 
     shape: ModelShape
@@ -52,7 +52,7 @@ class TrainingStep:
         self.outside = self._outside()
 
     def planned(self) -> TrainingPlan:
-        """Return the prediction."""
+        """Compute the prediction."""
         gpu, mesh, shape = self.machine.gpu, self.mesh, self.shape
         cost, stage = Cost(), self._stage()
         cost.add(stage, self.micro_batches)
@@ -94,13 +94,13 @@ class TrainingStep:
         return 4.0 if self.micro_batches > 1 else VALUE
 
     def _expert_groups(self) -> tuple[int, int]:
-        """Return the ranks that share an expert's parameters by sharding, and the ranks that replicate them."""
+        """Count the ranks that share an expert's parameters by sharding, and the ranks that replicate them."""
         ranks = self.mesh.data // self.mesh.ep
         shards = math.gcd(ranks, max(1, self.mesh.shards // self.mesh.ep)) if self.mesh.shards > 1 else 1
         return shards, ranks // shards
 
     def _layer_parameters(self) -> tuple[float, float]:
-        """Return the gathered parameters of a layer on a rank: outside of experts, and of the rank's experts."""
+        """Count a layer's gathered parameters on a rank: outside experts, and in the rank's experts."""
         shape, mesh = self.shape, self.mesh
         matrices = shape.attention_parameters() / mesh.tp
         if not shape.experts:
@@ -109,19 +109,19 @@ class TrainingStep:
         return matrices + shape.experts * shape.hidden, count * shape.expert_parameters() / mesh.tp
 
     def _local_parameters(self, last: bool = True) -> tuple[float, float]:
-        """Return the parameters of a rank in the first or the last stage after sharding, and those of its experts."""
+        """Count a rank's parameters in the first or the last stage after sharding, and its experts' parameters."""
         dense, routed = self._layer_parameters()
         embeddings = self._embeddings(last) / self.mesh.shards
         routed = self.layers * routed / self._expert_groups()[0]
         return self.layers * dense / self.mesh.shards + embeddings + routed, routed
 
     def _embeddings(self, last: bool) -> float:
-        """Return the parameters of the embedding and of the output projection on a stage, before sharding."""
+        """Count the embedding and output-projection parameters on a stage, before sharding."""
         one = self.shape.vocabulary * self.shape.hidden / self.mesh.tp
         return one * (2 if self.mesh.pp == 1 and not self.shape.tied else 1)
 
     def _outside(self) -> Both:
-        """Return the costs outside of the layers, for one micro-batch: embedding, last norm, projection and loss."""
+        """Compute the costs outside the layers, for one micro-batch: embedding, last norm, projection and loss."""
         costs, machine, shape = no_costs(), self.machine, self.shape
         gpu, tokens = machine.gpu, self.work.tokens
         columns = shape.vocabulary / machine.tp
@@ -139,12 +139,12 @@ class TrainingStep:
             for kind in (
                 "all_gather",
                 "reduce_scatter",
-            ):  # of the hidden states, over the shards of the vocabulary
+            ):  # hidden states, over the vocabulary shards
                 cost.communicate("tp", machine.links.collective_ms(kind, values, machine.tp, 1))
         return costs
 
     def _stage(self) -> Cost:
-        """Return the cost of a micro-batch on the slowest stage, the last, with the gathers of its parameters."""
+        """Compute a micro-batch's cost on the slowest stage, the last, with its parameter gathers."""
         mesh, links = self.mesh, self.machine.links
         forward, backward = self.costs
         cost = Cost()
@@ -169,7 +169,7 @@ class TrainingStep:
         return cost
 
     def _shard_communication(self, cost: Cost) -> None:
-        """Add the gathers and reductions of sharded parameters to the cost of a micro-batch.
+        """Add the gathers and reductions for sharded parameters to a micro-batch's cost.
 
         The parameters of a layer are gathered while the layer before computes; the first gather and the last reduction
         are exposed.
@@ -195,7 +195,7 @@ class TrainingStep:
         cost.communicate("fsdp", whole, min(whole, exposed))
 
     def _synchronize(self, cost: Cost) -> None:
-        """Add the all-reduces of gradients over replicas, which overlap the backward pass of the last micro-batch."""
+        """Add the gradient all-reduces over replicas, which overlap the last micro-batch's backward pass."""
         mesh, links = self.mesh, self.machine.links
         local, routed = self._local_parameters()
         replicas = mesh.data // mesh.shards
@@ -212,7 +212,7 @@ class TrainingStep:
         cost.spend("slowed by communication", links.contention_ms(took - exposed, replicas, stride), 0)
 
     def _memory(self) -> StepMemory:
-        """Return the memory of the stage that needs the most: the first holds most activations, the last the logits."""
+        """Compute the memory on the stage that needs the most: the first has most activations, the last the logits."""
         mesh, work, shape = self.mesh, self.work, self.shape
         forward, backward = self.costs
         working = max(forward.peak - forward.saved, backward.peak, 0.0)
@@ -246,7 +246,7 @@ class TrainingStep:
         return max(found, key=lambda memory: memory.peak)
 
     def _rates(self) -> dict[str, str]:
-        """Return the rates behind the plan as text, with their sources."""
+        """Rates behind the plan as text, with their sources."""
         gpu, machine, source = self.machine.gpu, self.machine, self.machine.gpu.source
         kinds = dict.fromkeys(("bf16", *machine.format.products))
         found = {f"{kind} products": f"{gpu.rates[kind] / 1e9:.0f} TFLOP/s ({source})" for kind in kinds}

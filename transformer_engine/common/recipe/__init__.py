@@ -1,7 +1,7 @@
 """Recipes: dataclasses that say which tensors are quantized to which format, and where their scales come from.
 
-Recipes compare by value and pickle in the original's format. `MMParams` and `QParams` are frozen. The fields of recipes
-may be assigned; the value is converted and checked as in the constructor, and derived fields follow their switch.
+Recipes compare by value and pickle in the original's format. `MMParams` and `QParams` are frozen. Recipe fields may be
+assigned; the value is converted and checked as in the constructor, and derived fields follow their switch.
 
 Fields accept the forms that pydantic converts, because configurations often come from YAML files and command lines:
 `margin="1"`, `reduce_amax="true"`, `fp8_format=(448, 57344)`, `fp8_gemm_fprop={"use_split_accumulator": True}`.
@@ -35,7 +35,7 @@ from .living import (
     revision_of,
 )
 from .parts import CONVERTERS, Format, MMParams, QParams
-from .parts import _FormatHelper as _FormatHelper  # the values of Format, by their name in pickles
+from .parts import _FormatHelper as _FormatHelper  # the values in Format, by their pickle names
 
 __all__ = [
     "CustomRecipe",
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class Recipe:
-    """Base class of all recipes. Each predicate, such as `mxfp8()`, is true for one family and its subclasses."""
+    """Base class for all recipes. Each predicate, such as `mxfp8()`, is true for one family and its subclasses."""
 
     fp8_format: Format
 
@@ -68,7 +68,7 @@ class Recipe:
         self._derive()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load a pickle, also of the original, whose recipes lack the derived fields and may lack later fields."""
+        """Load a pickle, also from the original, whose recipes lack the derived fields and may lack later fields."""
         self.__dict__.update(state)
         self._convert()
         self._derive()
@@ -87,11 +87,11 @@ class Recipe:
         """Raise TypeError or ValueError for fields that contradict each other."""
 
     def _derived(self) -> dict[str, QParams]:
-        """Return the fields that follow from the switches."""
+        """Fields that follow from the switches."""
         return {}
 
     def __repr__(self) -> str:
-        """Return `recipe_type=DelayedScaling, margin=0, ..`: the original's repr first, then every other field."""
+        """Format as `recipe_type=DelayedScaling, margin=0, ..`: the original's repr first, then every other field."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # pyright: ignore[reportArgumentType]
         first = {name: values.pop(name) for name in ("margin", "fp4_format", "fp8_format") if name in values}
         if "fp4_format" not in first and "fp8_format" in first:
@@ -141,7 +141,7 @@ def reject_recipe_as_enabled(enabled: Any) -> None:
 @recipe_class
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
-    """FP8 with one scale per tensor from a history of maxima: scale = (fp8_max / amax) / 2^margin.
+    """FP8 with one scale per tensor from an amax history: scale = (fp8_max / amax) / 2^margin.
 
     Args:
         margin: Powers of two between the scaled maximum and the largest code.
@@ -149,14 +149,14 @@ class DelayedScaling(Recipe):
         amax_history_len: Number of steps in the history.
         amax_compute_algo: "max", "most_recent" or callable(history [len, n]) -> amax [n].
         scaling_factor_compute_algo: Callable(amax, old_scale, fp8_max, recipe) -> scale.
-        reduce_amax: Take the maximum over the amax_reduction_group of `autocast`.
-        fp8_dpa: Quantize inside of `DotProductAttention`.
+        reduce_amax: Take the maximum over `autocast`'s amax_reduction_group.
+        fp8_dpa: Quantize inside `DotProductAttention`.
         fp8_mha: Also keep the tensors between attention and its projections in FP8.
         backward_override: None for a quantized backward pass, "high_precision" for the unquantized operands, or
-            "dequantized" for the values of the operands' codes. `DelayedScaling` accepts only None.
+            "dequantized" for the operands' dequantized codes. `DelayedScaling` accepts only None.
 
     Raises:
-        ValueError: A field is outside of its range.
+        ValueError: A field is outside its range.
     """
 
     margin: int = 0
@@ -190,12 +190,12 @@ class Float8CurrentScaling(Recipe):
 
     Args:
         use_power_2_scales: Round scales down to powers of two.
-        fp8_gemm_fprop: Parameters of the products of the forward pass.
-        fp8_gemm_dgrad: Parameters of the products that compute input gradients.
-        fp8_gemm_wgrad: Parameters of the products that compute weight gradients.
+        fp8_gemm_fprop: Parameters for products in the forward pass.
+        fp8_gemm_dgrad: Parameters for products that compute input gradients.
+        fp8_gemm_wgrad: Parameters for products that compute weight gradients.
 
-    The other arguments are those of `DelayedScaling`. The fields fp8_quant_fwd_inp, fp8_quant_fwd_weight and
-    fp8_quant_bwd_grad, of class `QParams`, follow from use_power_2_scales and can be assigned.
+    The other arguments are as in `DelayedScaling`. The `QParams` fields fp8_quant_fwd_inp, fp8_quant_fwd_weight and
+    fp8_quant_bwd_grad follow from use_power_2_scales and can be assigned.
     """
 
     use_power_2_scales: bool = bool(default_of("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"))
@@ -222,16 +222,16 @@ class Float8CurrentScaling(Recipe):
 @recipe_class
 @dataclass(repr=False)
 class Float8BlockScaling(Recipe):
-    """FP8 with one scale per block of 1 x 128 or 128 x 128 values.
+    """FP8 with one scale per block with 1 x 128 or 128 x 128 values.
 
     Args:
         use_f32_scales: Use float32 scales instead of powers of two.
         fp8_format: Format.E4M3 or Format.HYBRID.
-        x_block_scaling_dim: 1 for blocks of 1 x 128 values of inputs, 2 for 128 x 128.
+        x_block_scaling_dim: 1 for 1 x 128 input blocks, 2 for 128 x 128.
         w_block_scaling_dim: The same for weights.
         grad_block_scaling_dim: The same for gradients. At most one of the three is 2.
 
-    Products always use split accumulation, and fp8_dpa and fp8_mha must be False. The other arguments are those of
+    Products always use split accumulation, and fp8_dpa and fp8_mha must be False. The other arguments are as in
     `Float8CurrentScaling`.
     """
 
@@ -274,14 +274,14 @@ class Float8BlockScaling(Recipe):
 @recipe_class
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
-    """MXFP8: FP8 with one power-of-two scale (E8M0) per 32 consecutive values of the contracted axis.
+    """MXFP8: FP8 with one power-of-two scale (E8M0) per 32 consecutive values along the contracted axis.
 
     Args:
         margin: No effect, since scales follow from the blocks; a value other than 0 warns.
         fp8_format: Format.E4M3 or Format.HYBRID.
-        enable_2d_quantization: Share the scales of weights over 32 x 32 values, equal in both directions.
+        enable_2d_quantization: Share weight scales over 32 x 32 values, equal in both directions.
 
-    The other arguments are those of `DelayedScaling`.
+    The other arguments are as in `DelayedScaling`.
     """
 
     margin: int = 0
@@ -308,18 +308,18 @@ class NVFP4BlockScaling(Recipe):
     """NVFP4: E2M1 values with one E4M3 scale per 16 values, and one float32 scale per tensor.
 
     Args:
-        disable_rht: Do not apply the random Hadamard transform to inputs and gradients of weight gradients.
+        disable_rht: Do not apply the random Hadamard transform to the inputs and gradients in weight gradients.
         disable_stochastic_rounding: Round gradients to nearest.
-        disable_2d_quantization: Share scales of weights over 16 instead of 16 x 16 values.
-        row_scaled_activation: One float32 scale per row of an activation.
+        disable_2d_quantization: Share weight scales over 16 instead of 16 x 16 values.
+        row_scaled_activation: One float32 scale per activation row.
         nvfp4_4over6: Tensors whose blocks choose between maxima 4 and 6: "none", "weights", "activations" or "all".
         nvfp4_4over6_e4m3_use_256: Tensors whose largest block scale is 256 instead of 448; same choices.
         nvfp4_4over6_err_mode: Error that decides between 4 and 6: "MAE" or "MSE".
         fp4_format: Format.E2M1.
         fp8_format: Format.E4M3, the format of the block scales.
 
-    The other arguments are those of `DelayedScaling`. The fields fp4_quant_fwd_inp, fp4_quant_fwd_weight and
-    fp4_quant_bwd_grad, of class `QParams`, follow from the first three fields and can be assigned.
+    The other arguments are as in `DelayedScaling`. The `QParams` fields fp4_quant_fwd_inp, fp4_quant_fwd_weight and
+    fp4_quant_bwd_grad follow from the first three fields and can be assigned.
     """
 
     disable_rht: bool = bool(default_of("NVTE_NVFP4_DISABLE_RHT"))
@@ -363,14 +363,14 @@ class CustomRecipe(Recipe):
     """A recipe whose quantizers come from a factory.
 
     Args:
-        qfactory: qfactory(role) -> quantizer, called once for each quantizer of a module. The role is a str
+        qfactory: qfactory(role) -> quantizer, called once for each quantizer in a module. The role is a str
             ("linear_input", "linear_weight", "linear_output", "linear_grad_output" or "linear_grad_input") with the
             fields module_type, tensor_type and name, or None. It returns a quantizer, a DelayedScalingRequest, or None
             to keep the tensor in high precision.
         fp8_format: Any format; the factory chooses the formats.
-        quantization_alignment: Number of rows that the padding of grouped inputs rounds up to.
+        quantization_alignment: Row count that the padding of grouped inputs rounds up to.
 
-    The other arguments are those of `DelayedScaling`.
+    The other arguments are as in `DelayedScaling`.
     """
 
     qfactory: Callable[..., Any] | None = None

@@ -1,4 +1,4 @@
-"""Defaults, conversion and validation of the fields of recipes; every error names the recipe's class and the field.
+"""Defaults, conversion and validation for recipe fields; every error names the recipe's class and the field.
 
 Defaults come from environment variables, which are read once, when this module is imported. A value that cannot be read
 does not fail the import: the first recipe that is constructed raises the error.
@@ -22,7 +22,7 @@ _unreadable: list[str] = []
 
 
 def default_of(name: str) -> Any:
-    """Return the variable's value, or the table's default for a value that `demand_readable_defaults` rejects."""
+    """The variable's value, or the table's default for a value that `demand_readable_defaults` rejects."""
     try:
         return env.get(name)
     except ValueError as error:
@@ -37,7 +37,7 @@ def demand_readable_defaults() -> None:
 
 
 def defaults_are_readable() -> bool:
-    """Return whether every variable had a valid value at import."""
+    """Whether every variable had a valid value at import."""
     return not _unreadable
 
 
@@ -46,7 +46,7 @@ def convert_fields(record: Any, converters: Mapping[str, Converter]) -> None:
     for name, declared in _declared(type(record)):
         value = record.__dict__.get(name)
         if isinstance(value, str) and declared.startswith("str"):
-            object.__setattr__(record, name, str.__str__(value))  # a member of a str enumeration, for one
+            object.__setattr__(record, name, str.__str__(value))  # for example a str enumeration member
         elif declared in converters and name in record.__dict__:
             converted = converters[declared](f"{type(record).__name__}: {name}", value)
             if converted is not value:
@@ -55,13 +55,13 @@ def convert_fields(record: Any, converters: Mapping[str, Converter]) -> None:
 
 @functools.cache
 def _declared(kind: type) -> tuple[tuple[str, str], ...]:
-    """Return the name and type of the fields of the nearest `recipe_class`; a user's subclass may declare others."""
+    """Names and types of the fields in the nearest `recipe_class`; a user's subclass may declare others."""
     declaring = next((base for base in kind.__mro__ if "_is_recipe_class" in vars(base)), kind)
     return tuple((f.name, str(f.type)) for f in fields(declaring))
 
 
 def member_of_value(kind: type[Enum]) -> Converter:
-    """Return a converter from the value of a member, such as (448, 57344), to the member."""
+    """Build a converter from the value of a member, such as (448, 57344), to the member."""
 
     def convert(name: str, value: Any) -> Any:
         found = tuple(value) if isinstance(value, Sequence) else value
@@ -71,7 +71,7 @@ def member_of_value(kind: type[Enum]) -> Converter:
 
 
 def instance_of_fields(kind: type) -> Converter:
-    """Return a converter from a dict of fields to an instance of a dataclass; unknown fields warn."""
+    """Build a converter from a field dict to a dataclass instance; unknown fields warn."""
     known = frozenset(f.name for f in fields(kind))
 
     def convert(name: str, value: Any) -> Any:
@@ -94,7 +94,7 @@ def at_least(recipe: Any, name: str, least: int) -> None:
 
 
 def require(recipe: Any, name: str, allowed: tuple[Any, ...], remedy: str = "") -> None:
-    """Raise ValueError unless the field has one of the allowed values."""
+    """Raise ValueError unless the field has an allowed value."""
     value = getattr(recipe, name)
     if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
         choices = " or ".join(repr(a) for a in allowed)

@@ -19,7 +19,7 @@ from .field_checks import demand_readable_defaults
 
 _living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-# Keywords of earlier releases, and of clients that pass the keywords of their layers: Megatron's and GPT-NeoX's recipes
+# Keywords from earlier releases, and from clients that pass their layers' keywords: Megatron's and GPT-NeoX's recipes
 # have all four, Accelerate passes the first two. Each has the values that change nothing, or None for any value.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "interval": (1,),  # scales are updated in every step
@@ -30,23 +30,23 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
 
 
 def description_of(recipe: Any) -> str:
-    """Return repr(recipe), which the constructor stored: floats of graphs with dynamic shapes have no repr."""
+    """repr(recipe), which the constructor stored: floats in graphs with dynamic shapes have no repr."""
     known = getattr(recipe, "_description", None)
     return repr(recipe) if known is None else known
 
 
 def revision_of(recipe: Any) -> object:
-    """Return an object that is replaced on each write to a field; caches derived from a recipe compare it."""
+    """Object that is replaced on each write to a field; caches derived from a recipe compare it."""
     return getattr(recipe, "_description", None)
 
 
 def is_unchanged(kept: Any, revision: object, recipe: Any) -> bool:
-    """Return whether a recipe equals the recipe `kept` at that revision."""
+    """Whether a recipe equals the recipe `kept` at that revision."""
     return revision is revision_of(kept) and kept == recipe
 
 
 def recipe_described_as(description: str) -> Any:
-    """Return the recipe in use with this repr; compilers can pass strings but not recipe objects."""
+    """Look up the recipe in use with this repr; compilers can pass strings but not recipe objects."""
     for recipe in list(_living.values()):
         if repr(recipe) == description:
             return recipe
@@ -63,7 +63,7 @@ class _Construction(threading.local):
 
 
 class _Constructed:
-    """Objects of traced constructor calls as attributes, because a compiler copies a dict before its first read."""
+    """Objects from traced constructor calls as attributes, because a compiler copies a dict before its first read."""
 
 
 def _identity(value: Any) -> Any:
@@ -91,8 +91,8 @@ def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
     """Class decorator: a compiler that traces a constructor call reads the finished object.
 
     Compilers cannot trace the inspection of a dataclass's fields. `__new__` constructs the object in eager mode, and
-    the `__init__` that follows it leaves the object unchanged. Frozen objects are shared. Of others, every call of the
-    compiled function gets a copy, because its caller may assign their attributes.
+    the `__init__` that follows it leaves the object unchanged. Frozen objects are shared. Otherwise, every call to the
+    compiled function gets a copy, because its caller may assign the attributes.
     """
     initialize = cls.__init__
     frozen: bool = cls.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
@@ -127,29 +127,29 @@ def _constructing() -> Iterator[None]:
 
 
 def _construct(cls: type, /, *args: Any, **keywords: Any) -> str:
-    """Construct an object in eager mode, and return the name of the attribute of `_constructed` that equals it."""
+    """Construct an object in eager mode, and return the name of the equal attribute in `_constructed`."""
     with _constructing():
         return _name_of(cls(*args, **keywords))
 
 
 def _assigned(description: str, field: str, value: Any) -> str:
-    """Assign a field of a copy of the recipe with this description, as `_construct` constructs a recipe."""
+    """Assign a field in a copy of the recipe with this description, as `_construct` constructs a recipe."""
     with _constructing():
         made = copy(recipe_described_as(description))
         setattr(made, field, value)
-        # Descriptions do not show other attributes of a subclass, which stay those of the assigned recipe.
+        # Descriptions do not show a subclass's other attributes, which remain the assigned recipe's.
         for name in vars(made).keys() - {"_description", *(f.name for f in fields(made))}:
             del made.__dict__[name]
         return _name_of(made)
 
 
-# A tracing compiler treats the results as constants, like those of torch.compiler.assume_constant_result.
+# A tracing compiler treats the results as constants, as with torch.compiler.assume_constant_result.
 _construct._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 _assigned._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _name_of(made: Any) -> str:
-    """Return the name of the attribute of `_constructed` that equals an object; store the object if no one does."""
+    """Name the attribute in `_constructed` that equals an object; store the object if none does."""
     kept = vars(_constructed)
     for name, other in kept.items():
         if type(other) is type(made) and vars(other) == vars(made):
@@ -160,7 +160,7 @@ def _name_of(made: Any) -> str:
 
 
 def _attributes_of(name: str) -> tuple[str, ...]:
-    """Return the names of the attributes of an object in `_constructed`."""
+    """List the attribute names of an object in `_constructed`."""
     return tuple(vars(getattr(_constructed, name)))
 
 
@@ -177,7 +177,7 @@ def _traced_copy(target: Any, name: str) -> Any:
 
 
 def has_no_effect(name: str, value: Any) -> bool:
-    """Whether a keyword that recipes do not have is one of an earlier release with a value that has no effect."""
+    """Whether a keyword that recipes do not have comes from an earlier release, with a value that has no effect."""
     if name not in _WITHOUT_EFFECT:
         return False
     values = _WITHOUT_EFFECT[name]
@@ -228,7 +228,7 @@ def enroll(recipe: Any) -> None:
 
 
 def assign(recipe: Any, name: str, value: Any) -> None:
-    """Assign a field of a constructed recipe: update derived fields and validate as in the constructor.
+    """Assign a field in a constructed recipe: update derived fields and validate as in the constructor.
 
     Of the derived fields (`fp8_quant_*`, `fp4_quant_*`) only the parts that depend on the assigned switch change; other
     assignments of the caller remain. An invalid value leaves the recipe unchanged.

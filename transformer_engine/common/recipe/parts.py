@@ -1,4 +1,4 @@
-"""The parts of recipes: element formats, and the parameters of casts and of matrix products."""
+"""Recipe parts: element formats, and parameters for casts and matrix products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _FormatHelper(NamedTuple):
 
 
 class Format(enum.Enum):
-    """Formats of elements; HYBRID is E4M3 in the forward pass and E5M2 in the backward pass."""
+    """Element formats; HYBRID is E4M3 in the forward pass and E5M2 in the backward pass."""
 
     E2M1 = _FormatHelper(max_fwd=6, max_bwd=6)
     E4M3 = _FormatHelper(max_fwd=448, max_bwd=448)
@@ -34,7 +34,7 @@ class Format(enum.Enum):
 @constant_while_tracing
 @dataclass(frozen=True, repr=False)
 class MMParams:
-    """Parameters of a matrix product.
+    """Parameters for a matrix product.
 
     Args:
         use_split_accumulator: Add partial sums in full float32 precision.
@@ -52,7 +52,7 @@ class MMParams:
 @constant_while_tracing
 @dataclass(frozen=True, repr=False)
 class QParams:
-    """How a recipe quantizes one kind of tensor.
+    """How a recipe quantizes one type of tensor.
 
     Args:
         power_2_scale: Round scales down to powers of two.
@@ -91,6 +91,6 @@ def described_fields(record: Any) -> str:
     return f"{type(record).__name__}({', '.join(values)})"
 
 
-# Pickles name these classes by the package, as those of the original do.
+# Pickles name these classes by the package, as in the original.
 for _part in (_FormatHelper, Format, MMParams, QParams):
     _part.__module__ = __name__.rpartition(".")[0]
