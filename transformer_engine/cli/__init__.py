@@ -19,7 +19,7 @@ from .options import Parser
 
 
 class Command(NamedTuple):
-    """A command: its module, the first sentence of its help, and whether it works without torch."""
+    """A command: its module, the first sentence in its help, and whether it works without torch."""
 
     module: str
     summary: str
@@ -70,11 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the `te` command.
 
     Args:
-        arguments: Arguments of the command; by default those of the process.
+        arguments: Command arguments; by default the process's.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     # OpenMP reads it when torch is loaded. Its threads spin while they wait by default, and occupy the cores that other
-    # programs or the other threads of this one need.
+    # programs or threads need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     name = given[0] if given else ""
     if name not in COMMANDS:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _overview(complete: bool = False) -> Parser:
-    """The parser of `te --help`, which lists the commands; with `complete`, each has its options."""
+    """Build the parser for `te --help`, which lists the commands; with `complete`, each has its options."""
     parser = Parser("te" if complete else program(), "Train and run Transformers in FP8 and FP4.")
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument(

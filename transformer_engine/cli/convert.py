@@ -1,4 +1,4 @@
-"""`te convert`: a checkpoint of another library as a stack of TransformerLayer, or such a stack as their checkpoint."""
+"""`te convert`: another library's checkpoint as a TransformerLayer stack, or such a stack as their checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # setti
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Declare the command-line options."""
     parser.add_argument(
         "source", help="folder of a checkpoint, or its id on the Hugging Face hub (owner/name)"
     )
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def local_folder(source: str, revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint, which is downloaded if `source` is an id on the Hugging Face hub.
+    """Find the folder of a checkpoint, which is downloaded if `source` is an id on the Hugging Face hub.
 
     Raises:
         ValueError: source is an id, but huggingface_hub is not installed; or revision is given for a folder.
@@ -102,7 +102,7 @@ def local_folder(source: str, revision: str | None = None) -> Path:
                 source, revision=revision, allow_patterns=list(DOWNLOADED), ignore_patterns=["*/*"]
             )
         )
-    except OSError as error:  # also the base of the hub's errors
+    except OSError as error:  # also the base class of the hub's errors
         line = str(error).strip().partition("\n")[0]
         raise Failure(
             f"there is no folder {source}, and downloading it from the Hugging Face hub failed: {line}; "

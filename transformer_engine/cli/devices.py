@@ -20,27 +20,27 @@ from .failure import Failure
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CPU_DEVICES = 2  # default number of processes on a CPU
-TIMEOUT = timedelta(minutes=5)  # of a collective
+TIMEOUT = timedelta(minutes=5)  # per collective
 
 
 def under_torchrun() -> bool:
-    """Return whether this process is a rank that a launcher has started."""
+    """Whether this process is a rank that a launcher has started."""
     return all(name in os.environ for name in VARIABLES)
 
 
 def default_devices() -> int:
-    """Return the number of GPUs of this machine, or 2 on a CPU."""
+    """Number of GPUs on this machine, or 2 on a CPU."""
     return torch.cuda.device_count() or CPU_DEVICES
 
 
 def launch(function: Callable[..., None], devices: int, *arguments: Any, restarts: int = 0) -> None:
-    """Run function(*arguments) in one new process per device of this machine and wait for all of them.
+    """Run function(*arguments) in one new process per device on this machine and wait for all processes.
 
     Args:
-        function: Function of a module; the processes import it.
+        function: Module-level function; the processes import it.
         devices: Number of processes.
         *arguments: Arguments that can be pickled.
-        restarts: How often all processes are started again after one of them has failed.
+        restarts: How often all processes are started again after one has failed.
 
     Raises:
         Failure: A process failed. The others are stopped.
@@ -71,9 +71,9 @@ def launch(function: Callable[..., None], devices: int, *arguments: Any, restart
 
 
 def _store_of_attempt() -> tuple[dist.Store, int, int]:
-    """Return the launcher's store without the keys of earlier attempts, the rank and the number of ranks.
+    """Get the launcher's store without the keys of earlier attempts, the rank and the number of ranks.
 
-    The launcher keeps one store while it restarts its processes. A rank would find there the address of a process that
+    The launcher keeps one store while it restarts its processes. There, a rank would find the address of a process that
     has ended. The machines of a run count their restarts separately, so a run on several machines has no prefix.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))

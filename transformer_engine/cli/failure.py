@@ -1,4 +1,4 @@
-"""Error messages of commands instead of tracebacks, with exit codes other than 0."""
+"""Command error messages instead of tracebacks, with exit codes other than 0."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ BAD_OPTION, FAILED = 2, 1  # exit codes
 
 
 class Failure(Exception):
-    """An error outside of the program; the message names it and the remedy."""
+    """An error outside the program; the message names it and the remedy."""
 
 
 @contextmanager
 def reporting(console: Console, wording: Callable[[str], str] = str) -> Iterator[None]:
-    """Print the message of a ValueError (invalid options) or a Failure, and exit with its code.
+    """Print the message from a ValueError (invalid options) or a Failure, and exit with its code.
 
     Args:
-        console: Terminal of the command.
-        wording: Converts the message of a function to the terms of the command.
+        console: The command's terminal.
+        wording: Converts a function's message to the command's terms.
     """
     try:
         yield
@@ -33,7 +33,7 @@ def reporting(console: Console, wording: Callable[[str], str] = str) -> Iterator
 
 @contextmanager
 def reporting_failures(console: Console) -> Iterator[None]:
-    """Report a Failure as `reporting` does; for commands in which a ValueError would be a bug of the program."""
+    """Report a Failure as `reporting` does; for commands in which a ValueError would be a program bug."""
     try:
         yield
     except Failure:
@@ -63,5 +63,5 @@ def fitting(remedy: str) -> Iterator[None]:
 
 
 def reason(error: OSError) -> str:
-    """Return the system's message of an error, without number and path."""
+    """The system's message for an error, without number and path."""
     return error.strerror or str(error)

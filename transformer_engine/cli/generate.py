@@ -25,7 +25,7 @@ WARM_UP = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Declare the command-line options."""
     parser.add_argument("prompt", nargs="?", default="def ", help="text to continue (default: %(default)r)")
     parser.add_argument(
         "--count", type=int, help="bytes to generate (default: up to the sequence length of the model)"
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 class _Shown:
-    """Prints the prompt and then bytes as text while they come, and takes the time of each.
+    """Prints the prompt and then bytes as text while they come, and times each byte.
 
     The prompt is printed with the first byte, so that invalid options print no incomplete line.
     """
@@ -111,7 +111,7 @@ class _Shown:
             self.console.print(escape(printable(text.encode())), end="", soft_wrap=True)
 
     def speed(self) -> str:
-        """Return tokens per second after the first ones, or an empty text if too few were drawn."""
+        """Tokens per second after the first ones, or an empty text if too few were drawn."""
         timed = self.times[WARM_UP - 1 :]
         if len(timed) < 2:
             return ""
@@ -119,7 +119,7 @@ class _Shown:
 
 
 def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, RunConfig]:
-    """Load the model of a checkpoint of te train on a device; raise ValueError without one."""
+    """Load the model from a te train checkpoint on a device; raise ValueError without one."""
     if not path.is_file():
         raise ValueError(
             f"there is no checkpoint at {path}; write one with te train, or fix --name and --out"

@@ -1,4 +1,4 @@
-"""The form of the `te` command that works where its hints are printed."""
+"""The `te` command form that works where its hints are printed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def program() -> str:
 
 
 def _interpreter() -> str:
-    """The name of the running interpreter if the shell finds it under that name, otherwise its path."""
+    """Name of the running interpreter if the shell finds it under that name, otherwise its path."""
     name = Path(sys.executable).name
     on_path = shutil.which(name)
-    # A virtual environment's interpreter is a link to the interpreter of the system: compare unresolved paths.
+    # A virtual environment's interpreter is a link to the system interpreter: compare unresolved paths.
     return name if on_path is not None and Path(on_path) == Path(sys.executable) else sys.executable

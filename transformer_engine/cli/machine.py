@@ -1,4 +1,4 @@
-"""The report of `te info`: device, libraries, the recipes that run here, and the backend of every operation."""
+"""The `te info` report: device, libraries, the recipes that run here, and every operation's backend."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LIBRARIES = {
 class MachineReport:
     """The device and the libraries; a missing version is a sentence on its installation.
 
-    `hardware` is the device's row in the table of hardware; empty without a GPU.
+    `hardware` is the device's row in the hardware table; empty without a GPU.
     """
 
     version: str
@@ -84,7 +84,7 @@ def print_json() -> None:
 
 
 def machine() -> MachineReport:
-    """Return the facts about this machine."""
+    """Gather the facts about this machine."""
     if has_cuda():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         device, memory = properties.name, f"{properties.total_memory / 2**30:.0f} GiB"
@@ -111,7 +111,7 @@ def machine() -> MachineReport:
 
 
 def as_dict(described: MachineReport, found: Survey) -> dict[str, Any]:
-    """Return the same facts as plain data: keys machine, recipes, operations and unused_operations."""
+    """Convert the same facts to plain data: keys machine, recipes, operations and unused_operations."""
     return {
         "machine": asdict(described),
         "recipes": [asdict(report) for report in found.recipes],
@@ -166,7 +166,7 @@ def _print_machine(console: Console, described: MachineReport) -> None:
 
 
 def _row(hardware: Mapping[str, Any]) -> str:
-    """Return a row of the table of hardware as text."""
+    """Format a hardware table row as text."""
     if not hardware:
         return "none: operations run on the CPU"
     like = f", treated as {hardware['likeness']}" if hardware["likeness"] else ""
@@ -181,7 +181,7 @@ def _row(hardware: Mapping[str, Any]) -> str:
 
 
 def _names(recipes: Sequence[str], known: Sequence[str]) -> str:
-    """Describe a set of recipes: "all, none" (no recipe), "all", or their names."""
+    """Describe a recipe set: "all, none" (no recipe), "all", or their names."""
     missing = [name for name in known if name not in recipes]
     if missing in ([], ["none"]):
         return "all, none" if not missing else "all"
@@ -206,7 +206,7 @@ def _print_backends(console: Console, found: Survey) -> None:
 
 
 def _print_reasons(console: Console, found: Survey) -> None:
-    """Print every request of an operation with its backend and the reasons against the others."""
+    """Print every request to an operation with its backend and the reasons against the others."""
     known = [report.recipe for report in found.recipes]
     table = Table(
         "operation",
@@ -240,7 +240,7 @@ def _print_reasons(console: Console, found: Survey) -> None:
 
 @dataclass(frozen=True)
 class JaxMachine:
-    """Versions of jax, jaxlib and flax, devices, and the computation of FP8 products; without JAX, only `devices`."""
+    """jax, jaxlib and flax versions, devices, and how FP8 products are computed; without JAX, only `devices`."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     devices: str = ""
@@ -248,7 +248,7 @@ class JaxMachine:
 
 
 def jax_machine() -> JaxMachine:
-    """Return the facts about JAX on this machine; initializes its backends."""
+    """Gather the facts about JAX on this machine; initializes its backends."""
     if not optional.installed("jax"):
         return JaxMachine(devices=f"not installed; {optional.install_command('jax')}")
     versions = {
@@ -269,7 +269,7 @@ def jax_machine() -> JaxMachine:
 
 
 def fp8_route(row: Hardware, flag: str, value: str | None) -> str:
-    """Describe the computation of FP8 products with one scale per tensor on a row of the table of hardware."""
+    """Describe how FP8 products with one scale per tensor are computed on a hardware table row."""
     setting = f"--{flag} is {'not set' if value is None else value}"
     if row is NO_GPU:
         return f"reference, in float32 on the CPU; {setting}"

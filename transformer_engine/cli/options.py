@@ -1,5 +1,5 @@
-"""Arguments that several commands share. Modules of commands import no framework at module level: `te COMMAND --help`
-reads their arguments only.
+"""Arguments that several commands share. Command modules import no framework at module level: `te COMMAND --help` reads
+their arguments only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ METAVARS = {"int": "INT", "float": "NUMBER", "Path": "PATH"}
 
 
 class TypedHelp(argparse.HelpFormatter):
-    """Help that names the type of an option's value, where argparse repeats the option's name."""
+    """Help that names an option's value type, where argparse repeats the option's name."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return METAVARS.get(getattr(action.type, "__name__", "str"), "TEXT")
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Converter to an integer of at least `minimum`, for the `type` of an argument."""
+    """Build a converter to an integer >= `minimum`, for an argument's `type`."""
 
     def convert(text: str) -> int:
         value = int(text)
@@ -56,7 +56,7 @@ def add_flag(parser: argparse._ActionsContainer, option: str, text: str) -> None
 
 
 def add_switch(parser: argparse._ActionsContainer, option: str, text: str) -> None:
-    """Add a pair of switches, --OPTION and --no-OPTION; without either, the value is None."""
+    """Add a switch pair, --OPTION and --no-OPTION; without either, the value is None."""
     parser.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
 
 
@@ -77,7 +77,7 @@ def add_device(parser: argparse._ActionsContainer) -> None:
 
 
 def torch_device(name: str) -> torch.device:
-    """Resolve "auto", "cpu" or "cuda" to a device of torch."""
+    """Resolve "auto", "cpu" or "cuda" to a torch device."""
     import torch
 
     if name == "auto":

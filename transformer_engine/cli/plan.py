@@ -20,7 +20,7 @@ from ..common.planning.training import Recompute
 from .failure import FAILED, reporting
 from .options import add_flag, at_least
 
-# Options without a value of their own: the model's or the planner's value stands where they are left out.
+# Options without their own value: if they are left out, the model's or the planner's value applies.
 _AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep", "micro_batch", "global_batch")
 _SIZES = (
     "hidden",
@@ -49,7 +49,7 @@ _ARGUMENT = re.compile(rf"(?<![\w-])({'|'.join((*OPTIONAL, *_OTHERS))})(?![\w-])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Declare the command-line options."""
     parser.add_argument("--devices", type=int, required=True, help="number of GPUs")
     parser.add_argument(
         "--model",
@@ -180,7 +180,7 @@ def _in_options(message: str) -> str:
 
 
 def _ranking(found: list[TrainingPlan]) -> Table:
-    """Return the table of the plans of a search, the fastest first."""
+    """Build the table of a search's plans, the fastest first."""
     table = Table(
         *("mesh", "batches", "recompute", "step ms", "tokens/s", "MFU", "GiB"),
         caption="MFU: model FLOP utilization, relative to the bfloat16 peak of all devices",

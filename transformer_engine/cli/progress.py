@@ -1,4 +1,4 @@
-"""Output of `te train`: the description of a run, its progress, scalars for TensorBoard and the table of results."""
+"""Output from `te train`: a run's description, its progress, TensorBoard scalars and the results table."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def describe(console: Console, trainer: Trainer) -> None:
 def train_with_progress(
     console: Console, trainer: Trainer, stop: Callable[[], bool], log_every: int | None, tensorboard: bool
 ) -> bool:
-    """Train with a progress bar or lines of progress; return whether the run has finished."""
+    """Train with a progress bar or progress lines; return whether the run has finished."""
     every = log_every or max(1, trainer.config.steps // 20)
     shown = _bar(console, trainer) if console.is_terminal else _lines(console, trainer, every)
     with shown as show, _scalars(trainer, tensorboard) as write:
@@ -62,7 +62,7 @@ def train_with_progress(
 
 
 def _progress(trainer: Trainer, record: Record) -> tuple[str, str]:
-    """Return the losses of a step and its token rate, as text."""
+    """Format the losses of a step and its token rate, as text."""
     losses = "  ".join(f"{trainer.config.label(name)} {loss:.3f}" for name, loss in record.loss.items())
     tokens = len(record.loss) * trainer.config.tokens_per_step / sum(record.seconds.values())
     return losses, f"{tokens:,.0f} tokens/s"
@@ -90,7 +90,7 @@ def _bar(console: Console, trainer: Trainer) -> Iterator[Callable[[Record], None
 
 @contextmanager
 def _lines(console: Console, trainer: Trainer, every: int) -> Iterator[Callable[[Record], None]]:
-    """Print a line of progress every `every` steps and for the last step, in files and pipes."""
+    """Print a progress line every `every` steps and for the last step, in files and pipes."""
     start, first, due = time.perf_counter(), trainer.step, (trainer.step // every + 1) * every
 
     def show(record: Record) -> None:
@@ -141,7 +141,7 @@ def _scalars(trainer: Trainer, enabled: bool) -> Iterator[Callable[[], None]]:
 
 
 def results_table(trainer: Trainer) -> Table:
-    """Return the table of the final losses and speeds."""
+    """Build the table of final losses and speeds."""
     config = trainer.config
     results = summarize(config, trainer.history)
     base = results[-1]

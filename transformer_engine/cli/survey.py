@@ -1,4 +1,4 @@
-"""The recipes and backends of this machine, from a training step of a small layer under every recipe."""
+"""This machine's recipes and backends, from a small layer's training step under every recipe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RecipeReport:
     """Status of a recipe, the product backends that it uses, and the reason why it is not native.
 
     Attributes:
-        recipe: Name of the recipe.
+        recipe: Recipe name.
         status: "native", "emulated", or "on request": emulated once TE_EMULATE=1 or te.emulate() requests it.
         products: Backends of its products.
         reason: Reason why it is not native, or None.
@@ -57,7 +57,7 @@ class Survey:
 
 
 def survey(device: str) -> Survey:
-    """Run one training step of a small TransformerLayer under every recipe and collect the requests."""
+    """Run one training step with a small TransformerLayer under every recipe and collect the requests."""
     reports: list[RecipeReport] = []
     asked: dict[tuple[str, tuple[Verdict, ...]], list[str]] = {}
     for name in RECIPES:

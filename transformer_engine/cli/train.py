@@ -38,7 +38,7 @@ ELSEWHERE = "choose another folder with --out, or make this one writable"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Declare the command-line options."""
     add_choice(parser, "--recipe", RECIPES, "recipe that quantizes the matrix products (default: delayed)")
     add_choice(
         parser,
@@ -200,7 +200,7 @@ def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
 
 
 def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execution, resume: bool) -> Trainer:
-    """Return a trainer at its first step, or at the step of the folder's checkpoint."""
+    """Prepare a trainer at its first step, or at the step in the folder's checkpoint."""
     from .demo.data import load_corpus
     from .demo.trainer import Trainer, runs_of
 
@@ -218,7 +218,7 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
         raise ValueError(
             f"{folder} is a run of several devices; continue it with the same --devices, --tp, --cp and --fsdp"
         )
-    # A checkpoint of torch is a file, one of JAX a folder, possibly not yet renamed.
+    # A torch checkpoint is a file, a JAX checkpoint a folder, possibly not yet renamed.
     if path.is_file():
         framework = "torch"
     elif path.is_dir() or path.with_name("checkpoint.old").is_dir():
@@ -279,7 +279,7 @@ def _conclude(console: Console, trainer: Trainer) -> None:
 
 
 def _show_observed(console: Console, trainer: Trainer) -> None:
-    """Show the statistics of quantization in the last observed step, and a plot of all observed steps."""
+    """Show the quantization statistics in the last observed step, and a plot with all observed steps."""
     observation = trainer.observation
     if observation is None or observation.report is None:
         return

@@ -33,7 +33,7 @@ RESTARTS = 3  # after the failure of a rank, from the last checkpoint
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """Options of `te train` for several ranks."""
+    """`te train` options for several ranks."""
 
     device: str
     given: dict[str, Any]
@@ -48,7 +48,7 @@ class TrainRequest:
     fsdp: int
 
     def parallelism(self, devices: int) -> Parallelism:
-        """Return the numbers of ranks."""
+        """Rank counts."""
         return Parallelism(devices, self.tp, self.cp, self.fsdp)
 
 
@@ -79,7 +79,7 @@ def train_on_devices(request: TrainRequest, devices: int | None, distributed: bo
 
 
 def _clear(folder: Path) -> None:
-    """Make the folder of a run and remove the files of an earlier run."""
+    """Create a run's folder and remove an earlier run's files."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / sharded_checkpoint.FOLDER, ignore_errors=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
@@ -89,7 +89,7 @@ def train_on_ranks(request: TrainRequest, clears: bool) -> None:
     """Train on this rank from the last checkpoint of the folder, or from the start without one.
 
     Args:
-        request: Options of the run.
+        request: Run options.
         clears: Remove the files of an earlier run first.
     """
     console = Console(highlight=False, quiet=os.environ["RANK"] != "0")
@@ -120,7 +120,7 @@ def train_on_ranks(request: TrainRequest, clears: bool) -> None:
 
 
 def _prepared(request: TrainRequest, ranks: Ranks, clears: bool) -> Trainer:
-    """Return a trainer at its first step, or at the step of the last checkpoint."""
+    """Prepare a trainer at its first step, or at the last checkpoint's step."""
     folder = request.folder
     if clears and ranks.leads:
         _clear(folder)

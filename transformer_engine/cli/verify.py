@@ -22,7 +22,7 @@ OPTIONAL = ("loss_fn", "shard_fn", "reduce_fn")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Declare the command-line options."""
     parser.add_argument(
         "file", type=Path, nargs="?", help="Python file with the functions model_fn(mesh) and batch()"
     )
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Compare a parallel, quantized model of a Python file with the same model on one device in float32."""
+    """Compare a parallel, quantized model in a Python file with the same model on one device in float32."""
     if args.casts:
         _verify_casts(args)
         return
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _verify_casts(args: argparse.Namespace) -> None:
-    """Print the comparisons of all casts; exit code 1 if a byte differs."""
+    """Print the comparisons for all casts; exit code 1 if a byte differs."""
     from ..pytorch.inspect.cast_verification import verify_casts
 
     verification = verify_casts(
@@ -104,7 +104,7 @@ def _verify_casts(args: argparse.Namespace) -> None:
 
 
 def _mesh(sizes: dict[str, int], device: str) -> Any:
-    """Return the mesh of all processes, or None for one process; ValueError if their numbers differ."""
+    """Build the mesh over all processes, or None for one process; ValueError if their numbers differ."""
     import torch
     import torch.distributed as dist
 

@@ -13,7 +13,7 @@ from typing import Any
 from ...pytorch.quantization import all_families
 from .kernel_cases import KERNELS
 
-# Recipes of modules; the first one means no recipe: parameters and arithmetic in bfloat16.
+# Module recipes; the first one means no recipe: parameters and arithmetic in bfloat16.
 RECIPES = ("bf16", *(family.name for family in all_families() if family.samples))
 # A recipe may quantize to more than one format.
 QUANTIZATIONS = {sample.name: (family.name, sample) for family in all_families() for sample in family.samples}
@@ -23,14 +23,14 @@ Families = Callable[[tuple[str, ...], bool], "Iterator[Case]"]
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the report.
+    """One report row.
 
     Attributes:
-        name: Family and passes ("f": forward, "fb": forward and backward), recipe, sizes: the key of a comparison.
+        name: Family and passes ("f": forward, "fb": forward and backward), recipe, sizes: the comparison key.
         recipe: One of RECIPES, or of QUANTIZATIONS in the family quantize.
-        arguments: Arguments of a provider's builder of the family.
+        arguments: Arguments for a provider's family builder.
         backward: Run the backward pass too.
-        operations: Floating-point operations of the matrix products; 0 if bytes limit the speed.
+        operations: Floating-point operations in the matrix products; 0 if bytes limit the speed.
         moved: Bytes that must be read and written once; 0 if operations limit the speed.
     """
 
@@ -44,7 +44,7 @@ class Case:
 
 
 def cases(recipes: Iterable[str], quick: bool, families: Iterable[str] = ()) -> list[Case]:
-    """Return every case of the families (by default all) under the recipes; quick: small sizes, suitable for a CPU."""
+    """List every case in the families (by default all) under the recipes; quick: small sizes, suitable for a CPU."""
     chosen = tuple(families) or tuple(FAMILIES)
     unknown = [name for name in chosen if name not in FAMILIES]
     if unknown:
@@ -103,7 +103,7 @@ def _dense(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _products(kind: str, family: str, recipe: str, sizes: tuple[int, int, int], bias: bool) -> Case:
-    """Return a linear layer of rows x depth times depth x width; with a bias only the forward pass."""
+    """Build a linear layer, rows x depth times depth x width; with a bias only the forward pass."""
     return Case(
         f"{kind}/{recipe}/{'x'.join(map(str, sizes))}",
         family,
@@ -154,7 +154,7 @@ def _grouped_linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _ops(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Yield an MLP and a grouped MLP of experts, as a Sequential of operations and as modules."""
+    """Yield an MLP and a grouped expert MLP, as a Sequential of operations and as modules."""
     rows, hidden, inner = (256, 256, 512) if quick else (8192, 4096, 14336)
     groups, expert = (4, 128) if quick else (8, 1408)
     kinds = (
@@ -254,11 +254,11 @@ def _layer_small(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 def _layer_variant(
     family: str, of: Families, work: float, recipes: tuple[str, ...], quick: bool
 ) -> Iterator[Case]:
-    """Yield the training passes of a layer in another mode of execution, with `work` times its operations.
+    """Yield a layer's training passes in another execution mode, with `work` times its operations.
 
     * layer_graphed: a small layer as a CUDA graph, which shows the remaining host time.
     * layer_recomputed: under te.checkpoint, which saves only the input and repeats the forward pass.
-    * layer_observed: in a step that te.observe reads, including the reading of the report.
+    * layer_observed: in a step that te.observe reads, including reading the report.
     """
     for case in of(recipes, quick):
         if case.backward:
@@ -303,7 +303,7 @@ def _permute(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _padding(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Yield padding of rows for a recipe and its inverse; both passes read and write every row twice."""
+    """Yield row padding for a recipe and its inverse; both passes read and write every row twice."""
     groups, rows, width = (4, 300, 128) if quick else (64, 65601, 4096)
     if "bf16" in recipes:
         name = f"padding_fb/bf16/{groups}x{rows}x{width}"
@@ -377,7 +377,7 @@ def _sgd(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _kernel(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Yield one kernel of each family of common/kernels, which torch and JAX start from the same record."""
+    """Yield one kernel from each family in common/kernels, which torch and JAX start from the same record."""
     rows, width = (128, 256) if quick else (8192, 8192)
     for name, moved in KERNELS.items() if "bf16" in recipes else ():
         sizes = {"kernel": name, "rows": rows, "width": width}

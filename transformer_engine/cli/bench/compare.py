@@ -1,4 +1,4 @@
-"""Comparison of two files of figures: the figures of each common case and the ratio second / first."""
+"""Comparison between two figure files: each common case's figures and the ratio second / first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# Time of the GPU, of the host, of the wall; memory. Files of other programs use the same keys.
+# GPU time, host time, wall time; memory. Files from other programs use the same keys.
 MEASURES = {"gpu_ms": "GPU ms", "cpu_ms": "host ms", "eager_ms": "wall ms", "peak_mib": "peak MiB"}
 
 
@@ -30,7 +30,7 @@ class Pair:
         return self.case.split("/")[0]
 
     def ratio(self, measure: str) -> float | None:
-        """Return second / first, below 1 if the second file has the smaller figure; None without both figures."""
+        """Compute second / first, below 1 if the second file has the smaller figure; None without both figures."""
         a, b = self.first.get(measure), self.second.get(measure)
         return b / a if a and b else None
 
@@ -40,9 +40,10 @@ ENGINES = ("te", "jax")
 
 
 def read(path: Path) -> dict[str, Figures]:
-    """{provider: {case: figures}} of a file: a list of objects with "case", or an object with such a list as "results".
+    """Read {provider: {case: figures}} from a file: a list of objects with "case", or an object with such a list as
+    "results".
 
-    Providers are "te" and "jax", each where the file has figures of it; rows that name none are those of "te".
+    Providers are "te" and "jax", each where the file has its figures; rows that name none belong to "te".
     ValueError for another file.
     """
     try:
@@ -77,9 +78,9 @@ def _figures(row: dict[str, Any]) -> dict[str, float]:
 
 
 def pairs(first: dict[str, Figures], second: dict[str, Figures]) -> list[Pair]:
-    """Return the cases of both files, in the order of the first: torch's with torch's and JAX's with JAX's.
+    """Pair the cases in both files, in the first file's order: torch's with torch's and JAX's with JAX's.
 
-    Where no provider is in both files, the one of the first with the one of the second.
+    Where no provider is in both files, the first file's provider is paired with the second file's.
     """
     shared = [name for name in first if name in second]
     together = [(name, name) for name in shared] or [(a, b) for a in first for b in second]
@@ -92,13 +93,13 @@ def pairs(first: dict[str, Figures], second: dict[str, Figures]) -> list[Pair]:
 
 
 def geometric_mean(ratios: Iterable[float | None]) -> float | None:
-    """Return the geometric mean of the ratios that are not None."""
+    """Geometric mean of the ratios that are not None."""
     logarithms = [math.log(ratio) for ratio in ratios if ratio is not None]
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
 
 
 def print_comparison(console: Console, first: Path, second: Path) -> None:
-    """Print a table of the ratios and their geometric means by family; raise ValueError without common cases."""
+    """Print a table with the ratios and their geometric means by family; raise ValueError without common cases."""
     shared = pairs(read(first), read(second))
     if not shared:
         raise ValueError(f"{first} and {second} have no case in common; run the same families for both")

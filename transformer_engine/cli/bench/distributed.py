@@ -1,7 +1,7 @@
-"""`te bench --distributed`: collectives and layers of several ranks against one device, in one run.
+"""`te bench --distributed`: collectives and layers on several ranks against one device, in one run.
 
-* one_ms: a step of one device without communication, the mean over all ranks.
-* eager_ms: a step of the ranks, in a loop of steps, on the slowest rank.
+* one_ms: a one-device step without communication, the mean over all ranks.
+* eager_ms: a step on the ranks, in a step loop, on the slowest rank.
 * compute_ms: the same with a process group whose collectives return at once.
 * exposed: fraction of a step in which a rank only communicates, from a trace of the GPU's kernels, or otherwise
   (eager_ms - compute_ms) / eager_ms.
@@ -31,10 +31,10 @@ MEANING = (
     "to one device; exposed: part of the step in which a rank only communicates, from a trace on GPUs; rate: bytes "
     "that a rank sends per second; peak_mib, one_mib: additional memory of a step per rank"
 )
-# Steps of long sequences take a second, and every case has three variants.
+# Long-sequence steps take a second, and every case has three variants.
 FULL_ON_RANKS = Effort(warmup=2, budget_ms=400.0, fewest=3, most=30)
 QUICK_ON_RANKS = Effort(warmup=2, budget_ms=20.0, fewest=2, most=10)
-ROUNDS = 2  # each variant is measured in turns, so that a change of the clocks affects all of them
+ROUNDS = 2  # each variant is measured in turns, so that a clock change affects all variants
 TRACED_STEPS = 3
 Group = Any  # dist.ProcessGroup
 
@@ -60,7 +60,7 @@ class RanksRow:
     error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields that are not None, with rounded figures."""
+        """Fields that are not None, with rounded figures."""
         values = {name: value for name, value in asdict(self).items() if value is not None}
         return {
             name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()
@@ -69,7 +69,7 @@ class RanksRow:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a run.
+    """The process groups in a run.
 
     Attributes:
         world: The ranks, whose communication is measured.
@@ -90,7 +90,7 @@ class Groups:
         return cls(dist.group.WORLD, dist.new_group(backend="fake"), dist.new_group(backend="gloo"))
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return the value of every rank."""
+        """Gather the value from every rank."""
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.control)
         return values
@@ -149,7 +149,7 @@ def _figures(case: RanksCase, groups: Groups, device: torch.device, effort: Effo
 def _in_turns(
     steps: Sequence[Callable[[], object]], groups: Groups, device: torch.device, effort: Effort
 ) -> list[float]:
-    """Return this rank's median milliseconds of each step; all ranks run the same number of steps."""
+    """Measure this rank's median milliseconds per step; all ranks run the same number of steps."""
     runs = []
     for step in steps:
         for _ in range(effort.warmup):
@@ -166,7 +166,7 @@ def _in_turns(
 
 
 def _intervals(step: Callable[[], object], count: int, groups: Groups, device: torch.device) -> list[float]:
-    """Return the milliseconds between the ends of consecutive steps; the ranks start together."""
+    """Measure the milliseconds between the ends of consecutive steps; the ranks start together."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier(group=groups.control)
@@ -188,7 +188,7 @@ def _intervals(step: Callable[[], object], count: int, groups: Groups, device: t
 
 
 def traced_exposure(step: Callable[[], object]) -> float | None:
-    """Return the fraction of a step in which the GPU only communicates; None if the trace has no kernels."""
+    """Measure the fraction of a step in which the GPU only communicates; None if the trace has no kernels."""
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profiler:
         for _ in range(TRACED_STEPS):
@@ -197,22 +197,22 @@ def traced_exposure(step: Callable[[], object]) -> float | None:
     kernels = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
-        # Ranges of the host, such as "nccl:all_reduce", are not kernels.
+        # Host ranges, such as "nccl:all_reduce", are not kernels.
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("nccl:")
     ]
     return exposure(kernels)
 
 
-# Parts of the names of kernels that communicate, in lower case.
+# Name parts of kernels that communicate, in lower case.
 _COMMUNICATION = ("nccl", "memcpy ptop", "symmetric_memory::barrier")
 
 
 def exposure(kernels: Iterable[tuple[str, float, float]]) -> float | None:
-    """Return the fraction of the time in which only communication runs, or None without kernels.
+    """Compute the fraction of the time in which only communication runs, or None without kernels.
 
     Args:
-        kernels: Name, start and end of each kernel, on any stream. NCCL's kernels, copies between GPUs and barriers of
-            symmetric memory communicate.
+        kernels: Name, start and end of each kernel, on any stream. NCCL's kernels, copies between GPUs and
+            symmetric-memory barriers communicate.
     """
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for name, start, end in kernels:

@@ -1,7 +1,7 @@
 """Cases of `te bench --distributed` as data: collectives, and layers whose work several ranks share.
 
-Every case of a layer is measured three times in one run: on one device, on the ranks, and on the ranks with a process
-group that communicates nothing. The ratio of the first two is the speedup, the difference of the last two is the
+Every layer case is measured three times in one run: on one device, on the ranks, and on the ranks with a process group
+that communicates nothing. The ratio of the first two is the speedup, the difference between the last two is the
 communication that the computation does not hide.
 """
 
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 MIB = 1 << 20
-SCHEMES = ("p2p", "a2a", "all_gather")  # of context parallelism
+SCHEMES = ("p2p", "a2a", "all_gather")  # for context parallelism
 LLAMA_8B = {"hidden": 4096, "inner": 14336, "heads": 32, "groups": 8, "sequence": 8192}
 SMALL = {"hidden": 128, "inner": 256, "heads": 4, "groups": 4, "sequence": 64}
 
 
 @dataclass(frozen=True)
 class RanksCase:
-    """One row of the report.
+    """One report row.
 
     Attributes:
-        name: Family, recipe, sizes and number of ranks: the key of a comparison.
-        recipe: One of RECIPES of `cases`.
-        arguments: Arguments of the builder of the family.
-        work: Work of all ranks together relative to one device: the number of ranks if each has its own tokens.
+        name: Family, recipe, sizes and number of ranks: the comparison key.
+        recipe: One of RECIPES in `cases`.
+        arguments: Arguments for the family's builder.
+        work: All ranks' work together relative to one device: the number of ranks if each has its own tokens.
         moved: Bytes that a rank sends in a collective; 0 for layers.
     """
 
@@ -43,7 +43,7 @@ Families = Callable[[tuple[str, ...], bool, int], Iterator[RanksCase]]
 def ranks_cases(
     recipes: Iterable[str], quick: bool, ranks: int, families: Iterable[str] = ()
 ) -> list[RanksCase]:
-    """Return every case of the families (by default all) for a number of ranks; quick: sizes for a CPU."""
+    """List every case in the families (by default all) for a number of ranks; quick: sizes for a CPU."""
     chosen = tuple(families) or tuple(RANKS_FAMILIES)
     unknown = [name for name in chosen if name not in RANKS_FAMILIES]
     if unknown:
@@ -55,7 +55,7 @@ def ranks_cases(
 
 
 def _collective(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[RanksCase]:
-    """Yield collectives of bfloat16 buffers; the size is that of the buffer that holds the data of all ranks."""
+    """Yield collectives on bfloat16 buffers; the size is the size of the buffer that holds all ranks' data."""
     shares = {
         "all_gather": (ranks - 1) / ranks,
         "reduce_scatter": (ranks - 1) / ranks,
@@ -76,7 +76,7 @@ def _collective(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[R
 
 
 def _attention(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[RanksCase]:
-    """Yield causal attention of one sequence whose tokens the ranks share."""
+    """Yield causal attention over one sequence whose tokens the ranks share."""
     heads, groups, width = (4, 4, 32) if quick else (32, 8, 128)
     for recipe in recipes:
         if recipe not in ("bf16", "delayed", "current"):

@@ -1,4 +1,4 @@
-"""The run of `te bench --distributed` in each rank: measurement, the table and the JSON file of rank 0."""
+"""The `te bench --distributed` run in each rank: measurement, the table and rank 0's JSON file."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class RanksRequest:
-    """The settings of a measurement on every rank.
+    """Settings for a measurement on every rank.
 
     Attributes:
         device: "cuda" or "cpu".
-        recipes: Recipes of the layers.
-        families: Families of RANKS_FAMILIES; empty: all.
-        only: Parts of names of cases; empty: all.
+        recipes: Layer recipes.
+        families: RANKS_FAMILIES members; empty: all.
+        only: Parts of case names; empty: all.
         quick: Small sizes and few repetitions.
-        json: File of the figures, or None.
+        json: File for the figures, or None.
     """
 
     device: str
@@ -52,7 +52,7 @@ class RanksRequest:
     json: Path | None
 
     def cases(self, ranks: int) -> list[RanksCase]:
-        """Return the cases for a number of ranks.
+        """Cases for a number of ranks.
 
         Raises:
             ValueError: No case is left.
@@ -91,7 +91,7 @@ def measure_on_ranks(request: RanksRequest) -> None:
 
 
 def print_rows(console: Console, rows: Sequence[RanksRow]) -> None:
-    """Print one table per family, without columns that no row of the family fills."""
+    """Print one table per family, without columns that no family row fills."""
     for family in dict.fromkeys(row.family for row in rows):
         members = [row for row in rows if row.family == family]
         shown = [name for name in HEADINGS if any(getattr(row, name) is not None for row in members)]
@@ -110,7 +110,7 @@ def print_rows(console: Console, rows: Sequence[RanksRow]) -> None:
 
 
 def as_dict(rows: Sequence[RanksRow], ranks: int) -> dict[str, Any]:
-    """Return the content of the JSON file: machine, ranks, torch, command, meaning and results."""
+    """JSON file content: machine, ranks, torch, command, meaning and results."""
     # Not `cli.machine`: it starts JAX, which makes another GPU the current device of the process.
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     return {

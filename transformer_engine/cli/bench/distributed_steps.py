@@ -1,4 +1,4 @@
-"""Steps of `te bench --distributed`: one forward and backward pass, or one collective, of this rank."""
+"""Steps for `te bench --distributed`: one forward and backward pass, or one collective, on this rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step = Callable[[], object]
 
 
 def build_step(case: RanksCase, group: Any, device: torch.device) -> Step:
-    """Return the step of a case on this rank of a group, or on one device without communication if group is None."""
+    """Build a case's step on this rank of a group, or on one device without communication if group is None."""
     builders: dict[str, Callable[[RanksCase, Any, torch.device], Step]] = {
         "collective": _collective,
         "attention_cp": _attention,
@@ -61,7 +61,7 @@ def _collective(case: RanksCase, group: Any, device: torch.device) -> Step:
 
 
 def _precision(case: RanksCase, group: Any, **options: Any) -> Callable[[], te.autocast]:
-    """Return the context of the recipe; delayed scaling reduces its maxima over the group, if there is one."""
+    """Build the context of the recipe; delayed scaling reduces its maxima over the group, if there is one."""
     if case.recipe == "delayed" and group is None:
         options["reduce_amax"] = False
     recipe = recipe_named(case.recipe, **options)
@@ -75,7 +75,7 @@ def _ranks(group: Any) -> int:
 
 
 def _share_sequence(module: Any, case: RanksCase, group: Any, device: torch.device) -> None:
-    """Share the sequence of a module among the ranks of a group."""
+    """Share a module's sequence among the ranks of a group."""
     stream = torch.cuda.Stream() if device.type == "cuda" else None
     members = list(range(dist.get_world_size(group)))
     module.set_context_parallel_group(group, members, stream, case.arguments["scheme"])
@@ -116,7 +116,7 @@ def _layer_step(
 
 
 def _tensor_parallel_layer(case: RanksCase, group: Any, device: torch.device) -> Step:
-    """Return the step of a tensor-parallel layer: with sequence parallelism in layer_sp, with overlap in layer_ub."""
+    """Build the step of a tensor-parallel layer: with sequence parallelism in layer_sp, with overlap in layer_ub."""
     sequence, overlap = case.family != "layer_tp", case.family == "layer_ub"
     options: dict[str, Any] = {}
     if group is not None:
@@ -156,7 +156,7 @@ class Stack(torch.nn.Module):
 
 
 def _sharded(case: RanksCase, group: Any, device: torch.device) -> Step:
-    """Return the step of layers whose parameters are sharded over the group."""
+    """Build a step for layers whose parameters are sharded over the group."""
     a = case.arguments
     with te.quantized_model_init(enabled=a["quantized"], recipe=recipe_named(case.recipe)):
         module = Stack([transformer_layer(a, device) for _ in range(a["layers"])])

@@ -2,9 +2,9 @@
 
 The measurements are:
 
-    gpu_ms: Time of a call's kernels on the GPU, from XLA's profiler. Time in which streams overlap counts once. Before
-        each call the GPU overwrites its L2 cache and sleeps, as before a call of torch. Without the pause, consecutive
-        calls heat the GPU, and its clock is about 6% lower (H200).
+    gpu_ms: GPU time in a call's kernels, from XLA's profiler. Time in which streams overlap counts once. Before each
+        call the GPU overwrites its L2 cache and sleeps, as before a torch call. Without the pause, consecutive calls
+        heat the GPU, and its clock is about 6% lower (H200).
     cpu_ms: Time until the call returns to the host.
     eager_ms: Time per call in a loop, in which each call waits on the device for the state of the previous call.
     peak_mib: Temporary memory, and results that do not reuse an argument's memory, from XLA's memory analysis.
@@ -28,7 +28,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from .measure import EVICTING, SLEEP, Effort, Figures, Timing, covered, pause
 
-# A product of FP8 operands that XLA has handed to cuBLASLt.
+# A product with FP8 operands that XLA has handed to cuBLASLt.
 FP8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
 PROFILED = 9  # calls
 
@@ -118,7 +118,7 @@ def _cache_on_disk() -> Iterator[None]:
 
 
 class _CompiledCall:
-    """Calls of a compiled program; each call consumes the state of the previous call and reuses its buffers."""
+    """Calls to a compiled program; each call consumes the previous call's state and reuses its buffers."""
 
     def __init__(self, workload: JaxWorkload, backward: bool):
         self.state = workload.state
@@ -148,7 +148,7 @@ class _CompiledCall:
 
 
 def _on_the_gpu(call: _CompiledCall, host: float) -> float | None:
-    """Return the median kernel time of a call in milliseconds; None if the profiler recorded no kernels.
+    """Measure the median kernel time of a call in milliseconds; None if the profiler recorded no kernels.
 
     Args:
         call: The compiled call.
@@ -167,7 +167,7 @@ def _on_the_gpu(call: _CompiledCall, host: float) -> float | None:
 
 
 def _calls(profile: Any) -> list[float]:
-    """Return the nanoseconds of each call's kernels on the GPUs' streams, except torch's stream, which sleeps.
+    """Sum each call's kernel nanoseconds on the GPUs' streams, except torch's stream, which sleeps.
 
     If the profiler missed the sleep of torch, all calls get the mean.
     """

@@ -1,4 +1,4 @@
-"""One kernel of each family as a program that both frameworks start: the overhead of XLA's bridge compared with torch.
+"""One kernel from each family as a program that both frameworks start: the XLA bridge's overhead compared with torch.
 
 `common/kernels` imports triton, so programs are built only where they run.
 """
@@ -37,7 +37,7 @@ KERNELS: dict[str, float] = {
 
 
 class GpuLimits(NamedTuple):
-    """Multiprocessors of the GPU, and the bytes of shared memory available to one program."""
+    """Multiprocessors on the GPU, and the shared-memory bytes available to one program."""
 
     processors: int
     shared_memory: int
@@ -52,7 +52,7 @@ class KernelCall:
 
 
 def kernel_call(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCall:
-    """Build the call of a kernel of KERNELS on x [rows, width]."""
+    """Build the call to a kernel from KERNELS on x [rows, width]."""
     found = _program(kernel, rows, width, limits)
     if found is not None:
         return found
@@ -66,7 +66,7 @@ def kernel_call(kernel: str, rows: int, width: int, limits: GpuLimits) -> Kernel
 
 
 def _program(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCall | None:
-    """Return the kernels that consist of several launches."""
+    """Build the kernels that consist of several launches."""
     from ...common.kernels import activation_codes, cast, norm, norm_codes
 
     x, weight = ((rows, width), HALF), ((width,), HALF)
@@ -104,7 +104,7 @@ def _program(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCal
 def _launch(
     kernel: str, rows: int, width: int, limits: GpuLimits
 ) -> tuple[Launch, tuple[ShapeAndDtype, ...]]:
-    """Return the launch of a kernel, and its inputs."""
+    """Build the launch of a kernel, and its inputs."""
     from ...common.kernels import activation, block_cast, cast, norm, rope, softmax
 
     x, half = ((rows, width), HALF), width // 2

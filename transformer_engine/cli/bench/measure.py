@@ -1,9 +1,9 @@
-"""Measurement of one call: GPU, host and wall milliseconds, and the additional memory.
+"""Measuring one call: GPU, host and wall milliseconds, and the additional memory.
 
 * gpu_ms: time between two events around the call on the stream. The stream sleeps first, so that every launch is queued
   before the first one runs, and the L2 cache holds other data.
 * cpu_ms: time until the call returns to the host, with its work queued.
-* eager_ms: wall time of a call in a loop of calls, as in a training step; roughly the larger of the other two.
+* eager_ms: wall time per call in a call loop, as in a training step; roughly the larger of the other two.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-# Cycles of torch.cuda._sleep per second. A GPU with a slower clock sleeps longer, which is harmless.
+# torch.cuda._sleep cycles per second. A GPU with a slower clock sleeps longer, which is harmless.
 CYCLES = 1.9e9
 EVICTING = 256 << 20  # bytes, several times the largest L2 cache
 SLEEP = "spin_kernel"  # kernel of torch.cuda._sleep
 
 
 class Effort(NamedTuple):
-    """The number of repetitions of a call: until budget_ms are spent, within the limits."""
+    """Number of times a call is repeated: until budget_ms are spent, within the limits."""
 
     warmup: int = 5
     budget_ms: float = 120.0
@@ -30,7 +30,7 @@ class Effort(NamedTuple):
     most: int = 40
 
     def runs(self, one_ms: float) -> int:
-        """Return the number of repetitions of a call of this many milliseconds."""
+        """Number of repetitions for a call with this many milliseconds."""
         return max(self.fewest, min(self.most, int(self.budget_ms / max(one_ms, 1e-3))))
 
 
@@ -55,11 +55,11 @@ class Figures(NamedTuple):
     """The figures of a case.
 
     Attributes:
-        timing: Times of a call.
-        peak_mib: Additional memory of a call.
+        timing: Times per call.
+        peak_mib: Additional memory per call.
         compile_s: Seconds until the first call is possible, for a compiled program.
         cached_s: The same with the program from the compiler's cache on disk.
-        fp8_calls: Products of FP8 operands that the program passes to cuBLASLt.
+        fp8_calls: Products with FP8 operands that the program passes to cuBLASLt.
     """
 
     timing: Timing
@@ -70,7 +70,7 @@ class Figures(NamedTuple):
 
 
 def measure(call: Callable[[], object], device: torch.device, effort: Effort = FULL) -> Timing:
-    """Return the timing of a call whose work runs on the device."""
+    """Time a call whose work runs on the device."""
     for _ in range(effort.warmup):
         call()
     if device.type != "cuda":
@@ -101,7 +101,7 @@ def measure(call: Callable[[], object], device: torch.device, effort: Effort = F
 
 
 def measure_in_turns(calls: Sequence[Callable[[], object]], runs: int) -> list[float]:
-    """Return median GPU milliseconds of each call, measured alternately, so that a warm-up affects all equally."""
+    """Measure each call's median GPU milliseconds alternately, so that a warm-up affects all equally."""
     for call in calls:
         for _ in range(FULL.warmup):
             call()
@@ -131,7 +131,7 @@ def pause(other: torch.Tensor, host: float) -> None:
 
 
 def _queued_once(call: Callable[[], object], other: torch.Tensor, host: float) -> tuple[float, float]:
-    """Return (GPU ms, host ms) of one call."""
+    """Measure (GPU ms, host ms) for one call."""
     pause(other, host)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
@@ -144,7 +144,7 @@ def _queued_once(call: Callable[[], object], other: torch.Tensor, host: float) -
 
 
 def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """Return the maximum MiB allocated during a call in addition to the present ones; None on a CPU."""
+    """Measure the maximum MiB allocated during a call in addition to the present ones; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -157,7 +157,7 @@ def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of spans (start, end)."""
+    """Compute the length of the union of spans (start, end)."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -1,4 +1,4 @@
-"""The measurements of `te bench`: the engine, plain PyTorch and other libraries, or a comparison of two files."""
+"""The `te bench` measurements: the engine, plain PyTorch and other libraries, or a comparison between two files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class BenchRequest(NamedTuple):
     """The cases to measure, and the providers.
 
     Attributes:
-        families: Names of families; empty: all.
-        recipes: Names of recipes; None: all supported ones.
-        only: Parts of names of cases, separated by commas; empty: all.
-        providers: Names of providers; None: all that are not on request.
+        families: Family names; empty: all.
+        recipes: Recipe names; None: all supported ones.
+        only: Parts of case names, separated by commas; empty: all.
+        providers: Provider names; None: all that are not on request.
         quick: Small sizes and few repetitions.
     """
 
@@ -52,13 +52,13 @@ def measure(
     distributed: bool,
     devices: int | None,
 ) -> None:
-    """Measure and print the cases of a request, on one device or on several ranks; or compare two files of figures.
+    """Measure and print a request's cases, on one device or on several ranks; or compare two figure files.
 
     Args:
         request: Cases and providers.
-        json: File of the figures.
-        plot_dir: Folder of the plots.
-        compare: Two files of figures, which are compared without measuring.
+        json: File for the figures.
+        plot_dir: Folder for the plots.
+        compare: Two figure files, which are compared without measuring.
         distributed: Time collectives, and layers on several ranks against one device.
         devices: Number of ranks, unless torchrun starts them.
     """
@@ -100,7 +100,7 @@ def measure(
 
 
 def _check_file(json: Path | None) -> None:
-    """Raise ValueError if the file of the figures cannot be written."""
+    """Raise ValueError if the figure file cannot be written."""
     if json is not None and not json.parent.is_dir():
         raise ValueError(f"--json {json}: the folder {json.parent} does not exist; create it first")
     if json is not None and json.is_dir():
@@ -126,7 +126,7 @@ def _check_distributed(devices: int | None, provider: list[str] | None, plot_dir
 
 
 def _recipes(given: list[str] | None, device: torch.device) -> tuple[str, ...]:
-    """Return the recipes of --recipe, by default those that the hardware supports; on a CPU, those of FP8."""
+    """Recipes for --recipe, by default those that the hardware supports; on a CPU, the FP8 recipes."""
     for name in given or ():
         if name not in RECIPES:
             raise ValueError(f"recipe {name!r} does not exist; choose from {', '.join(RECIPES)}")

@@ -1,4 +1,4 @@
-"""`te bench`: measure the engine, plain PyTorch and other libraries, or compare two files of figures."""
+"""`te bench`: measure the engine, plain PyTorch and other libraries, or compare two figure files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from ...common.planning import FORMATS
 from ..options import add_flag
 
-# The names of the tables, which import the frameworks.
+# Table names; the tables import the frameworks.
 RECIPES = tuple(FORMATS)
 PROVIDERS = ("te", "torch", "torch.compile", "torchao", "liger", "quack", "jax", "xla")
 FAMILIES = (
@@ -49,7 +49,7 @@ RANKS_FAMILIES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Declare the command-line options."""
     parser.add_argument(
         "--family",
         action="append",
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Time the engine, plain PyTorch and other libraries on this machine; or compare two files of figures."""
+    """Time the engine, plain PyTorch and other libraries on this machine; or compare two figure files."""
     from .measurement import BenchRequest, measure
 
     measure(

@@ -1,6 +1,6 @@
-"""One picture per family: panels with one bar per case for times and the part of the roof, one color per provider.
+"""One picture per family: panels with one bar per case for times and the roof fraction, one color per provider.
 
-The panels are below each other and eight inches wide, so that a page of text shows the labels in the size of its text.
+The panels are below each other and eight inches wide, so that a text page shows the labels in its text size.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ HEADINGS = (
 
 
 def families(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return the rows by family, in the order of their first appearance."""
+    """Group the rows by family, in order of first appearance."""
     grouped: dict[str, list[Row]] = {}
     for row in rows:
         grouped.setdefault(row.family, []).append(row)
@@ -52,7 +52,7 @@ def families(rows: Iterable[Row]) -> dict[str, list[Row]]:
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
     """Print one table per family; `of roof` is the rate relative to the measured roof of the machine.
 
-    Columns that no row of a family fills, such as GPU time on a CPU, are left out.
+    Columns that no family row fills, such as GPU time on a CPU, are left out.
 
     `x torch` is the wall time of plain PyTorch on the same sizes over the row's: above 1 the row is faster.
     """
@@ -84,7 +84,7 @@ def _table(family: str, rows: Sequence[Row], plain: dict[str, float]) -> Table:
 
 
 def _figures(row: Row, plain: dict[str, float]) -> dict[str, str]:
-    """Return the cells of a row by heading, empty for missing figures."""
+    """Format the cells of a row by heading, empty for missing figures."""
     case = row.case.replace(f"/{row.recipe}/", "/")
     beside = plain[case] / row.eager_ms if case in plain and row.eager_ms else None
     cells = (
@@ -121,7 +121,7 @@ def print_roofs(console: Console, roofs: Roofs) -> None:
 
 
 def as_dict(rows: Iterable[Row], roofs: Roofs, missing: dict[str, str]) -> dict[str, Any]:
-    """Return the content of the JSON file: machine, torch, command, xla_flags, meaning, roofs, missing and results."""
+    """JSON file content: machine, torch, command, xla_flags, meaning, roofs, missing and results."""
     described = machine()
     return {
         "machine": described.device,

@@ -16,14 +16,14 @@ CPU_COPY, CPU_SIDE = 1 << 26, 512
 
 @dataclass(frozen=True)
 class Roofs:
-    """Bytes a second of a copy (read and written), operations a second of a square product; None: not possible."""
+    """Bytes per second in a copy (read and written), operations per second in a square product; None: not possible."""
 
     copy: float
     bf16: float
     fp8: float | None
 
     def share(self, case: Case, milliseconds: float) -> float | None:
-        """Return the fraction of its roof that a case reaches in a time; None for cases without bytes and products."""
+        """Compute the fraction of its roof that a case reaches in a time; None for cases without bytes and products."""
         if case.moved:
             return case.moved / milliseconds * 1e3 / self.copy
         if case.operations:

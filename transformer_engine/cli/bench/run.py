@@ -1,4 +1,4 @@
-"""Rows of figures: every case by every provider that supports it, and the failures as sentences."""
+"""Figure rows: every case by every provider that supports it, and the failures as sentences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Row:
     Attributes:
         gpu_ms: See `measure`, as for cpu_ms and eager_ms.
         rate: Rate over gpu_ms (eager_ms on a CPU).
-        unit: "TFLOP/s" of the products or "GB/s" of the bytes.
+        unit: "TFLOP/s" for the products or "GB/s" for the bytes.
         roof: Rate as a fraction of this machine's measured roof.
         peak_mib: See `measure.Figures`, as for compile_s, cached_s and fp8_calls.
         error: Reason for missing figures.
@@ -51,7 +51,7 @@ class Row:
         return self.eager_ms if self.gpu_ms is None else self.gpu_ms
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields that are not None, with rounded figures."""
+        """Fields that are not None, with rounded figures."""
         values = {name: value for name, value in asdict(self).items() if value is not None}
         return {
             name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()

@@ -30,7 +30,7 @@ class Workload:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def compiled(self) -> Workload:
-        """Return the workload with torch.compile around the function."""
+        """Wrap the function in torch.compile."""
         return replace(self, function=torch.compile(self.function))
 
     def measured(self, backward: bool, device: torch.device, effort: Effort) -> Figures:
@@ -39,7 +39,7 @@ class Workload:
         return Figures(measure(step, device, effort), peak_mib(step, device))
 
     def step(self, backward: bool) -> Callable[[], None]:
-        """Return one forward pass without gradients, or one forward and backward pass that replaces every .grad."""
+        """Build one forward pass without gradients, or one forward and backward pass that replaces every .grad."""
         if backward:
             inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in self.inputs)
             leaves = [x for x in inputs if x.requires_grad]
@@ -65,7 +65,7 @@ class Workload:
 
 
 def routed_tokens(case: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens [T, hidden], the routing map bool [T, experts] of a case, and probabilities [T, experts]."""
+    """Draw tokens [T, hidden], the routing map bool [T, experts] of a case, and probabilities [T, experts]."""
     a = case.arguments
     shape = (a["tokens"], a["experts"])
     chosen = torch.rand(*shape, device=device).topk(a["places"], dim=1).indices

@@ -59,7 +59,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _damage(path: Path) -> str | None:
-    """Return why the file is not a complete archive of torch.save, or None if its checksums match."""
+    """Reason why the file is not a complete torch.save archive, or None if its checksums match."""
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
@@ -71,7 +71,7 @@ def _damage(path: Path) -> str | None:
 
 
 def _content_error(state: Any) -> str | None:
-    """Return what differs from a state that te train writes, or None."""
+    """Difference from a state that te train writes, or None."""
     if not isinstance(state, dict):
         return f"it holds {with_article(type(state))}, not a dict"
     for name, kind in CONTENT.items():
@@ -91,7 +91,7 @@ def _content_error(state: Any) -> str | None:
 
 
 def misfit(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """Return why saved tensors do not match a model, or None. Extra states may differ in size."""
+    """Reason why saved tensors do not match a model, or None. Extra states may differ in size."""
     if set(saved) != set(own):
         return f"its tensors are not the model's ({', '.join(sorted(set(saved) ^ set(own))[:3])})"
     for name, tensor in own.items():
@@ -103,7 +103,7 @@ def misfit(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the default generators, from which stochastic rounding draws."""
+    """States of the default generators, from which stochastic rounding draws."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -1,4 +1,4 @@
-"""The configuration of a demonstration run: framework, recipe, sizes and schedule, checked before the run is built.
+"""Configuration for a demonstration run: framework, recipe, sizes and schedule, checked before the run is built.
 
 A command with one framework works without the other, so neither is imported at module level.
 """
@@ -22,18 +22,18 @@ NEEDED = {
     "jax": (("jax", "flax", "optax", "orbax", "matplotlib"), "cli-jax"),
 }
 FRAMEWORKS = tuple(NEEDED)
-CLIP = 1.0  # maximum norm of gradients
+CLIP = 1.0  # maximum gradient norm
 BETAS = (0.9, 0.95)
-DECAY = 0.1  # weight decay of matrices; vectors have none
+DECAY = 0.1  # weight decay for matrices; vectors have none
 
 
 def default_framework() -> str:
-    """Return jax if it is installed and torch is not, else torch."""
+    """Choose jax if it is installed and torch is not, else torch."""
     return "jax" if optional.installed("jax") and not optional.installed("torch") else "torch"
 
 
 def missing_for(framework: str) -> str | None:
-    """Return which libraries a run lacks and the command that installs them, or None."""
+    """Libraries that a run lacks and the command that installs them, or None."""
     names, extra = NEEDED[framework]
     missing = [name for name in names if not optional.installed(name)]
     if not missing:
@@ -44,14 +44,14 @@ def missing_for(framework: str) -> str | None:
 
 
 def has_gpu(framework: str) -> bool:
-    """Return whether the framework finds a GPU."""
+    """Whether the framework finds a GPU."""
     if framework == "torch":
         return import_module("torch").cuda.is_available()
     return import_module("transformer_engine.jax.platform").has_gpu()
 
 
 def installed_recipes() -> dict[str, type[recipes.Recipe]]:
-    """Return {name on the command line: recipe} of the installed framework, of torch if both are installed."""
+    """Map {name on the command line: recipe} for the installed framework, for torch if both are installed."""
     if optional.installed("torch"):
         families: Any = import_module("transformer_engine.pytorch.quantization").all_families()
         return {family.name: family.recipe for family in families if family.samples}
@@ -60,7 +60,7 @@ def installed_recipes() -> dict[str, type[recipes.Recipe]]:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Return the rate: a linear warm-up (a tenth of the steps, at most 100), then a cosine to a tenth of the peak."""
+    """Compute the rate: a linear warm-up (a tenth of the steps, at most 100), then a cosine to a tenth of the peak."""
     warmup = max(1, min(100, steps // 10))
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -71,14 +71,14 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 HIGH_PRECISION = "high_precision"
 RECIPES = (*(name for name in FORMATS if name != "bf16"), "none")
 OPTIMIZERS = ("adamw", "fused_adam")
-# Types of the fields of RunConfig, by annotation.
+# RunConfig field types, by annotation.
 KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
     "float": (float, int),
     "str | None": (str, type(None)),
 }
-SEEDS = 2**40  # limit of seeds, because batches use a multiple of theirs
+SEEDS = 2**40  # limit for seeds, because batches use a multiple of theirs
 VOCABULARY = 256  # the tokens are bytes
 
 # Two cores train the CPU size, with both runs, in about two minutes.
@@ -103,12 +103,12 @@ CUDA_SIZES: dict[str, Any] = {
 
 
 def option_of(field: str) -> str:
-    """The option of `te train` that sets a field of RunConfig."""
+    """The `te train` option that sets a RunConfig field."""
     return {"sequence": "--seq", "learning_rate": "--lr"}.get(field, f"--{field}")
 
 
 def check_seed(seed: int) -> None:
-    """Raise ValueError for a seed whose batches would overlap those of another."""
+    """Raise ValueError for a seed whose batches would overlap another seed's."""
     if not -SEEDS < seed < SEEDS:
         raise ValueError(f"--seed {seed} is too large; give a number between -{SEEDS} and {SEEDS}")
 
@@ -175,7 +175,7 @@ class RunConfig:
 
     @property
     def feed_forward(self) -> int:
-        """The width of the gated feed-forward layer: 8/3 of hidden, rounded up to the 128 of block scaling."""
+        """Width of the gated feed-forward layer: 8/3 of hidden, rounded up to block scaling's 128."""
         return -(-self.hidden * 8 // (3 * 128)) * 128
 
     @property
@@ -185,11 +185,11 @@ class RunConfig:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """The names of the models trained side by side; high precision comes last."""
+        """Names of the models trained side by side; high precision comes last."""
         return (HIGH_PRECISION,) if self.recipe == "none" else (self.recipe, HIGH_PRECISION)
 
     def label(self, run: str) -> str:
-        """Return the displayed name of a run: the recipe's name, or the parameters' dtype for high precision."""
+        """Displayed name for a run: the recipe's name, or the parameters' dtype for high precision."""
         return self.precision if run == HIGH_PRECISION else run
 
     @property
@@ -202,7 +202,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Execution:
-    """Options of the execution, which do not change the losses; a continued run may use others.
+    """Execution options, which do not change the losses; a continued run may use others.
 
     Attributes:
         graphs: Capture the training steps in CUDA graphs; None: on CUDA, where no other option prevents it.
@@ -216,14 +216,14 @@ class Execution:
 
     @property
     def differs(self) -> bool:
-        """Whether an option is set that only the PyTorch model of one device supports."""
+        """Whether an option is set that only the single-device PyTorch model supports."""
         return bool(self.graphs or self.offload_layers or self.observe)
 
     def captures(self, config: RunConfig) -> bool:
-        """Return whether training steps are captured in CUDA graphs."""
+        """Whether training steps are captured in CUDA graphs."""
         if self.graphs is not None:
             return self.graphs
-        # The router of experts reads its counts on the host.
+        # The expert router reads its counts on the host.
         return config.device == "cuda" and not (config.experts or self.offload_layers or self.observe)
 
     def check(self, config: RunConfig) -> None:
@@ -247,7 +247,7 @@ class Execution:
 
 
 def resolve(device: str, given: dict[str, Any]) -> RunConfig:
-    """Return a RunConfig for "auto", "cpu" or "cuda": given values that are not None, otherwise the device's sizes."""
+    """Build a RunConfig for "auto", "cpu" or "cuda": given values that are not None, otherwise the device's sizes."""
     if device not in DEVICES:
         raise ValueError(f"--device {device!r} does not exist; choose one of {', '.join(DEVICES)}")
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -261,9 +261,9 @@ def resolve(device: str, given: dict[str, Any]) -> RunConfig:
 def restore(
     saved: dict[str, Any], device: str, given: dict[str, Any], source: str = "the checkpoint", step: int = 0
 ) -> RunConfig:
-    """Return the RunConfig of a checkpoint that was saved after `step` steps.
+    """Restore the RunConfig from a checkpoint that was saved after `step` steps.
 
-    A larger number of steps extends a run that has finished: its schedule is that of the larger number from then on.
+    A larger number of steps extends a run that has finished: from then on it has the larger number's schedule.
 
     Raises:
         ValueError: Another option contradicts the checkpoint, so the continuation would not be exact.
@@ -284,7 +284,7 @@ def restore(
 
 
 def saved_config(saved: dict[str, Any], source: str) -> RunConfig:
-    """Return the RunConfig in source without fields of other versions; the ValueError for others names the source."""
+    """Read the RunConfig in source without fields of other versions; the ValueError for others names the source."""
     known = {field.name for field in fields(RunConfig)}
     missing = sorted(known - set(saved) - {"seed", "data", "experts", "optimizer", "framework"})
     if missing:
@@ -296,7 +296,7 @@ def saved_config(saved: dict[str, Any], source: str) -> RunConfig:
 
 
 def make_recipe(name: str) -> recipes.Recipe | None:
-    """Return the recipe of a run's name, or None for high precision."""
+    """Build the recipe for a run name, or None for high precision."""
     if name in ("none", HIGH_PRECISION):
         return None
     # A short window: the activations of a new model grow quickly in its first steps.

@@ -30,7 +30,7 @@ Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets
 
 @dataclass(frozen=True)
 class Corpus:
-    """train [T] and validation [V]: the bytes of a text (uint8), and a fingerprint of both.
+    """train [T] and validation [V]: a text's bytes (uint8), and a fingerprint of both.
 
     Batches are NumPy's, and drawn by its Mersenne twister, so that every framework is given the same ones.
     """
@@ -41,22 +41,22 @@ class Corpus:
     source: str
 
     def batch(self, seed: int, step: int, batch: int, sequence: int) -> Batch:
-        """Return inputs, targets [batch, sequence] int64: the same windows for every run and after every resume."""
-        # The raw 32-bit numbers of torch.Generator().manual_seed(..), which earlier runs drew from.
+        """Draw inputs, targets [batch, sequence] int64: the same windows for every run and after every resume."""
+        # The raw 32-bit numbers from torch.Generator().manual_seed(..), which earlier runs drew from.
         generator = np.random.RandomState((seed * 1_000_003 + step) % 2**32)
         last = self.train.size - sequence - 1
         starts = generator.randint(0, 2**32, batch, dtype=np.uint32).astype(np.int64) % (last + 1)
         return _windows(self.train, starts, sequence)
 
     def validation_batches(self, count: int, batch: int, sequence: int) -> list[Batch]:
-        """Return count batches at evenly spaced places of the validation text."""
+        """Cut count batches at evenly spaced places in the validation text."""
         last = self.validation.size - sequence - 1
         starts = _spaced(last, count * batch).reshape(count, batch)
         return [_windows(self.validation, row, sequence) for row in starts]
 
 
 def _spaced(last: int, count: int) -> np.ndarray:
-    """Return count places from 0 to last, rounded in float32 exactly as by torch.linspace(0, last, count)."""
+    """Compute count places from 0 to last, rounded in float32 exactly as by torch.linspace(0, last, count)."""
     step = np.float64(np.float32(last) / np.float32(count - 1))
     index = np.arange(count)
     rising = (step * index).astype(np.float32)
@@ -70,7 +70,7 @@ def _windows(text: np.ndarray, starts: np.ndarray, sequence: int) -> Batch:
 
 
 def load_corpus(path: str | None, sequence: int) -> Corpus:
-    """Return the text of a file or a folder; None reads the source files of Python's standard library."""
+    """Load the text in a file or a folder; None reads the source files of Python's standard library."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         pieces = _read([file for file in _files(root) if file.suffix == ".py"], root)
@@ -99,7 +99,7 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
 
 
 def _files(root: Path) -> list[Path]:
-    """Return regular files below root in an order that mixes its folders and is the same on every machine."""
+    """List regular files below root in an order that mixes its folders and is the same on every machine."""
     found = []
     for file in root.rglob("*"):
         parts = file.relative_to(root).parts

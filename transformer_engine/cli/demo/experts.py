@@ -1,7 +1,7 @@
-"""A Transformer layer whose feed-forward part is a mixture of experts: each byte is computed by two of them.
+"""A Transformer layer whose feed-forward part is a mixture of experts: two experts compute each byte.
 
-scores = router(norm(x)); rows = the tokens in the order of their experts, each expert's padded for the recipe
-y = x + sum over a token's experts of probability * fc2_e(swiglu(fc1_e(row)))
+scores = router(norm(x)); rows = the tokens in expert order, each expert's padded for the recipe y =
+x + sum over a token's experts of probability * fc2_e(swiglu(fc1_e(row)))
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ...pytorch.router import (
 from ...pytorch.runtime.double_backward import once_differentiable
 from .config import RunConfig
 
-CHOSEN = 2  # experts of a token
+CHOSEN = 2  # experts per token
 BALANCE = (
     0.01  # the weight of the loss that balances experts, as in the Switch Transformer (arXiv:2101.03961)
 )
 
 
 class MixtureOfExperts(nn.Module):
-    """y [.., hidden] = sum of probability * fc2_e(swiglu(fc1_e(norm(x)))) over the two experts of a token.
+    """y [.., hidden] = sum of probability * fc2_e(swiglu(fc1_e(norm(x)))) over a token's two experts.
 
     The router stays in float32: with one output an expert it is little work, and decides for whole tokens. In training
-    the gradient includes that of the load-balancing loss, which the reported loss excludes.
+    the gradient includes the load-balancing loss, which the reported loss excludes.
     """
 
     def __init__(self, config: RunConfig, deviation: float):
@@ -59,7 +59,7 @@ class MixtureOfExperts(nn.Module):
         return (y if loss is None else _AddAuxiliaryLoss.apply(y, loss)).view(x.shape)  # pyright: ignore
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the experts' weights [tokens, experts], the map of the chosen experts, and the load-balancing loss."""
+        """Compute the experts' weights [tokens, experts], the map of chosen experts, and the load-balancing loss."""
         logits = self.router(tokens.float())
         probs, routing_map = fused_topk_with_score_function(
             logits, CHOSEN, False, None, None, None, "softmax", None
@@ -104,7 +104,7 @@ class ExpertsLayer(nn.Module):
 
 
 class _AddAuxiliaryLoss(torch.autograd.Function):
-    """y unchanged; the gradient of `loss` is computed as if it were added to the training loss."""
+    """y unchanged; `loss` gets a gradient as if it were added to the training loss."""
 
     @staticmethod
     def forward(ctx, y, loss):

@@ -1,4 +1,4 @@
-"""A checkpoint is a folder: about.json and the arrays of every run by orbax, replaced whole, read without running code.
+"""A checkpoint is a folder: about.json and every run's arrays by orbax, replaced as a whole, read without running code.
 
 The folder is written next to the old one and replaces it by two renames. Between them the old one is NAME.old, where
 `load` finds it.
@@ -98,13 +98,13 @@ def _sibling(path: Path, suffix: str) -> Path:
 
 
 def flattened(tree: Any) -> dict[str, Any]:
-    """{path: leaf} of a tree."""
+    """Flatten a tree to {path: leaf}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def rebuilt(leaves: Mapping[str, Any], like: T) -> T:
-    """Return the tree with the structure and dtypes of another one and the leaves of `flattened`."""
+    """Rebuild a tree with another one's structure and dtypes and the leaves from `flattened`."""
 
     def leaf(path: Any, own: Any) -> Any:
         return jax.numpy.asarray(leaves[jax.tree_util.keystr(path, simple=True, separator=".")], own.dtype)
@@ -113,7 +113,7 @@ def rebuilt(leaves: Mapping[str, Any], like: T) -> T:
 
 
 def misfit(saved: Any, own: Mapping[str, Any]) -> str | None:
-    """Return why saved leaves do not match a run, or None."""
+    """Reason why saved leaves do not match a run, or None."""
     if not isinstance(saved, Mapping):
         return "it has no such run"
     if set(saved) != set(own):

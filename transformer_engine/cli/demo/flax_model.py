@@ -1,4 +1,4 @@
-"""logits [batch, sequence, 256] of bytes, in Flax: embedding, causal TransformerLayer blocks, RMSNorm, head."""
+"""logits [batch, sequence, 256] for bytes, in Flax: embedding, causal TransformerLayer blocks, RMSNorm, head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import Array
 from ...jax import flax as te_flax
 from .config import VOCABULARY, RunConfig
 
-# Fields of every block; modules compute in the dtype of their inputs, parameters are float32.
+# Fields in every block; modules compute in their inputs' dtype, parameters are float32.
 _BLOCK: dict[str, Any] = {
     "layernorm_type": "rmsnorm",
     "layernorm_epsilon": 1e-5,
@@ -39,7 +39,7 @@ class FlaxByteGPT(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Array, decode: bool = False) -> Array:
-        """Return logits of tokens [batch, sequence]; `decode` caches keys and values, then reads one token per call."""
+        """Compute logits for tokens [batch, sequence]; `decode` caches keys and values, reading one token per call."""
         config, dtype = self.config, jnp.dtype(self.config.precision)
         embedding = self.param("embedding", _NORMAL, (VOCABULARY, config.hidden), jnp.float32)
         hidden = embedding.astype(dtype)[tokens]
@@ -60,9 +60,9 @@ class FlaxByteGPT(nn.Module):
 
 
 def initial_variables(config: RunConfig, key: Array) -> dict[str, Any]:
-    """Return the model's variables without boxes; residual branches shrink with depth, as in GPT-2.
+    """Initialize the model's variables without boxes; residual branches shrink with depth, as in GPT-2.
 
-    The sum of 2 * layers branches then keeps its variance.
+    The sum over 2 * layers branches then keeps its variance.
     """
     model = FlaxByteGPT(config)
     tokens = jnp.zeros((1, config.sequence), jnp.int32)
@@ -77,7 +77,7 @@ def initial_variables(config: RunConfig, key: Array) -> dict[str, Any]:
 
 
 def mean_loss(config: RunConfig, variables: Any, tokens: Array, targets: Array, key: Array) -> Array:
-    """Return the mean cross-entropy in nats per byte, in float32; `key` is for stochastic rounding."""
+    """Compute the mean cross-entropy in nats per byte, in float32; `key` is for stochastic rounding."""
     logits = FlaxByteGPT(config).apply(variables, tokens, rngs={"sr_rng": key})
     losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, jnp.float32), targets)
     return losses.mean()

@@ -1,4 +1,4 @@
-"""A Flax model with its optimizer and the recipe of its computation; a step is one compiled program."""
+"""A Flax model with its optimizer and computation recipe; a step is one compiled program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .flax_model import FlaxByteGPT, initial_variables, mean_loss
 
 PLAINLY = Execution()
 leads = True  # this process writes the metrics
-TEMPERATURE = 0.7  # of samples
+TEMPERATURE = 0.7  # for samples
 load, save = flax_checkpoint.load, flax_checkpoint.save
 
 
@@ -52,7 +52,7 @@ class FlaxRun:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the model."""
+        """Number of parameters in the model."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
 
     def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
@@ -68,7 +68,7 @@ class FlaxRun:
         return [float(loss) for loss in losses]
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Return the mean loss over batches, without updating scales."""
+        """Compute the mean loss over batches, without updating scales."""
         params, scaling, _ = self.state
         with self._device():
             losses = [
@@ -78,7 +78,7 @@ class FlaxRun:
         return float(np.mean([np.float32(loss) for loss in losses]))
 
     def sample(self, prompt: bytes, count: int) -> bytes:
-        """Return the bytes that follow a prompt, sampled with a KV cache, outside of any recipe."""
+        """Sample the bytes that follow a prompt, with a KV cache, outside any recipe."""
         text = list(prompt)
         with self._device():
             tokens = jnp.zeros((1, len(prompt) + count), jnp.int32)
@@ -99,11 +99,11 @@ class FlaxRun:
         raise NotImplementedError("--observe needs the PyTorch model; use --framework torch")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {path: array}."""
+        """Collect {path: array}."""
         return flax_checkpoint.flattened(self.state)
 
     def mismatch(self, state: dict[str, Any] | None) -> str | None:
-        """Return the reason why a state does not belong to this model and optimizer, or None."""
+        """Reason why a state does not belong to this model and optimizer, or None."""
         return flax_checkpoint.misfit(state, self.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -119,13 +119,13 @@ def continue_from(state: dict[str, Any]) -> None:
 
 
 def _precision(name: str) -> AbstractContextManager[Any]:
-    """Return the autocast of a recipe; raise ValueError, with the reason, if it is unsupported here."""
+    """Build the autocast of a recipe; raise ValueError, with the reason, if it is unsupported here."""
     recipe = make_recipe(name)
     return te.autocast(enabled=recipe is not None, recipe=recipe)
 
 
 def _adamw() -> optax.GradientTransformation:
-    """Return AdamW without its learning rate, which the step multiplies; only matrices have weight decay."""
+    """Build AdamW without its learning rate, which the step multiplies; only matrices have weight decay."""
     matrices = functools.partial(jax.tree.map, lambda weight: weight.ndim >= 2)
     return optax.chain(
         optax.clip_by_global_norm(CLIP),
@@ -163,7 +163,7 @@ def _step(
     config: RunConfig,
     name: str,
 ) -> tuple[TrainingState, Array]:
-    """Return the next state and the loss before it; the gradient of scales and histories is their next value."""
+    """Compute the next state and the loss before it; scales and histories have their next value as gradient."""
     differentiated = jax.value_and_grad(_loss_of, argnums=(0, 1))
     loss, (gradients, scaling) = differentiated(
         state.params, state.scaling, inputs, targets, key, config, name
@@ -175,7 +175,7 @@ def _step(
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnums=1)
 def _following(params: Any, cache: Any, byte: Array, key: Array, *, config: RunConfig) -> tuple[Any, Array]:
-    """Return the cache with one more byte, and a sample of the next byte."""
+    """Extend the cache by one byte, and sample the next byte."""
     variables = {"params": params, "cache": cache}
     logits, changed = FlaxByteGPT(config).apply(variables, byte[None, None], decode=True, mutable=["cache"])
     return changed["cache"], jax.random.categorical(key, jnp.float32(logits[0, 0]) / TEMPERATURE)

@@ -21,9 +21,9 @@ class ByteGPT(nn.Module):
     precision: with 256 outputs they are little work, and the most sensitive to rounding.
 
     Args:
-        config: Sizes of the model.
+        config: Model sizes.
         offload_layers: Number of blocks whose activations are offloaded to host memory.
-        block_options: Further arguments of TransformerLayer.
+        block_options: Further TransformerLayer arguments.
         context_ranks: Number of ranks that share each sequence.
     """
 
@@ -45,7 +45,7 @@ class ByteGPT(nn.Module):
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, tokens: Tensor, cache: te.InferenceParams | None = None) -> Tensor:
-        """Return logits of tokens [batch, sequence]; with a cache, tokens follow the cached ones."""
+        """Compute logits for tokens [batch, sequence]; with a cache, tokens follow the cached ones."""
         length = tokens.shape[1] * self.context_ranks if cache is None else cache.max_sequence_length
         positions = self.rotary(length)
         hidden = self.embedding(tokens)
@@ -57,18 +57,18 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(hidden))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per byte, in float32."""
+        """Compute the mean cross-entropy in nats per byte, in float32."""
         logits = self(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def parameter_dtype(config: RunConfig) -> torch.dtype:
-    """Return torch's dtype for the precision of a config."""
+    """torch's dtype for a config's precision."""
     return getattr(torch, config.precision)
 
 
 def _block(config: RunConfig, number: int, **options: Any) -> nn.Module:
-    # Residual branches shrink with depth, as in GPT-2: the sum of 2 * layers branches keeps its variance.
+    # Residual branches shrink with depth, as in GPT-2: the sum over 2 * layers branches keeps its variance.
     residual = 0.02 / (2 * config.layers) ** 0.5
     if config.experts:
         return ExpertsLayer(config, number, residual)

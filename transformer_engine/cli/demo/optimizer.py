@@ -1,6 +1,6 @@
 """AdamW on float32 weights, with the learning rate given at each step.
 
-On CUDA the learning rate and the number of steps are tensors on the device, so that CUDA graphs can capture a step.
+On CUDA the learning rate and the step count are tensors on the device, so that CUDA graphs can capture a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MasterAdamW:
         _keep_rates_on_device(self.adam, self.gpu)
 
     def set_rate(self, rate: float) -> None:
-        """Set the learning rate of the next steps."""
+        """Set the learning rate for the next steps."""
         _set_rate(self.adam, rate)
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ class MasterAdamW:
         return {"adam": self.adam.state_dict(), "masters": [master.detach() for master in self.masters]}
 
     def mismatch(self, state: dict[str, Any]) -> str | None:
-        """Return why a state does not match this optimizer, or None."""
+        """Reason why a state does not match this optimizer, or None."""
         adam, masters = state.get("adam"), state.get("masters")
         if not isinstance(adam, dict) or not isinstance(masters, list):
             return "its optimizer has no adam and masters"
@@ -73,7 +73,7 @@ class MasterAdamW:
 
 
 class FusedAdamW:
-    """The same by FusedAdam: one launch for all parameters of a kind, which keeps the float32 copies itself."""
+    """The same by FusedAdam: one launch for all parameters with equal dtypes; it keeps the float32 copies itself."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self.parameters = list(parameters)
@@ -88,7 +88,7 @@ class FusedAdamW:
         self.adam = FusedAdam(groups, betas=BETAS, master_weights=narrow, capturable=self.gpu is not None)
 
     def set_rate(self, rate: float) -> None:
-        """Set the learning rate of the next steps."""
+        """Set the learning rate for the next steps."""
         _set_rate(self.adam, rate)
 
     def step(self) -> None:
@@ -102,7 +102,7 @@ class FusedAdamW:
         return {"fused_adam": self.adam.state_dict()}
 
     def mismatch(self, state: dict[str, Any]) -> str | None:
-        """Return why a state does not match this optimizer, or None."""
+        """Reason why a state does not match this optimizer, or None."""
         adam = state.get("fused_adam")
         if not isinstance(adam, dict):
             return "its optimizer has no fused_adam"
@@ -112,7 +112,7 @@ class FusedAdamW:
         self.adam.load_state_dict(state["fused_adam"])
 
 
-# The optimizers of `te train --optimizer`.
+# Optimizers for `te train --optimizer`.
 OPTIMIZERS: dict[str, type[MasterAdamW | FusedAdamW]] = {"adamw": MasterAdamW, "fused_adam": FusedAdamW}
 
 
@@ -125,12 +125,12 @@ def _set_rate(adam: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _gpu_of(parameters: list[nn.Parameter]) -> torch.device | None:
-    """Return the GPU of parameters, or None."""
+    """GPU of the parameters, or None."""
     return next((parameter.device for parameter in parameters if parameter.is_cuda), None)
 
 
 def _keep_rates_on_device(adam: torch.optim.Optimizer, gpu: torch.device | None) -> None:
-    """Keep learning rates in memory of the parameters' GPU, also after loading a checkpoint of another device.
+    """Keep learning rates in the parameters' GPU memory, also after loading another device's checkpoint.
 
     Args:
         adam: The optimizer.
@@ -143,7 +143,7 @@ def _keep_rates_on_device(adam: torch.optim.Optimizer, gpu: torch.device | None)
 
 
 def _misfit(saved: dict[str, Any], adam: torch.optim.Optimizer) -> str | None:
-    """Return why a state dict of Adam does not match the parameters and settings, or None."""
+    """Reason why an Adam state dict does not match the parameters and settings, or None."""
     own = adam.state_dict()["param_groups"]
     groups, moments = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, list) or not isinstance(moments, dict):

@@ -1,8 +1,8 @@
-"""A model whose parameters, sequences and batches several ranks share, as a run of the trainer.
+"""A model whose parameters, sequences and batches several ranks share, as a trainer run.
 
-The ranks form a mesh (data, fsdp, cp, tp). Each rank computes its sequences of the batch (data, fsdp), its tokens of a
-sequence (cp) and its columns of the weights (tp). Parameters and optimizer states are sharded over fsdp x cp. All
-numbers of ranks start from the weights of one device.
+The ranks form a mesh (data, fsdp, cp, tp). Each rank computes its sequences in the batch (data, fsdp), its tokens in a
+sequence (cp) and its weight columns (tp). Parameters and optimizer states are sharded over fsdp x cp. All rank counts
+start from the single-device weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .model import ByteGPT
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Numbers of ranks: total, and sharing weights (tp), sequences (cp) and parameters (fsdp)."""
+    """Rank counts: total, and sharing weights (tp), sequences (cp) and parameters (fsdp)."""
 
     devices: int
     tp: int = 1
@@ -41,7 +41,7 @@ class Parallelism:
 
     @property
     def batches(self) -> int:
-        """Number of groups of ranks with their own sequences of a batch."""
+        """Number of rank groups with their own sequences in a batch."""
         return self.devices // (self.tp * self.cp)
 
     def check(self, config: RunConfig, execution: Execution) -> None:
@@ -71,7 +71,7 @@ class Parallelism:
 
 
 class Ranks:
-    """The groups of this rank, made once per process, and the storage of the runs' checkpoints."""
+    """This rank's groups, made once per process, and the storage for the runs' checkpoints."""
 
     def __init__(self, parallelism: Parallelism, device: torch.device) -> None:
         p = self.parallelism = parallelism
@@ -95,12 +95,12 @@ class Ranks:
         )
 
     def Run(self, name: str, config: RunConfig, execution: Execution) -> ParallelRun:
-        """Return a run on these ranks."""
+        """Build a run on these ranks."""
         self.parallelism.check(config, execution)
         return ParallelRun(name, config, self)
 
     def save(self, path: Path, state: dict[str, Any]) -> None:
-        """Write the state of the runs below the folder of `path`; every rank calls this."""
+        """Write the runs' state below `path`'s folder; every rank calls this."""
         tensors = {key: value for run in state["runs"].values() for key, value in run["tensors"].items()}
         own = {
             "runs": {name: run["own"] for name, run in state["runs"].items()},
@@ -111,10 +111,10 @@ class Ranks:
         sharded_checkpoint.save(path.parent, state["step"], tensors, own, shared)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Return the state in a checkpoint's directory; the tensors are read by `ParallelRun.load_state_dict`.
+        """Read the state in a checkpoint's directory; `ParallelRun.load_state_dict` reads the tensors.
 
         Raises:
-            ValueError: Another layout of ranks wrote the checkpoint.
+            ValueError: Another rank layout wrote the checkpoint.
         """
         state = sharded_checkpoint.read_run(path)
         present = dataclasses.asdict(self.parallelism)
@@ -137,7 +137,7 @@ def _layout(parallelism: dict[str, int]) -> str:
 
 
 class ParallelRun:
-    """One model on several ranks with its optimizer and the recipe of its computation."""
+    """One model on several ranks with its optimizer and computation recipe."""
 
     observation = None
 
@@ -196,7 +196,7 @@ class ParallelRun:
         return te.autocast(enabled=self.recipe is not None, recipe=self.recipe, amax_reduction_group=world)
 
     def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
-        """Train from step `first` on, one batch per step; return each loss of the whole batch."""
+        """Train from step `first` on, one batch per step; return each full-batch loss."""
         with te.distributed.named_failures():
             losses = [self._step(batch, rate) for batch, rate in zip(batches, rates, strict=True)]
             return self._averaged(torch.stack(losses)).tolist()
@@ -215,7 +215,7 @@ class ParallelRun:
     @torch.no_grad()
     def _clip(self) -> None:
         """Scale the gradients so that the norm over all parameters is at most CLIP."""
-        squares = torch.zeros(2, device=self.device)  # of tensor-parallel shards, and of other parameters
+        squares = torch.zeros(2, device=self.device)  # over tensor-parallel shards, and over other parameters
         gradients = []
         for name, parameter in self.model.named_parameters():
             gradient: Any = parameter.grad
@@ -233,7 +233,7 @@ class ParallelRun:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Return the mean loss over batches."""
+        """Compute the mean loss over batches."""
         self.model.eval()
         with self.precision():
             losses = [self.model.loss(*self._placed(batch)) for batch in batches]
@@ -241,12 +241,12 @@ class ParallelRun:
         return self._averaged(torch.stack(losses).mean()).item()
 
     def _averaged(self, values: Tensor) -> Tensor:
-        """Return the mean over all ranks; each has the same number of tokens."""
+        """Average over all ranks; each has the same number of tokens."""
         dist.all_reduce(values)
         return values / dist.get_world_size()
 
     def _placed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return this rank's sequences and tokens of a batch [sequences, tokens]."""
+        """Select this rank's sequences and tokens from a batch [sequences, tokens]."""
         inputs, targets = (
             self.ranks.place.shard_batch(torch.as_tensor(part, device="cpu")).contiguous().to(self.device)
             for part in batch
@@ -264,7 +264,7 @@ class ParallelRun:
         )
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the shards of parameters and moments by names that are unique per tensor-parallel rank."""
+        """Collect the parameter and moment shards by names that are unique per tensor-parallel rank."""
         prefix = f"tp{self.ranks.place.tensor[0]}/{self.name}"
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
@@ -282,7 +282,7 @@ class ParallelRun:
         return {"tensors": self._tensors(), "own": {"others": others, "steps": steps}}
 
     def mismatch(self, state: dict[str, Any] | None) -> str | None:
-        """Return the reason why a state does not belong to this model, or None."""
+        """Reason why a state does not belong to this model, or None."""
         return "it has no such run" if state is None else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ RECIPE_COLOUR = "#c2410c"
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Average each value over a window of about a thirtieth of the curve around it.
+    """Average each value over a surrounding window, about a thirtieth of the curve.
 
     The window is truncated at the steep start, but not at the end, where a few steps' noise would look like a trend.
     """

@@ -1,4 +1,4 @@
-"""The records of a run, one line of metrics.jsonl per step, and their summary."""
+"""A run's records, one line in metrics.jsonl per step, and their summary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .config import RunConfig
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a training: one record of metrics.jsonl, losses and seconds by the run's name."""
+    """Training progress: one record in metrics.jsonl, losses and seconds by the run's name."""
 
     step: int
     learning_rate: float
@@ -26,7 +26,7 @@ class Progress:
 
 
 def read_metrics(path: Path, last_step: int | None = None) -> list[Progress]:
-    """Return the records of a metrics.jsonl up to last_step; a last line truncated by a crash is ignored.
+    """Read the records in a metrics.jsonl up to last_step; a last line truncated by a crash is ignored.
 
     Raises:
         ValueError: Any other line is damaged; the message contains the file and the line.
@@ -50,7 +50,7 @@ WITHOUT_METRICS = (
 
 
 def _record(path: Path, number: int, line: str) -> Progress:
-    """Return the record in a line of a metrics file."""
+    """Parse the record in a line from a metrics file."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -83,9 +83,9 @@ class RunResult:
 
 
 def summarize(config: RunConfig, history: list[Progress]) -> list[RunResult]:
-    """Return one RunResult per run; the training loss is the mean of the last twentieth of the steps (at least ten).
+    """Compute one RunResult per run; the training loss is the mean over the last twentieth of the steps (at least ten).
 
-    The tokens per second are those of the median step, because the first steps compile kernels.
+    The tokens per second come from the median step, because the first steps compile kernels.
     """
     last = history[-max(10, len(history) // 20) :]
     final = history[-1].validation or {}

@@ -1,4 +1,4 @@
-"""A torch model with its optimizer and the recipe of its computation, and its checkpoints."""
+"""A torch model with its optimizer and computation recipe, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ leads = True  # this process writes the metrics
 
 
 class Run:
-    """One model with its optimizer and the recipe of its computation."""
+    """One model with its optimizer and computation recipe."""
 
     def __init__(self, name: str, config: RunConfig, execution: Execution = PLAINLY):
         self.config, self.recipe = config, make_recipe(name)
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the model."""
+        """Number of parameters in the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
@@ -59,7 +59,7 @@ class Run:
         ).tolist()
 
     def step(self, inputs: Any, targets: Any, rate: float) -> Tensor:
-        """Return the loss of one batch before its optimizer step."""
+        """Compute the loss of one batch before its optimizer step."""
         self.optimizer.set_rate(rate)
         loss = self._update(*self._placed((inputs, targets)))
         if self.observation is not None:
@@ -76,7 +76,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Return the mean loss over batches."""
+        """Compute the mean loss over batches."""
         self.model.eval()
         paused = nullcontext() if self.observation is None else self.observation.paused()
         with paused, self.precision():
@@ -85,7 +85,7 @@ class Run:
         return torch.stack(losses).mean().item()
 
     def sample(self, prompt: bytes, count: int) -> bytes:
-        """Return the bytes that follow a prompt, sampled with a KV cache."""
+        """Sample the bytes that follow a prompt, with a KV cache."""
         return generate(self.model, self.config, prompt, count, seed=self.config.seed)
 
     def _placed(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ class Run:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def mismatch(self, state: dict[str, Any] | None) -> str | None:
-        """Return the reason why a state does not belong to this model and optimizer, or None."""
+        """Reason why a state does not belong to this model and optimizer, or None."""
         if state is None:
             return "it has no such run"
         return checkpoint.misfit(state["model"], self.model.state_dict()) or self.optimizer.mismatch(
@@ -109,7 +109,7 @@ class Run:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Save a checkpoint of runs, with the state of the random generators."""
+    """Save a checkpoint for runs, with the random generators' state."""
     checkpoint.save(path, {**state, "random": checkpoint.random_state()})
 
 

@@ -27,12 +27,12 @@ def generate(
     page_size: int | None = None,
     observe: Callable[[int], None] = lambda byte: None,
 ) -> bytes:
-    """Return the count bytes that follow prompt; computed in the parameters' precision, outside any recipe.
+    """Generate the count bytes that follow prompt; computed in the parameters' precision, outside any recipe.
 
     Args:
-        cached: Cache the keys and values of earlier bytes. Otherwise the whole text is computed again for every byte,
+        cached: Cache the keys and values for earlier bytes. Otherwise the whole text is computed again for every byte,
             with the same result.
-        page_size: Bytes per page of the cache; None: one contiguous range.
+        page_size: Bytes per cache page; None: one contiguous range.
         observe: Called with every byte.
     """
     if not prompt:
@@ -73,7 +73,7 @@ def generate(
 
 
 def cache_of(config: RunConfig, page_size: int | None) -> te.InferenceParams:
-    """Return a cache of keys and values for one text, in pages of `page_size` bytes unless it is None."""
+    """Create a key and value cache for one text, in pages with `page_size` bytes unless it is None."""
     return te.InferenceParams(
         max_batch_size=1,
         max_sequence_length=config.sequence,
@@ -88,7 +88,7 @@ def cache_of(config: RunConfig, page_size: int | None) -> te.InferenceParams:
 
 
 class CachedStep:
-    """logits [1, 256] of the byte that follows those given so far; a single byte on CUDA is one graph replay.
+    """logits [1, 256] for the byte that follows those given so far; a single byte on CUDA is one graph replay.
 
     A small model's step is many short kernels: started one by one they take longer on the host than on the GPU.
     """

@@ -1,10 +1,10 @@
-"""Checkpoints of several ranks: one directory per step, written by torch.distributed.checkpoint.
+"""Checkpoints for several ranks: one directory per step, written by torch.distributed.checkpoint.
 
 A directory such as checkpoints/step_00000004 contains:
 
 * *.distcp and .metadata: parameters and moments, the shards of each rank.
-* rank_0.pt, ..: scaling states, random state and number of optimizer steps of each rank.
-* run.pt: configuration, step, fingerprint of the text, layout of the ranks.
+* rank_0.pt, ..: each rank's scaling states, random state and optimizer step count.
+* run.pt: configuration, step, text fingerprint, rank layout.
 
 The directory has the suffix ".partial" until every rank has written its files, and is then renamed. A process that is
 killed therefore leaves the last complete checkpoint, which `latest` finds.
@@ -27,7 +27,7 @@ from ..failure import writing
 
 FOLDER, PREFIX, PARTIAL = "checkpoints", "step_", ".partial"
 REMEDY = "free some space there and continue with --resume, or choose another folder with --out"
-# The types of the metadata of torch.distributed.checkpoint, which torch unpickles without a check.
+# The types in torch.distributed.checkpoint's metadata, which torch unpickles without a check.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -48,7 +48,7 @@ ALLOWED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler that resolves the types of a checkpoint's metadata only."""
+    """Unpickler that resolves only the types in a checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in ALLOWED.get(module, ()):
@@ -57,7 +57,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the directory of the last complete checkpoint below a run's folder, or None."""
+    """Directory of the last complete checkpoint below a run's folder, or None."""
     found = [path for path in (folder / FOLDER).glob(f"{PREFIX}*") if path.suffix != PARTIAL]
     return max(found, default=None, key=lambda path: path.name)
 
@@ -69,9 +69,9 @@ def save(
 
     Args:
         folder: Folder of the run.
-        step: Number of the step.
-        tensors: DTensors and tensors of this rank; ranks with the same name hold shards or copies of one tensor.
-        own: State of this rank alone, of types that torch.load reads with weights_only=True.
+        step: Step number.
+        tensors: This rank's DTensors and tensors; ranks with the same name hold shards or copies of one tensor.
+        own: State for this rank alone, with types that torch.load reads with weights_only=True.
         run: State of the run, equal on all ranks.
     """
     target = folder / FOLDER / f"{PREFIX}{step:08d}"
@@ -104,12 +104,12 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """Return the state of the run in a checkpoint's directory."""
+    """Read the state of the run in a checkpoint's directory."""
     return _read(directory / "run.pt")
 
 
 def read_own(directory: Path) -> dict[str, Any]:
-    """Return the state of this rank in a checkpoint's directory."""
+    """Read the state of this rank in a checkpoint's directory."""
     return _read(directory / f"rank_{dist.get_rank()}.pt")
 
 

@@ -1,4 +1,4 @@
-"""Training of one model in lockstep, with equal seeds and batches, under a recipe and in high precision."""
+"""Lockstep training of one model, with equal seeds and batches, under a recipe and in high precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAINLY = Execution()
 
 
 class ModelRun(Protocol):
-    """One model with its optimizer and the recipe of its computation."""
+    """One model with its optimizer and computation recipe."""
 
     observation: Any
 
@@ -27,7 +27,7 @@ class ModelRun(Protocol):
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the model."""
+        """Number of parameters in the model."""
         ...
 
     def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
@@ -35,11 +35,11 @@ class ModelRun(Protocol):
         ...
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Return the mean loss over batches."""
+        """Compute the mean loss over batches."""
         ...
 
     def sample(self, prompt: bytes, count: int) -> bytes:
-        """Return the bytes that follow a prompt."""
+        """Sample the bytes that follow a prompt."""
         ...
 
     def observe(self, log: Path) -> None:
@@ -49,17 +49,17 @@ class ModelRun(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def mismatch(self, state: dict[str, Any] | None) -> str | None:
-        """Return the reason why a state does not belong to this model and optimizer, or None."""
+        """Reason why a state does not belong to this model and optimizer, or None."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Runs(Protocol):
-    """A framework's runs and the storage of their checkpoints."""
+    """A framework's runs and the storage for their checkpoints."""
 
     Run: type[ModelRun]
-    leads: bool  # this process writes the metrics; of several ranks the first
+    leads: bool  # this process writes the metrics; with several ranks the first
 
     @staticmethod
     def save(path: Path, state: dict[str, Any]) -> None:
@@ -81,21 +81,21 @@ _MODULES = {"torch": ".run", "jax": ".flax_run"}
 
 
 def runs_of(framework: str) -> Runs:
-    """Return the runs of a framework, which is imported here: the other one need not be installed."""
+    """Load the runs of a framework, which is imported here: the other one need not be installed."""
     return cast(Runs, import_module(_MODULES[framework], __package__))
 
 
 class Trainer:
-    """Trains every run of a RunConfig and writes folder/metrics.jsonl and folder/checkpoint.
+    """Trains every run in a RunConfig and writes folder/metrics.jsonl and folder/checkpoint.
 
     If the execution observes, the first run is observed, to folder/observed.jsonl.
 
     Args:
-        config: Settings of the run.
+        config: Run settings.
         corpus: Text for training and evaluation.
-        folder: Folder of the results.
-        execution: Options of the execution.
-        runs: The framework's runs, or those of several ranks; by default those of `config.framework`.
+        folder: Folder for the results.
+        execution: Execution options.
+        runs: The framework's runs, or the runs on several ranks; by default the runs for `config.framework`.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Trainer:
 
     @property
     def observation(self) -> Any:
-        """Return the observation of the first run, or None."""
+        """Observation of the first run, or None."""
         return self.runs[self.config.runs[0]].observation
 
     @property
@@ -206,7 +206,7 @@ class Trainer:
         self.framework.save(self.checkpoint_path, state)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state: the next losses are those of an uninterrupted run."""
+        """Continue from a checkpoint's state: the next losses equal an uninterrupted run's."""
         if state["fingerprint"] != self.corpus.fingerprint:
             raise ValueError(
                 f"the text of {self.corpus.source} is not the one this checkpoint was trained on; "

@@ -1,1 +1,1 @@
-"""`te doctor`: problems of this installation, and their remedies."""
+"""`te doctor`: problems in this installation, and their remedies."""

@@ -1,4 +1,4 @@
-"""The checks of `te doctor`: a table of names and functions from the installation to findings.
+"""The `te doctor` checks: a table with names and functions from the installation to findings.
 
 A finding is good, a note (an optional part is missing) or a problem with a remedy.
 """
@@ -56,12 +56,12 @@ class Check:
 
 
 def examine(environment: Installation) -> list[Finding]:
-    """Return all findings, in the order of CHECKS."""
+    """Collect all findings, in CHECKS order."""
     return [Finding(check.name, *answer) for check in CHECKS for answer in check.examine(environment)]
 
 
 def healthy(findings: list[Finding]) -> bool:
-    """Return whether no finding is a problem."""
+    """Whether no finding is a problem."""
     return all(finding.status != "problem" for finding in findings)
 
 
@@ -186,7 +186,7 @@ def _triton(e: Installation) -> Results:
 
 
 def _triton_for_gpu(hardware: Hardware, version: str) -> Result:
-    """Compare a version of Triton with the first ones that support a GPU and its block-scaled products."""
+    """Compare a Triton version with the first ones that support a GPU and its block-scaled products."""
     major, minor = (*Version(version).release, 0)[:2]
     status: Status = "problem"
     reason = optional.triton_problem(hardware, (major, minor))
@@ -199,7 +199,7 @@ def _triton_for_gpu(hardware: Hardware, version: str) -> Result:
 
 
 def _libraries(e: Installation) -> Results:
-    """Check the bindings of cuBLASLt and cuDNN, which GPUs of other vendors do not call."""
+    """Check the cuBLASLt and cuDNN bindings, which GPUs from other vendors do not call."""
     if e.gpu.name is None or e.gpu.hardware.lacks("cublaslt") is not None:
         return
     for module, name, brings in (
@@ -312,7 +312,7 @@ def run(as_json: bool) -> int:
 
 
 def as_text(findings: list[Finding]) -> str:
-    """Return one line per finding, with its remedy, and the total."""
+    """Format one line per finding, with its remedy, and the total."""
     lines = []
     for finding in findings:
         lines.append(f"{SIGNS[finding.status]}  {finding.check:<16}{finding.message}")
@@ -324,7 +324,7 @@ def as_text(findings: list[Finding]) -> str:
 
 
 def as_dict(findings: list[Finding]) -> dict[str, object]:
-    """Return the findings as a dict with the keys healthy and findings."""
+    """Convert the findings to a dict with the keys healthy and findings."""
     return {"healthy": healthy(findings), "findings": [asdict(finding) for finding in findings]}
 
 

@@ -44,7 +44,7 @@ CLIENTS = (
 
 
 def pins(found: Distribution) -> str | None:
-    """Return the versions of the engine that a distribution requires: "" for any, None if it does not require it."""
+    """Engine versions that a distribution requires: "" for any, None if it does not require it."""
     for line in found.requires:
         try:
             need = Requirement(line)
@@ -56,12 +56,12 @@ def pins(found: Distribution) -> str | None:
 
 
 def takes(specifier: str, version: str) -> bool:
-    """Return whether a client's specifier contains this version."""
+    """Whether a client's specifier contains this version."""
     return Requirement(f"{PACKAGE}{specifier}").specifier.contains(Version(version), prereleases=True)
 
 
 def installed(environment: Installation) -> list[tuple[str, Distribution, Client | None]]:
-    """Return (name, distribution, row of CLIENTS) of all distributions that look for the engine or require it."""
+    """List (name, distribution, CLIENTS row) for all distributions that look for the engine or require it."""
     rows = {client.name: client for client in CLIENTS}
     return [
         (name, several[0], rows.get(name))

@@ -63,20 +63,20 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Installation:
-    """The facts of an installation.
+    """Facts about an installation.
 
     Attributes:
         python: (major, minor) of the interpreter.
         version: Version of the running code.
         folder: Folder of the running code.
-        distributions: Distributions by normalized name; several if there is metadata of several versions.
+        distributions: Distributions by normalized name; several if there is metadata for several versions.
         copies: Folder and version of other packages called transformer_engine on the path.
         extension: The file that `import transformer_engine_torch` would load, or None.
-        failures: Why the import of an installed module fails, and why torch.cuda and jax.devices raise.
-        driver: Version of NVIDIA's driver; None without a driver.
+        failures: Why importing an installed module fails, and why torch.cuda and jax.devices raise.
+        driver: NVIDIA driver version; None without a driver.
         gpu: CUDA as torch reports it.
         jax_devices: Platforms of JAX's devices.
-        variables: Error of an environment variable, or None.
+        variables: Environment variable error, or None.
         cache: Why the cache folder is not writable, or None.
     """
 
@@ -94,7 +94,7 @@ class Installation:
     cache: str | None = None
 
     def version_of(self, name: str) -> str | None:
-        """Return the version of a distribution that Python finds first; None if it is not installed."""
+        """Version of the distribution that Python finds first; None if it is not installed."""
         found = self.distributions.get(name, ())
         return found[0].version if found else None
 
@@ -143,7 +143,7 @@ def _distributions() -> dict[str, tuple[Distribution, ...]]:
     found: dict[str, list[Distribution]] = {}
     for each in metadata.distributions():
         name = each.metadata["Name"]
-        if name is None:  # the remainder of a partly removed package
+        if name is None:  # the remainder from a partly removed package
             continue
         made = Distribution(each.version, str(each.locate_file("")), tuple(each.requires or ()))
         same = found.setdefault(canonicalize_name(name), [])

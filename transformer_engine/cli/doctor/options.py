@@ -1,4 +1,4 @@
-"""`te doctor` as a command of the application."""
+"""`te doctor` as an application command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..options import add_flag
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Declare the command-line options."""
     add_flag(parser, "--json", "print JSON for programs")
     add_flag(
         parser,

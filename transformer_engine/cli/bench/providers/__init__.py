@@ -1,4 +1,4 @@
-"""The providers of benchmark figures: this engine, plain PyTorch, and other installed libraries."""
+"""Providers for benchmark figures: this engine, plain PyTorch, and other installed libraries."""
 
 from . import operations as operations
 from .engine import ENGINE

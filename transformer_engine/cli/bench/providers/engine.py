@@ -28,7 +28,7 @@ BUILDERS = Builders()
 
 
 def recipe_named(name: str, **options: Any) -> recipes.Recipe | None:
-    """Return the recipe with these options, or None for bf16."""
+    """Build the recipe with these options, or None for bf16."""
     return None if name == RECIPES[0] else family_named(name).recipe(**options)
 
 
@@ -160,7 +160,7 @@ def _layer(case: Case, device: torch.device) -> Workload:
 
 
 def transformer_layer(arguments: dict[str, Any], device: torch.device, **options: Any) -> te.TransformerLayer:
-    """Return the bfloat16 layer of a case, with further options."""
+    """Build the bfloat16 layer of a case, with further options."""
     return te.TransformerLayer(
         arguments["hidden"],
         arguments["inner"],
@@ -262,7 +262,7 @@ def _padding(case: Case, device: torch.device) -> Workload:
 
 
 def splits_of(case: Case) -> list[int]:
-    """Return the rows of each group, all different, which add up to the case's rows."""
+    """Row counts per group, all different, which add up to the case's rows."""
     groups, rows = case.arguments["groups"], case.arguments["rows"]
     splits = [rows // groups + number - groups // 2 for number in range(groups)]
     return [*splits[:-1], rows - sum(splits[:-1])]
@@ -294,7 +294,7 @@ def _linear_cross_entropy(case: Case, device: torch.device) -> Workload:
 
 
 def ids_of(case: Case, device: torch.device) -> Tensor:
-    """Return a target for every row."""
+    """Draw a target for every row."""
     return torch.randint(0, case.arguments["ids"], (1, case.arguments["rows"]), device=device)
 
 
@@ -320,7 +320,7 @@ def _sgd(case: Case, device: torch.device) -> Workload:
 
 @BUILDERS.of("kernel")
 def _kernel(case: Case, device: torch.device) -> Workload | None:
-    """Return the launch itself, which needs a GPU."""
+    """Build the launch itself, which needs a GPU."""
     a = case.arguments
     if device.type != "cuda":
         return None
@@ -334,7 +334,7 @@ def _kernel(case: Case, device: torch.device) -> Workload | None:
 
 
 def parameters_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
-    """Return float32 parameters with gradients."""
+    """Create float32 parameters with gradients."""
     a = case.arguments
     parameters = [torch.nn.Parameter(torch.randn(a["size"], device=device)) for _ in range(a["count"])]
     for parameter in parameters:
@@ -343,7 +343,7 @@ def parameters_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> Workload:
-    """Return the workload of one optimizer step, whose result is the first parameter."""
+    """Build a workload for one optimizer step, whose result is the first parameter."""
 
     def step() -> Tensor:
         optimizer.step()

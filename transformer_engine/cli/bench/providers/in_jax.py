@@ -15,7 +15,7 @@ from ....common import optional
 from ..cases import QUANTIZATIONS, RECIPES, Case
 from .provider import Provider
 
-# Families of both providers, without those of torch alone (graphs, offloading, optimizers).
+# Families in both providers, without torch's own families (graphs, offloading, optimizers).
 _BOTH = (
     "quantize",
     "norm",
@@ -31,7 +31,7 @@ _BOTH = (
 
 
 def _unsupported_reason(device: torch.device) -> str | None:
-    """Return why JAX cannot run on the same kind of device as torch, or None."""
+    """Reason why JAX cannot run on the same device type as torch, or None."""
     if not optional.installed("flax"):
         return f"flax is not installed; {optional.install_command('jax')}"
     has_gpu = import_module("transformer_engine.jax.platform").has_gpu()

@@ -30,7 +30,7 @@ _FAMILIES = {family.name: family for family in FAMILIES.values()}
 
 
 def random(*shape: int, seed: int = 0) -> Array:
-    """Return a normally distributed bfloat16 array."""
+    """Draw a normally distributed bfloat16 array."""
     return jax.random.normal(jax.random.key(seed), shape, BF16)
 
 

@@ -1,4 +1,4 @@
-"""This engine's family `ops`: chains of operations against modules that compute the same."""
+"""This engine's family `ops`: operation chains against modules that compute the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .engine import BF16, BUILDERS, module_workload
 
 
 class ExpertModules(torch.nn.Module):
-    """A grouped MLP of two GroupedLinear modules and a scaled SwiGLU in torch operations."""
+    """A grouped MLP built from two GroupedLinear modules and a scaled SwiGLU in torch operations."""
 
     def __init__(self, groups: int, hidden: int, inner: int, place: dict[str, Any]) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ E4M3_MAXIMUM = 448.0
 
 
 class Rope(nn.Module):
-    """y [s, b, h, d] = x cos + rotate(x) sin, the two halves of a head being the pairs."""
+    """y [s, b, h, d] = x cos + rotate(x) sin, where a head's two halves are the pairs."""
 
     def __init__(self, sequence: int, size: int, device: torch.device):
         super().__init__()
@@ -77,7 +77,7 @@ class PlainLayer(nn.Module):
 
 
 class PlainGroupedLinear(nn.Module):
-    """y [rows, out] = x @ weight[group of the row].T, groups of equal size."""
+    """y [rows, out] = x @ weight[group of the row].T, for equal-sized groups."""
 
     def __init__(self, groups: int, rows: int, depth: int, width: int, device: torch.device):
         super().__init__()
@@ -89,7 +89,7 @@ class PlainGroupedLinear(nn.Module):
 
 
 class ScaledExperts(nn.Module):
-    """y = fc2(scales * silu(a) * b), (a, b) = fc1(x), of groups of equal size."""
+    """y = fc2(scales * silu(a) * b), (a, b) = fc1(x), for equal-sized groups."""
 
     def __init__(self, groups: int, rows: int, hidden: int, inner: int, device: torch.device):
         super().__init__()
@@ -199,7 +199,7 @@ def _attention(case: Case, device: torch.device) -> Workload | None:
 
 
 class SavedOnHost(nn.Module):
-    """y = layers(x), all that the first of them save copied to the host by torch's own hooks."""
+    """y = layers(x); torch's own hooks copy everything that the first layers save to the host."""
 
     def __init__(self, layers: Sequence[nn.Module], offloaded: int):
         super().__init__()
@@ -323,8 +323,8 @@ def _compiled(case: Case, device: torch.device) -> Workload | None:
     return None if workload is None else workload.compiled()
 
 
-# The library calls of these are opaque to the compiler, as are data-dependent numbers of rows; their figures would be
-# those of the plain rows.
+# Their library calls are opaque to the compiler, as are data-dependent row counts; their figures would equal the plain
+# rows' figures.
 UNCHANGED_MODULES = ("attention", "grouped_linear", "ops", "permute", "adam", "sgd")
 
 PLAIN = Provider("torch", ("bf16",), BUILDERS, quantizations=("delayed",))

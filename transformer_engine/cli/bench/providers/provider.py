@@ -1,4 +1,4 @@
-"""Provider: a library as data, with a builder for each family of cases that it supports."""
+"""Provider: a library as data, with a builder for each case family that it supports."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Provider:
     """A library that builds workloads.
 
     Attributes:
-        name: Name of the column in reports, and value of the key "provider" in files.
-        recipes: Recipes of its modules; a library without quantization has "bf16".
+        name: Column name in reports, and value for the key "provider" in files.
+        recipes: Recipes for its modules; a library without quantization has "bf16".
         builders: Builders by family.
         module: Module that must be importable.
         remedy: Command that installs it.
         gpu_only: Why it does not run on a CPU.
-        quantizations: Recipes of the family quantize.
+        quantizations: Recipes for the family quantize.
         unsupported_reason: Returns another reason why it cannot run on a device, if it is installed.
         on_request: Measured only if it is named.
     """
@@ -63,7 +63,7 @@ class Provider:
     on_request: bool = False
 
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Return why the provider cannot run here, or None."""
+        """Reason why the provider cannot run here, or None."""
         if self.module is not None and find_spec(self.module) is None:
             return f"not installed; {self.remedy}"
         if self.gpu_only is not None and device.type != "cuda":
