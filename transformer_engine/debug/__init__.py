@@ -1,8 +1,8 @@
-"""Precision debugging of layers by configuration files, through NVIDIA's package `nvdlfw_inspect`.
+"""Precision debugging for layers by configuration files, through NVIDIA's package `nvdlfw_inspect`.
 
 A debug session begins with `nvdlfw_inspect.api.initialize`, which gets a configuration file and the folder
-`transformer_engine/debug/features`, and ends with `end_debug()`. `step()` at the end of each training step writes the
-collected statistics. Modules that exist before the session belong to it too.
+`transformer_engine/debug/features`, and ends with `end_debug()`. `step()` after each training step writes the collected
+statistics. Modules that exist before the session belong to it too.
 
 | module | contents |
 | --- | --- |

@@ -10,7 +10,7 @@
 | `LogFp8TensorStats`, `LogNvfp4TensorStats` | statistics of quantization errors | `log_fp8_tensor_stats.py` |
 | `DumpTensors` | tensors in files | `dump_tensors.py` |
 
-`nvdlfw_inspect` executes each file of the folder as a separate module, so imports are absolute, and state is kept in
+`nvdlfw_inspect` executes each file in the folder as a separate module, so imports are absolute, and state is kept in
 `utils.stats_buffer`. This file has the timing that all logging features share.
 """
 
@@ -23,7 +23,7 @@ from transformer_engine.common.numbers import parse_int
 
 
 def intervals(config: Mapping[str, Any]) -> list[tuple[int, int | None]]:
-    """Return the intervals of steps (first, last) of a configuration, both inclusive; None for no last step.
+    """Parse a configuration's step intervals (first, last), both inclusive; None for no last step.
 
     Raises:
         TypeError: A step is not a whole number.
@@ -42,12 +42,12 @@ def intervals(config: Mapping[str, Any]) -> list[tuple[int, int | None]]:
 
 
 def _interval(first_name: str, first: Any, last_name: str, last: Any) -> tuple[int, int | None]:
-    """Return an interval of steps as numbers; None and -1 mean no last step."""
+    """Convert a step interval to numbers; None and -1 mean no last step."""
     return parse_int(first_name, first), None if last in (None, -1) else parse_int(last_name, last)
 
 
 def stats_of(config: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the statistics that a configuration names; ValueError if it names none."""
+    """Statistics that a configuration names; ValueError if it names none."""
     if not config.get("stats"):
         raise ValueError(
             f"stats={config.get('stats')!r} names no statistics; add `stats: [..]` to the configuration"
@@ -56,13 +56,13 @@ def stats_of(config: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def next_enabled_iter(config: Mapping[str, Any], iteration: int) -> tuple[bool, int | None]:
-    """Return whether a feature is enabled in a step, and the next step in which it is; None for no step.
+    """Whether a feature is enabled in a step, and the next step in which it is; None for no step.
 
     A feature is enabled in steps that are multiples of `freq` (1 by default) and within an interval: from `start_step`
-    (0) to `end_step` (none), or one of the pairs [first, last] of `start_end_list`. Both ends belong to the interval.
+    (0) to `end_step` (none), or one of the pairs [first, last] in `start_end_list`. Both ends belong to the interval.
 
     Args:
-        config: The configuration of the feature.
+        config: The feature's configuration.
         iteration: The step.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The calls of layers to features: their defaults, and the selection of features by the configuration file.
+"""Calls from layers to features: their defaults, and feature selection by the configuration file.
 
-A feature is a class with methods of these names, marked by `nvdlfw_inspect.registry.api_method`. The methods get the
-feature's configuration, the name of the layer, and the keyword arguments below.
+A feature is a class with methods under these names, marked by `nvdlfw_inspect.registry.api_method`. The methods get the
+feature's configuration, the layer's name, and the keyword arguments below.
 
 | method | arguments | result |
 | --- | --- | --- |
@@ -43,30 +43,30 @@ _KEPT_TYPES = (ValueError, TypeError, AssertionError, NotImplementedError, Runti
 
 
 def feature(cls: type) -> type:
-    """Register a feature while a session loads the folder; an import outside of a session registers nothing."""
+    """Register a feature while a session loads the folder; an import outside a session registers nothing."""
     return cls if inspect_logging.LOGGER is None else Registry.register_feature(NAMESPACE)(cls)
 
 
 class TEConfigAPIMapper(BaseConfigAPIMapper):
-    """Base class of features: selects the part of a configuration that applies to a product and a tensor.
+    """Base class for features: selects the part of a configuration that applies to a product and a tensor.
 
     A configuration names products by `gemms: [fprop, ..]` or `gemms_struct: [{gemm: fprop, ..}, ..]`, and tensors by
-    `tensors: [activation, ..]` or `tensors_struct: [{tensor: activation, ..}, ..]`, within an entry of `gemms_struct`
-    or next to `gemms`. The entries of structures have individual settings.
+    `tensors: [activation, ..]` or `tensors_struct: [{tensor: activation, ..}, ..]`, within an entry in `gemms_struct`
+    or next to `gemms`. Structure entries have individual settings.
     """
 
     def parse_config_and_api(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, config: dict[str, Any], **kwargs: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a configuration applies to a call, and its part for the product and tensor of the call.
+        """Whether a configuration applies to a call, and its part for the product and tensor of the call.
 
         Args:
-            config: The configuration of the feature.
-            **kwargs: The arguments of the call; `gemm_parsing` and `tensor_parsing` say by what to select.
+            config: The feature's configuration.
+            **kwargs: The call's arguments; `gemm_parsing` and `tensor_parsing` say by what to select.
 
         Raises:
             ValueError: The configuration names no products or no tensors.
-            AssertionError: A product is unknown, or an entry of `gemms_struct` has `enabled`.
+            AssertionError: A product is unknown, or an entry in `gemms_struct` has `enabled`.
         """
         selected: dict[str, Any] | None = copy.deepcopy(config)
         if kwargs.get("gemm_parsing", False):
@@ -112,12 +112,12 @@ def _check_gemms(gemms: list[str]) -> None:
 
 
 class TEDefaultFeatures:
-    """The calls of a layer for which no feature is enabled."""
+    """Calls from a layer for which no feature is enabled."""
 
     def fp8_gemm_enabled(
         self, config: dict[str, Any], layer_name: str, **kwargs: Any
     ) -> tuple[bool, int | None]:
-        """Quantize the operands of the product, as the recipe says."""
+        """Quantize the product's operands, as the recipe says."""
         return True, None
 
     def modify_tensor_enabled(
@@ -144,7 +144,7 @@ class TEDefaultFeatures:
 
 
 class TransformerEngineAPI(BaseNamespaceAPI):
-    """The namespace "transformer_engine" of `nvdlfw_inspect`: it begins and ends the session of the layers."""
+    """The namespace "transformer_engine" in `nvdlfw_inspect`: it begins and ends the layers' session."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
     def routing_condition(
         self, api_name: str, config: dict[str, Any], layer_name: str, feature_obj: Any, **kwargs: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a feature is called, and the part of its configuration that it gets."""
+        """Whether a feature is called, and its part of the configuration."""
         kwargs |= {"gemm_parsing": api_name in _BY_GEMM, "tensor_parsing": api_name in _BY_TENSOR}
         try:
             return feature_obj.parse_config_and_api(config, **kwargs)
@@ -178,13 +178,13 @@ class TransformerEngineAPI(BaseNamespaceAPI):
                 raise AssertionError(f"{api_name} returned {ret!r}; return a bool, or (bool, next step)")
 
     def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return whether several features may serve one call; only one of them may make an operand."""
+        """Whether several features may serve one call; only one of them may make an operand."""
         return api_name in _ENABLED - {"modify_tensor_enabled"} or api_name == "inspect_tensor"
 
     def handle_multi_feature_output(
         self, api_name: str, multi_feature_outputs: list[Any], features_to_invoke: Any, **kwargs: Any
     ) -> Any:
-        """Return the combined result of several features: whether any is enabled, and the earliest next step."""
+        """Combine the results of several features: whether any is enabled, and the earliest next step."""
         if api_name not in _ENABLED:
             return None
         answers = [
@@ -207,7 +207,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
             raise _located(error, owner, layer_name, kwargs) from error
 
     def step(self) -> None:
-        """Write the statistics of the step that ends, and request the plans of the next step from the features."""
+        """Write the ending step's statistics, and request the next step's plans from the features."""
         STATS_BUFFERS.log_stats()
         SESSION.step()
 
@@ -222,7 +222,7 @@ if inspect_logging.LOGGER is not None:
 
 
 def _located(error: Exception, name: str, layer_name: str, kwargs: dict[str, Any]) -> Exception:
-    """Return an exception that names the feature, the layer and the tensor."""
+    """Extend an exception by the feature, the layer and the tensor."""
     where = [f"layer {layer_name}"]
     where += [f"{key} {kwargs[key]}" for key in ("gemm", "tensor_name") if key in kwargs]
     message = f"debug feature {name}, {', '.join(where)}: {type(error).__name__}: {error}"

@@ -34,7 +34,7 @@ class DisableQuantizationGEMM(TEConfigAPIMapper):
     def fp8_gemm_enabled(
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Return False for the products of the configuration."""
+        """Return False for the configured products."""
         unknown = sorted(set(config) - {"gemm", "gemms"})
         if unknown:
             raise ValueError(
@@ -75,20 +75,20 @@ class DisableQuantizationLayer(TEConfigAPIMapper):
 
 @feature
 class DisableFP8GEMM(DisableQuantizationGEMM):
-    """The former name of DisableQuantizationGEMM."""
+    """Former name for DisableQuantizationGEMM."""
 
     @api_method
     def fp8_gemm_enabled(
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Return False for the products of the configuration."""
+        """Return False for the configured products."""
         _deprecated("DisableFP8GEMM", "DisableQuantizationGEMM")
         return super().fp8_gemm_enabled(config, layer_name, gemm, iteration)
 
 
 @feature
 class DisableFP8Layer(DisableQuantizationLayer):
-    """The former name of DisableQuantizationLayer."""
+    """Former name for DisableQuantizationLayer."""
 
     @api_method
     def fp8_gemm_enabled(

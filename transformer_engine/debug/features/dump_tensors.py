@@ -1,4 +1,4 @@
-"""DumpTensors: tensors of a layer in files."""
+"""DumpTensors: layer tensors in files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_engine.debug.features.api import TEConfigAPIMapper, feature
 
 
 def dump_path(layer_name: str, tensor_name: str, iteration: int) -> Path:
-    """Return the file of a tensor: tensor_dumps/rank_R/iter_NNNNNN/<layer>_<tensor>.pt in the folder of the log files.
+    """Path of a tensor's file: tensor_dumps/rank_R/iter_NNNNNN/<layer>_<tensor>.pt in the log files' folder.
 
     Characters other than letters, digits, "-" and "_" become "_".
     """
@@ -32,7 +32,7 @@ class DumpTensors(TEConfigAPIMapper):
     """Writes tensors to files, which `torch.load` reads, also with `weights_only=True`.
 
     A file has a dict: "high_precision" is the tensor as a matrix [M, K], "quantized" and "quantized_columnwise" the
-    quantized tensors with the codes of the two directions, if the layer makes them. A further micro-batch of the same
+    quantized tensors with the codes in the two directions, if the layer makes them. A further micro-batch in the same
     step replaces the file.
 
     Args:
@@ -42,14 +42,14 @@ class DumpTensors(TEConfigAPIMapper):
         freq: Write in steps that are multiples of this number; 1 by default.
         start_step: First step; 0 by default.
         end_step: Last step; none by default.
-        start_end_list: Pairs of a first and a last step, instead of start_step and end_step.
+        start_end_list: Pairs (first step, last step), instead of start_step and end_step.
     """
 
     @api_method
     def inspect_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Return whether tensors are written in the step, and the next such step."""
+        """Whether tensors are written in the step, and the next such step."""
         return next_enabled_iter(config, iteration)
 
     @api_method

@@ -30,8 +30,8 @@ def fake_quantize(tensor: Tensor, fp8_format: str, out: Tensor | None = None) ->
 
     Args:
         tensor: The tensor.
-        fp8_format: "FP8E4M3" or "FP8E5M2" with one scale, by the maximum of the tensor; "MXFP8E4M3" or "MXFP8E5M2"
-            with a scale per 32 elements of a row.
+        fp8_format: "FP8E4M3" or "FP8E5M2" with one scale, by the tensor's maximum; "MXFP8E4M3" or "MXFP8E5M2" with a
+            scale per 32 row elements.
         out: Receives the values, if given.
 
     Raises:
@@ -71,8 +71,8 @@ def per_tensor_cast(
 class FakeQuant(TEConfigAPIMapper):
     """Computes products in high precision, with tensors that are quantized and decoded before.
 
-    Scales are those of the tensors themselves, whatever the layer's recipe. The products that the configuration names
-    have both operands in high precision.
+    Scales come from the tensors themselves, whatever the layer's recipe. The products that the configuration names have
+    both operands in high precision.
 
     Args:
         gemms: The products, or `gemms_struct`.
@@ -84,14 +84,14 @@ class FakeQuant(TEConfigAPIMapper):
     def fp8_gemm_enabled(
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Return False for the products of the configuration."""
+        """Return False for the configured products."""
         return False, None
 
     @api_method
     def modify_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, tensor_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Return True for the tensors of the configuration."""
+        """Return True for the configured tensors."""
         if config.get("quant_format") not in FORMATS:
             raise ValueError(f"quant_format={config.get('quant_format')!r}; choose from {', '.join(FORMATS)}")
         return True, None
@@ -102,7 +102,7 @@ class FakeQuant(TEConfigAPIMapper):
         default_quantizer: Any = None, iteration: int = 0, out: Tensor | None = None, dtype: torch.dtype
         | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the decoded values."""
+        """Compute the decoded values."""
         made = fake_quantize(tensor, config["quant_format"], out)
         return made if dtype is None else made.to(dtype)
 
@@ -121,7 +121,7 @@ class PerTensorScaling(TEConfigAPIMapper):
     def modify_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, tensor_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Return True for the tensors of the configuration."""
+        """Return True for the configured tensors."""
         if tensor_name not in ("activation", "weight", "gradient"):
             raise ValueError(
                 f"{tensor_name} is a result of a product, which stays in high precision; remove it"
@@ -134,10 +134,10 @@ class PerTensorScaling(TEConfigAPIMapper):
         default_quantizer: Any = None, iteration: int = 0, out: Any = None, dtype: torch.dtype | None =
         None,
     ) -> Any:  # fmt: skip
-        """Return the quantized tensor.
+        """Compute the quantized tensor.
 
         Raises:
-            AssertionError: The recipe of the layer is not delayed scaling.
+            AssertionError: The layer's recipe is not delayed scaling.
         """
         if not isinstance(default_quantizer, Float8Quantizer):
             raise AssertionError(

@@ -1,4 +1,4 @@
-"""LogFp8TensorStats and LogNvfp4TensorStats: statistics of the quantization errors of a layer's operands."""
+"""LogFp8TensorStats and LogNvfp4TensorStats: quantization error statistics for a layer's operands."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _NAME = re.compile(
 
 
 class QuantizationStat(NamedTuple):
-    """A statistic of a configuration: `[recipe_]statistic[_columnwise]`.
+    """A configured statistic: `[recipe_]statistic[_columnwise]`.
 
     Attributes:
-        recipe: The recipe by which a copy of the tensor is quantized; "" for the quantized tensor of the layer.
-        statistic: A key of `OF_ERRORS`.
-        columnwise: The statistic of the column-wise codes.
+        recipe: The recipe by which a copy of the tensor is quantized; "" for the layer's quantized tensor.
+        statistic: A key in `OF_ERRORS`.
+        columnwise: The statistic covers the column-wise codes.
     """
 
     recipe: str
@@ -59,7 +59,7 @@ class QuantizationStat(NamedTuple):
 def _read(
     stats: Sequence[str], statistics: tuple[str, ...], recipes: tuple[str, ...]
 ) -> dict[str, QuantizationStat]:
-    """Return {name: statistic} of a configuration.
+    """Parse {name: statistic} from a configuration.
 
     Raises:
         ValueError: A statistic is unknown, or its recipe does not have it.
@@ -88,7 +88,7 @@ def _read(
 
 @feature
 class LogFp8TensorStats(TEConfigAPIMapper):
-    """Logs statistics of the quantization of operands to FP8, one value per step, over all micro-batches.
+    """Logs statistics of operand quantization to FP8, one value per step, over all micro-batches.
 
     | statistic | value |
     | --- | --- |
@@ -97,8 +97,8 @@ class LogFp8TensorStats(TEConfigAPIMapper):
     | `scale_inv_min`, `scale_inv_max` | the smallest and the largest factor of the codes |
     | `mse` | mean of the squared quantization errors |
 
-    A statistic of the layer's recipe has no prefix. A prefix names a recipe by which a copy of the tensor is quantized:
-    `mxfp8_mse`. The suffix `_columnwise` selects the column-wise codes.
+    A statistic for the layer's recipe has no prefix. A prefix names a recipe by which a copy of the tensor is
+    quantized: `mxfp8_mse`. The suffix `_columnwise` selects the column-wise codes.
 
     Args:
         stats: The statistics. Prefixes are "fp8_delayed_scaling_" (if it is the layer's recipe), "mxfp8_",
@@ -108,7 +108,7 @@ class LogFp8TensorStats(TEConfigAPIMapper):
         freq: Log steps that are multiples of this number; 1 by default.
         start_step: First step; 0 by default.
         end_step: Last step; none by default.
-        start_end_list: Pairs of a first and a last step, instead of start_step and end_step.
+        start_end_list: Pairs (first step, last step), instead of start_step and end_step.
     """
 
     statistics = tuple(OF_ERRORS)
@@ -118,7 +118,7 @@ class LogFp8TensorStats(TEConfigAPIMapper):
     def inspect_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Return whether the step is logged, and the next such step."""
+        """Whether the step is logged, and the next such step."""
         stats = _read(stats_of(config), self.statistics, self.recipes)
         enabled, following = next_enabled_iter(config, iteration)
         if enabled:
@@ -138,7 +138,7 @@ class LogFp8TensorStats(TEConfigAPIMapper):
         tensor: Tensor, rowwise_quantized_tensor: Any = None, columnwise_quantized_tensor: Any = None,
         quantizer: Any = None, tp_size: int = 1,
     ) -> None:  # fmt: skip
-        """Add the statistics of a tensor to those of the step; a tensor that is not quantized is left out."""
+        """Add a tensor's statistics to the step's statistics; a tensor that is not quantized is left out."""
         stats = _read(config["stats"], self.statistics, self.recipes)
         own = next((name for name, kind in QUANTIZERS.items() if isinstance(quantizer, kind)), "")
         if quantizer is None:
@@ -187,7 +187,7 @@ class LogFp8TensorStats(TEConfigAPIMapper):
 
 @feature
 class LogNvfp4TensorStats(LogFp8TensorStats):
-    """Logs statistics of the quantization of operands to NVFP4, one value per step, over all micro-batches.
+    """Logs statistics of operand quantization to NVFP4, one value per step, over all micro-batches.
 
     Args:
         stats: "underflows%" and "mse"; see `LogFp8TensorStats`.
@@ -196,7 +196,7 @@ class LogNvfp4TensorStats(LogFp8TensorStats):
         freq: Log steps that are multiples of this number; 1 by default.
         start_step: First step; 0 by default.
         end_step: Last step; none by default.
-        start_end_list: Pairs of a first and a last step, instead of start_step and end_step.
+        start_end_list: Pairs (first step, last step), instead of start_step and end_step.
     """
 
     statistics = ("underflows%", "mse")
@@ -206,12 +206,12 @@ class LogNvfp4TensorStats(LogFp8TensorStats):
     def inspect_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Return whether the step is logged, and the next such step."""
+        """Whether the step is logged, and the next such step."""
         return super().inspect_tensor_enabled(config, layer_name, tensor_name, iteration)
 
 
 def _quantized(recipe: str, quantizer: Any, tensor: Tensor, tensor_name: str) -> Any:
-    """Return a copy of a tensor, quantized by a recipe to the element format of the layer's quantizer."""
+    """Quantize a copy of a tensor by a recipe to the element format of the layer's quantizer."""
     dtype = quantizer.dtype if quantizer.dtype in _LARGEST else DType.kFloat8E4M3
     settings = {}
     if recipe == "fp8_block_scaling":

@@ -1,4 +1,4 @@
-"""LogTensorStats: statistics of the values of a layer's tensors."""
+"""LogTensorStats: value statistics for a layer's tensors."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _BOTH_ORIENTATIONS = ("activation", "weight", "gradient")
 
 @feature
 class LogTensorStats(TEConfigAPIMapper):
-    """Logs statistics of unquantized tensors, one value per step, over all micro-batches of the step.
+    """Logs statistics of unquantized tensors, one value per step, over all its micro-batches.
 
     Statistics are computed on the device; `debug_api.step()` reduces them over the reduction group and waits for them.
 
     Args:
         stats: "min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax" (the largest magnitude), "dynamic_range"
-            (log2 of the largest magnitude over the smallest nonzero one), or the mapping
-            `{max_blockwise_dynamic_range: {block_size: 32, dims: 1}}`. For activation, weight and gradient, blocks of
-            a row are also taken of the transpose, and the maximum is logged.
+            (log2 of the largest magnitude over the smallest nonzero one), or the mapping `{max_blockwise_dynamic_range:
+            {block_size: 32, dims: 1}}`. For activation, weight and gradient, row blocks are also taken from the
+            transpose, and the maximum is logged.
         tensors: "activation", "weight", "gradient", "output", "dgrad", "wgrad".
         tensors_struct: One mapping per tensor, with individual settings, instead of `tensors`.
         freq: Log steps that are multiples of this number; 1 by default.
         start_step: First step; 0 by default.
         end_step: Last step; none by default.
-        start_end_list: Pairs of a first and a last step, instead of start_step and end_step.
+        start_end_list: Pairs (first step, last step), instead of start_step and end_step.
 
     Example:
         ```yaml
@@ -61,7 +61,7 @@ class LogTensorStats(TEConfigAPIMapper):
     def inspect_tensor_enabled(
         self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        """Return whether the step is logged, and the next such step."""
+        """Whether the step is logged, and the next such step."""
         fields, statistics = _layout(stats_of(config), tensor_name)
         enabled, following = next_enabled_iter(config, iteration)
         if enabled:
@@ -74,14 +74,14 @@ class LogTensorStats(TEConfigAPIMapper):
         tensor: Tensor, rowwise_quantized_tensor: Any = None, columnwise_quantized_tensor: Any = None,
         quantizer: Any = None, tp_size: int = 1,
     ) -> None:  # fmt: skip
-        """Add the statistics of a tensor to those of the step."""
+        """Add a tensor's statistics to the step's statistics."""
         if tensor.numel() and STATS_BUFFERS.wants("values", layer_name, tensor_name):
             vector = moments(tensor, _blockwise(config["stats"], tensor_name))
             STATS_BUFFERS.feed("values", layer_name, tensor_name, vector, tp_group, tp_size)
 
 
 def _blockwise(stats: Sequence[Any], tensor_name: str) -> list[BlockwiseDynamicRangeStat]:
-    """Return the blockwise statistics of a configuration."""
+    """Blockwise statistics in a configuration."""
     found = []
     for stat in stats:
         if stat == _BLOCKWISE or (isinstance(stat, dict) and _BLOCKWISE in stat):
@@ -99,7 +99,7 @@ def _blockwise(stats: Sequence[Any], tensor_name: str) -> list[BlockwiseDynamicR
 
 
 def _layout(stats: Sequence[Any], tensor_name: str) -> tuple[Fields, dict[str, Statistic]]:
-    """Return the fields and the statistics of a configuration; AssertionError for an unknown statistic."""
+    """Fields and statistics for a configuration; AssertionError for an unknown statistic."""
     blockwise = [str(stat) for stat in _blockwise(stats, tensor_name)]
     for stat in stats:
         known = stat in (*OF_VALUES, _BLOCKWISE) if isinstance(stat, str) else list(stat) == [_BLOCKWISE]

@@ -1,4 +1,4 @@
-"""DebugQuantizer: the quantizer of one tensor of a debugged layer, which lets features read and replace the tensor.
+"""DebugQuantizer: the quantizer for one tensor in a debugged layer, which lets features read and replace the tensor.
 
 A layer has three products. Each operand is read in two directions, row-wise and column-wise, by two products:
 
@@ -73,7 +73,7 @@ class Location(NamedTuple):
 
 
 def features() -> Any:
-    """Return the functions of `nvdlfw_inspect` that call the features of the session."""
+    """`nvdlfw_inspect` functions that call the session's features."""
     import nvdlfw_inspect.api as debug_api
 
     return debug_api.transformer_engine
@@ -111,7 +111,7 @@ def planned(location: Location, quantized: dict[str, bool], iteration: int) -> t
 
 
 def decision(answer: Any, iteration: int) -> tuple[bool, int | None]:
-    """Return whether a feature is enabled, and the next step in which this may change.
+    """Whether a feature is enabled, and the next step in which this may change.
 
     A feature that returns a bool may change its mind in every step.
     """
@@ -119,7 +119,7 @@ def decision(answer: Any, iteration: int) -> tuple[bool, int | None]:
 
 
 def earliest(steps: Iterable[int | None]) -> int | None:
-    """Return the first of some steps; None without a step."""
+    """Earliest step; None without a step."""
     return min([step for step in steps if step is not None], default=None)
 
 
@@ -130,8 +130,8 @@ class DebugQuantizedTensor(NamedTuple):
         rowwise_gemm_tensor: Read by the product that contracts the last dimension.
         columnwise_gemm_tensor: Read by the product that contracts the rows.
         quantizer: The `DebugQuantizer`.
-        layer_name: Name of the layer.
-        tensor_name: Name of the tensor.
+        layer_name: Layer name.
+        tensor_name: Tensor name.
     """
 
     rowwise_gemm_tensor: Any
@@ -141,20 +141,20 @@ class DebugQuantizedTensor(NamedTuple):
     tensor_name: str
 
     def get_tensor(self, transpose: bool) -> Any:
-        """Return the column-wise direction if `transpose` is set, else the row-wise direction."""
+        """Select the column-wise direction if `transpose` is set, else the row-wise direction."""
         return self.columnwise_gemm_tensor if transpose else self.rowwise_gemm_tensor
 
 
 class DebugQuantizer(Observing):
-    """Quantizes a tensor of a layer as the features of the session specify; see the module's docstring.
+    """Quantizes a layer's tensor as the session's features specify; see the module's docstring.
 
     Args:
-        layer_name: Name of the layer.
+        layer_name: Layer name.
         tensor_name: "activation", "weight", "gradient", "output", "dgrad" or "wgrad".
-        parent_quantizer: Quantizer of the layer's recipe; None if the recipe does not quantize the tensor.
-        tp_group: Tensor-parallel group of the layer.
-        tp_size: Number of ranks of the group.
-        plan: The plan of a step; None requests that of the present step from the features.
+        parent_quantizer: Quantizer from the layer's recipe; None if the recipe does not quantize the tensor.
+        tp_group: The layer's tensor-parallel group.
+        tp_size: Number of ranks in the group.
+        plan: A step's plan; None requests the present step's plan from the features.
     """
 
     reads_quantized = True
@@ -192,7 +192,7 @@ class DebugQuantizer(Observing):
 
     @property
     def parent_quantizer(self) -> Quantizer | None:
-        """The quantizer of the layer's recipe; None if the recipe does not quantize the tensor."""
+        """Quantizer from the layer's recipe; None if the recipe does not quantize the tensor."""
         return None if self.quantizer.is_identity else self.quantizer
 
     @parent_quantizer.setter
@@ -204,12 +204,12 @@ class DebugQuantizer(Observing):
     tensor_name = property(lambda self: self.location.tensor_name, doc="Name of the tensor.")
 
     def any_feature_enabled(self) -> bool:
-        """Return whether the plan differs from quantization by the layer's own quantizer."""
+        """Whether the plan differs from quantization by the layer's own quantizer."""
         standard = (STANDARD_QUANTIZE, None)
         return self.plan.inspects or self.plan.rowwise not in standard or self.plan.columnwise not in standard
 
     def get_next_debug_iter(self) -> int | None:
-        """Return the next step in which the plan may change; None for no step."""
+        """Next step in which the plan may change; None for no step."""
         return self._next
 
     def encode(
@@ -232,7 +232,7 @@ class DebugQuantizer(Observing):
     def quantize(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None
     ) -> DebugQuantizedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return both directions of a tensor, as far as the usages request them; `out` and `dtype` have no effect."""
+        """Quantize both directions of a tensor, as far as the usages request them; `out` and `dtype` have no effect."""
         with torch.no_grad():
             made = self._directions(tensor.detach(), self.rowwise_usage, self.columnwise_usage)
         return DebugQuantizedTensor(*made, self, self.layer_name, self.tensor_name)
@@ -243,13 +243,13 @@ class DebugQuantizer(Observing):
     def multi_tensor_quantize(
         tensor: Tensor, quantizers: list[DebugQuantizer], m_splits: list[int], activation_dtype: torch.dtype
     ) -> list[DebugQuantizedTensor]:
-        """Quantize consecutive groups of rows, each with its own quantizer.
+        """Quantize consecutive row groups, each with its own quantizer.
 
         Args:
-            tensor: The rows of all groups [sum of m_splits, K].
+            tensor: All groups' rows [sum of m_splits, K].
             quantizers: One per group.
-            m_splits: Number of rows of each group.
-            activation_dtype: Dtype of the values that are quantized.
+            m_splits: Number of rows in each group.
+            activation_dtype: Dtype of the quantized values.
         """
         parts = tensor.to(activation_dtype).split(m_splits)
         return [quantizer.quantize(part) for quantizer, part in zip(quantizers, parts, strict=True)]
@@ -266,7 +266,7 @@ class DebugQuantizer(Observing):
         return tensor
 
     def _directions(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
-        """Return the operands of the row-wise and the column-wise products, and call `inspect_tensor`."""
+        """Compute the operands for the row-wise and the column-wise products, and call `inspect_tensor`."""
         wanted = (rowwise, columnwise)
         ways = (self.plan.rowwise, self.plan.columnwise)
         given, values = tensor, tensor
@@ -289,7 +289,7 @@ class DebugQuantizer(Observing):
         return made[0], made[1]
 
     def _standard(self, given: Tensor, values: Tensor, rowwise: bool, columnwise: bool) -> Any:
-        """Return the tensor as quantized by the layer's own quantizer."""
+        """Quantize the tensor by the layer's own quantizer."""
         if not (rowwise or columnwise) or self.quantizer.is_identity:
             return values
         if given is not values:  # quantized before
@@ -336,7 +336,7 @@ class DebugQuantizer(Observing):
         return contracted(made, axis, self.quantizer)
 
     def _is_repeated(self) -> bool:
-        """Return whether a tensor of a forward pass is computed again by a backward pass."""
+        """Whether a backward pass recomputes a forward-pass tensor."""
         return self.tensor_name in _OF_FORWARD and in_backward_pass()
 
     def replaying(self, state: tuple[Tensor, ...]) -> Quantizer:
@@ -358,7 +358,7 @@ class DebugQuantizer(Observing):
         return id(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the layer's own quantizer instead, because a copy of a model does not belong to the session."""
+        """Pickle the layer's own quantizer instead, because a model copy does not belong to the session."""
         return _same, (self.quantizer,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantizer:
@@ -369,7 +369,7 @@ class ResultInspector:
     """Passes the results of a layer's products to features.
 
     Args:
-        quantizers: {result of the passes: its `DebugQuantizer`} of the results that features read or replace.
+        quantizers: {pass result: its `DebugQuantizer`} for the results that features read or replace.
     """
 
     def __init__(self, quantizers: dict[str, DebugQuantizer]):
@@ -377,7 +377,7 @@ class ResultInspector:
         self.results = tuple(sorted(quantizers))
 
     def inspect(self, result: str, value: Tensor) -> Tensor:
-        """Return the value, or the replacement that a feature makes of it."""
+        """Return the value, or the replacement that a feature computes from it."""
         return self.quantizers[result].process_gemm_output(value)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""TEDebugState: the settings of the debug session of this process.
+"""TEDebugState: settings for this process's debug session.
 
 The attributes are on the class, because `nvdlfw_inspect` has one session for each process. This module imports neither
 torch nor `nvdlfw_inspect`; without that package, no session can be active.
@@ -16,8 +16,8 @@ class TEDebugState:
     """The debug session of this process.
 
     Attributes:
-        layer_count: Number of the next layer without a name, which is called "Layer_1", "Layer_2" and so on.
-        layers_initialized: {layer name: True} of the layers whose features have been looked up in this session.
+        layer_count: Number for the next layer without a name, which is called "Layer_1", "Layer_2" and so on.
+        layers_initialized: {layer name: True} for the layers whose features have been looked up in this session.
         weight_tensor_tp_group_reduce: Reduce statistics of sharded weights over the tensor-parallel group.
         debug_enabled: A session is active; None before the first look.
     """
@@ -29,18 +29,18 @@ class TEDebugState:
 
     @classmethod
     def manager(cls) -> Any:
-        """Return the manager of the session of `nvdlfw_inspect`; None without a session."""
+        """Manager of the `nvdlfw_inspect` session; None without a session."""
         return getattr(sys.modules.get("nvdlfw_inspect.api"), "DEBUG_MANAGER", None)
 
     @classmethod
     def initialize(cls) -> bool:
-        """Return whether a session is active, and update `debug_enabled`. Modules may be created before the session."""
+        """Whether a session is active; also updates `debug_enabled`. Modules may be created before the session."""
         cls.debug_enabled = cls.manager() is not None
         return cls.debug_enabled
 
     @classmethod
     def _reset(cls) -> None:
-        """Restore the defaults, at the end of a session."""
+        """Restore the defaults, after a session."""
         cls.layer_count = 1
         cls.layers_initialized = {}
         cls.weight_tensor_tp_group_reduce = True
@@ -48,7 +48,7 @@ class TEDebugState:
 
     @classmethod
     def get_layer_count(cls) -> int:
-        """Return the number of a layer without a name; the next call returns the next number."""
+        """Number a layer without a name; the next call returns the next number."""
         cls.layer_count += 1
         return cls.layer_count - 1
 
@@ -59,7 +59,7 @@ class TEDebugState:
 
     @classmethod
     def get_iteration(cls) -> int:
-        """Return the number of the training step.
+        """Number of the training step.
 
         Raises:
             RuntimeError: No session is active.

@@ -30,7 +30,7 @@ from .debug_quantization import (
 )
 from .debug_state import TEDebugState
 
-# Names of tensors in configuration files by those of the passes.
+# Tensor names in configuration files by their names in the passes.
 _OPERANDS = {"input": "activation", "weight": "weight", "grad_output": "gradient"}
 _RESULTS = {"output": "output", "grad_input": "dgrad", "grad_weight": "wgrad"}
 _STANDARD = {
@@ -38,7 +38,7 @@ _STANDARD = {
     for tensor, (_, column) in GEMMS.items()
 }
 
-ProductPlan = tuple[TensorPlan, ...]  # in the order of GEMMS
+ProductPlan = tuple[TensorPlan, ...]  # in GEMMS order
 Observer = Callable[[ModuleRecipe], ModuleRecipe]
 
 
@@ -59,7 +59,7 @@ class LayerDebugger:
         self.observe(_Pending(self))
 
     def names(self, module: ProductsModule) -> list[str]:
-        """Return the names of the module's products: that of the module, with a suffix if there may be several."""
+        """List the module's product names: the module's name, with a suffix if there may be several."""
         name = module.name or self.default_name
         if isinstance(module, GroupedLinear):
             return [f"{name}.gemm_{i}" for i in range(module.num_products)]
@@ -84,7 +84,7 @@ class LayerDebugger:
         self.observer = observer
 
     def renew(self, iteration: int) -> None:
-        """Request the plans of a step from the features, if they may differ from those of the previous step."""
+        """Request a step's plans from the features, if they may differ from the previous step's."""
         module = self.module()
         if module is None or (self.plans is not None and (self.next is None or iteration < self.next)):
             return
@@ -105,7 +105,7 @@ class LayerDebugger:
         self.plans, self.next = plans, following
 
     def recipe_by(self, plans: tuple[ProductPlan | None, ...], recipe: ModuleRecipe) -> ModuleRecipe:
-        """Return the recipe with the debug quantizers of these plans."""
+        """Build the recipe with the debug quantizers of these plans."""
         module = self.module()
         if module is None or not any(plans):
             return recipe
@@ -119,7 +119,7 @@ class LayerDebugger:
 
 
 class _Observer:
-    """Returns a recipe with the debug quantizers of fixed plans; a new object for each set of plans."""
+    """Returns a recipe with debug quantizers for fixed plans; a new object for each set of plans."""
 
     def __init__(self, layer: LayerDebugger, plans: tuple[ProductPlan | None, ...]):
         self.layer, self.plans = layer, plans
@@ -129,7 +129,7 @@ class _Observer:
 
 
 class _Pending:
-    """The observer of a module before its first call in a session: requests the plans of all modules."""
+    """A module's observer before its first call in a session: requests the plans for all modules."""
 
     def __init__(self, layer: LayerDebugger):
         self.layer = layer
@@ -143,7 +143,7 @@ class _Pending:
 def _debugged(
     name: str, plan: ProductPlan | None, product: ProductQuantizers, groups: dict[str, Any]
 ) -> ProductQuantizers:
-    """Return the quantizers of a product as its plan changes them."""
+    """Build the quantizers of a product as its plan changes them."""
     if plan is None:
         return product
     plans = dict(zip(GEMMS, plan, strict=True))
@@ -167,7 +167,7 @@ def _debugged(
 
 
 def _product_plan(name: str, iteration: int) -> tuple[ProductPlan | None, int | None]:
-    """Return the plan of a product by the features (None if none is enabled), and the next step to query."""
+    """Look up the features' plan for a product (None if none is enabled), and the next step to query."""
     api, nexts = features(), []
     quantized: dict[str, bool] = {}
     for gemm in ("fprop", "dgrad", "wgrad"):
@@ -176,7 +176,7 @@ def _product_plan(name: str, iteration: int) -> tuple[ProductPlan | None, int | 
         nexts.append(following)
     plans = []
     for tensor, (row_gemm, _) in GEMMS.items():
-        # The plan of a result depends on features alone, not on the precision of its product.
+        # A result's plan depends on features alone, not on its product's precision.
         asked = quantized if tensor in _OPERANDS.values() else {row_gemm: True}
         plan, following = planned(Location(name, tensor), asked, iteration)
         plans.append(plan)

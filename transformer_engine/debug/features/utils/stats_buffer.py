@@ -1,7 +1,7 @@
 """STATS_BUFFERS: the statistics of a step, collected until `debug_api.step()` writes them.
 
-Buffers are created between steps, on every rank that has the layer. Therefore all ranks of a reduction group have the
-same buffers in the same order, even if a layer is not called on one of them.
+Buffers are created between steps, on every rank that has the layer. Therefore all ranks in a reduction group have the
+same buffers in the same order, even if a rank does not call a layer.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Statistic = Callable[[dict[str, float]], float]
 
 
 class StatsBuffer:
-    """Statistics of one tensor in one step.
+    """Statistics for one tensor in one step.
 
     Attributes:
-        layer_name: Name of the layer.
-        tensor_name: Name of the tensor.
+        layer_name: Layer name.
+        tensor_name: Tensor name.
         iteration: The step.
         fields: The fields of the vector.
-        statistics: {name: its value of the fields}.
-        vector: The merged fields of the tensors of the step; None before the first.
-        tp_group: The tensor-parallel group of the layer, if it is sharded.
-        tp_size: Number of ranks of the group.
+        statistics: {name: its value from the fields}.
+        vector: The merged fields of the step's tensors; None before the first.
+        tp_group: The layer's tensor-parallel group, if it is sharded.
+        tp_size: Number of ranks in the group.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StatsBuffer:
             self.vector = self.fields.merged(torch.stack([self.vector, vector.to(self.vector.device)]))
 
     def group(self) -> tuple[bool, Any]:
-        """Return whether the statistics are reduced over ranks, and over which group; None for all ranks."""
+        """Whether the statistics are reduced over ranks, and over which group; None for all ranks."""
         import nvdlfw_inspect.api as debug_api
 
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -67,7 +67,7 @@ class StatsBuffer:
         return sharded and TEDebugState.weight_tensor_tp_group_reduce, self.tp_group
 
     def log(self, vector: Tensor) -> None:
-        """Write the statistics of merged fields; nothing if no rank has fed an element."""
+        """Write statistics from merged fields; nothing if no rank has fed an element."""
         from nvdlfw_inspect.logging import MetricLogger
 
         fields = dict(zip(self.fields.names, vector.tolist(), strict=True))
@@ -102,7 +102,7 @@ class StatsBuffers:
                 self._buffers[key] = StatsBuffer(layer_name, tensor_name, iteration, fields, statistics)
 
     def wants(self, feature: str, layer_name: str, tensor_name: str) -> bool:
-        """Return whether a tensor is to be fed: a weight is fed once per step."""
+        """Whether a tensor is to be fed: a weight is fed once per step."""
         held = self._buffers.get((feature, layer_name, tensor_name))
         return held is not None and (held.vector is None or tensor_name != "weight")
 
@@ -140,7 +140,7 @@ class StatsBuffers:
 
 
 def _reduced_over_ranks(group: Any, buffers: list[StatsBuffer]) -> dict[int, Tensor]:
-    """Return {id of the buffer: fields merged over all ranks of a group}, by one collective."""
+    """Merge {buffer id: fields} over all ranks of a group, by one collective."""
     vectors = [
         buffer.fields.neutral() if buffer.vector is None else buffer.vector.cpu() for buffer in buffers
     ]

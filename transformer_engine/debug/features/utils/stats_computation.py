@@ -1,8 +1,8 @@
-"""Statistics of tensors as sums, minima and maxima, which merge over micro-batches and ranks.
+"""Tensor statistics as sums, minima and maxima, which merge over micro-batches and ranks.
 
-A measure reduces a tensor to a vector of float64 on the tensor's device. Vectors of several tensors are merged field by
-field (`merged`); the statistics of all of them together follow from the merged vector on the host. The result equals
-the statistics of the concatenated tensors.
+A measure reduces a tensor to a float64 vector on the tensor's device. Vectors from several tensors are merged field by
+field (`merged`); the joint statistics follow from the merged vector on the host. The result equals the statistics of
+the concatenated tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import p
 SUM, MIN, MAX, SQUARES = "sum", "min", "max", "squares"
 _NEUTRAL = {SUM: 0.0, SQUARES: 0.0, MIN: math.inf, MAX: -math.inf}
 
-# Fields of the statistics of values. `squares` are sums of squared deviations from the mean.
+# Fields for value statistics. `squares` are sums of squared deviations from the mean.
 MOMENTS = {
     "count": SUM,
     "sum": SUM,
@@ -33,7 +33,7 @@ MOMENTS = {
     "l2": SUM,
     "nonzero_amin": MIN,
 }
-# Fields of the statistics of a quantization.
+# Fields for quantization statistics.
 ERRORS = {
     "count": SUM,
     "lost": SUM,
@@ -45,11 +45,11 @@ ERRORS = {
 
 
 class BlockwiseDynamicRangeStat(NamedTuple):
-    """The statistic `max_blockwise_dynamic_range`: the largest log2(amax) - log2(nonzero amin) of a block.
+    """The statistic `max_blockwise_dynamic_range`: the largest log2(amax) - log2(nonzero amin) in a block.
 
     Attributes:
-        block_size: Number of consecutive elements of a block, in each of its dimensions.
-        dims: 1 for blocks of a row, 2 for square blocks of a matrix.
+        block_size: Number of consecutive elements per block, in each dimension.
+        dims: 1 for row blocks, 2 for square matrix blocks.
         max_over_orientations: Take the maximum over the matrix and its transpose.
     """
 
@@ -63,9 +63,9 @@ class BlockwiseDynamicRangeStat(NamedTuple):
 
 
 def compute_max_blockwise_dynamic_range(tensor: Tensor, stat_config: BlockwiseDynamicRangeStat) -> Tensor:
-    """Return the largest dynamic range of a block of a tensor [.., K], float64 []; 0 if all elements are 0.
+    """Compute the largest dynamic range among the blocks of a tensor [.., K], float64 []; 0 if all elements are 0.
 
-    The last dimension and, for two dimensions, the number of rows may end in a smaller block.
+    The last dimension and, for two dimensions, the rows may end in a smaller block.
     """
     matrix = plain_matrix(tensor).abs().float()
     ranges = [_largest_range(matrix, stat_config)]
@@ -87,7 +87,7 @@ def _largest_range(matrix: Tensor, stat: BlockwiseDynamicRangeStat) -> Tensor:
 
 
 class Fields(NamedTuple):
-    """The names of a vector's fields, and how each merges."""
+    """Names for a vector's fields, and how each merges."""
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -97,11 +97,11 @@ class Fields(NamedTuple):
         return cls(tuple(fields), tuple(fields.values()))
 
     def neutral(self) -> Tensor:
-        """Return the vector of no elements."""
+        """Build the vector for zero elements."""
         return torch.tensor([_NEUTRAL[kind] for kind in self.kinds], dtype=torch.float64, device="cpu")
 
     def merged(self, vectors: Tensor) -> Tensor:
-        """Return the vector of all tensors together.
+        """Merge the vectors into the vector for all tensors together.
 
         Args:
             vectors: One row per tensor [n, number of fields].
@@ -122,7 +122,7 @@ class Fields(NamedTuple):
 
 
 def moments(tensor: Tensor, blockwise: Sequence[BlockwiseDynamicRangeStat] = ()) -> Tensor:
-    """Return the fields `MOMENTS` of a tensor, and one field for each blockwise statistic, as float64."""
+    """Compute the fields `MOMENTS` of a tensor, and one field for each blockwise statistic, as float64."""
     values = plain_matrix(tensor)
     if values.dtype not in (torch.float32, torch.float64):
         values = values.float()
@@ -143,11 +143,11 @@ def moments(tensor: Tensor, blockwise: Sequence[BlockwiseDynamicRangeStat] = ())
 
 
 def errors(tensor: Tensor, quantized: Any, columnwise: bool, largest: float | None) -> Tensor:
-    """Return the fields `ERRORS` of a quantization.
+    """Compute the fields `ERRORS` of a quantization.
 
     Args:
         tensor: The values [.., K].
-        quantized: The quantized tensor, with codes of the direction.
+        quantized: The quantized tensor, with codes in this direction.
         columnwise: Read the column-wise codes.
         largest: The largest magnitude of the code format, to count clipped elements; None to leave them out.
     """
@@ -181,7 +181,7 @@ def _std(fields: dict[str, float]) -> float:
     return math.sqrt(fields["deviations"] / (fields["count"] - 1)) if fields["count"] > 1 else math.nan
 
 
-# Statistics by their names in configuration files, of merged fields.
+# Statistics by their names in configuration files, from merged fields.
 OF_VALUES: dict[str, Callable[[dict[str, float]], float]] = {
     "min": lambda fields: fields["min"],
     "max": lambda fields: fields["max"],
