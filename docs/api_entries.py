@@ -8,8 +8,8 @@ Static analysis alone misreads this package in several ways, and each hook below
 - A class without an `__init__` in its source (a Flax module, a tensor with `__new__`) gets the one of its runtime
   signature. An enumeration has no signature, and its entry lists the members.
 - Signatures show neither private parameters nor the names of private constants.
-- "The other arguments are those of `Linear`." copies the missing entries into the table of arguments, also in a method
-  ("those of `Linear.forward`"). If the table is then complete, the sentence is dropped.
+- "The other arguments are as in `Linear`." copies the missing entries into the table of arguments, also in a method
+  ("as in `Linear.forward`"). If the table is then complete, the sentence is dropped.
 - The low-level functions have the original's signatures, whose arguments are alike in families of functions.
   `api_arguments.json` describes them once per family; a description in a docstring has priority.
 - Shapes such as [*batch, f] would turn italic in Markdown, so they become code spans.
@@ -66,10 +66,10 @@ FAMILIES: dict[str, Any] = json.loads((Path(__file__).parent / "api_arguments.js
 
 _SHAPE = re.compile(r"(?<![\w`\])\[])\[[\w ,.*+/()-]+\](?![(\[:`])")
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
-_THOSE_OF = r"[Oo]ther\s+arguments\s+are\s+those\s+of\s+((?:`[\w.]+`(?:,?\s+and\s+|,\s+)?)+)"
-_OTHERS = re.compile(_THOSE_OF)
+_AS_IN = r"[Oo]ther\s+arguments\s+are\s+(?:as\s+in|those\s+of)\s+((?:`[\w.]+`(?:,?\s+and\s+|,\s+)?)+)"
+_OTHERS = re.compile(_AS_IN)
 # A blank line after the sentence stays: it separates the next section.
-_OTHERS_SENTENCE = re.compile(rf" ?The\s+{_THOSE_OF}\.(?: (?=\S)|\n(?!\s*\n))?")
+_OTHERS_SENTENCE = re.compile(rf" ?The\s+{_AS_IN}\.(?: (?=\S)|\n(?!\s*\n))?")
 
 
 def public_names(package: str) -> Iterator[tuple[str, Any]]:
@@ -302,7 +302,7 @@ def _text_of(annotation: Any) -> str | None:
 def arguments_of(package: str, value: Any) -> dict[str, str]:
     """Return {name: description} of a public object, with the arguments that its docstring attributes to others.
 
-    "The other arguments are those of `Linear`." names public objects of the same package. A class also has the
+    "The other arguments are as in `Linear`." names public objects of the same package. A class also has the
     arguments that its base classes describe, and a low-level function those of its family.
     """
     value = value.func if isinstance(value, functools.partial) else value

@@ -18,11 +18,11 @@ class Failure(Exception):
 
 @contextmanager
 def reporting(console: Console, wording: Callable[[str], str] = str) -> Iterator[None]:
-    """Print the message of a ValueError (invalid options) or a Failure, and exit with its code.
+    """Print the message from a ValueError (invalid options) or a Failure, and exit with its code.
 
     Args:
-        console: Terminal of the command.
-        wording: Converts the message of a function to the terms of the command.
+        console: The command's terminal.
+        wording: Converts a function's message to the command's terms.
     """
     try:
         yield

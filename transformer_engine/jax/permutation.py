@@ -341,7 +341,7 @@ def local_permute_after_a2a(
     Args:
         x_recv: Rows in reception order: by shard, then by expert.
 
-    See `compute_ragged_all_to_all_params` for the other arguments.
+    The other arguments are as in `compute_ragged_all_to_all_params`.
     """
     shards = num_expert_shards
     counts = rows_by_shard(all_shards_tokens_per_expert, shard_id, shards)[:, shard_id]

@@ -35,7 +35,7 @@ def compute_reverse_ragged_all_to_all_params(
     Args:
         shard_id: Index of this shard; may be traced.
 
-    See `compute_ragged_all_to_all_params` for the other arguments.
+    The other arguments are as in `compute_ragged_all_to_all_params`.
     """
     sent = rows_by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
     received = sent[:, shard_id]

@@ -1,9 +1,9 @@
-"""FP8 codes of many matrices in one launch: the consecutive groups of rows of one matrix, or matrices by address.
+"""FP8 codes for many matrices in one launch: the consecutive row groups of one matrix, or matrices by address.
 
 Every group is quantized bit for bit as in a separate launch: with its own scale and recorded maximum, or in its own
 blocks (`grouped_block_cast`). Row codes keep the matrix's layout. Transposed codes are stored group by group, [K, rows
 rounded up to 128] each, with zeros past the last row, so that a product along the rows needs no masks. Tiled codes are
-[K, 128] per tile of 128 rows instead, as `grouped_product` reads them. The positions of the groups are in a tensor; see
+[K, 128] per tile of 128 rows instead, as `grouped_product` reads them. A tensor holds the group positions; see
 `grouped_layout`.
 """
 
@@ -232,11 +232,11 @@ def store_transposed(
     codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles,
     BY_ROWS: tl.constexpr, EVEN: tl.constexpr, TILED: tl.constexpr = False,
 ):  # fmt: skip
-    """Store a tile's codes in the group's [K, rows rounded up to 128], or in its [K, M] for matrices of one size.
+    """Store a tile's codes in the group's [K, rows rounded up to 128], or in its [K, M] for equal-sized matrices.
 
     With TILED, every 128 rows of a group are stored as [K, 128].
-    With EVEN, no column of the tile is past K and, for matrices, no row past M. Groups of rows need no mask along the
-    rows, because they are rounded up; a mask would split the stores into single words.
+    With EVEN, no tile column is past K and, for matrices, no row past M. Row groups need no mask along the rows,
+    because they are rounded up; a mask would split the stores into single words.
     """
     if BY_ROWS:
         if TILED:

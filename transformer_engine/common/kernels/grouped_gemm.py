@@ -311,14 +311,14 @@ def product_of_columns(
     shared_memory: int = 1 << 30,
     hopper: bool = True,
 ) -> Launch:
-    """Return the launch (a, b, scale_a, scale_b, layout, table of results | None) -> out [groups, width, depth].
+    """Launch (a, b, scale_a, scale_b, layout, table of results | None) -> out [groups, width, depth].
 
     Args:
-        together: Rows of all groups, if their codes are one matrix [width, together] and one [depth, together]; 0: the
-            codes of each group are contiguous.
+        together: Total rows in all groups, if their codes are one matrix [width, together] and one [depth, together];
+            with 0, each group's codes are contiguous.
         tiled: The codes are [width, 128] and [depth, 128] for every tile of 128 rows.
-        by_address: The table's matrices are written; out is one of them, for its dtype.
-        accumulates: Add to the values of out.
+        by_address: The table's matrices are written; out is one table matrix, for its dtype.
+        accumulates: Add to the values in out.
         hopper: See `product_of_rows`.
     """
     block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory, hopper)

@@ -70,7 +70,7 @@ def missing(hardware: Hardware) -> str | None:
 
 
 class Machine(NamedTuple):
-    """Multiprocessors, shared memory per program in bytes, bytes read per element of a tile, threads per processor."""
+    """Multiprocessors, shared memory per program in bytes, bytes read per tile element, threads per processor."""
 
     processors: int
     shared_memory: int

@@ -52,10 +52,10 @@ def plan(
     """Predict time and memory of a training step, without devices and without a tensor library.
 
     Args:
-        model: A name of `MODELS`, the path of a Hugging Face config.json, a `ModelShape`, or any name with `hidden`,
+        model: A name from `MODELS`, the path of a Hugging Face config.json, a `ModelShape`, or any name with `hidden`,
             `layers` and `heads`.
         devices: Number of GPUs.
-        gpu: A name of `GPUS`, or a `GpuRates` with other rates.
+        gpu: A name from `GPUS`, or a `GpuRates` with other rates.
         recipe: "none" (bfloat16), "delayed", "current", "block", "mxfp8" or "nvfp4".
         dp: Data-parallel replicas; by default the devices that the other axes leave.
         fsdp: Ranks that share parameters by `fully_shard`, with the context-parallel ranks.

@@ -316,9 +316,9 @@ def _computes(gpu: GpuRates, row: FormatCost) -> bool:
 
 
 def format_named(recipe: str, gpu: GpuRates) -> FormatCost:
-    """Return the costs of a recipe on a GPU; ValueError if it is unknown or the GPU has no rates for it.
+    """Look up the costs of a recipe on a GPU; ValueError if it is unknown or the GPU has no rates for it.
 
-    "bf16" is another name of "none".
+    "bf16" is another name for "none".
     """
     recipe = HIGH_PRECISION if recipe == "bf16" else recipe
     if recipe not in FORMATS:

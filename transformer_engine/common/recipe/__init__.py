@@ -194,7 +194,7 @@ class Float8CurrentScaling(Recipe):
         fp8_gemm_dgrad: Parameters for products that compute input gradients.
         fp8_gemm_wgrad: Parameters for products that compute weight gradients.
 
-    See `DelayedScaling` for the other arguments. The `QParams` fields fp8_quant_fwd_inp, fp8_quant_fwd_weight and
+    The other arguments are as in `DelayedScaling`. The `QParams` fields fp8_quant_fwd_inp, fp8_quant_fwd_weight and
     fp8_quant_bwd_grad follow from use_power_2_scales and can be assigned.
     """
 
@@ -231,8 +231,8 @@ class Float8BlockScaling(Recipe):
         w_block_scaling_dim: The same for weights.
         grad_block_scaling_dim: The same for gradients. At most one of the three is 2.
 
-    Products always use split accumulation, and fp8_dpa and fp8_mha must be False. See `Float8CurrentScaling` for the
-    other arguments.
+    Products always use split accumulation, and fp8_dpa and fp8_mha must be False. The other arguments are as in
+    `Float8CurrentScaling`.
     """
 
     use_f32_scales: bool = bool(default_of("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"))
@@ -281,7 +281,7 @@ class MXFP8BlockScaling(Recipe):
         fp8_format: Format.E4M3 or Format.HYBRID.
         enable_2d_quantization: Share weight scales over 32 x 32 values, equal in both directions.
 
-    See `DelayedScaling` for the other arguments.
+    The other arguments are as in `DelayedScaling`.
     """
 
     margin: int = 0
@@ -318,7 +318,7 @@ class NVFP4BlockScaling(Recipe):
         fp4_format: Format.E2M1.
         fp8_format: Format.E4M3, the format of the block scales.
 
-    See `DelayedScaling` for the other arguments. The `QParams` fields fp4_quant_fwd_inp, fp4_quant_fwd_weight and
+    The other arguments are as in `DelayedScaling`. The `QParams` fields fp4_quant_fwd_inp, fp4_quant_fwd_weight and
     fp4_quant_bwd_grad follow from the first three fields and can be assigned.
     """
 
@@ -370,7 +370,7 @@ class CustomRecipe(Recipe):
         fp8_format: Any format; the factory chooses the formats.
         quantization_alignment: Row count that the padding of grouped inputs rounds up to.
 
-    See `DelayedScaling` for the other arguments.
+    The other arguments are as in `DelayedScaling`.
     """
 
     qfactory: Callable[..., Any] | None = None

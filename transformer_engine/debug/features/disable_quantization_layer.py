@@ -1,4 +1,4 @@
-"""Alias of transformer_engine.debug.features.disable_quantization."""
+"""Alias for transformer_engine.debug.features.disable_quantization."""
 
 from transformer_engine.debug.features.disable_quantization import DisableQuantizationLayer
 

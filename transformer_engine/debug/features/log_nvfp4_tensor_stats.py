@@ -1,4 +1,4 @@
-"""Alias of transformer_engine.debug.features.log_fp8_tensor_stats."""
+"""Alias for transformer_engine.debug.features.log_fp8_tensor_stats."""
 
 from transformer_engine.debug.features.log_fp8_tensor_stats import LogNvfp4TensorStats
 

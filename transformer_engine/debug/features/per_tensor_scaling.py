@@ -1,4 +1,4 @@
-"""Alias of transformer_engine.debug.features.fake_quant."""
+"""Alias for transformer_engine.debug.features.fake_quant."""
 
 from transformer_engine.debug.features.fake_quant import PerTensorScaling, per_tensor_cast
 

@@ -66,7 +66,7 @@ def is_fused_attn_kernel_available(
         bias_seqlen_kv: See bias_batch.
         max_segments_per_seq: Most sequences in a packed row; None or a symbolic number counts as 1.
 
-    See `fused_attn` for the other arguments.
+    The other arguments are as in `fused_attn`.
     """
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     switch("is_training", is_training)

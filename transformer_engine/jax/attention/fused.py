@@ -170,7 +170,7 @@ def fused_attn_thd(
         arguments: Further `fused_attn` arguments. Without a softmax type the softmax is vanilla.
         options: `fused_attn` keyword arguments.
 
-    See `fused_attn` for the other arguments.
+    The other arguments are as in `fused_attn`.
     """
     if not arguments or not isinstance(arguments[0], AttnSoftmaxType):
         arguments = (options.pop("softmax_type", AttnSoftmaxType.VANILLA_SOFTMAX), *arguments)

@@ -51,7 +51,7 @@ def inverse_reorder_causal_load_balancing(
     Args:
         tensor: The array whose axis `seq_dim` is in rank order.
 
-    See `reorder_causal_load_balancing` for the other arguments.
+    The other arguments are as in `reorder_causal_load_balancing`.
     """
     order = order_of_tokens(_extent(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, np.argsort(order), axis=seq_dim)

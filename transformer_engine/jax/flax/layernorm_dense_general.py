@@ -34,7 +34,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
         dot_input_axes: Logical axis names of norm(x).
         depth_scaling: Divide y by this number.
 
-    See `DenseGeneral` and `LayerNorm` for the other arguments.
+    The other arguments are as in `DenseGeneral` and `LayerNorm`.
     """
 
     features: Iterable[int] | int

@@ -48,7 +48,7 @@ class LayerNormMLP(TransformerEngineBase):
         ffn1_ckpt_name: Name of the first product for recomputation policies.
         ffn2_ckpt_name: Name of the second product.
 
-    See `LayerNormDenseGeneral` for the other arguments.
+    The other arguments are as in `LayerNormDenseGeneral`.
     """
 
     intermediate_dim: int = 2048

@@ -74,7 +74,7 @@ class MultiHeadAttention(nn.Module):
         apply_residual_connection_post_layernorm: Deprecated name for return_layernorm_output.
         fuse_qkv: Deprecated name for fuse_qkv_params.
 
-    See `DotProductAttention` and `LayerNormDenseGeneral` for the other arguments.
+    The other arguments are as in `DotProductAttention` and `LayerNormDenseGeneral`.
     """
 
     head_dim: int

@@ -84,7 +84,7 @@ class TransformerLayer(nn.Module):
         drop_path: Rate at which a batch row skips self-attention or the feed-forward block.
         enable_sequence_parallel: Shard norm inputs over tokens along the tensor-parallel axis.
 
-    See `MultiHeadAttention` for the other arguments.
+    The other arguments are as in `MultiHeadAttention`.
     """
 
     hidden_size: int = 512

@@ -92,20 +92,20 @@ def autocast(
     mesh_resource: MeshResource | None = None,
     **others: Any,
 ) -> Iterator[None]:
-    """Quantize the matrix products of the layers that are traced in this block.
+    """Quantize the matrix products in layers that are traced in this block.
 
     The returned context manager is reusable and reentrant.
 
     Args:
         enabled: Whether to quantize; False disables quantization inside an enabled block. The default is False, as in
-            the original, while that of `transformer_engine.pytorch` is True. A recipe without `enabled` warns.
+            the original; `transformer_engine.pytorch` has the default True. A recipe without `enabled` warns.
         recipe: Formats and scaling; None means DelayedScaling().
-        mesh_resource: Uses of the axes of the mesh; None keeps those outside of the block.
+        mesh_resource: Uses for the mesh axes; None keeps the settings outside the block.
         **others: No other keyword is accepted.
 
     Raises:
         TypeError: recipe is not an instance of a recipe class.
-        ValueError: The machine, or transformer_engine.jax, does not support the recipe or one of its settings.
+        ValueError: The machine, or transformer_engine.jax, does not support the recipe or a recipe setting.
     """
     reject_keywords("autocast", others, {"fp8_recipe": "recipe"}, ("enabled", "recipe", "mesh_resource"))
     reject_recipe_as_enabled(enabled)

@@ -95,7 +95,7 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         last_dims: Constructor argument: group_sizes of transposed data.
         pre_swizzled: Constructor argument: False, since products swizzle the scales.
 
-    See `ScaledTensor1x` for the other arguments.
+    The other arguments are as in `ScaledTensor1x`.
     """
 
     data: Array

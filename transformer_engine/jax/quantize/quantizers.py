@@ -120,7 +120,7 @@ class Quantizer:
     ) -> tuple[ScaledTensor, Array | None]:  # fmt: skip
         """Quantize without a state change; return the tensor and its absolute maximum or None.
 
-        See `Quantizer.quantize` for the other arguments.
+        The other arguments are as in `Quantizer.quantize`.
 
         Args:
             maxima: NVFP4: absolute maxima for the row-wise and column-wise direction; None: they are measured.
