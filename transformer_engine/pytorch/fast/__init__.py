@@ -1,8 +1,8 @@
-"""Optimizations of host time. Results are bit-identical without them.
+"""Host time optimizations. Results are bit-identical without them.
 
-`TE_FAST=0` disables all of them: the plain functions of `pytorch/functions` then run in every call, and environment
-variables are read by the interface of `os.environ`. The variable is read once, at import. Caches of specs, plans and
-backends are not affected.
+`TE_FAST=0` disables all optimizations: the plain functions of `pytorch/functions` then run in every
+call, and environment variables are read through `os.environ`. The variable is read once, at import.
+Spec, plan and backend caches are not affected.
 
 | piece | used by | docstring with its gain |
 | --- | --- | --- |
@@ -38,15 +38,15 @@ _thread = _Thread()
 
 
 def run_backward_on_calling_thread() -> None:
-    """Run the backward passes of the calling thread on this thread, unless it may feed several GPUs.
+    """Run the calling thread's backward passes on this thread, unless it may feed several GPUs.
 
     Applies if one GPU is visible or a process group is initialized (one process per GPU), and
     TE_BACKWARD_THREADS=1 is not set. Switches once per thread: a caller that enables torch's threads again keeps them.
 
-    torch runs the backward pass of CUDA tensors on one thread per GPU, so that several GPUs of one process work at
-    once. With one GPU the extra thread only costs time: two wake-ups, and cold caches for nodes written in Python.
-    Without it the backward pass of a small layer takes 42 % less host time: 0.76 ms instead of 1.30 ms on an H200 host,
-    wall time.
+    torch runs the backward pass for CUDA tensors on one thread per GPU, so that several GPUs in one
+    process work at once. With one GPU the extra thread only costs time: two wake-ups, and cold
+    caches for nodes written in Python. Without it the backward pass of a small layer takes 42 %
+    less host time: 0.76 ms instead of 1.30 ms on an H200 host, wall time.
     """
     if not ENABLED or env.flag("TE_BACKWARD_THREADS"):
         return

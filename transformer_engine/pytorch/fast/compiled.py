@@ -1,16 +1,16 @@
-"""Compiled passes on a GPU: launches and products are bound once per kind of call, then only started.
+"""Compiled passes on a GPU: launches and products are bound once per call kind, then only started.
 
-The functions of a pass run on symbols (`fast/symbols.py`), which record launches, products and calls of collectives.
-The record becomes one function (`fast/generated_pass.py`). All choices are made by the functions of the pass. If a
-forced backend, an observer, a dispatch mode or an offloading context is active, the call runs these functions directly.
+Pass functions run on symbols (`fast/symbols.py`), which record launches, products and collective calls. The record
+becomes one function (`fast/generated_pass.py`). All choices are made by the pass functions. If a forced backend, an
+observer, a dispatch mode or an offloading context is active, the call runs these functions directly.
 
-A kind of call is identified by the strides of its tensors and the settings of its quantizers; the spec of the layer
-fixes the rest. A backward pass also compares the saved tensors that belong to the caller, whose memory may have
-changed, and all saved tensors if saved-tensor hooks are active.
+A call kind is identified by its tensor strides and quantizer settings; the layer spec fixes the
+rest. A backward pass also compares the saved tensors that belong to the caller, whose memory may
+have changed, and all saved tensors if saved-tensor hooks are active.
 
-Gain in host time of a warm forward and backward pass (`benchmarks/fast_pieces.py`): 44 % of a small Linear with current
-scaling (199 us instead of 358), 49 % of LayerNormLinear, 57 % of LayerNormMLP, 45 % of a chain of RMSNorm and Linear in
-`te.ops`, 48 % of a TransformerLayer (1048 us instead of 2015).
+Host time gain for a warm forward and backward pass (`benchmarks/fast_pieces.py`): 44 % of a small Linear with
+current scaling (199 us instead of 358), 49 % of LayerNormLinear, 57 % of LayerNormMLP, 45 % of an RMSNorm and
+Linear chain in `te.ops`, 48 % of a TransformerLayer (1048 us instead of 2015).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from . import ENABLED
 from .generated_pass import Generated, generate
 from .symbols import Instructions, NotAligned, NotRecordable
 
-# (inputs, *extra_arguments) -> (results, metadata); the list of inputs is emptied
+# (inputs, *extra_arguments) -> (results, metadata); the input list is emptied
 Evaluate = Callable[..., "tuple[tuple[Any, ...], Any]"]
 
 _COMPILE_AT_CALL = 2  # shapes that occur once are not worth compiling
@@ -40,14 +40,14 @@ _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # py
 
 
 class Kind:
-    """The calls of a pass whose tensors have the same strides.
+    """Calls to a pass whose tensors have the same strides.
 
     Attributes:
         calls: Calls before the pass was compiled.
         given_up: The pass cannot be compiled; every call runs its functions.
         generated: The compiled pass; None before it is compiled, or if it cannot be.
-        metadata: Non-tensor results of the pass: the forms of saved operands.
-        input_results: Positions of the results that are inputs of the pass.
+        metadata: Non-tensor results of the pass: metadata of saved operands.
+        input_results: Positions of results that are pass inputs.
         reason: Why the pass cannot be compiled; None before the first attempt.
     """
 
@@ -71,7 +71,7 @@ class CompiledPass:
 
     Args:
         evaluate: Runs the steps, on tensors or on symbols.
-        device: Device of the tensors; None for a pass with effects that a compiled pass would not repeat.
+        device: Tensor device; None for a pass with effects that a compiled pass would not repeat.
         quantizers: Quantizers whose settings and states the pass reads.
     """
 
@@ -90,12 +90,12 @@ class CompiledPass:
         extra_arguments: tuple[Any, ...],
         referenced_tensors: Sequence[Tensor] = (),
     ) -> tuple[tuple[Any, ...], Kind]:
-        """Run the pass on its inputs; key and quantizers say which kind of call it is.
+        """Run the pass on its inputs; key and quantizers identify the call kind.
 
         Args:
-            key: Facts of the inputs.
+            key: Input metadata.
             inputs: The inputs.
-            extra_arguments: Arguments of `evaluate` behind the inputs.
+            extra_arguments: Arguments to `evaluate` after the inputs.
             referenced_tensors: Tensors that the extra arguments refer to.
         """
         states = [*referenced_tensors]
@@ -120,7 +120,7 @@ class CompiledPass:
     def run_uncompiled(
         self, inputs: list[Any], extra_arguments: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Kind]:
-        """Run the functions of the pass."""
+        """Run the pass functions."""
         results, metadata = self.evaluate(inputs, *extra_arguments)
         return results, Kind(metadata)
 
@@ -148,7 +148,7 @@ class CompiledPass:
             generated = generate(instructions, results_as_symbols)
         except NotRecordable as error:
             kind.reason = str(error)
-            # Tensors of later calls may be aligned.
+            # Tensors in later calls may be aligned.
             attempts_left = kind.calls < _COMPILE_AT_CALL + _MAX_ATTEMPTS
             kind.given_up = not (isinstance(error, NotAligned) and attempts_left)
             return
@@ -160,11 +160,11 @@ class CompiledPass:
 
 
 class CompiledLayer:
-    """The two passes of a layer.
+    """A layer's two passes.
 
     Args:
         forward: The forward pass; it returns its results, then the tensors that it saves.
-        backward: The backward pass of output gradients and saved tensors.
+        backward: The backward pass from output gradients and saved tensors.
     """
 
     __slots__ = ("_backward", "_forward")
@@ -180,12 +180,12 @@ class CompiledLayer:
     def forward(
         self, inputs: list[Any], spec: Any, referenced_tensors: Sequence[Tensor] = ()
     ) -> tuple[tuple[Any, ...], Kind]:
-        """Return results and saved tensors, and the kind of the call.
+        """Return results and saved tensors, and the call kind.
 
         Args:
             inputs: The inputs; the spec fixes everything about them but their strides.
-            spec: Spec of the layer.
-            referenced_tensors: Tensors of the spec's cached quantized weights.
+            spec: Layer spec.
+            referenced_tensors: Tensors in the spec's cached quantized weights.
         """
         if offloading.synchronizer is not None or not undisturbed_in_eager_mode():
             return self._forward.run_uncompiled(inputs, (spec,))
@@ -196,18 +196,18 @@ class CompiledLayer:
         return self._forward(key, inputs, (spec,), referenced_tensors)
 
     def save_kind(self, ctx: Any, kind: Kind) -> None:
-        """Store the kind of the forward pass in its node, whose saved tensors it determines."""
+        """Store the forward-pass kind in its node, whose saved tensors it determines."""
         ctx.forms = kind.metadata
         ctx.kind, ctx.hooked = kind, _hooks_on_saved(False) is not None
 
     def backward(self, ctx: Any, inputs: list[Any], grads: int, spec: Any) -> tuple[Any, ...]:
-        """Gradients of the inputs.
+        """Input gradients.
 
         Args:
             ctx: The node.
-            inputs: The gradients of the results, then the saved tensors.
-            grads: Number of gradients.
-            spec: Spec of the layer.
+            inputs: Result gradients, then the saved tensors.
+            grads: Gradient count.
+            spec: Layer spec.
         """
         kind: Kind = ctx.kind
         disturbed = offloading.synchronizer is not None or not undisturbed_in_eager_mode()

@@ -1,11 +1,11 @@
-"""Generate Python source for the instructions of a pass: results = generated(given) allocates, launches, multiplies.
+"""Generate Python source for pass instructions: results = generated(given) allocates, launches, multiplies.
 
 The source of the function is generated from the instructions. Handles, dtypes and other objects are names; shapes,
-strides, numbers and flags are literals. Every buffer is a local variable that is deleted after its last reader. Small
-buffers of a pass share one allocation, because an allocation takes as long as half a launch.
+strides, numbers and flags are literals. Every buffer is a local variable that is deleted after its last reader.
+Small buffers in a pass share one allocation, because an allocation takes as long as half a launch.
 
-Source is generated because a loop over closures takes twice as long: for the forward pass of a Linear under current
-scaling (four kernels, a product) 16 us instead of 8.4, with launches that do nothing (`benchmarks/pretended_gpu.py`).
+Source is generated because a loop over closures takes twice as long: for a Linear forward pass under current scaling
+(four kernels, a product) 16 us instead of 8.4, with launches that do nothing (`benchmarks/pretended_gpu.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .symbols import (
 
 # An allocation takes 3.3 us on an H200's host, a launch 5 us. Larger passes wait for the GPU, and for memory.
 _MAX_SCRATCH = 1 << 20
-_NUM_SCALE_POINTERS = 2  # number of leading pointers of a product that need less alignment than a matrix
+_NUM_SCALE_POINTERS = 2  # leading product pointers that need less alignment than a matrix
 
 Generated = Callable[[list[Any]], "tuple[Any, ...] | None"]
 
@@ -50,9 +50,9 @@ class Result(NamedTuple):
 def generate(instructions: Instructions, results: Sequence[Symbol | None]) -> Generated:
     """Return generated(given) -> results.
 
-    The function returns None, with nothing done, if a given tensor is not aligned or its device is not the current
-    one. It empties the list of given tensors, so that it holds the only references to tensors that a node of the
-    graph has released.
+    The function returns None, with nothing done, if a given tensor is not aligned or its device is
+    not the current one. It empties the list of given tensors, so that it holds the only references
+    to tensors that a graph node has released.
 
     Raises:
         NotRecordable: Triton's calling convention is unknown, or a result is a part of a buffer.
@@ -77,7 +77,7 @@ class _Writer:
         self.scratch = self._scratch_plan()
 
     def _last_readers(self) -> dict[int, int]:
-        """The index of the last instruction that reads each buffer that is not a result."""
+        """Index of the last instruction that reads each buffer that is not a result."""
         returned = {result.buffer for result in self.results if result is not None}
         last: dict[int, int] = {}
         for number, step in enumerate(self.instructions.steps):
@@ -85,7 +85,7 @@ class _Writer:
         return last
 
     def _allocated_layouts(self) -> dict[int, TensorLayout]:
-        """The layout in which each buffer is allocated: that of the result, if it is returned in one layout."""
+        """The layout in which each buffer is allocated: the result's, if it is returned in one layout."""
         result_layouts: dict[int, set[TensorLayout]] = {}
         for result in self.results:
             if result is not None:
@@ -103,7 +103,7 @@ class _Writer:
         return layouts
 
     def _scratch_plan(self) -> ScratchPlan:
-        """The offsets of small buffers that are not results in one shared allocation."""
+        """Offsets of small buffers that are not results in one shared allocation."""
         passed_as_tensors = {
             argument[0]
             for step in self.instructions.steps
@@ -193,7 +193,7 @@ class _Writer:
         return lines + self._emit_scalars()
 
     def _emit_scalars(self) -> list[str]:
-        """Return the lines that allocate all numbers at once: they are slots of an existing tensor."""
+        """Return the lines that allocate all numbers at once: they are slots in an existing tensor."""
         lines: list[str] = []
         steps = [step for step in self.instructions.steps if isinstance(step, AllocateScalars)]
         buffers = [buffer for step in steps for buffer in step.buffers]
@@ -204,7 +204,7 @@ class _Writer:
         return lines + [f"p{buffer} = b{buffer}.data_ptr()" for buffer in buffers]
 
     def _emit(self, step: Any) -> list[str]:
-        """Return the lines of one instruction."""
+        """Return the lines for one instruction."""
         if isinstance(step, Allocate) and step.buffer in self.scratch.offsets:
             return [f"p{step.buffer} = of_scratch + {self.scratch.offsets[step.buffer]}"]
         if isinstance(step, Allocate):
@@ -244,7 +244,7 @@ class _Writer:
         if argument is None:
             return "None"
         buffer, layout = argument
-        if layout is None:  # an object of another function
+        if layout is None:  # an object from another function
             return f"b{buffer}"
         return self._return_value(Result(buffer, layout))
 
@@ -305,7 +305,7 @@ class _Writer:
         return f"b{buffer}.view({layout.shape})"
 
     def _constant(self, value: Any) -> str:
-        """Return a literal of a number, a flag or None, and the name of any other object."""
+        """Return a literal for a number, a flag or None, and a name for any other object."""
         return repr(value) if value is None or type(value) in (bool, int) else self._name(value)
 
     def _name(self, value: Any) -> str:
@@ -317,7 +317,7 @@ class _Writer:
 
 
 def _handles(instructions: Instructions) -> dict[int, Handle]:
-    """Return the compiled kernel of each launch, by the identity of its instruction.
+    """Return the compiled kernel per launch, by instruction identity.
 
     Triton specializes a kernel on dtypes and alignment, so that small tensors can represent buffers not yet allocated.
     """
@@ -358,6 +358,6 @@ def _buffers_used(step: Any) -> list[int]:
 
 
 def _span(layout: TensorLayout) -> int:
-    """Return the span of a layout in elements, gaps of its strides included."""
+    """Return the span of a layout in elements, stride gaps included."""
     reach = [(size - 1) * stride for size, stride in zip(layout.shape, layout.strides, strict=True)]
     return sum(reach) + 1

@@ -1,12 +1,12 @@
-"""Collectives of a pass that is being recorded: the generated pass calls them on its tensors.
+"""Collectives in a pass that is being recorded: the generated pass calls them on its tensors.
 
-A collective is a Python function. Recording appends an instruction that calls it, and predicts the layouts of its
-results. Between the two halves of a collective the generated pass holds the pending object. The recorded functions
-close over no Symbol, which would keep the tensors of this call alive.
+A collective is a Python function. Recording appends an instruction that calls it, and predicts its
+result layouts. Between the two halves of a collective the generated pass holds the pending object.
+The recorded functions close over no Symbol, which would keep this call's tensors alive.
 
-Gain in host time: 34 % of a column-parallel and a row-parallel Linear with current scaling and sequence parallelism,
-995 us instead of 1514 for a forward and a backward pass with collectives that do nothing
-(`benchmarks/fast_pieces.py`).
+Host time gain: 34 % of a column-parallel and a row-parallel Linear with current scaling and
+sequence parallelism, 995 us instead of 1514 for a forward and a backward pass with collectives that
+do nothing (`benchmarks/fast_pieces.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .symbols import Instructions, NotRecordable, Opaque, Symbol, TensorLayout
 
 
 class Buffers(NamedTuple):
-    """Symbols of a value, and `join`, which rebuilds the value from tensors."""
+    """Symbols for a value, and `join`, which rebuilds the value from tensors."""
 
     symbols: list[Any]
     join: Callable[[Sequence[Any]], Any]
@@ -38,7 +38,7 @@ class Buffers(NamedTuple):
             return Buffers([value], lambda parts: parts[0])
         if isinstance(value, Matrix):
             return Buffers([value.values], lambda parts: Matrix(parts[0]))
-        if type(value) is Operand:  # a subclass of a custom format has other fields
+        if type(value) is Operand:  # a subclass with a custom format has other fields
             _, _, tensor_format, _, dtype = value
             symbols = [value.codes, value.scale, value.amax]
             return Buffers(symbols, lambda parts: Operand(parts[0], parts[1], tensor_format, parts[2], dtype))
@@ -49,7 +49,7 @@ class RecordedPending(NamedTuple):
     """A collective between its halves.
 
     Attributes:
-        started: The pending object of the compiled pass.
+        started: The pending object in the compiled pass.
         layouts: Layouts of the tensors that the collective makes.
         join: Rebuilds the result from its tensors.
     """
@@ -60,7 +60,7 @@ class RecordedPending(NamedTuple):
 
 
 def is_symbolic(value: Any) -> bool:
-    """Return whether a buffer of a pass consists of symbols."""
+    """Return whether a pass buffer consists of symbols."""
     return type(value) in (Symbol, RecordedPending) or (
         isinstance(value, (Operand, Matrix)) and type(value[0]) is Symbol
     )
@@ -85,7 +85,7 @@ def record_begin(
         begin: Function from the sent buffer to the pending object.
         collective: "all_gather", "all_reduce" or "reduce_scatter".
         x: The buffer that is sent.
-        ranks: Number of ranks.
+        ranks: Rank count.
         axis: Axis that an all_gather joins.
     """
     sent = Buffers.of(x)
@@ -141,14 +141,14 @@ def record_gathered_product(
     epilogue: Epilogue,
     columns: int,
 ) -> tuple[Any, Any]:
-    """Append a product of gathered rows.
+    """Append a product over gathered rows.
 
     Args:
         multiply: Function (pending object, b, bias) -> (y, gathered matrix).
-        pending: The gather of the rows.
+        pending: The row gather.
         b: The other operand.
-        epilogue: Bias and dtype of the product.
-        columns: Number of columns of the product.
+        epilogue: Product bias and dtype.
+        columns: Product column count.
 
     Returns:
         y, and the gathered matrix.
@@ -178,11 +178,11 @@ def record_scattered_product(
     """Append a product whose rows are summed over the ranks.
 
     Args:
-        multiply: Function of both operands that returns the pending object.
+        multiply: Function on both operands that returns the pending object.
         a, b: The operands.
-        shape: Shape of the product.
-        dtype: Dtype of the product.
-        ranks: Number of ranks.
+        shape: Product shape.
+        dtype: Product dtype.
+        ranks: Rank count.
     """
     left = Buffers.of(a)
     right = Buffers.of(b)

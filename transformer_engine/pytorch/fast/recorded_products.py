@@ -1,7 +1,7 @@
-"""Products of a pass that is being recorded: operands are symbols, and products are appended to instructions.
+"""Products in a pass that is being recorded: operands are symbols, and products are appended to instructions.
 
-A plan of cuBLASLt becomes a direct library call. Every other backend, such as cuBLASLt with swizzled scales, which
-prepares them in each call, is called as in eager mode. `compiled.py` states the gain of compiled passes.
+A cuBLASLt plan becomes a direct library call. Every other backend, such as cuBLASLt with swizzled scales, which
+prepares them in each call, is called as in eager mode. `compiled.py` states the gain from compiled passes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..primitives.gemm.request import key_of
 from ..primitives.operand import Operand, OwnedOperand
 from .symbols import Instructions, NotRecordable, Symbol, TensorLayout
 
-# Positions in the keys of products: `request.key_of` follows 5 fields of `composed.key_of`; dtypes of both operands.
+# Positions in product keys: `request.key_of` follows 5 fields of `composed.key_of`; dtypes of both operands.
 _FUSED_FIELDS = 5
 _DTYPES = (2, 8)
 
@@ -34,7 +34,7 @@ class SymbolicOperand(OwnedOperand):
     """An operand whose codes are a symbol."""
 
     def multiplied(self, other: Operand, epilogue: Epilogue) -> Tensor:
-        """Append self [M, K] @ other [N, K].T (+ bias [N]); return the symbol of the result."""
+        """Append self [M, K] @ other [N, K].T (+ bias [N]); return the result symbol."""
         if epilogue.out is not None:
             raise NotRecordable("a product writes to a tensor of its caller")
         instructions, b = _symbolic(self, other)
@@ -48,7 +48,7 @@ class SymbolicOperand(OwnedOperand):
         return result  # pyright: ignore[reportReturnType]
 
     def multiplied_gelu(self, other: Operand, epilogue: Epilogue, keeps_input: bool) -> Any:
-        """Append a product with GELU; return the symbols of gelu(x) and x."""
+        """Append a product with GELU; return the symbols for gelu(x) and x."""
         instructions, b = _symbolic(self, other)
         call = _fused_call(fused_key(GELU, self, b, epilogue, keeps_input))
         if call is None:
@@ -65,7 +65,7 @@ class SymbolicOperand(OwnedOperand):
         return result, x
 
     def multiplied_gelu_gradient(self, other: Operand, epilogue: Epilogue, x: Any) -> Any:
-        """Append a product with the gradient of GELU at x; return the symbol of the result."""
+        """Append a product with the GELU gradient at x; return the result symbol."""
         instructions, b = _symbolic(self, other)
         call = _fused_call(fused_key(GELU_GRADIENT, self, b, epilogue, False, x, x.dtype))
         if call is None:
@@ -85,7 +85,7 @@ def _fused_call(key: tuple[Any, ...]) -> Callable[..., Any] | None:
 
 
 def _symbolic(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
-    """Return the instructions of the pass, and b with symbols in place of inputs of the pass."""
+    """Return the pass instructions, and b with symbols in place of pass inputs."""
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
     codes, scale, amax = (instructions.symbol(part) for part in (b.codes, b.scale, b.amax))
@@ -100,14 +100,14 @@ def _is_composed(call: Callable[..., Any]) -> bool:
 def _apply(
     call: Callable[..., Any], a: SymbolicOperand, b: Operand, epilogue: Epilogue, count: int, *others: Any
 ) -> Sequence[Any]:
-    """Append the call of a bound backend; return the symbols of its first `count` results, each [M, N].
+    """Append a call to a bound backend; return the symbols for its first `count` results, each [M, N].
 
     Args:
-        others: Further arguments of the call.
+        others: Further call arguments.
     """
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
-    # The function holds no symbols, which would keep the tensors of this call alive.
+    # The function holds no symbols, which would keep this call's tensors alive.
     a_format, a_dtype = a.format, a.dtype
     b_format, b_dtype = b.format, b.dtype
     settings = epilogue._replace(bias=None)
@@ -152,7 +152,7 @@ def _bias(plan: CublasPlan, epilogue: Epilogue) -> Any:
 
 
 def _scales(*operands: Operand) -> tuple[Any, ...]:
-    """Return the scales of operands in cuBLASLt's layout."""
+    """Return operand scales in cuBLASLt's layout."""
     scales = []
     for operand in operands:
         if operand.format in BLOCK_FORMATS.values():
@@ -165,7 +165,7 @@ def _scales(*operands: Operand) -> tuple[Any, ...]:
 
 
 def _block_scales(operand: Operand) -> Any:
-    """Return scales of blocks in cuBLASLt's layout; append a copy if they have another one, as after a gather."""
+    """Return block scales in cuBLASLt's layout; append a copy if they have another one, as after a gather."""
     codes: Any = operand.codes
     instructions: Instructions = codes.instructions
     scale: Any = instructions.symbol(operand.scale)

@@ -1,9 +1,9 @@
 """Symbolic tensors: running a pass on them records its launches and products without starting any.
 
-Operations append the work that they would start (a `Program`, a `Launch`, a product of cuBLASLt, the call of a
-collective) to the `Instructions` of their symbols, and return symbols of the results. Views of a symbol are symbols of
-the same buffer. Any other use of a symbol, such as a computation by torch, raises `NotRecordable` with the reason; such
-a pass runs step by step. Nothing is computed, and no tensor is written. `compiled.py` states the gain.
+Operations append the work that they would start (a `Program`, a `Launch`, a cuBLASLt product, a collective call) to
+the `Instructions` of their symbols, and return symbols for the results. Views of a symbol are symbols for the same
+buffer. Any other use of a symbol, such as a computation by torch, raises `NotRecordable` with the reason; such a
+pass runs step by step. Nothing is computed, and no tensor is written. `compiled.py` states the gain.
 
 `generated_pass.py` compiles the instructions into one function.
 """
@@ -22,15 +22,15 @@ from ...common.numbers import with_article
 
 
 class NotRecordable(Exception):
-    """An operation does more than start launches and products on the tensors of its pass."""
+    """An operation does more than start launches and products on the tensors in its pass."""
 
 
 class NotAligned(NotRecordable):
-    """The tensors of this call are not aligned, but those of later calls may be."""
+    """The tensors in this call are not aligned, but tensors in later calls may be."""
 
 
 class TensorLayout(NamedTuple):
-    """Shape, strides and dtype of a tensor."""
+    """Tensor shape, strides and dtype."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -60,7 +60,7 @@ class AllocateBy(NamedTuple):
 
 
 class AllocateScalars(NamedTuple):
-    """Allocate buffers float32 [1] each, some of which must be zero."""
+    """Allocate buffers float32 [1] each, where some must be zero."""
 
     buffers: tuple[int, ...]
     zeroed: tuple[bool, ...]
@@ -74,7 +74,7 @@ class Start(NamedTuple):
 
 
 class Multiply(NamedTuple):
-    """Start a product of cuBLASLt: operands, result, and the buffers of its other pointers."""
+    """Start a cuBLASLt product: operands, result, and buffers for its other pointers."""
 
     plan: Any
     left: int
@@ -84,12 +84,12 @@ class Multiply(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Call a function of tensors and objects, such as a half of a collective.
+    """Call a function on tensors and objects, such as a half of a collective.
 
     Attributes:
         function: The function; it returns a tuple.
-        arguments: Buffer and layout of each argument; the layout of an object is None. None for an absent argument.
-        results: Buffers of the results.
+        arguments: Buffer and layout per argument; objects have layout None. None for an absent argument.
+        results: Result buffers.
         is_tensor: Whether each result is a tensor; the others are objects, which only other functions take.
     """
 
@@ -103,14 +103,14 @@ Instruction = Allocate | AllocateBy | AllocateScalars | Start | Multiply | Apply
 
 
 class Instructions:
-    """The launches and products of a pass, in order.
+    """Launches and products in a pass, in order.
 
     Args:
-        inputs: The tensors of the pass; they are the first buffers. None for absent ones.
-        device: The device of all tensors.
+        inputs: The pass tensors; they are the first buffers. None for absent ones.
+        device: The device for all tensors.
 
     Raises:
-        NotRecordable: A tensor is empty, of a subclass, or on another device.
+        NotRecordable: A tensor is empty, a subclass instance, or on another device.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None], device: torch.device):
@@ -131,17 +131,17 @@ class Instructions:
             self.layouts.append(TensorLayout.of(tensor))
 
     def symbols(self) -> list[Symbol | None]:
-        """Return the symbols of the inputs."""
+        """Return the input symbols."""
         return [
             None if layout is None else Symbol(self, number, _meta(layout))
             for number, layout in enumerate(self.layouts)
         ]
 
     def symbol(self, value: Any) -> Symbol | None:
-        """Return `value` if it is a Symbol, otherwise the symbol of the input at its address.
+        """Return `value` if it is a Symbol, otherwise the symbol for the input at its address.
 
         Raises:
-            NotRecordable: The tensor is not an input of the pass.
+            NotRecordable: The tensor is not a pass input.
         """
         if value is None or type(value) is Symbol:
             return value
@@ -153,7 +153,7 @@ class Instructions:
         return Symbol(self, number, _meta(TensorLayout.of(value)))
 
     def is_aligned(self, number: int) -> bool:
-        """Return whether the address of an input has the alignment on which kernels rely."""
+        """Return whether an input address has the alignment on which kernels rely."""
         tensor = self.inputs[number]
         return tensor is not None and tensor.data_ptr() % ALIGNMENT == 0
 
@@ -164,18 +164,18 @@ class Instructions:
         return symbol
 
     def allocate_by(self, maker: Callable[[], Tensor]) -> Symbol:
-        """Append the allocation of a buffer by a function without arguments; return its symbol."""
+        """Append a buffer allocation by a function without arguments; return its symbol."""
         if isinstance(maker, partial) and maker.func is torch.empty_strided:
             return self.allocate(
                 TensorLayout(tuple(maker.args[0]), tuple(maker.args[1]), maker.keywords["dtype"])
             )
-        tensor = maker()  # a constant or a number, of which only the layout is used here
+        tensor = maker()  # a constant or a number, whose layout alone is used here
         symbol = self._new(TensorLayout.of(tensor))
         self.steps.append(AllocateBy(symbol.buffer, maker))
         return symbol
 
     def numbers(self, zeroed: tuple[bool, ...]) -> list[Symbol]:
-        """Append the allocation of numbers float32 [1]; return their symbols."""
+        """Append an allocation for numbers float32 [1]; return their symbols."""
         symbols = [self._new(TensorLayout((1,), (1,), torch.float32)) for _ in zeroed]
         if symbols:
             self.steps.append(AllocateScalars(tuple([symbol.buffer for symbol in symbols]), zeroed))
@@ -187,7 +187,7 @@ class Instructions:
         self.steps.append(Start(launch, tuple([None if s is None else s.buffer for s in symbols])))
 
     def multiply(self, plan: Any, left: Any, right: Any, result: Symbol, pointers: Sequence[Any]) -> None:
-        """Append a product of cuBLASLt."""
+        """Append a cuBLASLt product."""
         symbols = [self.symbol(tensor) for tensor in (left, right, *pointers)]
         buffers = [None if place is None else place.buffer for place in symbols]
         for number in buffers:
@@ -202,16 +202,16 @@ class Instructions:
         arguments: Sequence[Any],
         layouts: Sequence[TensorLayout | None],
     ) -> list[Any]:
-        """Append the call of a function.
+        """Append a function call.
 
         Args:
-            function: Called with the tensors and objects of the arguments; it returns a tuple of aligned tensors and of
-                objects. It may write to its arguments.
-            arguments: Symbols, inputs of the pass, objects of other calls, and None.
-            layouts: Layouts of the results; None for an object.
+            function: Called with the tensors and objects in the arguments; it returns a tuple of
+                aligned tensors and objects. It may write to its arguments.
+            arguments: Symbols, pass inputs, objects from other calls, and None.
+            layouts: Result layouts; None for an object.
 
         Returns:
-            The symbols of the tensors and the `Opaque`s.
+            The tensor symbols and the `Opaque`s.
         """
         buffers: list[tuple[int, TensorLayout | None] | None] = []
         for argument in arguments:
@@ -239,18 +239,18 @@ class Instructions:
 
 
 class Opaque(NamedTuple):
-    """An object that a function of a pass returns, and that only other functions take."""
+    """An object that a pass function returns, and that only other functions take."""
 
     instructions: Instructions
     buffer: int
 
 
-# Attributes and methods of a symbol that are those of its tensor on the meta device.
+# Symbol attributes and methods that come from its tensor on the meta device.
 _OF_META = frozenset({"shape", "dtype", "stride", "dim", "numel", "is_contiguous"})
 
 
 class Symbol:
-    """A tensor of a pass that is being recorded: a buffer, and the layout in which an operation uses it."""
+    """A tensor in a pass that is being recorded: a buffer, and the layout in which an operation uses it."""
 
     __slots__ = ("buffer", "instructions", "meta")
 

@@ -18,7 +18,7 @@ from ..runtime.double_backward import is_recorded, replayed
 
 
 def activation(name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS) -> Tensor:
-    """y in x's dtype, by one of the names in `primitives.activation.ACTIVATIONS`; saves x only."""
+    """y in x's dtype, by a name in `primitives.activation.ACTIVATIONS`; saves x only."""
     return _Activation.apply(x, name, params)  # pyright: ignore[reportReturnType]
 
 
@@ -30,8 +30,8 @@ class _Activation(Function):
         ctx.save_for_backward(x)
         ctx.name, ctx.params = name, params
         y = activation_forward(name, x, params)
-        # torch 2.11 compiles a gradient of zero when the last operation returns its own argument, as a cast to
-        # the same dtype does; a view does not.
+        # torch 2.11 compiles a zero gradient when the last operation returns its own argument, as a
+        # cast to the same dtype does; a view does not.
         return y.view(y.shape)
 
     @staticmethod

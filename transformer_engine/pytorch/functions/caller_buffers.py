@@ -1,4 +1,4 @@
-"""Buffers of the caller that receive the output and the input gradient of a grouped layer."""
+"""Caller-owned buffers that receive a grouped layer's output and input gradient."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def check_buffers(name: str, buffer: Tensor | None, shape: torch.Size, like: Ten
         name: The buffer's name in error messages.
         buffer: The caller's tensor, or None.
         shape: Shape of the result that the buffer receives.
-        like: A tensor of the result's dtype and device.
+        like: A tensor with the result's dtype and device.
 
     Raises:
         TypeError: The buffer is not a plain tensor.
-        ValueError: The buffer cannot receive a result of this shape, dtype and device.
+        ValueError: The buffer cannot receive a result with this shape, dtype and device.
     """
     if buffer is None:
         return None
@@ -69,7 +69,7 @@ def check_buffers(name: str, buffer: Tensor | None, shape: torch.Size, like: Ten
 
 
 def check_separate(name: str, buffer: Tensor | None, others: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Raise ValueError if the buffer shares memory with one of the named tensors, which the layer reads."""
+    """Raise ValueError if the buffer shares memory with any named tensor, which the layer reads."""
     if buffer is None:
         return
     for other_name, other in others:
@@ -81,7 +81,7 @@ def check_separate(name: str, buffer: Tensor | None, others: Iterable[tuple[str,
 
 
 def share_memory(buffer: Tensor, other: Tensor) -> bool:
-    """Return whether an element of a contiguous buffer and an element of another tensor use the same byte.
+    """Return whether elements of a contiguous buffer and of another tensor use the same byte.
 
     Views, storage offsets and different storages over one allocation are compared by address. Tensors without an
     address (meta, fake) share nothing.
@@ -130,7 +130,7 @@ def copied_if_overlapping(gradient: Tensor, buffer: Tensor) -> Tensor:
 
 
 def handed_out(buffer: Tensor) -> Tensor:
-    """Return an alias of a buffer that has just been written, for autograd to attach its history to.
+    """Return an alias for a buffer that has just been written, for autograd to attach its history to.
 
     The caller's buffer stays without history and can be used again. The alias shares the buffer's version counter, so
     that autograd raises an error if a saved result has been overwritten by a later pass before its backward pass.

@@ -1,7 +1,7 @@
-"""Communication of a pass as two calls: pending = begin(..), other work, x = pending.wait().
+"""A pass's communication as two calls: pending = begin(..), other work, x = pending.wait().
 
-Overlap never changes results. With the `ub_*` flags of a layer, rows can be in transit while a product multiplies the
-rows that have arrived (`gathered_product`) or computes the rows that follow (`scattered_product`).
+Overlap never changes results. With a layer's `ub_*` flags, rows can be in transit while a product multiplies
+the rows that have arrived (`gathered_product`) or computes the rows that follow (`scattered_product`).
 
 A pass that is recorded on Symbols appends the same calls to its instructions (`fast/recorded_collectives.py`).
 """
@@ -52,9 +52,9 @@ class Pending(NamedTuple):
     """A collective that has begun.
 
     Attributes:
-        work: Rows or an operand in transit, or (result, handle of the process group).
+        work: Rows or an operand in transit, or (result, process group handle).
         parallel: The tensor-parallel group.
-        overlaps: The rows of an all_gather may arrive one rank after another, for `gathered_product`.
+        overlaps: all_gather rows may arrive one rank after another, for `gathered_product`.
         dense: The result is values that form a matrix with a contiguous axis; see `dense_values`.
     """
 
@@ -88,18 +88,18 @@ def begin(
     """Begin a collective over the tensor-parallel group.
 
     Args:
-        collective: "all_gather", "all_reduce" or "reduce_scatter" of rows.
-        x: Values, a quantized tensor, or (to gather) an operand, whose codes and scales are sent. The sum of an
-            all_reduce may be written in place.
+        collective: "all_gather", "all_reduce" or "reduce_scatter" on rows.
+        x: Values, a quantized tensor, or (to gather) an operand, whose codes and scales are sent.
+            An all_reduce sum may be written in place.
         parallel: The group.
-        axis: Axis that an all_gather of operands joins: 0, or 1 for the column direction [K, M] of sharded rows.
+        axis: Axis that an operand all_gather joins: 0, or 1 for the column direction [K, M] of sharded rows.
         overlaps, dense: See `Pending`.
     """
     return Pending(_begun(collective, x, parallel, axis, overlaps), parallel, overlaps, dense)
 
 
 def _begun(collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool) -> Any:
-    """`Pending.work` of a collective."""
+    """`Pending.work` for a collective."""
     if is_symbolic(x):
         return record_begin(
             lambda sent: _begun(collective, sent, parallel, axis, overlaps),
@@ -119,30 +119,30 @@ def _begun(collective: str, x: Any, parallel: TensorParallel, axis: int, overlap
         return symmetric_all_reduce(x, parallel.checked_group(), all_reduce_type=parallel.symmetric)
     traced, quantized = torch.compiler.is_compiling(), isinstance(x, QuantizedTensorStorage)
     if traced and quantized:
-        x = storage_of(x)  # a compiler cannot trace the construction of a quantized tensor
+        x = storage_of(x)  # a compiler cannot trace quantized tensor construction
     later = not (quantized or traced)
     return COLLECTIVES[collective](x, parallel.checked_group(), later)
 
 
 def begin_sum(x: Tensor, parallel: TensorParallel) -> Pending:
-    """Begin the sum of partial results [M, N] over the ranks; with sequence parallelism each rank gets its rows."""
+    """Begin summing partial results [M, N] over the ranks; with sequence parallelism each rank gets its rows."""
     return begin("reduce_scatter" if parallel.sequence else "all_reduce", x, parallel)
 
 
 def gathered_product(pending: Pending, b: Any, epilogue: Epilogue) -> tuple[Tensor, Any]:
-    """Compute a @ b.T of rows in transit, rank by rank where the rows arrive in this way.
+    """Compute a @ b.T for rows in transit, rank by rank where the rows arrive in this way.
 
     Args:
-        pending: The gather of a [M, K].
+        pending: The gather for a [M, K].
         b: Operand [N, K], or a `Matrix` that is read as its transpose.
-        epilogue: Bias, dtype and accumulation of the product.
+        epilogue: Product bias, dtype and accumulation.
 
     Returns:
         y [M, N], and the gathered a.
     """
     work, parallel, overlaps, dense = pending
     if overlaps and type(work) is RecordedPending:
-        # The instruction's function is called with real tensors. The bias is an argument of the instruction.
+        # The instruction's function is called with real tensors. The bias is an instruction argument.
         settings = epilogue._replace(bias=None)
         return record_gathered_product(
             lambda started, other, bias: gathered_product(
@@ -161,12 +161,12 @@ def gathered_product(pending: Pending, b: Any, epilogue: Epilogue) -> tuple[Tens
 
 
 def scattered_product(a: Any, b: Any, epilogue: Epilogue, parallel: TensorParallel) -> Pending:
-    """Begin the sum of a @ b.T over the ranks, each of which gets its rows; rows are in transit while others multiply.
+    """Begin summing a @ b.T over the ranks, which each get their rows; rows are in transit while others multiply.
 
     Args:
         a: Operand [M, K], or values.
         b: Operand [N, K], or a `Matrix` that is read as its transpose.
-        epilogue: Dtype and accumulation of the product.
+        epilogue: Product dtype and accumulation.
         parallel: The group.
     """
     left, right = operand_of(a), operand_of(b)
@@ -187,7 +187,7 @@ def scattered_product(a: Any, b: Any, epilogue: Epilogue, parallel: TensorParall
 
 
 def gather_sequence(x: Tensor, group: dist_group_type | None) -> Tensor:
-    """Gather x [M, ...] from all ranks of the group in rank order; the gradients of all ranks are summed."""
+    """Gather x [M, ...] from all ranks in the group in rank order; gradients from all ranks are summed."""
     return _GatherSequence.apply(x, group)  # pyright: ignore[reportReturnType]
 
 

@@ -1,7 +1,7 @@
 """loss [M] = ln(sum(exp(x [M, V]))) - x[target], or its mean, differentiable in x, which may be sharded over ranks.
 
-The forward pass reads the logits once and saves two numbers per row. The backward pass computes the gradient from the
-logits. In place, a training step holds one tensor of [M, V] instead of two.
+The forward pass reads the logits once and saves two numbers per row. The backward pass computes the
+gradient from the logits. In place, a training step holds one tensor [M, V] instead of two.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..runtime.double_backward import once_differentiable
 
 
 class CrossEntropy(NamedTuple):
-    """Settings of a loss of logits.
+    """Settings for a loss on logits.
 
     Args:
         labels: Vocabulary, smoothing and the ignored target.
-        group: Ranks that hold the other columns; None for logits of the whole vocabulary.
+        group: Ranks that hold the other columns; None for logits over the whole vocabulary.
         mean: Return the mean over the rows that count, instead of one loss per row.
-        overwrites: Write the gradient into the memory of the logits, once per loss.
+        overwrites: Write the gradient into the logits' memory, once per loss.
     """
 
     labels: Labels
@@ -41,7 +41,7 @@ class CrossEntropy(NamedTuple):
 
 
 def cross_entropy(x: Tensor, targets: Tensor, how: CrossEntropy) -> Tensor:
-    """Return the losses float32 [M], or their mean [], of x [M, V] and targets int64 [M], both contiguous."""
+    """Return the losses float32 [M], or their mean [], for x [M, V] and targets int64 [M], both contiguous."""
     if how.overwrites and (torch.compiler.is_compiling() or is_part(x)):
         how = how._replace(overwrites=False)
     return _CrossEntropy.apply(x, targets, how)  # pyright: ignore[reportReturnType]
@@ -50,7 +50,7 @@ def cross_entropy(x: Tensor, targets: Tensor, how: CrossEntropy) -> Tensor:
 def is_part(x: Tensor) -> bool:
     """Whether x is a view of a larger tensor, as where logits are split into chunks.
 
-    Autograd counts the versions of the whole tensor, so that writing one chunk would invalidate the others.
+    Autograd counts versions of the whole tensor, so that writing one chunk would invalidate the others.
     """
     return x._base is not None and x._base.numel() > x.numel()
 
@@ -75,13 +75,13 @@ class _CrossEntropy(Function):
             plain = x.detach()
             grad_x = cross_entropy_gradient(plain, targets, statistics, factor, ctx.how.labels, in_place)
         if in_place:
-            # A second backward pass, or one of another operation that saved the logits, then raises RuntimeError.
+            # A second backward pass, or one through another operation that saved the logits, then raises RuntimeError.
             increment_version(x)
         return grad_x, None, None
 
 
 def row_losses(x: Tensor, targets: Tensor, how: CrossEntropy) -> tuple[Tensor, Tensor]:
-    """Return losses [M] and statistics [M, 2], equal on all ranks of the group that the columns are sharded over."""
+    """Return losses [M] and statistics [M, 2], equal on all ranks in the group that the columns are sharded over."""
     partials = cross_entropy_statistics(x, targets, how.labels)
     if how.group is not None:
         partials, _ = gather_along_first_dim(partials, how.group)
@@ -89,7 +89,7 @@ def row_losses(x: Tensor, targets: Tensor, how: CrossEntropy) -> tuple[Tensor, T
 
 
 def counted(targets: Tensor, labels: Labels) -> Tensor:
-    """Return float32 [1], the number of rows whose target is not ignored, at least 1."""
+    """Return float32 [1], the count of rows whose target is not ignored, at least 1."""
     return (targets != labels.ignored).sum(dtype=torch.float32).clamp_(min=1.0).view(1)
 
 

@@ -1,7 +1,7 @@
 """Columns of a linear layer's operands, cast by the backward pass from values that are in memory in any case.
 
-The weight gradient reads x [M, K] by columns, and the input gradient reads the weight [N, K] by columns. A product that
-cannot read row-wise codes in the other direction needs a transposed copy of the codes, one byte per element.
+The weight gradient reads x [M, K] by columns, and the input gradient reads the weight [N, K] by columns. A
+product that cannot read row-wise codes in the other direction needs transposed codes, one byte per element.
 
 | mode of `weight_columns`, `input_columns` | the copy |
 | --- | --- |
@@ -13,7 +13,7 @@ cannot read row-wise codes in the other direction needs a transposed copy of the
 | `saved` (default) | as above |
 | `recomputed` | the backward pass computes the output of an RMSNorm again and casts it: 6 more bytes per element |
 
-The values are a parameter, or the output of an attention, which the attention's own backward pass reads. Both modes
+The values are a parameter, or an attention output, which the attention's own backward pass reads. Both modes
 have the same bits. `recomputed` reads the values once more, 2 bytes per element in bfloat16.
 """
 
@@ -36,22 +36,22 @@ from .linear_operands import copied
 from .linear_spec import PRODUCED, QUANTIZED, RECOMPUTED, SAVED, LinearSpec, replace_fields
 from .saving import DeferredColumns, wait_for_saved
 
-# Reading a weight once more takes 1.3 % of the time of its three products with 8,192 rows, 6 * 8,192 FLOP per element,
-# and 0.6 % with 16,384 rows (H200: 4.2 TB/s, 1.3 PFLOP/s).
+# Reading a weight once more takes 1.3 % of the time for its three products with 8,192 rows, 6 *
+# 8,192 FLOP per element, and 0.6 % with 16,384 rows (H200: 4.2 TB/s, 1.3 PFLOP/s).
 _FEWEST_ROWS = 16384
-# Smaller copies are saved: the launch of a cast takes as long as the cast of so many elements.
+# Smaller copies are saved: launching a cast takes as long as casting so many elements.
 _FEWEST_ELEMENTS = 2**21
 
 
 class OperandColumns(NamedTuple):
-    """An operand of a linear layer that a product of the backward pass reads by columns.
+    """A linear layer's operand that a backward product reads by columns.
 
     Attributes:
-        elements: Elements of the operand.
-        rows: Rows of the layer's input, which determine how long its products take.
+        elements: Operand elements.
+        rows: Rows in the layer's input, which determine how long its products take.
         quantized: The backward pass multiplies codes.
         one_scale: The codes have one scale, which the forward pass can save.
-        copied: The columns are a copy of the codes, not a view of the codes by rows.
+        copied: The columns are a copy of the codes, not a view of the row-wise codes.
         in_memory: Something else has the values in memory until the backward pass.
         communicates: The layer exchanges values or codes with other ranks.
         cached: The codes are cached for several microbatches, so that a later cast may have other values and scales.
@@ -85,7 +85,7 @@ def _unsupported(columns: OperandColumns) -> str | None:
 
 
 def _order(fewest_rows: int, columns: OperandColumns) -> tuple[str, str]:
-    """Modes in order of preference."""
+    """Modes in preference order."""
     pays = columns.elements >= _FEWEST_ELEMENTS and columns.rows >= fewest_rows
     return (RECOMPUTED, SAVED) if pays else (SAVED, RECOMPUTED)
 
@@ -111,20 +111,20 @@ INPUT_COLUMNS: Table[OperandColumns] = Table(
 def with_deferred_columns(
     spec: LinearSpec, rows: int, weight: torch.Size, keeps_weight: bool, keeps_input: bool, caches: bool
 ) -> LinearSpec:
-    """Return the spec with the modes of its weight's and its input's columns.
+    """Return the spec with the modes for its weight and input columns.
 
     Args:
         spec: The spec.
-        rows: Rows of the input.
-        weight: Shape of the weight.
+        rows: Input rows.
+        weight: Weight shape.
         keeps_weight: The weight is an unquantized parameter.
-        keeps_input: Another operation saves the values of the input.
+        keeps_input: Another operation saves the input values.
         caches: The call quantizes the weight into a cache, or reads the cache.
     """
-    if spec.plain or spec.traced:  # a compiler must see writes to the scaling state, and no guards of sizes
+    if spec.plain or spec.traced:  # a compiler must see writes to the scaling state, and no size guards
         return spec
     if max(weight.numel(), rows * weight[-1]) < _FEWEST_ELEMENTS and not disturbances:
-        return spec  # saved, without the time of a choice
+        return spec  # saved, without spending time on a choice
     found: dict[str, str] = {}
     if spec.needs_grad_input:
         request = _columns(spec, spec.weight, (weight.numel(), rows), keeps_weight)._replace(cached=caches)
@@ -136,11 +136,11 @@ def with_deferred_columns(
 
 
 def with_norm_columns(spec: LinearSpec, computed_again: bool) -> LinearSpec:
-    """Return the spec of a linear layer behind a norm with the mode of the columns of the norm's output.
+    """Return the spec for a linear layer after a norm with the mode for the norm output's columns.
 
     Args:
         spec: The spec.
-        computed_again: The backward pass can compute the output again: of an RMSNorm whose kernel quantizes it.
+        computed_again: The backward pass can compute the output again: for an RMSNorm whose kernel quantizes it.
     """
     if (
         spec.plain
@@ -154,7 +154,7 @@ def with_norm_columns(spec: LinearSpec, computed_again: bool) -> LinearSpec:
 
 
 def scale_of_cast(cast: Cast, codes: Quantized, beside: Any) -> Tensor:
-    """The scale from which `cast_columns` computes the columns: a copy of the multiplier, or the maximum."""
+    """The scale from which `cast_columns` computes the columns: a copied multiplier, or the maximum."""
     scale = codes.amax if cast.multiplier is None else copied(cast.multiplier, beside)
     assert scale is not None
     return scale
@@ -176,7 +176,7 @@ def _columns(
 
 
 def cast_rows(x: Any, quantizer: Quantizer) -> tuple[Operand | None, DeferredColumns]:
-    """Quantize x [M, K] by rows; return its row-wise operand and the values and scale of its columns."""
+    """Quantize x [M, K] by rows; return its row-wise operand and the values and scale for its columns."""
     cast = quantizer.cast(True, False)
     assert cast is not None
     if offloading.synchronizer is not None:
@@ -187,7 +187,7 @@ def cast_rows(x: Any, quantizer: Quantizer) -> tuple[Operand | None, DeferredCol
 
 
 def cast_columns(x: Any, quantizer: Quantizer) -> Operand | Matrix | None:
-    """Quantize `DeferredColumns` of [M, K] with the scale of the forward pass; return the operand [K, M]."""
+    """Quantize `DeferredColumns` of [M, K] with the forward-pass scale; return the operand [K, M]."""
     cast = quantizer.cast(False, True)
     assert cast is not None
     if offloading.used:

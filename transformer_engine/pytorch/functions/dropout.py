@@ -22,7 +22,7 @@ from ..tensor.storage.quantized_tensor_storage import plain_values
 
 
 def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
-    """y like x; the mask comes from one draw of the generator (None: the device's default one)."""
+    """y like x; the mask comes from one generator draw (None: the device's default one)."""
     _check_export(p)
     return _Dropout.apply(x, draw_seed(x.device, generator), p)  # pyright: ignore[reportReturnType]
 

@@ -1,7 +1,7 @@
-"""Dispatch of tokens to the ranks of their experts, and the sum of the experts' outputs, with gradients.
+"""Token dispatch to the ranks with their experts, and the sum over expert outputs, with gradients.
 
-Both are compositions of permutations and one exchange. The backward pass of the exchange is the reversed exchange, so
-neither direction keeps tokens.
+Both compose permutations and one exchange. The backward pass through the exchange is the reversed
+exchange, so neither direction keeps tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .permutation import permute, unpermute
 def dispatch(
     tokens: Tensor, weights: Tensor, routing: ExpertRouting, quantizer: Quantizer | None
 ) -> tuple[Tensor, Tensor]:
-    """Send tokens and weights to the rows of their experts.
+    """Send tokens and weights to the rows for their experts.
 
     Args:
         tokens: [T, H].
         weights: [T, k].
-        routing: Routing of the tokens.
+        routing: Token routing.
         quantizer: Quantizes the tokens before they are sent; None sends them unquantized.
 
     Returns:
@@ -42,18 +42,18 @@ def dispatch(
     slots, slot_weights = _RowExchange.apply(routing.wire, slots, slot_weights)  # pyright: ignore[reportGeneralTypeIssues]
     rows = permute(slots, routing.received, routing.rows)[0]
     row = routing.received.map.view(weights.shape[1], routing.slots_received).t().reshape(-1).long()
-    # The last element collects the weights of choices without a row.
+    # The last element collects weights for choices without a row.
     target = torch.where(row < 0, routing.rows, row)
     row_weights = weights.new_zeros(routing.rows + 1).scatter(0, target, slot_weights.reshape(-1))
     return rows, row_weights[: routing.rows]
 
 
 def combine(rows: Tensor, routing: ExpertRouting, gradient_quantizer: Quantizer | None) -> Tensor:
-    """Send the rows [R, H] of experts back and sum them per token, [T, H]; sums of each rank are rounded to the dtype.
+    """Send expert rows [R, H] back and sum them per token, [T, H]; sums on each rank are rounded to the dtype.
 
     Args:
-        rows: Outputs of the experts.
-        routing: Routing of the dispatch.
+        rows: Expert outputs.
+        routing: Dispatch routing.
         gradient_quantizer: Quantizes the gradient before the backward pass sends it; None sends it unquantized.
     """
     sums = unpermute(rows, routing.received)
@@ -70,7 +70,7 @@ def through_buffers(x: Tensor, result: Tensor | None, gradient: Tensor | None) -
 
 
 def exchange_any(parts: tuple[Tensor, ...], wire: Wire) -> list[Tensor]:
-    """Exchange the rows of plain tensors, and the row-wise codes and scales of quantized tensors."""
+    """Exchange plain tensor rows, and row-wise codes and scales of quantized tensors."""
     plain: list[Tensor] = []
     rebuild: list[Callable[[list[Tensor]], Tensor]] = []
     for part in parts:
@@ -87,7 +87,7 @@ def exchange_any(parts: tuple[Tensor, ...], wire: Wire) -> list[Tensor]:
 def _sent_quantized(
     part: QuantizedTensor, plain: list[Tensor], wire: Wire
 ) -> Callable[[list[Tensor]], Tensor]:
-    """Append the codes and scales of a tensor to `plain`; return the function that joins the received ones."""
+    """Append a tensor's codes and scales to `plain`; return the function that joins the received ones."""
     storage: Any = part.as_storage().drop(columnwise=True)
     tensors, payload = payload_with_common_scale(*gather_payload(storage), wire.group)
     start, kind, dtype = len(plain), type(part), part.dtype
@@ -100,7 +100,7 @@ def _sent_quantized(
 
 
 class _RowExchange(Function):
-    """Exchange of several tensors at once, so that all ranks call the collectives in the same order."""
+    """Exchange for several tensors at once, so that all ranks call the collectives in the same order."""
 
     @staticmethod
     def forward(ctx: Any, wire: Wire, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -135,7 +135,7 @@ class _QuantizedGradient(Function):
 
 
 class _Buffers:
-    """Buffers of the caller, hidden from autograd."""
+    """Caller-owned buffers, hidden from autograd."""
 
     def __init__(self, result: Tensor | None, gradient: Tensor | None):
         self.result, self.gradient = result, gradient
@@ -154,5 +154,5 @@ class _ThroughBuffers(Function):
 
 
 def _written(x: Tensor, buffer: Tensor | None) -> Tensor:
-    """Copy x into a buffer and return an alias of the buffer; without a buffer return an alias of x."""
+    """Copy x into a buffer and return its alias; without a buffer return an alias of x."""
     return x.view_as(x) if buffer is None else buffer.detach().copy_(x)

@@ -1,7 +1,7 @@
-"""Forward passes of layers in operators that ONNX can express: ATen, and the tex operators of quantizations.
+"""Layer forward passes in operators that ONNX can express: ATen, and tex operators for quantizations.
 
-An FP8 product is a pair of tex operators, quantize and dequantize, for each operand, and a float32 product of the
-values. An exporter writes the pairs as QuantizeLinear and DequantizeLinear, which a runtime may merge with the product.
+An FP8 product is two tex operators, quantize and dequantize, per operand, and a float32 product of the values. An
+exporter writes the pairs as QuantizeLinear and DequantizeLinear, which a runtime may merge with the product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .normalization import Norm
 
 @singledispatch
 def round_trip(quantizer: Quantizer, x: Tensor) -> Tensor:
-    """Return the float32 values of the codes of x [.., K], quantized along its last dimension.
+    """Return the float32 values behind the codes of x [.., K], quantized along its last dimension.
 
     Raises:
         NotImplementedError: ONNX has no operator for the format.
@@ -38,7 +38,7 @@ def round_trip(quantizer: Quantizer, x: Tensor) -> Tensor:
 
 @round_trip.register
 def _(quantizer: Float8Quantizer, x: Tensor) -> Tensor:
-    # The scale of this moment, which the graph contains as a constant: an exported program records no maxima.
+    # The present scale, which the graph contains as a constant: an exported program records no maxima.
     scale = quantizer.scale.detach().reshape(1).clone()
     codes = tex.fp8_quantize(x, scale, float8_dtype(quantizer.dtype))
     return tex.fp8_dequantize(codes, scale.reciprocal())
@@ -68,13 +68,13 @@ def _(quantizer: MXFP8Quantizer, x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, quantizers: tuple[Quantizer, Quantizer]) -> Tensor:
-    """Compute y [.., N] = x [.., K] @ weight.T + bias in the dtype of x.
+    """Compute y [.., N] = x [.., K] @ weight.T + bias in x's dtype.
 
     Args:
         x: Input.
         weight: Weight [N, K].
         bias: Bias [N], or None.
-        quantizers: Quantizers of x and of the weight; identities for a product in high precision.
+        quantizers: Quantizers for x and the weight; identities for a product in high precision.
 
     Raises:
         NotImplementedError: The weight is a quantized tensor, or ONNX has no operator for a format.
@@ -96,7 +96,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, quantizers: tuple[Qua
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
-    """Normalize the last dimensions of x in float32; weight and bias have their shape, and y the dtype of x."""
+    """Normalize the last dimensions of x in float32; weight and bias have their shape, and y has the dtype of x."""
     gamma = weight.float() + 1.0 if norm.zero_centered else weight.float()
     wide = x.float()
     if norm.kind == "LayerNorm":
@@ -108,5 +108,5 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Ten
 
 
 def activate(name: str, x: Tensor, params: ActivationParams) -> Tensor:
-    """Compute y = f(x) in float32, or of a gated unit y [.., F] of x [.., 2F], in the dtype of x."""
+    """Compute y = f(x) in float32, or for a gated unit y [.., F] from x [.., 2F], in the dtype of x."""
     return value(name, x, params.constants)

@@ -1,4 +1,4 @@
-"""Fusion modes: how the matrix between two steps of a layer is computed, and why.
+"""Fusion modes: how the matrix between two layer steps is computed, and why.
 
 | mode | the matrix between the producer and the product that reads it |
 | --- | --- |
@@ -12,7 +12,7 @@
 | `mlp_activation` | the activation | `fused_cast`, `in_product`, `separate` |
 | `mlp_gradient` | the gradient of the activation | `fused_cast`, `in_product`, `separate` |
 
-The weight gradient of fc2 reads the activation's output by columns:
+fc2's weight gradient reads the activation's output by columns:
 
 | mode of `mlp_columns` | the columns of the activation's output |
 | --- | --- |
@@ -55,14 +55,14 @@ _FEATURES = frozenset({RETURNED, KEPT, OTHER_BACKWARD, GATHERED, TRACED, UNUSED}
 
 
 class Columns(NamedTuple):
-    """The columns of the activation's output [M, F], which the weight gradient of fc2 reads.
+    """Columns of the activation output [M, F], which fc2's weight gradient reads.
 
     Attributes:
-        activation: Mode of the activation's output.
-        gradient: Mode of the gradient of fc1's output.
+        activation: Mode for the activation output.
+        gradient: Mode for fc1's output gradient.
         one_scale: The codes have one scale.
-        copied: The columns are a copy of the codes, not a view of the codes by rows.
-        read: The gradients of fc2's weight and of fc1's output are computed.
+        copied: The columns are a copy of the codes, not a view of the row-wise codes.
+        read: The gradients for fc2's weight and fc1's output are computed.
         summed: The gradient's kernel also sums columns for fc1's bias gradient.
         communicates: fc2 exchanges values or codes with other ranks.
         repeated: The backward pass repeats the forward pass.
@@ -79,12 +79,12 @@ class Columns(NamedTuple):
 
 
 class CachedInput(NamedTuple):
-    """The saved output of fc1 [M, N], the input of the activation.
+    """The saved fc1 output [M, N], the activation input.
 
     Attributes:
         requested: `cache_quantized_activation_input`.
-        columns: Mode of `mlp_columns`.
-        width: Columns of the activation's output.
+        columns: `mlp_columns` mode.
+        width: Activation output columns.
     """
 
     requested: bool
@@ -93,13 +93,13 @@ class CachedInput(NamedTuple):
 
 
 class Fusion(NamedTuple):
-    """A matrix that a norm, an activation or the gradient of one computes, and that a product reads.
+    """A matrix that a norm, an activation or its gradient computes, and that a product reads.
 
     Attributes:
         features: Reasons above that apply.
-        codes: Format that the product's quantizer requests of a kernel; None if it requests none.
-        activation: Name of the activation; None for a norm.
-        gradient: The matrix is the gradient of the activation's input.
+        codes: Format that the product's quantizer requests from a kernel; None if it requests none.
+        activation: Activation name; None for a norm.
+        gradient: The matrix is the activation's input gradient.
         one_scale: One scale is computed from the whole matrix.
         separate_sums: Column sums of the matrix are needed, and a separate cast with sums is faster.
         quantized: The product before the activation is quantized.
@@ -119,10 +119,10 @@ class Fusion(NamedTuple):
 
 
 def unsupported_gradient_cast(activation: str, one_scale: bool, separate_sums: bool) -> str | None:
-    """Reason why the kernel of an activation's gradient does not quantize it; see `Fusion`."""
+    """Reason why an activation gradient's kernel does not quantize it; see `Fusion`."""
     if one_scale and ACTIVATIONS[activation].gated:
-        # A kernel finds the maximum and another casts, with dy [M, F] in memory until both are done: for a gated unit
-        # that is the peak of the whole layer, and separate steps free dy in between.
+        # A kernel finds the maximum and another casts, with dy [M, F] in memory until both are done: for a
+        # gated unit that is the whole layer's peak, and separate steps free dy in between.
         return (
             "the scale of the tensor needs all of dy first, which would be in memory at the peak of the layer"
         )
@@ -154,12 +154,12 @@ def _unsupported_epilogue(fusion: Fusion) -> str | None:
         return "an inspector reads the product"
     if fusion.codes is not None:
         return f"{fusion.codes} codes are made where the activation is"
-    # A graph, in which no kernel makes codes, has the bits of eager mode, whose kernel reads the rounded x.
+    # A graph, in which no kernel makes codes, is bit-equal to eager mode, whose kernel reads the rounded x.
     return "the product is quantized" if fusion.quantized else None
 
 
 def _unsupported_columns(columns: Columns) -> str | None:
-    """Reason why the kernel of the activation's gradient does not compute the columns of its output."""
+    """Reason why the activation gradient's kernel does not compute its output columns."""
     if not columns.read:
         return "the gradients of fc2's weight and of fc1's output are not both computed"
     if columns.repeated:
@@ -238,7 +238,7 @@ def choose_activation_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) ->
 
 
 def choose_gradient_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
-    """Choose how the gradient of fc1's output is made."""
+    """Choose how fc1's output gradient is computed."""
     features = _features(
         {
             UNUSED: not fc1.needs_grad_input,
@@ -265,7 +265,7 @@ def choose_gradient_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> s
 def choose_columns_mode(
     activation: str, gradient: str, fc1: LinearSpec, fc2: LinearSpec, repeated: bool
 ) -> str:
-    """Choose where the columns of the activation's output are computed, for the modes of both its passes."""
+    """Choose where the activation output's columns are computed, for the modes of both its passes."""
     cast = input_cast(fc2) if activation == FUSED_CAST else None
     return MLP_COLUMNS.choose(
         Columns(

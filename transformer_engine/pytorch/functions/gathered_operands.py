@@ -1,14 +1,14 @@
-"""x and dy of a linear layer as its products read them, gathered from the ranks that share their rows.
+"""A linear layer's x and dy as its products read them, gathered from the ranks that share their rows.
 
-With sequence parallelism each rank has M / ranks rows outside of the layer, and the products need all M: of x in a
-column-parallel layer, of dy in a row-parallel one. `LinearSpec.gather_input` and `gather_gradient` say how:
+With sequence parallelism each rank has M / ranks rows outside the layer, and the products need all M: for x in a
+column-parallel layer, for dy in a row-parallel one. `LinearSpec.gather_input` and `gather_gradient` say how:
 
 - "values": gather values; every rank quantizes all rows.
-- "codes": each rank quantizes its rows; the codes of each direction are gathered.
-- "row_codes": the same, where the column direction is the transpose of the row direction.
+- "codes": each rank quantizes its rows; the codes in each direction are gathered.
+- "row_codes": the same, where the column direction is the transposed row direction.
 - "once": gather values and save all rows, because they cannot be quantized twice.
 
-The backward pass gathers the saved rows of x again, except in the last way.
+The backward pass gathers the saved x rows again, except in the last way.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from .saving import wait_for_saved
 
 
 def gathered_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
-    """Quantize x [M, K], of which each rank has M / ranks rows; see `linear.quantize_input`.
+    """Quantize x [M, K], where each rank has M / ranks rows; see `linear.quantize_input`.
 
     Returns:
-        x by rows, possibly in transit from other ranks; and the saved x of the backward pass.
+        x by rows, possibly in transit from other ranks; and the saved x for the backward pass.
     """
     way = spec.gather_input
     if way in (VALUES, ONCE):
@@ -59,7 +59,7 @@ def gathered_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
         columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
         x_rows, x_columns = cast_input(x, spec, True, columns and way != ROW_CODES)
     saved = x_rows if spec.backward == DEQUANTIZED or way == ROW_CODES else x_columns
-    # The codes [M / ranks, K] of this rank are sent while the weight is quantized.
+    # This rank's codes [M / ranks, K] are sent while the weight is quantized.
     x_rows = begin_gather(x_rows, spec)
     if spec.keep_input or spec.backward == HIGH_PRECISION:
         saved = Matrix(dequantized(x, spec.dtype)) if spec.needs_grad_weight else None
@@ -69,8 +69,8 @@ def gathered_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
 def _gathered_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     """Gather x [M, K] in high precision and quantize all rows on every rank.
 
-    This rank's rows of x are saved and gathered again in the backward pass, or all rows if quantization is not
-    repeatable.
+    This rank's x rows are saved and gathered again in the backward pass, or all rows if
+    quantization is not repeatable.
     """
     pending = begin_gather(x, spec)
     if spec.plain and way == VALUES:
@@ -87,24 +87,24 @@ def _gathered_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
 
 
 def begin_gather_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient | Tensor:
-    """Gather dy [M / ranks, N] of all ranks, as codes or as values.
+    """Gather dy [M / ranks, N] from all ranks, as codes or as values.
 
     Returns:
-        Operands of dy [M, N], each possibly the `Pending` gather of one; or the gathered values, which each rank
-        quantizes.
+        Operands of dy [M, N], each possibly a `Pending` gather; or the gathered values, which each
+        rank quantizes.
     """
     quantizes = spec.backward == QUANTIZED and not spec.plain
     if quantizes and gathers_gradient_codes(spec):
         return QuantizedGradient(_gathered_gradient_codes(dy, spec), None)
     pending = begin_gather(dy, spec, dense=True)
     if not quantizes and spec.needs_grad_input and not spec.needs_grad_bias:
-        # The product of dx may begin with the rows that have arrived; `gathered_columns` reads the gathered rows.
+        # The dx product may begin with the rows that have arrived; `gathered_columns` reads the gathered rows.
         return QuantizedGradient(Operands(pending, None), None)  # pyright: ignore[reportArgumentType]
     return pending.wait()
 
 
 def _gathered_gradient_codes(dy: Any, spec: LinearSpec) -> Operands:
-    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather the codes of each direction that is read."""
+    """Quantize this rank's rows of dy [M / ranks, N] and begin to gather the codes in each direction that is read."""
     if not (spec.needs_grad_input or spec.needs_grad_weight):
         return Operands(None, None)
     by_rows = spec.gather_gradient == ROW_CODES
@@ -120,7 +120,7 @@ def _gathered_gradient_codes(dy: Any, spec: LinearSpec) -> Operands:
 
 
 def gathered_columns(columns: Any, rows: Any) -> Any:
-    """Column-wise operand [K, M]: gathered, or the transpose of gathered rows [M, K] if `columns` is None."""
+    """Column-wise operand [K, M]: gathered, or transposed gathered rows [M, K] if `columns` is None."""
     if isinstance(columns, Pending):
         return columns.wait()
     if columns is not None:
@@ -129,12 +129,12 @@ def gathered_columns(columns: Any, rows: Any) -> Any:
 
 
 def gathers_saved_input(spec: LinearSpec) -> bool:
-    """Whether the backward pass gathers the shard of x that the forward pass has saved."""
+    """Whether the backward pass gathers the x shard that the forward pass has saved."""
     return spec.needs_grad_weight and spec.parallel.gathers_input and spec.gather_input != ONCE
 
 
 def begin_gather_saved(x: Any, spec: LinearSpec) -> Pending:
-    """Begin to gather the saved rows of x: values, codes by rows, or codes by columns [K, M / ranks]."""
+    """Begin to gather the saved x rows: values, codes by rows, or codes by columns [K, M / ranks]."""
     if offloading.used:
         wait_for_saved(x)
     if spec.backward != QUANTIZED or spec.gather_input == VALUES:
@@ -147,7 +147,7 @@ def begin_gather_saved(x: Any, spec: LinearSpec) -> Pending:
 
 
 def column_operand(x: Any, spec: LinearSpec) -> Any:
-    """Columns of gathered rows of x, or of its saved values, or the values that an override multiplies."""
+    """Columns of gathered x rows, or of its saved values, or the values that an override multiplies."""
     way = spec.gather_input if isinstance(x, Pending) else None
     x = x.wait() if isinstance(x, Pending) else x
     if way is None and offloading.used:

@@ -1,4 +1,4 @@
-"""The settings of a grouped linear layer's call: its kind, its numbers of rows, and parameters that are one stack."""
+"""Settings for a grouped linear call: its kind, its row counts, and parameters that are one stack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .weight_gradient import WeightGradient
 
 
 class GroupedQuantizers(NamedTuple):
-    """The quantizers of all groups as one for each tensor; None, all three, to multiply unquantized."""
+    """Quantizers for all groups as one per tensor; None, all three, to multiply unquantized."""
 
     input: GroupedQuantizer | None = None
     weight: GroupedQuantizer | None = None
@@ -32,17 +32,17 @@ class GroupedQuantizers(NamedTuple):
     def merged(
         cls, inputs: Sequence[Quantizer], weights: Sequence[Quantizer], grad_outputs: Sequence[Quantizer]
     ) -> GroupedQuantizers:
-        """Return the quantizers of each tensor of all groups as one; none if those of some tensor cannot be merged."""
+        """Return the quantizers per tensor for all groups as one; none if some tensor's quantizers cannot be merged."""
         made = cls(grouped(inputs, False), grouped(weights, True), grouped(grad_outputs, False))
         return cls() if None in made else made
 
     @property
     def multiple(self) -> int:
-        """Divisor of the groups' numbers of rows, and of the extents of weights."""
+        """Divisor of group row counts and weight extents."""
         return 1 if self.input is None else self.input.multiple
 
     def fit(self, splits: Sequence[int] | Tensor) -> bool:
-        """Return whether the format supports the groups' numbers of rows, of which those of a tensor are unknown."""
+        """Return whether the format supports the group row counts; counts in a tensor are unknown."""
         return self.multiple == 1 or (
             not isinstance(splits, Tensor) and not any(rows % self.multiple for rows in splits)
         )
@@ -50,22 +50,22 @@ class GroupedQuantizers(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedSpec:
-    """The settings of a kind of call of a grouped linear layer; they do not depend on the groups' numbers of rows.
+    """Settings for a grouped linear call kind; they do not depend on the group row counts.
 
     Attributes:
-        groups: Spec of each group's product.
-        unquantized: The same in high precision, for groups whose numbers of rows the format does not support; empty
-            if nothing is quantized.
+        groups: Product spec per group.
+        unquantized: The same in high precision, for groups whose row counts the format does not
+            support; empty if nothing is quantized.
         layer: Settings that all groups have in common; a gradient is needed if some group needs it.
-        extents: Extents (N, K) of a weight.
-        stacked_weight: The weights of all groups are one parameter [n, N, K].
-        stacked_bias: The biases of all groups are one parameter [n, N].
+        extents: Weight extents (N, K).
+        stacked_weight: All groups' weights are one parameter [n, N, K].
+        stacked_bias: All groups' biases are one parameter [n, N].
         together: The call may be computed in one launch per step.
-        request: The request of `grouped_request.TABLE` without the number of rows; None while a compiler traces.
-        quantizers: The quantizers of all groups as one; no quantizers if they cannot be merged.
+        request: The request to `grouped_request.TABLE` without the row count; None while a compiler traces.
+        quantizers: Quantizers for all groups as one; no quantizers if they cannot be merged.
         needs_grad: Some tensor needs a gradient.
         scale_update: What delayed scaling updates after the backward pass.
-        inspected: Results that the inspector of some group reads or replaces.
+        inspected: Results that some group's inspector reads or replaces.
     """
 
     groups: tuple[LinearSpec, ...]
@@ -84,19 +84,19 @@ class GroupedSpec:
 
 @dataclass(eq=False)
 class GroupedCall:
-    """One call of a grouped linear layer, with the attributes of a `LayerSpec`.
+    """One grouped linear call, with the attributes of a `LayerSpec`.
 
     It is made in every call and not frozen, because frozen fields take longer.
 
     Attributes:
         spec: Its settings.
-        groups: Spec of each group's product in this call.
-        rows: Number of rows of each group; not read if `layout` is given.
+        groups: Product spec per group in this call.
+        rows: Rows per group; not read if `layout` is given.
         layout: The groups on the device, for one launch per step; None to loop over the groups.
-        buffers: Buffers of the caller for the results.
+        buffers: Caller-owned buffers for the results.
         cached: All weights as quantized in the module's cache, for one launch per step; None if not cached.
-        unassigned: Rows behind those of the groups; results are zero there. Not read if `layout` is given.
-        clears: With `layout`, results are zero in rows behind those of the groups; otherwise they are undefined there.
+        unassigned: Rows after the groups' rows; results are zero there. Not read if `layout` is given.
+        clears: With `layout`, results are zero in rows after the groups' rows; otherwise they are undefined there.
     """
 
     spec: GroupedSpec
@@ -114,28 +114,28 @@ class GroupedCall:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the results, which steps shared with other layers read."""
+        """Result dtype, which steps shared with other layers read."""
         return self.groups[0].dtype
 
-    # Numbers of rows change from call to call, so a compiled pass would serve one call only.
+    # Row counts change from call to call, so a compiled pass would serve one call only.
     compiled = None
     cached_tensors = ()
 
     def rows_of(self, x: Any) -> Sequence[Any]:
-        """Return each group's rows of a matrix; values that are given per group are returned unchanged."""
+        """Return each group's matrix rows; values that are given per group are returned unchanged."""
         if isinstance(x, list):
             return x
         return (x[: x.shape[0] - self.unassigned] if self.unassigned else x).split(self.rows)
 
     def joined(self, parts: list[Tensor], out: Tensor | None = None) -> Tensor:
-        """Return the groups' matrices one after another, and zeros in rows of no group."""
+        """Return the groups' matrices one after another, and zeros in rows outside the groups."""
         if self.unassigned:
             parts = [*parts, parts[0].new_zeros(self.unassigned, parts[0].shape[1])]
         return torch.cat(parts) if out is None else torch.cat(parts, out=out)
 
 
 def members_of(stack: Any) -> list[Any]:
-    """Return the n matrices, or vectors, of a stack, as views; storages where it is quantized. A list is unchanged."""
+    """View the n matrices, or vectors, in a stack; storages where it is quantized. A list is unchanged."""
     if isinstance(stack, list):
         return stack
     if isinstance(stack, QuantizedTensorStorage):
@@ -144,7 +144,7 @@ def members_of(stack: Any) -> list[Any]:
 
 
 def stacked_gradient(members: Sequence[Tensor | None], gradient: WeightGradient) -> Tensor | None:
-    """Return the gradient of a stack: that of its members, or the placeholder of one that went to `main_grad`."""
+    """Return a stack's gradient: its members' gradient, or the placeholder for one that went to `main_grad`."""
     given = [member for member in members if member is not None]
     if given:
         return torch.stack(given)
@@ -155,7 +155,7 @@ def stacked_gradient(members: Sequence[Tensor | None], gradient: WeightGradient)
 
 
 class StackMember:
-    """stack[i] as a separate parameter, for the accumulation of its gradient."""
+    """stack[i] as a separate parameter, for accumulating its gradient."""
 
     __slots__ = ("_index", "whole")
 

@@ -1,10 +1,10 @@
-"""y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] for consecutive groups of rows g, differentiable in one node.
+"""y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] for consecutive row groups g, differentiable in one node.
 
-**Groups.** In a mixture of experts, each group is an expert. x [M, K] contains the M_g tokens of each expert, one
-expert after another, and each expert has a weight w_g and a bias b_g. The numbers of rows M_g change from call to
-call; their sum is M. A group without rows has an empty y_g and dx_g, and a dw_g of zeros.
+**Groups.** In a mixture of experts, each group is an expert. x [M, K] contains the M_g tokens per expert, one
+expert after another, and each expert has a weight w_g and a bias b_g. The row counts M_g change from call to
+call; their sum is M. A group without rows has an empty y_g and dx_g, and a zero dw_g.
 
-**Products.** The three products of a linear layer are computed for each group:
+**Products.** A linear layer's three products are computed for each group:
 
 | product of each group | contracts | reads |
 | --- | --- | --- |
@@ -12,22 +12,22 @@ call; their sum is M. A group without rows has an empty y_g and dx_g, and a dw_g
 | dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K] | N | row-wise dy_g, column-wise w_g |
 | dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K] | M_g | column-wise dy_g, column-wise x_g |
 
-`linear.py` explains quantization and the terms row-wise and column-wise. Each group has its own quantizers: the codes
-of a group are those that a separate `Linear` computes. The passes below are those of `linear.py`, without
-communication. A quantizer computes two operands, one per direction. Unquantized values are both operands themselves:
-the products of dx_g and dw_g read them as transposed matrices.
+`linear.py` explains quantization and the terms row-wise and column-wise. Each group has its own quantizers: a
+group's codes equal those that a separate `Linear` computes. The passes below follow `linear.py`, without
+communication. A quantizer computes two operands, one per direction. Unquantized values are both operands
+themselves: the dx_g and dw_g products read them as transposed matrices.
 
-**Launches.** Each step of a pass is a function of `grouped_products.py`. It computes all groups in one launch, or in a
-loop over the groups, as `grouped_request.py` chooses. In one launch, a quantized operand is one object for all groups;
-in a loop, it is a list with one operand per group. Unquantized x and dy remain one tensor in both cases, which the step
-splits into groups. The functions below do not depend on this choice.
+**Launches.** Each step in a pass is a function in `grouped_products.py`. It computes all groups in one
+launch, or in a loop over the groups, as `grouped_request.py` chooses. In one launch, a quantized operand is
+one object for all groups; in a loop, it is a list with one operand per group. Unquantized x and dy remain one
+tensor in both cases, which the step splits into groups. The functions below do not depend on this choice.
 
-**Settings.** A `GroupedCall` has the numbers of rows of one call and its `GroupedSpec`. It also has the attributes of a
-`LayerSpec`, so that `layer.py` accepts it as the spec. `call.spec.layer` has the settings that all groups share; a
-gradient is needed there if some group needs it.
+**Settings.** A `GroupedCall` has one call's row counts and its `GroupedSpec`. It also has the
+attributes of a `LayerSpec`, so that `layer.py` accepts it as the spec. `call.spec.layer` has the
+settings that all groups share; a gradient is needed there if some group needs it.
 
-**Parameters.** The weights are a list of n tensors [N, K], or one stack [n, N, K]; the biases a list of tensors [N],
-or one stack [n, N]. Gradients have the form of their parameters.
+**Parameters.** The weights are a list with n tensors [N, K], or one stack [n, N, K]; the biases a
+list with tensors [N], or one stack [n, N]. Gradients have the form of their parameters.
 """
 
 from __future__ import annotations
@@ -66,26 +66,26 @@ def grouped_linear_forward(
     leading: tuple[int, ...] = (),
     compute_y: bool = True,
 ) -> tuple[list[Any], list[Any]]:
-    """Compute y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] of each group g.
+    """Compute y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] for each group g.
 
     Args:
         tensors: x [M, K]; the weights and the biases, each a list or one stack; None without biases.
-        call: Settings and numbers of rows of this call.
+        call: Settings and row counts for this call.
         saves: Return the saved operands. The gradients that the spec requests do not decide this alone: a compiled
             graph (`grouped_operators.py`) runs the function without saving for y, and again in its backward pass.
         leading: Not used: x is a matrix.
         compute_y: Compute y. Recomputation needs the saved operands only.
 
     Returns:
-        [y [M, N] or None] and [operand of x that dw reads, operand of the weights that dx reads], each None if its
-        gradient is not needed.
+        [y [M, N] or None] and [x operand that dw reads, weight operand that dx reads], each None if
+        its gradient is not needed.
     """
     x, weights, biases = tensors
     x_rows, saved_input = _quantize_input(x, call, saves)
     w_rows, saved_weight = _quantize_weights(weights, call, saves)
     y = None
     if compute_y:
-        # y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N]: both row-wise; the rows of all groups form y [M, N].
+        # y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N]: both row-wise; all groups' rows form y [M, N].
         y = product_of_groups(x_rows, w_rows, call, "forward", biases=biases)
         if "output" in call.spec.inspected:
             y = inspected_groups(y, call, "output")
@@ -93,12 +93,12 @@ def grouped_linear_forward(
 
 
 def _quantize_input(x: Tensor, call: GroupedCall, saves: bool) -> tuple[Any, Any]:
-    """Quantize x_g [M_g, K] of each group: row-wise for y_g, column-wise for dw_g.
+    """Quantize x_g [M_g, K] for each group: row-wise for y_g, column-wise for dw_g.
 
     Returns:
-        (operand of y; operand saved for dw, or None if dw is not needed). By default the saved operand is the
-        column-wise codes of each group. It is the values of x with `keep_input`, for HIGH_PRECISION and in an
-        unquantized layer. For DEQUANTIZED it is the row-wise codes of the groups whose weights need a gradient.
+        (operand for y; operand saved for dw, or None if dw is not needed). By default the saved operand is
+        the column-wise codes per group. It is x's values with `keep_input`, for HIGH_PRECISION and in an
+        unquantized layer. For DEQUANTIZED it is the row-wise codes for groups whose weights need a gradient.
     """
     layer = call.spec.layer
     rows: Any
@@ -122,12 +122,12 @@ def _quantize_input(x: Tensor, call: GroupedCall, saves: bool) -> tuple[Any, Any
 
 
 def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any, Any]:
-    """Quantize w_g [N, K] of each group: row-wise for y_g, column-wise for dx_g.
+    """Quantize w_g [N, K] for each group: row-wise for y_g, column-wise for dx_g.
 
     Returns:
-        (operand of y; operand saved for dx, or None if dx is not needed). By default the saved operand is the
-        column-wise codes of each weight. It is the values for HIGH_PRECISION and in an unquantized layer, and the
-        row-wise codes for DEQUANTIZED.
+        (operand for y; operand saved for dx, or None if dx is not needed). By default the saved
+        operand is the column-wise codes per weight. It is the values for HIGH_PRECISION and in an
+        unquantized layer, and the row-wise codes for DEQUANTIZED.
     """
     layer = call.spec.layer
     if layer.plain:
@@ -150,16 +150,16 @@ def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any
 def grouped_linear_backward(
     operands: list[Any], call: GroupedCall, leading: tuple[int, ...] = ()
 ) -> list[Any]:
-    """Compute dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K], dw_g [N, K] = dy_g.T @ x_g, and db_g [N] of each group g.
+    """Compute dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K], dw_g [N, K] = dy_g.T @ x_g, and db_g [N] for each group g.
 
     Args:
-        operands: dy [M, N], and the saved operands of x and the weights. The list is emptied, so that each saved buffer
-            and the codes of dy are freed after their last reader.
-        call: Settings and numbers of rows of the forward pass.
+        operands: dy [M, N], and the saved x and weight operands. The list is emptied, so that each
+            saved buffer and dy's codes are freed after their last reader.
+        call: Settings and row counts of the forward pass.
         leading: Not used: x is a matrix.
 
     Returns:
-        [dx [M, K], gradients of the weights, gradients of the biases]; None for a gradient that is not needed.
+        [dx [M, K], weight gradients, bias gradients]; None for a gradient that is not needed.
     """
     dy, x, w = operands
     operands.clear()
@@ -218,13 +218,13 @@ FUNCTIONS = LayerFunctions("GroupedLinear", grouped_linear_forward, grouped_line
 def grouped_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, call: GroupedCall
 ) -> Tensor:
-    """Compute y [M, N] of x [M, K], differentiable in x, every weight and every bias.
+    """Compute y [M, N] from x [M, K], differentiable in x, every weight and every bias.
 
     Args:
-        x: The rows of all groups.
-        weights: Weight [N, K] of each group, or one stack [n, N, K] as the only element.
-        biases: Bias [N] of each group, or one stack [n, N] as the only element; None to add none.
-        call: Settings and numbers of rows of this call.
+        x: All groups' rows.
+        weights: Weight [N, K] per group, or one stack [n, N, K] as the only element.
+        biases: Bias [N] per group, or one stack [n, N] as the only element; None to add none.
+        call: Settings and row counts for this call.
     """
     if call.spec.needs_grad:
         return _GroupedLinear.apply(x, call, len(weights), *weights, *(biases or ()))
@@ -241,7 +241,7 @@ def _tensors(
 
 
 class _GroupedLinear(Function):
-    """Node of autograd's graph, which takes each parameter as an argument of its own."""
+    """Node in autograd's graph, which takes each parameter as a separate argument."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
@@ -264,5 +264,5 @@ class _GroupedLinear(Function):
             elif gradient is None:
                 grads += [None] * count
             else:
-                grads.append(gradient)  # of a stack, which is a single parameter
-        return grad_input, None, None, *grads  # no gradients of call and count
+                grads.append(gradient)  # for a stack, which is a single parameter
+        return grad_input, None, None, *grads  # no gradients for call and count

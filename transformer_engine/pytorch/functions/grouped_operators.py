@@ -1,11 +1,11 @@
-"""Operators of grouped linear layers whose numbers of rows are a tensor, for torch.compile.
+"""Operators for grouped linear layers whose row counts are a tensor, for torch.compile.
 
-A graph knows the number of all rows but not that of each group, and formats, padding and products depend on it. The
-forward and the backward pass of such a call are therefore one operator each, which runs the steps of eager mode with
-the numbers that the tensor holds. The results have the bits of eager mode.
+A graph knows the total row count but not each group's, and formats, padding and products depend on
+it. The forward and the backward pass in such a call are therefore one operator each, which runs the
+eager-mode steps with the numbers that the tensor holds. The results are bit-equal to eager mode.
 
-The shapes of codes depend on the groups, so a graph saves the unquantized input and the weights. The backward operator
-repeats their casts, with the scales of the forward pass under delayed scaling.
+Code shapes depend on the groups, so a graph saves the unquantized input and the weights. The
+backward operator repeats their casts, with the forward-pass scales under delayed scaling.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .scale_update import ScaleUpdate
 
 @dataclass(frozen=True, eq=False)
 class GroupedKernel:
-    """The passes of a kind of call, as the operators run them.
+    """Passes for a call kind, as the operators run them.
 
     Attributes:
         spec: The settings.
         inference: Function (call, inputs) -> y.
-        again: Function (call, inputs) -> saved values of the backward pass, without y.
-        backward: Function (call, [dy, *the results of `again`]) -> a gradient of each input or None.
+        again: Function (call, inputs) -> saved values for the backward pass, without y.
+        backward: Function (call, [dy, *the results of `again`]) -> a gradient per input or None.
         lists: Sizes of the lists into which the inputs behind x are collected; None: each is an input by itself.
         present: Of each input, whether `backward` returns its gradient.
-        call: Function from a spec, the numbers of rows, x and its weights to the call.
-        states: Delayed-scaling states of the forward and of the backward pass.
+        call: Function from a spec, the row counts, x and its weights to the call.
+        states: Delayed-scaling states for the forward and the backward pass.
     """
 
     spec: GroupedSpec
@@ -55,7 +55,7 @@ class GroupedKernel:
     states: tuple[tuple[Any, ...], tuple[Any, ...]]
 
     def given(self, x: Tensor, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the inputs of the forward pass."""
+        """Return the forward-pass inputs."""
         if self.lists is None:
             return [x, *tensors]
         made: list[Any] = [x]
@@ -66,7 +66,7 @@ class GroupedKernel:
         return made
 
     def gradients(self, results: Sequence[Any]) -> list[Tensor | None]:
-        """Return the gradient of each input."""
+        """Return the gradient per input."""
         made: list[Tensor | None] = []
         counts = (1,) * len(results) if self.lists is None else (1, *self.lists)
         for result, count in zip(results[: len(counts)], counts, strict=True):
@@ -75,7 +75,7 @@ class GroupedKernel:
 
 
 class _ForwardState(NamedTuple):
-    """A state of delayed scaling in an operator: the scales [n] of a graph, and a history [1, n] of zeros."""
+    """A delayed-scaling state in an operator: a graph's scales [n], and a zero history [1, n]."""
 
     scale: Tensor
     scale_in_place: Tensor
@@ -113,17 +113,17 @@ def register(owner: Any, kernel: GroupedKernel) -> str:
 
 
 def gradients_of_key(key: str) -> tuple[bool, ...]:
-    """Return `GroupedKernel.present` of a key, which a compiler treats as a constant."""
+    """Return `GroupedKernel.present` for a key, which a compiler treats as a constant."""
     return tuple([there == "1" for there in key.rpartition(":")[2]])
 
 
 def _quantizers(spec: GroupedSpec) -> list[Quantizer]:
-    """Return the quantizers of inputs and weights."""
+    """Return the input and weight quantizers."""
     return [quantizer for group in spec.groups for quantizer in (group.input, group.weight)]
 
 
 def _repeats(quantizer: Quantizer) -> bool:
-    """Return whether a backward operator can repeat a cast of the forward pass."""
+    """Return whether a backward operator can repeat a forward-pass cast."""
     if isinstance(quantizer, Calibrating):
         return _repeats(quantizer.quantizer)
     return not quantizer.stochastic_rounding and (
@@ -138,8 +138,8 @@ def _with_states(
 
     Args:
         kernel: The kernel.
-        forward: Scales of the states of the forward pass.
-        backward: Scales of the states of the backward pass; empty in the forward pass.
+        forward: Scales in the forward-pass states.
+        backward: Scales in the backward-pass states; empty in the forward pass.
     """
     found: dict[int, _ForwardState] = {}
     for states, scales in zip(kernel.states, (forward, backward), strict=True):
@@ -200,7 +200,7 @@ def _backward_op(
     scales: list[torch.Tensor],
     key: str,
 ) -> list[torch.Tensor]:
-    """Return the gradients of the inputs that have one, and the maxima that the casts of gradients record."""
+    """Return gradients for the inputs that have one, and the maxima that gradient casts record."""
     kernel = _kernels[key]
     spec, maxima = _with_states(kernel, forward_scales, scales)
     call = kernel.call(spec, rows, x, tensors)
@@ -209,10 +209,10 @@ def _backward_op(
     for gradient, tensor in zip(kernel.gradients(results), (x, *tensors), strict=True):
         if gradient is not None:
             gradient = gradient.to(tensor.dtype).reshape(tensor.shape)
-            # Results of an operator share no memory.
+            # Operator results share no memory.
             whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
             made.append(gradient if whole and gradient.is_contiguous() else gradient.clone())
-    # The forward pass recorded the maxima of the casts that are repeated here.
+    # The forward pass recorded the maxima for the casts that are repeated here.
     return [*made, *maxima[len(forward_scales) :]]
 
 
@@ -232,14 +232,14 @@ def _record(states: Sequence[Any], maxima: Sequence[Tensor]) -> None:
 def forward_in_graph(
     key: str, x: Tensor, rows: Tensor, tensors: Sequence[Tensor], states: Sequence[Any]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return y of a traced call, and copies of the scales that its casts use.
+    """Return y for a traced call, and copies of the scales that its casts use.
 
     Args:
-        key: Key of the kernel, from `register`.
+        key: Kernel key, from `register`.
         x: The input.
-        rows: Number of rows of each group.
+        rows: Rows per group.
         tensors: Its other inputs.
-        states: Delayed-scaling states of the forward pass.
+        states: Forward delayed-scaling states.
     """
     scales = [compiled_scale(state) for state in states]
     y, *maxima = _forward_op(x, rows, list(tensors), scales, key)
@@ -253,13 +253,13 @@ def backward_in_graph(
     scales: Sequence[Tensor],
     states: Sequence[Any],
 ) -> list[Tensor | None]:
-    """Return the gradient of each input of a traced call; None for an input that needs none.
+    """Return the gradient per input of a traced call; None for an input that needs none.
 
     Args:
-        key: Key of the kernel.
-        saved: dy, x, the number of rows of each group, and the other inputs.
-        scales: Scales of the forward pass.
-        states: Delayed-scaling states of the backward pass.
+        key: Kernel key.
+        saved: dy, x, the rows per group, and the other inputs.
+        scales: Forward-pass scales.
+        states: Backward delayed-scaling states.
     """
     dy, x, rows, tensors = saved
     present = gradients_of_key(key)

@@ -1,8 +1,8 @@
-"""Operations of a linear layer over consecutive groups of rows, each with a weight: casts, products and sums.
+"""Linear layer operations over consecutive row groups, each with a weight: casts, products and sums.
 
-If `GroupedCall.layout` is given, an operation is one launch for all groups, on operands of `primitives/grouped_gemm`.
-Otherwise it loops over the groups, operands are lists of one per group, and results have the bits of a loop of linear
-layers.
+If `GroupedCall.layout` is given, an operation is one launch for all groups, on operands of
+`primitives/grouped_gemm`. Otherwise it loops over the groups, operands are lists with one per
+group, and results are bit-equal to a loop over linear layers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cast_groups(x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwis
     """Quantize x [M, K], dy [M, N] or the weights [N, K] in the requested directions.
 
     Args:
-        x: The rows of all groups; or the weights, as a list or one stack.
+        x: All groups' rows; or the weights, as a list or one stack.
         call: Settings.
         tensor: "input", "grad_output" or "weight".
         rowwise, columnwise: The directions.
@@ -77,7 +77,7 @@ def cast_groups(x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwis
 def _cast_each_group(
     x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwise: bool
 ) -> tuple[Any, Any]:
-    """`cast_groups` in a loop: each direction is a list of one operand per group."""
+    """`cast_groups` in a loop: each direction is a list with one operand per group."""
     if tensor == "weight":
         members = zip(members_of(x), call.groups, strict=True)
         pairs = [weight_operands(weight, group, columnwise) for weight, group in members]
@@ -85,7 +85,7 @@ def _cast_each_group(
         pairs: list[Any] = []
         for part, group in zip(call.rows_of(x), call.groups, strict=True):
             columns = columnwise and group.needs_grad_weight
-            if not (rowwise or columns):  # a frozen weight, and no gradient of the input
+            if not (rowwise or columns):  # a frozen weight, and no input gradient
                 pairs.append((None, None))
             elif tensor == "input" and rowwise:
                 pairs.append(input_operands(part, group.input, columns))
@@ -99,37 +99,37 @@ def _cast_each_group(
 
 
 def converted_weights(weights: Any, call: GroupedCall) -> Any:
-    """Values of the weights in the dtype of the layer."""
+    """Weight values in the layer dtype."""
     dtype = call.groups[0].dtype
     if call.layout is not None and (weights[0] if isinstance(weights, list) else weights).dtype is dtype:
-        return weights  # one launch reads weights of the input's dtype only
+        return weights  # one launch reads weights with the input's dtype only
     if isinstance(weights, Tensor) and not isinstance(weights, QuantizedTensorStorage):
         return weights.to(dtype)
     return [converted(member, dtype) for member in members_of(weights)]
 
 
 def values_of_groups(x: Any, call: GroupedCall) -> Any:
-    """Values of a matrix in any form (tensor, quantized tensor), or of the operand of each group; None stays None."""
+    """Values of a matrix in any form (tensor, quantized tensor), or per-group operand values; None stays None."""
     if not isinstance(x, list):
         return dequantized(x, call.dtype)
     return [None if member is None else dequantized(member, call.dtype) for member in x]
 
 
 def operands_of_trained_weights(operands: list[Any], call: GroupedCall) -> list[Any]:
-    """Operands of groups whose weights get a gradient, and None for the others."""
+    """Operands for groups whose weights get a gradient, and None for the others."""
     pairs = zip(operands, call.groups, strict=True)
     return [part if group.needs_grad_weight else None for part, group in pairs]
 
 
 def product_of_groups(a: Any, b: Any, call: GroupedCall, kind: str, biases: Any = None) -> Tensor:
-    """Compute a_g [M_g, K] @ b_g [N, K].T + bias_g [N] of each group g, as one matrix [M, N].
+    """Compute a_g [M_g, K] @ b_g [N, K].T + bias_g [N] for each group g, as one matrix [M, N].
 
     Args:
-        a: Operand of the rows of all groups.
-        b: Operand of each group's weight. Unquantized weights are transposed in a "grad_input" product.
+        a: Operand for all groups' rows.
+        b: Weight operand per group. Unquantized weights are transposed in a "grad_input" product.
         call: Settings.
         kind: "forward" or "grad_input", which choose accumulation and the caller's buffer.
-        biases: A bias of each group, or None.
+        biases: A bias per group, or None.
     """
     buffer = call.buffers.output if kind == "forward" else call.buffers.grad_input
     first = call.groups[0]
@@ -161,7 +161,7 @@ def product_of_groups(a: Any, b: Any, call: GroupedCall, kind: str, biases: Any 
 
 
 def inspected_groups(y: Tensor, call: GroupedCall, result: str) -> Tensor:
-    """Pass each group's rows to the inspector of the group."""
+    """Pass each group's rows to the group's inspector."""
     parts = []
     for part, group in zip(call.rows_of(y), call.groups, strict=True):
         parts.append(group.inspector.inspect(result, part) if inspects(group, result) else part)  # pyright: ignore
@@ -169,12 +169,12 @@ def inspected_groups(y: Tensor, call: GroupedCall, result: str) -> Tensor:
 
 
 def weight_gradients(dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype) -> Any:
-    """Compute dw_g [N, K] = dy_g.T @ x_g of each group g: a list, or the gradient of the stack.
+    """Compute dw_g [N, K] = dy_g.T @ x_g for each group g: a list, or the stack gradient.
 
     Args:
-        dy, x: Operands of the columns of all groups. Unquantized values are transposed.
+        dy, x: Operands for all groups' columns. Unquantized values are transposed.
         call: Settings.
-        dtype: Dtype of the gradients.
+        dtype: Gradient dtype.
     """
     if call.layout is not None:
         dy = GroupedColumns(dy.contiguous()) if isinstance(dy, Tensor) else dy
@@ -211,7 +211,7 @@ def stacked_weight_gradients(
 ) -> Any:
     """Compute dw_g [N, K] = dy_g.T @ x_g: views of one stack, or accumulated into every main_grad.
 
-    A main_grad that several groups share receives the sum of their gradients.
+    A main_grad that several groups share receives their gradient sum.
     """
     exact = call.groups[0].accumulation.grad_weight
     n, k = call.spec.extents
@@ -245,7 +245,7 @@ def stacked_weight_gradients(
 
 
 def bias_gradients(dy: Tensor, call: GroupedCall, dtype: torch.dtype) -> Any:
-    """Compute db_g [N], the sum of dy_g's rows, of each group g: a list, or the gradient of the stack."""
+    """Compute db_g [N], the sum of dy_g's rows, for each group g: a list, or the stack gradient."""
     if call.layout is not None:
         stack = row_sums(dy.contiguous(), call.layout).to(dtype)
         return stack if call.spec.stacked_bias else list(stack.unbind(0))

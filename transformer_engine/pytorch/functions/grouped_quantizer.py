@@ -1,4 +1,4 @@
-"""GroupedQuantizer: the quantizers of one tensor role in all groups, whose casts share one launch."""
+"""GroupedQuantizer: quantizers for one tensor role in all groups, whose casts share one launch."""
 
 from __future__ import annotations
 
@@ -29,21 +29,19 @@ from ..tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from ..tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from ..tensor.quantizer import Quantizer
 
-ROW_MULTIPLE = (
-    32  # of the rows of groups with block scales of one byte; equal to common/kernels/grouped_scaled
-)
+ROW_MULTIPLE = 32  # for group rows with one-byte block scales; equal to common/kernels/grouped_scaled
 
 
 class GroupedQuantizer:
-    """Quantizer of all groups, with the codes and recorded maxima of each group's own quantizer.
+    """Quantizer for all groups, with the codes and recorded maxima of each group's own quantizer.
 
     Args:
-        spec: Target format and scaling. The format is FLOAT8, BLOCK_1D, BLOCK_2D, or one of MXFP8 and NVFP4.
-        state: State of delayed scaling, or None. Its tensors may be replaced between two calls.
-        offset: Index of the first group's slot in the tensors of `state`.
+        spec: Target format and scaling. The format is FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8 or NVFP4.
+        state: Delayed-scaling state, or None. Its tensors may be replaced between two calls.
+        offset: Index of the first group's slot in `state`'s tensors.
         stride: Distance between the slots of consecutive groups.
-        quantize_one: Function that quantizes the matrix of one group, for formats with two levels of scales. None: one
-            launch quantizes all groups.
+        quantize_one: Function that quantizes one group's matrix, for formats with two scale levels.
+            None: one launch quantizes all groups.
     """
 
     def __init__(
@@ -61,11 +59,11 @@ class GroupedQuantizer:
 
     @property
     def multiple(self) -> int:
-        """Divisor of the groups' numbers of rows, and of the extents of weights."""
+        """Divisor of group row counts and weight extents."""
         return ROW_MULTIPLE if self.format.swizzled else 1
 
     def rows(self, x: Tensor, groups: Groups, rowwise: bool, columnwise: bool) -> GroupedQuantized:
-        """Quantize groups of rows of x [total, K] in the requested directions."""
+        """Quantize row groups of x [total, K] in the requested directions."""
         spec = _towards(self._both, rowwise, columnwise)
         if self._quantize_one is not None:
             return quantize_rows_separately(x, groups, spec, self._quantize_one)
@@ -92,15 +90,15 @@ def _towards(spec: QuantizeSpec, rowwise: bool, columnwise: bool) -> QuantizeSpe
 
 
 def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuantizer | None:
-    """Combine the quantizers of one tensor role; return None if the groups must be quantized separately.
+    """Combine the quantizers for one tensor role; return None if the groups must be quantized separately.
 
     Args:
-        quantizers: The quantizer of each group, in order.
-        of_matrices: Whether they quantize weights, which have blocks of 128x128; rows have blocks of 1x128.
+        quantizers: Quantizer per group, in order.
+        of_matrices: Whether they quantize weights, which have 128x128 blocks; rows have 1x128 blocks.
     """
     first = quantizers[0]
     if isinstance(first, Float8Quantizer):
-        # A strided kernel needs slots of one state at equal distances.
+        # A strided kernel needs slots in one state at equal distances.
         slots = [(q._state, q._index, q.dtype) for q in quantizers if isinstance(q, Float8Quantizer)]
         state, offset, dtype = slots[0]
         stride = slots[1][1] - offset if len(slots) > 1 else 1
@@ -147,6 +145,6 @@ def _is_native(tensor_format: TensorFormat) -> bool:
 
 
 def _is_outdated(tensor_format: TensorFormat) -> bool:
-    """Whether Triton is too old for the GPU's instruction: a loop of products by libraries is native then."""
+    """Whether Triton is too old for the GPU's instruction: a loop over library products is native then."""
     needs = tensor_format.block_products
     return needs is not None and current_hardware().has(needs) and not _is_native(tensor_format)

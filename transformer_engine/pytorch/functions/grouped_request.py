@@ -1,7 +1,7 @@
 """The table that chooses how a grouped linear layer computes: all groups in one launch per step, or in a loop.
 
-One launch serves a GPU, bfloat16 and float16, unquantized or with the default settings of a recipe. Under NVFP4, only
-the products share a launch, on GPUs with NVFP4 products. The loop serves every call.
+One launch serves a GPU, bfloat16 and float16, unquantized or with a recipe's default settings. Under NVFP4,
+only the products share a launch, on GPUs with NVFP4 products. The loop serves every call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...common.dispatch import Backend, Table, undisturbed
 
 TOGETHER, LOOP = "together", "loop"
 
-# Features of a call that only the loop supports.
+# Call features that only the loop supports.
 QUANTIZED_PARAMETERS = "quantized parameters"
 OTHER_PARAMETERS = "parameters that are not plain nn.Parameters"
 DELAYED_WEIGHT_GRADIENTS = "delayed weight gradients"
@@ -56,21 +56,21 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class GroupedRequest(NamedTuple):
-    """One forward pass of a grouped linear layer.
+    """One grouped linear forward pass.
 
     Attributes:
         features: The features above that the call or the module uses.
-        requested: Value of NVTE_USE_CUTLASS_GROUPED_GEMM; None if it is not set.
+        requested: NVTE_USE_CUTLASS_GROUPED_GEMM value; None if it is not set.
         plain: The input is a plain tensor, not a subclass.
         has_rows: The input has rows.
-        width: Last dimension of the input.
-        dtype: Dtype of the input.
-        device: Device of the input.
-        extents: Shape (N, K) of a weight.
-        weight_device: Device of the weights.
-        compute_dtype: Dtype of the products: the dtype of torch.autocast, or of the weights.
-        weight_read_dtype: Dtype of the weights if products read them unquantized; otherwise None.
-        multiple: Divisor of the extents that the format requires.
+        width: Last input dimension.
+        dtype: Input dtype.
+        device: Input device.
+        extents: Weight shape (N, K).
+        weight_device: Weight device.
+        compute_dtype: Product dtype: the torch.autocast dtype, or the weight dtype.
+        weight_read_dtype: Weight dtype if products read them unquantized; otherwise None.
+        multiple: Extent divisor that the format requires.
     """
 
     features: tuple[str, ...]
@@ -88,7 +88,7 @@ class GroupedRequest(NamedTuple):
 
 
 def requested_by_environment() -> bool | None:
-    """Return the value of NVTE_USE_CUTLASS_GROUPED_GEMM; None if it is not set."""
+    """Return NVTE_USE_CUTLASS_GROUPED_GEMM; None if it is not set."""
     return None if _text() is None else env.flag(_NAME)
 
 
@@ -135,12 +135,12 @@ TABLE: Table[GroupedRequest] = Table(
 def runs_together(
     request: GroupedRequest, supported: bool, features: tuple[str, ...], has_rows: bool
 ) -> bool:
-    """Return whether all groups of a call are computed in one launch per step.
+    """Return whether all groups in a call are computed in one launch per step.
 
     Args:
-        request: The request of a kind of call.
-        supported: One launch supports this kind of call.
-        features: Further features of the call.
+        request: The request for a call kind.
+        supported: One launch supports this call kind.
+        features: Further call features.
         has_rows: The input has rows.
     """
     if undisturbed():

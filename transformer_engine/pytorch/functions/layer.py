@@ -1,7 +1,7 @@
-"""Execution of passes and saving of buffers, shared by the autograd functions of linear layers.
+"""Pass execution and buffer saving, shared by the autograd functions for linear layers.
 
-A kind of layer has two plain functions (`LayerFunctions`) and an autograd function, whose methods call `record` and
-`run_backward`.
+A layer kind has two plain functions (`LayerFunctions`) and an autograd function, whose methods call
+`record` and `run_backward`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .saving import keep, pack, take_saved, unpack
 
 
 class LayerFunctions(NamedTuple):
-    """The passes of a kind of layer, as plain functions.
+    """A layer kind's passes, as plain functions.
 
     Attributes:
-        name: Name of the layer in messages.
-        forward: Function (tensors, spec, saves, leading) -> (results, saved): results [M, N], and the operands and
-            tensors that the backward pass reads. Without `saves` the second list is not used. `leading` are the
-            dimensions of the input before its last one.
-        backward: Function (operands, spec, leading) -> gradients of the tensors. The operands are the gradients of the
-            results, then the saved values; the function empties their list.
-        results: Number of results.
+        name: Layer name in messages.
+        forward: Function (tensors, spec, saves, leading) -> (results, saved): results [M, N], and
+            the operands and tensors that the backward pass reads. Without `saves` the second list
+            is not used. `leading` are the input dimensions before the last one.
+        backward: Function (operands, spec, leading) -> tensor gradients. The operands are the
+            result gradients, then the saved values; the function empties their list.
+        results: Result count.
     """
 
     name: str
@@ -43,8 +43,8 @@ class LayerFunctions(NamedTuple):
     results: int
 
 
-# Run a pass instead of calling it: runner(name of the pass, function, arguments, is_forward). A forward pass returns
-# (results, saved values). `te.explain` adds a runner.
+# Run a pass instead of calling it: runner(pass name, function, arguments, is_forward). A forward
+# pass returns (results, saved values). `te.explain` adds a runner.
 runners: list[Callable[[str, Callable[..., Any], tuple[Any, ...], bool], Any]] = []
 
 
@@ -59,12 +59,12 @@ def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequ
 def record(
     functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None]
 ) -> Sequence[Any]:
-    """Run the forward pass of a node and save what its backward pass reads; return the results.
+    """Run a node's forward pass and save what its backward pass reads; return the results.
 
     Args:
         functions: The passes.
         ctx: The node.
-        spec: Settings of the call.
+        spec: Call settings.
         tensors: Input and parameters; None for absent ones.
     """
     ctx.spec, ctx.input_shape = spec, tensors[0].shape  # pyright: ignore
@@ -80,10 +80,10 @@ def record(
 
 
 def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-    """Run the backward pass of a node; return the gradients of its tensors.
+    """Run a node's backward pass; return its tensor gradients.
 
-    With delayed scaling, `scale_update` queues the update of the gradient multipliers for the end of the backward pass
-    of the whole graph.
+    With delayed scaling, `scale_update` queues the gradient multiplier update for the end of the
+    whole graph's backward pass.
     """
     spec = ctx.spec
     if spec.compiled is not None:
@@ -100,7 +100,7 @@ def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | N
 def backward_results(
     functions: LayerFunctions, spec: LayerSpec, operands: list[Any], shape: torch.Size
 ) -> Sequence[Any]:
-    """Gradients of a layer's tensors; the gradient of the input gets the input's shape. `operands` is emptied."""
+    """Gradients for a layer's tensors; the input gradient gets the input's shape. `operands` is emptied."""
     arguments = (operands, spec, tuple(shape[:-1]))
     if runners:
         dx, *gradients = runners[-1](
@@ -114,7 +114,7 @@ def backward_results(
 def forward_results(
     functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any], saves: bool
 ) -> tuple[list[Any], list[Any]]:
-    """Results of a forward pass with the leading dimensions of the input, and the buffers to save."""
+    """Forward-pass results with the input's leading dimensions, and the buffers to save."""
     x: Any = tensors[0]
     leading = tuple(x.shape[:-1])
     if offloading.synchronizer is not None:
@@ -136,7 +136,7 @@ _forward_without_autocast = without_autocast(forward_results)
 def compiled_functions(
     functions: LayerFunctions, spec: LayerSpec, device: torch.device
 ) -> CompiledLayer | None:
-    """Compiled passes of a layer; None if they do more than start kernels, products and collectives."""
+    """Compiled passes for a layer; None if they do more than start kernels, products and collectives."""
     if not compiles_on(device):
         return None
     linears = spec.linears()
@@ -164,12 +164,12 @@ def compiled_passes(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
 ) -> CompiledLayer:
-    """Return the compiled passes of some linear layers.
+    """Return compiled passes for some linear layers.
 
     Args:
         linears: The linear layers.
-        device: Device of the tensors.
-        forward, backward: Functions that run the steps of the passes.
+        device: Tensor device.
+        forward, backward: Functions that run the passes' steps.
     """
     quantizers = [quantizer for linear in linears for quantizer in (linear.input, linear.weight)]
     # A gradient that is delayed, or added to main_grad, has effects that a compiled pass would not repeat.
@@ -184,7 +184,7 @@ def compiled_passes(
 
 
 def _backward_quantizers(linear: LinearSpec) -> Iterator[Quantizer]:
-    """Quantizers that the backward pass of a linear layer calls."""
+    """Quantizers that a linear layer's backward pass calls."""
     yield linear.grad_output
     if linear.keep_input or linear.input_columns != SAVED:
         yield linear.input
@@ -193,7 +193,7 @@ def _backward_quantizers(linear: LinearSpec) -> Iterator[Quantizer]:
 
 
 def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """Dimensions of a result with so many rows, for an input with these dimensions instead of its rows.
+    """Dimensions for a result with so many rows, for an input with these dimensions instead of its rows.
 
     Sequence parallelism scales the rows; it then scales the first dimension.
     """
@@ -206,7 +206,7 @@ def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
 
 
 def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
-    """Results with the leading dimensions of the input, and the saved buffers."""
+    """Results with the input's leading dimensions, and the saved buffers."""
     # Results get the leading dimensions of the input. A saved tensor that is also returned is the returned one, so that
     # autograd notices when the caller writes to it. A view of it, saved by the node that it comes from, would keep the
     # node alive.
@@ -216,7 +216,7 @@ def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) ->
         if result is None or isinstance(result, QuantizedTensorStorage):
             continue
         shape = (*leading_shape(leading, result.shape[0]), result.shape[-1])
-        # torch 2.11 traces a backward of zeros for an output that is the product itself.
+        # torch 2.11 traces a zero backward for an output that is the product itself.
         if result.shape == shape and not traced:
             continue
         results[i] = result.view(shape) if type(result) is Symbol else result_in(result, shape)

@@ -1,8 +1,8 @@
-"""y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable, in FP8 or in another format of the quantizers.
+"""y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable, in FP8 or in another quantizer format.
 
-**Products.** Training a linear layer takes three matrix products, one in the forward and two in the backward pass. M
-is the number of rows of x, the product of its leading dimensions. dy, dx, dw and db are the gradients of the loss with
-respect to y, x, weight and bias. Each product contracts the last axis of both of its operands:
+**Products.** Training a linear layer takes three matrix products, one in the forward and two in the backward
+pass. M is the row count of x, the product of its leading dimensions. dy, dx, dw and db are the gradients of
+the loss with respect to y, x, weight and bias. Each product contracts the last axis of both its operands:
 
 | product | contracts | reads |
 | --- | --- | --- |
@@ -10,20 +10,20 @@ respect to y, x, weight and bias. Each product contracts the last axis of both o
 | dx [M, K] = dy [M, N] @ weight [N, K] | N | row-wise dy, column-wise weight |
 | dw [N, K] = dy [M, N].T @ x [M, K] | M | column-wise dy, column-wise x |
 
-**Quantization.** FP8 represents a matrix by 8-bit codes and a scale: x = codes * scale. The format E4M3 has codes up to
-448; E5M2 has codes up to 57,344 and one bit less of precision. Values are multiplied before they are rounded, so that
-they use this range. With per-tensor scaling, a matrix has one float32 scale. Current scaling derives the multiplier
-from the matrix itself:
+**Quantization.** FP8 represents a matrix by 8-bit codes and a scale: x = codes * scale. The format
+E4M3 has codes up to 448; E5M2 has codes up to 57,344 and one bit less precision. Values are
+multiplied before they are rounded, so that they use this range. With per-tensor scaling, a matrix
+has one float32 scale. Current scaling derives the multiplier from the matrix itself:
 
     amax = max(|x|)
     multiplier = 448 / amax
     codes = round_to_fp8(x * multiplier)
     scale = 1 / multiplier
 
-By default x and weight are then E4M3, and dy, whose values vary more, is E5M2. Block formats have a scale per block of
-16 to 128 elements and use the same format for all three matrices by default. The dtype of their scales differs: powers
-of two (E8M0) in MXFP8, E4M3 in NVFP4, whose codes have 4 bits. A product multiplies codes, which GPUs do twice as fast
-as with bfloat16 values, accumulates in float32, and applies both scales:
+By default x and weight are then E4M3, and dy, whose values vary more, is E5M2. Block formats have one scale
+per 16 to 128 elements and use the same format for all three matrices by default. The dtype of their scales
+differs: powers of two (E8M0) in MXFP8, E4M3 in NVFP4, whose codes have 4 bits. A product multiplies codes,
+which GPUs do twice as fast as with bfloat16 values, accumulates in float32, and applies both scales:
 
     x @ weight.T = (x_codes @ weight_codes.T) * (x_scale * weight_scale)
 
@@ -31,35 +31,35 @@ y and dx have the dtype `spec.dtype`, unless the caller requests them quantized.
 unless the caller created them quantized. MXFP8 requires that M, N and K are multiples of 32, NVFP4 of 16; for other
 shapes the layer runs unquantized and warns (`precision.py`). The other formats support every shape.
 
-**Delayed scaling** takes amax from earlier calls. Each cast records its maximum in the amax history of its quantizer
-(`tensor/delayed_scale.py`). The multipliers change later: those of x and weight when the outermost enabled `autocast`
-block ends, if gradients are enabled or the call may be recomputed; those of dy when the backward pass of the whole
-graph ends, for which `run_backward` (`layer.py`) queues a callback. `quantizer.scale` is the multiplier, the inverse of
-the scale above. `quantization/delayed_scaling.py` computes it, and explains what differs under torch.compile, where
-`spec.traced` is set.
+**Delayed scaling** takes amax from earlier calls. Each cast records its maximum in its quantizer's amax
+history (`tensor/delayed_scale.py`). The multipliers change later: for x and weight when the outermost enabled
+`autocast` block ends, if gradients are enabled or the call may be recomputed; for dy when the whole graph's
+backward pass ends, for which `run_backward` (`layer.py`) queues a callback. `quantizer.scale` is the
+multiplier, the inverse of the scale above. `quantization/delayed_scaling.py` computes it, and explains what
+differs under torch.compile, where `spec.traced` is set.
 
-**Directions.** The scales can be applied if each covers the whole contracted axis, or a block of it. x, weight and dy
-are each read by two products, which contract different axes. Each is therefore quantized in two directions: row-wise,
-[M, K] with scales along K, and column-wise, the transposed matrix [K, M] with scales along M. One kernel computes both.
-An `Operand` is the codes and scales of one direction. An unquantized matrix serves both directions without a copy; a
-`Matrix` is one that a product reads transposed.
+**Directions.** The scales can be applied if each covers the whole contracted axis, or a block of it. x,
+weight and dy are each read by two products, which contract different axes. Each is therefore quantized in two
+directions: row-wise, [M, K] with scales along K, and column-wise, the transposed matrix [K, M] with scales
+along M. One kernel computes both. An `Operand` holds the codes and scales for one direction. An unquantized
+matrix serves both directions without a copy; a `Matrix` is one that a product reads transposed.
 
-**Saved operands.** The forward pass multiplies the row-wise operands and saves the column-wise ones, which the
-backward pass reads. FP8 codes take half the memory of bfloat16 values. `LinearSpec` has three exceptions: with
-`keep_input` the layer saves the values of x, and the backward pass quantizes them again; if `backward` is
-HIGH_PRECISION, the backward products multiply saved values; if it is DEQUANTIZED, they multiply the values of the
-forward pass's codes.
+**Saved operands.** The forward pass multiplies the row-wise operands and saves the column-wise
+ones, which the backward pass reads. FP8 codes take half the memory that bfloat16 values take.
+`LinearSpec` has three exceptions: with `keep_input` the layer saves x's values, and the backward
+pass quantizes them again; if `backward` is HIGH_PRECISION, the backward products multiply saved
+values; if it is DEQUANTIZED, they multiply the values of the forward pass's codes.
 
-The functions of this file are complete for one device. Other steps of a layer have their own files:
-`linear_results.py` for y and dx that are summed over ranks, inspected or returned quantized; `gathered_operands.py`
-for x and dy whose rows are sharded over ranks, which are `Pending` until they have arrived; `linear_operands.py` for
-the application of the quantizers, which are defined in `tensor/`; `layer.py` for saving between the passes.
+The functions in this file are complete for one device. Other layer steps have their own files: `linear_results.py`
+for y and dx that are summed over ranks, inspected or returned quantized; `gathered_operands.py` for x and dy whose
+rows are sharded over ranks, which are `Pending` until they have arrived; `linear_operands.py` for applying the
+quantizers, which are defined in `tensor/`; `layer.py` for saving between the passes.
 
-**Breakpoints.** On a GPU, `fast/compiled.py` compiles a pass in the second call of each kind: it runs the functions on
-symbols of tensors and records the kernels that they launch. Later calls repeat these kernels, so a print or a
-breakpoint in this file takes no effect from the third call on. The environment variable TE_FAST=0, set before the
-import, disables compilation. Some calls always run these functions, for example under a forced backend, and backward
-passes that accumulate into `main_grad`.
+**Breakpoints.** On a GPU, `fast/compiled.py` compiles a pass in the second call of each kind: it runs the
+functions on tensor symbols and records the kernels that they launch. Later calls repeat these kernels, so a
+print or a breakpoint in this file takes no effect from the third call on. The environment variable TE_FAST=0,
+set before the import, disables compilation. Some calls always run these functions, for example under a forced
+backend, and backward passes that accumulate into `main_grad`.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ from .linear_spec import DEQUANTIZED, QUANTIZED, RECOMPUTED, LinearSpec
 
 
 class LinearResult(NamedTuple):
-    """Results of `linear_forward`.
+    """`linear_forward` results.
 
     Attributes:
         y: Output [M, N], or `accumulate_into`; None without `compute_y`.
-        saved_input: Operand of x that dw reads; None if dw is not needed.
-        saved_weight: Operand of the weight that dx reads; None if dx is not needed.
+        saved_input: x operand that dw reads; None if dw is not needed.
+        saved_weight: Weight operand that dx reads; None if dx is not needed.
     """
 
     y: Any
@@ -143,10 +143,10 @@ def linear_forward(
 
     Args:
         x: Tensor [.., K], or its `Operands` if the kernel that computed x has quantized it.
-        weight: Weight [N, K] of this rank.
+        weight: Weight [N, K] on this rank.
         bias: Bias [N], or None.
-        spec: Quantizers, dtype, communication and required gradients of this kind of call.
-        leading: Shape of x without K. Only used to shape a quantized y.
+        spec: Quantizers, dtype, communication and required gradients for this call kind.
+        leading: x's shape without K. Only used to shape a quantized y.
         compute_y: Compute y. Recomputation needs the other results only.
         accumulate_into: Matrix [M, N] into which y is accumulated in place; None to allocate y.
     """
@@ -170,11 +170,11 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize x [M, K]: row-wise for y, column-wise for dw.
 
     Returns:
-        (operand of y, or the `Pending` gather of it; operand saved for dw). By default the saved operand is the
-        column-wise codes [K, M] of x. It is the values of x with `keep_input`, for HIGH_PRECISION and in an unquantized
-        layer, and the row-wise codes for DEQUANTIZED. For RECOMPUTED columns it is a `DeferredColumns`: the values of
-        x, which are in memory in any case, and the scale by which the backward pass casts them. If the input is
-        gathered, it may be the shard of this rank.
+        (operand for y, or its `Pending` gather; operand saved for dw). By default the saved operand
+        is x's column-wise codes [K, M]. It is x's values with `keep_input`, for HIGH_PRECISION and
+        in an unquantized layer, and the row-wise codes for DEQUANTIZED. For RECOMPUTED columns it
+        is a `DeferredColumns`: x's values, which are in memory in any case, and the scale by which
+        the backward pass casts them. If the input is gathered, it may be this rank's shard.
     """
     if spec.communicates and spec.parallel.gathers_input:
         return gathered_input(x, spec)
@@ -201,9 +201,9 @@ def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize the weight [N, K]: row-wise for y, column-wise for dx. Cached or quantized weights keep their codes.
 
     Returns:
-        (operand of y; operand saved for dx). By default the saved operand is the column-wise codes [K, N] of the
-        weight. It is the values for HIGH_PRECISION and in an unquantized layer, the row-wise codes for DEQUANTIZED, and
-        `DeferredColumns` for RECOMPUTED columns.
+        (operand for y; operand saved for dx). By default the saved operand is the weight's
+        column-wise codes [K, N]. It is the values for HIGH_PRECISION and in an unquantized layer,
+        the row-wise codes for DEQUANTIZED, and `DeferredColumns` for RECOMPUTED columns.
     """
     if spec.weight_columns == RECOMPUTED:
         return cast_rows(weight, spec.weight)
@@ -228,22 +228,22 @@ def linear_backward(
     """Compute dx [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ x [M, K], and db [N], the sum of dy over M.
 
     Args:
-        operands: dy [.., N], or its `QuantizedGradient` if the kernel that computed dy has quantized it; then x and
-            weight as `linear_forward` returned them. With a fourth value u [M, K], dx is multiplied by the derivative
-            of GELU at u in the epilogue of the product. The list is emptied, so that each saved buffer and the codes
-            of dy are freed after their last reader. autograd holds dy itself until the node returns.
-        spec: Quantizers, dtype, communication and required gradients of this kind of call.
-        leading: Shape of x without K. Only used to shape a quantized dx.
+        operands: dy [.., N], or its `QuantizedGradient` if the kernel that computed dy has quantized it; then
+            x and weight as `linear_forward` returned them. With a fourth value u [M, K], dx is multiplied by
+            the GELU derivative at u in the product's epilogue. The list is emptied, so that each saved buffer
+            and dy's codes are freed after their last reader. autograd holds dy itself until the node returns.
+        spec: Quantizers, dtype, communication and required gradients for this call kind.
+        leading: x's shape without K. Only used to shape a quantized dx.
         accumulate_into: Matrix [M, K] into which dx is accumulated in place; None to allocate dx.
-        produce_input: For layers that recompute x: function dx -> (value returned in place of dx, column-wise x). It
-            receives dx because one kernel can compute both results: for x = act(u), the kernel that computes du from
-            dx reads u and also writes the columns of x (`norm_mlp.py`).
+        produce_input: For layers that recompute x: function dx -> (value returned in place of dx, column-wise
+            x). It receives dx because one kernel can compute both results: for x = act(u), the kernel that
+            computes du from dx reads u and also writes x's columns (`norm_mlp.py`).
     """
     dy, x = operands[:2]
     weight_and_u = operands[2:]  # [weight] or [weight, u], emptied by the product that reads it
     operands.clear()
     if spec.communicates and gathers_saved_input(spec):
-        x = begin_gather_saved(x, spec)  # rows of x are in transit while dx is computed
+        x = begin_gather_saved(x, spec)  # x rows are in transit while dx is computed
     # db [N] = sum of dy [M, N] over M; dy is quantized row-wise for dx and column-wise for dw.
     (dy_rows, dy_columns), db = quantize_output_gradient(dy, spec)
     del dy
@@ -290,13 +290,13 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
         dy = begin_gather_gradient(dy, spec)
     if isinstance(dy, QuantizedGradient):  # from the kernel that computed dy, or from the other ranks
         return dy
-    dy = dense_values(dy)  # the gradient of a sum, for example, is an expanded scalar
+    dy = dense_values(dy)  # a sum's gradient, for example, is an expanded scalar
     db = None
     if spec.needs_grad_bias:
         dtype, cast = spec.grad_bias_dtype or spec.dtype, gradient_cast(spec)
         if cast is not None:
-            # One kernel reads dy for its codes and for db. A quantizer describes its quantization by `cast` to the
-            # kernels of other operations, and converts their codes to operands by `adopt`.
+            # One kernel reads dy for its codes and for db. A quantizer describes its quantization by `cast`
+            # to other operations' kernels, and converts their codes to operands by `adopt`.
             codes, db = column_sums(as_matrix(dy), dtype, cast)
             return QuantizedGradient(spec.grad_output.adopt(codes, dy.dtype), db)
         db = column_sums(as_matrix(dy), dtype)
@@ -306,7 +306,7 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
 def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | None, exact: bool) -> Epilogue:
     """Return the epilogue y + bias, or accumulate_into += y + bias.
 
-    `exact`, a field of `spec.accumulation`, requests that the product promotes partial sums to float32.
+    `exact`, a field in `spec.accumulation`, requests that the product promotes partial sums to float32.
     """
     if accumulate_into is None:
         return Epilogue(spec.dtype, bias=bias, exact=exact)
@@ -333,7 +333,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
 
 
 class _Linear(Function):
-    """Node of autograd's graph: `record` runs `linear_forward` and saves, `run_backward` runs `linear_backward`."""
+    """Node in autograd's graph: `record` runs `linear_forward` and saves, `run_backward` runs `linear_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:
@@ -342,4 +342,4 @@ class _Linear(Function):
     @staticmethod
     @once_differentiable("Linear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *run_backward(FUNCTIONS, ctx, (grad_output,)), None  # no gradient of spec
+        return *run_backward(FUNCTIONS, ctx, (grad_output,)), None  # no gradient for spec

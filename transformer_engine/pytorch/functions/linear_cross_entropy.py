@@ -1,14 +1,14 @@
 """loss = mean(cross_entropy(hidden [M, K] @ weight [V, K].T + bias [V], target [M])), without storing [M, V] logits.
 
-The forward pass processes the rows in chunks. For each chunk it computes the logits, the losses, the gradient of the
-logits in place, and the chunk's part of every gradient. The backward pass multiplies these gradients in place by the
-gradient of the loss, one number, unless that is 1. Losses per row have M such numbers, which are unknown in the
-forward pass; the backward pass then recomputes the logits.
+The forward pass processes the rows in chunks. For each chunk it computes the logits, the losses,
+the logit gradient in place, and the chunk's part of every gradient. The backward pass multiplies
+these gradients in place by the loss gradient, one number, unless that is 1. Losses per row have M
+such numbers, which are unknown in the forward pass; the backward pass then recomputes the logits.
 
-The weight's gradient is one tensor of the weight's dtype. Each product that accumulates into it rounds it once more.
-The first K rows are computed by blocks of ids, with one rounding (`logits_by_ids`). With 8192 rows and 4096 features,
-eleven chunks remain to be accumulated. With `precise`, the logits of the remaining rows are computed twice, and each
-group of rows is accumulated at once.
+The weight's gradient is one tensor with the weight's dtype. Each product that accumulates into it
+rounds it once more. The first K rows are computed by id blocks, with one rounding
+(`logits_by_ids`). With 8192 rows and 4096 features, eleven chunks remain to be accumulated. With
+`precise`, the remaining rows' logits are computed twice, and each row group is accumulated at once.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def linear_cross_entropy(
     mean: bool,
     precise: bool = False,
 ) -> Tensor:
-    """Return the loss in float32: the mean [], or without `mean` the losses of the rows [M].
+    """Return the loss in float32: the mean [], or without `mean` the row losses [M].
 
     Args:
         hidden: Features [M, K].
-        weight: Weight [V, K], of the dtype of hidden.
-        bias: Bias [V] of the same dtype, or None.
+        weight: Weight [V, K], with the dtype of hidden.
+        bias: Bias [V] with the same dtype, or None.
         targets: Class indices int64 [M].
-        labels: Ignored label, smoothing and numbers of classes.
+        labels: Ignored label, smoothing and class counts.
         mean: Return the mean over the rows whose label is not ignored.
-        precise: Round the weight's gradient less often, at the cost of computing most logits twice.
+        precise: Round the weight's gradient less often, but compute most logits twice.
     """
     if mean:
         return _Mean.apply(hidden, weight, bias, targets, labels, precise)  # pyright: ignore[reportReturnType]
@@ -56,7 +56,7 @@ def linear_cross_entropy(
 
 
 def chunk_rows(rows: int) -> int:
-    """Return the number of rows per chunk."""
+    """Return the rows per chunk."""
     return whole_tiles(rows // _SHARE)
 
 
@@ -120,7 +120,7 @@ class _Rows(Function):
         facts = RowFacts(targets, statistics, grad_loss.to(torch.float32).contiguous(), ctx.labels)
         gradients = HeadGradients.wanted(ctx.needs_input_grad, hidden, weight, bias)
         done = 0
-        # Chunks need fewer operations, each of which a compiler traces.
+        # Chunks need fewer operations, which a compiler traces one by one.
         for rows, logits in _by_ids(
             gradients, hidden, weight, bias, False, not torch.compiler.is_compiling()
         ):
@@ -137,14 +137,14 @@ def _by_ids(
 ) -> Iterator[tuple[slice, LogitsByIds]]:
     """Yield the first rows, in groups that accumulate into the weight's gradient once each.
 
-    The caller processes the remaining rows in chunks. Without a gradient of the weight, nothing is yielded.
+    The caller processes the remaining rows in chunks. Without a weight gradient, nothing is yielded.
 
     Args:
         gradients: Gradients to be computed.
         hidden: Features [M, K].
         weight: Weight [V, K].
         bias: Bias [V], or None.
-        lend: Store the logits of as many rows as possible in the memory of the weight's gradient.
+        lend: Store logits for as many rows as possible in the weight gradient's memory.
         rest: Also yield the rows after these, so that no row remains.
     """
     if gradients.weight is None:

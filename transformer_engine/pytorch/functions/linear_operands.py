@@ -1,4 +1,4 @@
-"""Matrices of a linear layer as its products read them: by rows, by columns, or as values."""
+"""A linear layer's matrices as its products read them: by rows, by columns, or as values."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from .saving import wait_for_saved
 
 
 class QuantizedGradient(NamedTuple):
-    """dy [M, N] as the products of the backward pass read it.
+    """dy [M, N] as the backward products read it.
 
     A kernel that computes dy can return it in this form instead of values.
 
     Attributes:
-        operands: Row-wise operand [M, N] and column-wise operand [N, M], each possibly the `Pending` gather of one.
-            None for an operand that no product reads, or that is computed from the other one after its gather.
+        operands: Row-wise operand [M, N] and column-wise operand [N, M], each possibly a `Pending` gather. None for
+            an operand that no product reads, or that is computed from the other one after its gather.
         sums: db [N], the sum of dy over M; None if it is not needed.
     """
 
@@ -53,7 +53,7 @@ class QuantizedGradient(NamedTuple):
 
 
 def operand_of(value: Operand | Matrix | Tensor | Any) -> Operand:
-    """Operand of a product: values [.., K] as a matrix, and the values of a `Matrix` as their transpose."""
+    """Operand for a product: values [.., K] as a matrix, and a `Matrix`'s values transposed."""
     operand: Any = value
     if isinstance(value, Matrix):
         operand = plain(as_matrix(value.values).t())
@@ -63,16 +63,16 @@ def operand_of(value: Operand | Matrix | Tensor | Any) -> Operand:
 
 
 def read_as(value: Any, transposed: bool) -> Any:
-    """Operand of a product, as a `Matrix` for unquantized values that the product reads as their transpose."""
+    """Operand for a product, as a `Matrix` for unquantized values that the product reads transposed."""
     return Matrix(value) if transposed and isinstance(value, (Tensor, Symbol)) else value  # pyright: ignore
 
 
 def copied(number: Tensor, beside: Any) -> Any:
-    """Copy of a state tensor float32 [1] that changes before the backward pass reads it.
+    """Copy a state tensor float32 [1] that changes before the backward pass reads it.
 
     Args:
         number: The tensor.
-        beside: A tensor of the pass; a symbol if the pass is being recorded.
+        beside: A pass tensor; a symbol if the pass is being recorded.
     """
     if type(beside) is not Symbol:
         return number.clone()
@@ -122,7 +122,7 @@ def input_cast(spec: LinearSpec) -> Cast | None:
             return None
         by_rows = (
             gathers_codes(spec) and spec.gather_input == ROW_CODES
-        )  # columns are made of the gathered rows
+        )  # columns are computed from the gathered rows
     return spec.input.cast(True, spec.needs_grad_weight and not by_rows)
 
 
@@ -136,12 +136,12 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
 
 
 def _check_shard(parallel: TensorParallel, x: Any) -> None:
-    """Compare the quantization of a shard over the ranks: some quantizers take maxima over the ranks."""
+    """Compare a shard's quantization over the ranks: some quantizers take maxima over the ranks."""
     (record_check if is_symbolic(x) else check_collective)(parallel, "quantization of a shard", x)
 
 
 def dequantized(x: Any, dtype: torch.dtype) -> Tensor:
-    """Values [M, K] of an operand in a dtype, or of a tensor in its own dtype."""
+    """Operand values [M, K] in a dtype, or tensor values in their own dtype."""
     if isinstance(x, Matrix):
         return x.values
     if isinstance(x, Operand):
@@ -152,8 +152,8 @@ def dequantized(x: Any, dtype: torch.dtype) -> Tensor:
 def saved_values(x: Any, x_rows: Any, spec: LinearSpec) -> Any:
     """Return x [M, K] as a layer saves it whose backward pass does not read the column-wise codes.
 
-    That are the values of x if they are quantized again or multiplied in high precision, and the row-wise codes
-    `x_rows` if the backward pass multiplies their values.
+    These are the values of x if they are quantized again or multiplied in high precision, and the
+    row-wise codes `x_rows` if the backward pass multiplies their values.
     """
     if spec.keep_input or spec.backward == HIGH_PRECISION:
         return Matrix(dequantized(x, spec.dtype))
@@ -168,14 +168,14 @@ def readable_weight(weight: Any, spec: LinearSpec) -> Any:
 
 
 def converted(weight: Any, dtype: torch.dtype) -> Tensor:
-    """Values of a weight in the dtype of its layer."""
+    """Weight values in the layer's dtype."""
     return weight.dequantize(dtype=dtype) if isinstance(weight, QuantizedTensorStorage) else weight.to(dtype)
 
 
 def dense_values(x: Any) -> Tensor:
     """Values, in their shape, that form a matrix with a contiguous axis.
 
-    The gradient of a sum has no contiguous axis, and each reader would copy it.
+    A sum's gradient has no contiguous axis, and each reader would copy it.
     """
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
@@ -183,7 +183,7 @@ def dense_values(x: Any) -> Tensor:
 
 
 def _with_contiguous_axis(x: Tensor) -> Tensor:
-    """Return x [.., N], or a contiguous copy if neither axis of the matrix [M, N] is contiguous."""
+    """Return x [.., N], or a contiguous copy if neither axis in the matrix [M, N] is contiguous."""
     matrix = as_matrix(x)
     if not MatrixLayout.of(matrix.shape, matrix.stride()).stride:
         matrix = matrix.contiguous()
@@ -200,15 +200,15 @@ def input_operands(
 ) -> Operands:  # fmt: skip
     """Return x as the products read it; a quantized input is used without another quantization.
 
-    It is quantized again if its columns are Hadamard transformed and those of the gradient, by which they are
-    multiplied, are not, or the reverse.
+    It is quantized again if its columns are Hadamard transformed and the gradient's columns, by
+    which they are multiplied, are not, or the reverse.
 
     Args:
         x: Values or a quantized tensor.
-        quantizer: Quantizer of values.
+        quantizer: Quantizer for values.
         columnwise: The column direction is read too.
-        shards: The codes are gathered from the shards of these ranks. A shard that lacks a direction is quantized
-            again, and the shards of a quantized tensor receive a common scale.
+        shards: The codes are gathered from the shards on these ranks. A shard that lacks a
+            direction is quantized again, and shards of a quantized tensor receive a common scale.
         shared: See `operands_for_products`.
     """
     if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
@@ -225,10 +225,10 @@ def input_operands(
 def operands_for_products(
     quantizer: Quantizer, matrix: Tensor, rowwise: bool, columnwise: bool, shared: bool
 ) -> Operands:
-    """Return `quantizer.operands`, with scales in the order of products where the GPU multiplies the format.
+    """Return `quantizer.operands`, with scales in product order where the GPU multiplies the format.
 
     Args:
-        quantizer: Quantizer of the values.
+        quantizer: Quantizer for the values.
         matrix: Values [M, K].
         rowwise: The row direction is read.
         columnwise: The column direction is read.
@@ -248,7 +248,7 @@ def operands_for_products(
 
 
 def _lacks_a_direction(x: QuantizedTensorStorage, columnwise: bool) -> bool:
-    """Return whether x has no codes for a direction that products read, and cannot make them of the other one."""
+    """Return whether x has no codes for a direction that products read, and cannot compute them from the other one."""
     usages = x.get_usages()
     return not x.transposable and not (usages["rowwise"] and (usages["columnwise"] or not columnwise))
 
@@ -284,9 +284,9 @@ def _weight_as_given(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Oper
 
 
 def _operands_of(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:
-    """Return the directions of a quantized tensor, which makes the columnwise one if necessary."""
+    """Return a quantized tensor's directions; it computes the columnwise one if necessary."""
     if not torch.compiler.is_compiling():
-        # On the tensor itself, so that it keeps what had to be made; a compiler traces no methods of tensors.
+        # On the tensor itself, so that it keeps what had to be made; a compiler traces no tensor methods.
         tensor.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
     storage = storage_of(tensor)  # pyright: ignore[reportArgumentType]
     storage.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)

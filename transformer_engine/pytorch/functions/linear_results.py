@@ -1,10 +1,10 @@
-"""y and dx of a linear layer where more follows the product: a sum over ranks, an inspector, a quantizer of the result.
+"""A linear layer's y and dx where more follows the product: a sum over ranks, an inspector, a result quantizer.
 
-A tensor-parallel layer has a shard of the weight: [N / ranks, K] in the mode "column", [N, K / ranks] in the mode
-"row". In the mode "row", each rank computes y over its part of K; in the mode "column", dx over its part of N. These
-results are partial sums, which the ranks sum: with sequence parallelism by a reduce-scatter, after which each rank has
-M / ranks rows, otherwise by an all-reduce. A sum begins as soon as its product is complete. Until it is waited for, the
-result is a `Pending`.
+A tensor-parallel layer has a weight shard: [N / ranks, K] in the mode "column", [N, K / ranks] in
+the mode "row". In the mode "row", each rank computes y over its part of K; in the mode "column", dx
+over its part of N. These results are partial sums, which the ranks sum: with sequence parallelism
+by a reduce-scatter, after which each rank has M / ranks rows, otherwise by an all-reduce. A sum
+begins as soon as its product is complete. Until it is waited for, the result is a `Pending`.
 
 The operands are passed in a list, which is emptied, so that each operand is freed after the product.
 """
@@ -22,7 +22,7 @@ from .layer import leading_shape
 from .linear_operands import operand_of
 from .linear_spec import LinearSpec, inspects, sums_over_ranks
 
-# The results of products, by the names that inspectors use.
+# Product results, by the names that inspectors use.
 Result = Literal["output", "grad_input"]
 
 
@@ -33,9 +33,9 @@ def compute_output(
 
     Args:
         operands: x, which may be a `Pending` gather, and the weight, both row-wise. The list is emptied.
-        epilogue: Bias, dtype and accumulation of the product.
-        spec: Settings of the layer.
-        leading: Shape of x without K, for a quantized y.
+        epilogue: Product bias, dtype and accumulation.
+        spec: Layer settings.
+        leading: x's shape without K, for a quantized y.
     """
     y = _multiply(operands, epilogue, spec, "output")[0]
     y = _begin_sum(y, spec, "output")
@@ -51,11 +51,11 @@ def begin_input_gradient(
 
     Args:
         dy: Row-wise operand, which may be a `Pending` gather.
-        weight: Column-wise operand of the weight; then optionally u [M, K], at which the derivative of GELU multiplies
-            dx. The list is emptied.
-        epilogue: Dtype and accumulation of the product.
-        spec: Settings of the layer.
-        leading: Shape of x without K, for a quantized dx.
+        weight: Column-wise weight operand; then optionally u [M, K], at which the GELU derivative
+            multiplies dx. The list is emptied.
+        epilogue: Product dtype and accumulation.
+        spec: Layer settings.
+        leading: x's shape without K, for a quantized dx.
 
     Returns:
         (dx, or its `Pending` sum, which `end_input_gradient` completes; dy, gathered).
@@ -70,13 +70,13 @@ def begin_input_gradient(
 
 
 def end_input_gradient(dx: Pending, spec: LinearSpec, leading: tuple[int, ...]) -> Any:
-    """Wait for the sum of dx [M, K] over the ranks; quantize it by `spec.grad_input`."""
+    """Wait for dx [M, K] summed over the ranks; quantize it by `spec.grad_input`."""
     summed = dx.wait()
     return summed if spec.grad_input is None else _quantized(summed, spec, spec.grad_input, leading)
 
 
 def _multiply(operands: list[Any], epilogue: Epilogue, spec: LinearSpec, result: Result) -> tuple[Any, Any]:
-    """Compute epilogue(a @ b.T) of the operands [a, b] or [a, b, u]; the list is emptied.
+    """Compute epilogue(a @ b.T) from the operands [a, b] or [a, b, u]; the list is emptied.
 
     Returns:
         (result, its `Pending` sum, or its codes (`Quantized`) if the product quantizes it; a, gathered).
@@ -114,14 +114,14 @@ def _is_partial_sum(spec: LinearSpec, result: Result) -> bool:
 
 
 def _scatters(spec: LinearSpec, result: Result) -> bool:
-    """Whether the reduce-scatter of a partial sum overlaps with its product."""
+    """Whether reduce-scattering a partial sum overlaps with its product."""
     parallel = spec.parallel
     overlaps = parallel.overlap.scatter and parallel.sequence
     return overlaps and _is_partial_sum(spec, result) and not (spec.traced or inspects(spec, result))
 
 
 def _cast_of_product(spec: LinearSpec, result: Result) -> Cast | None:
-    """Return the cast by which the epilogue of the product quantizes its result; None if a separate kernel does it.
+    """Return the cast by which the product's epilogue quantizes its result; None if a separate kernel does it.
 
     Only delayed scaling can be fused: its scale is known before the product runs. A partial sum is not quantized.
     """

@@ -1,4 +1,4 @@
-"""LinearSpec: the settings of one call of a linear layer, and derived decisions."""
+"""LinearSpec: settings for one linear layer call, and derived decisions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..tensor.quantizer import Quantizer
 from .scale_update import ScaleUpdate
 from .weight_gradient import Inspector, WeightGradient
 
-# Operands of the backward products: `LinearSpec.backward`.
+# Operands for the backward products: `LinearSpec.backward`.
 QUANTIZED: Literal["quantized"] = "quantized"
 HIGH_PRECISION: Literal["high_precision"] = "high_precision"
 DEQUANTIZED: Literal["dequantized"] = "dequantized"
@@ -26,7 +26,7 @@ CODES: Literal["codes"] = "codes"
 ROW_CODES: Literal["row_codes"] = "row_codes"
 ONCE: Literal["once"] = "once"
 Gather = Literal["values", "codes", "row_codes", "once"]
-# Where the columns of an operand are computed: `LinearSpec.weight_columns`; see `deferred_columns`.
+# Where an operand's columns are computed: `LinearSpec.weight_columns`; see `deferred_columns`.
 RECOMPUTED, SAVED, PRODUCED = "recomputed", "saved", "produced"
 IDENTITY = IdentityQuantizer()
 
@@ -41,7 +41,7 @@ class Accumulation:
 
 
 def accumulation_of(recipe: Recipe | None) -> Accumulation:
-    """Accumulation of a recipe's three products; the defaults without a recipe, and for one without these options."""
+    """Accumulation in a recipe's three products; the defaults without a recipe, and for one without these options."""
     products = [getattr(recipe, f"fp8_gemm_{name}", None) for name in ("fprop", "dgrad", "wgrad")]
     if None in products:
         return Accumulation()
@@ -50,10 +50,10 @@ def accumulation_of(recipe: Recipe | None) -> Accumulation:
 
 @dataclass(frozen=True)
 class ProductQuantizers:
-    """The five quantizers of one linear product and its two gradients.
+    """The five quantizers for one linear product and its two gradients.
 
     Attributes:
-        inspector: Receives the results of the products.
+        inspector: Receives the product results.
     """
 
     input: Quantizer
@@ -73,13 +73,13 @@ UNQUANTIZED = ProductQuantizers(IDENTITY, IDENTITY, IDENTITY, IDENTITY, IDENTITY
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The settings of one call of a layer, apart from its tensors.
+    """Settings for one layer call, apart from its tensors.
 
     Attributes:
-        compiled: `compiled.CompiledLayer` of the layer's passes; None if they are not compiled.
-        cached_tensors: The tensors of cached quantized weights (`cached_weight`).
+        compiled: `compiled.CompiledLayer` for the layer's passes; None if they are not compiled.
+        cached_tensors: The tensors in cached quantized weights (`cached_weight`).
         scale_update: The scales that delayed scaling updates after the backward pass.
-        needs_grad: Some tensor of the layer needs a gradient.
+        needs_grad: Some layer tensor needs a gradient.
     """
 
     compiled: Any = field(default=None, kw_only=True)
@@ -94,38 +94,38 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class LinearSpec(LayerSpec):
-    """The settings of one call of a linear layer, which may be a part of another layer.
+    """Settings for one linear layer call; the layer may belong to another layer.
 
     Defaults are constants: torch 2.11 cannot trace a default that is an object.
 
     Attributes:
-        dtype: Dtype of the results.
-        input, weight, grad_output: Quantizers of the operands.
+        dtype: Result dtype.
+        input, weight, grad_output: Operand quantizers.
         accumulation: Which products promote partial sums to float32.
         parallel: The tensor-parallel group.
-        weight_gradient: Destination of the gradient of the weight.
-        output, grad_input: Quantizers of the results; None to leave them in `dtype`.
-        cached_weight: The quantized weight in the module's cache, of this microbatch or an earlier one; None without
-            `is_first_microbatch`.
+        weight_gradient: Weight gradient destination.
+        output, grad_input: Result quantizers; None to leave them in `dtype`.
+        cached_weight: The quantized weight in the module's cache, from this microbatch or an
+            earlier one; None without `is_first_microbatch`.
         backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
         keep_input: Save the unquantized input and quantize it again in the backward pass.
-        weight_columns, input_columns: "recomputed" casts the columns in the backward pass; "saved" in the forward pass;
-            "produced": the backward pass of the fused layer passes the columns of the input to `linear_backward`.
+        weight_columns, input_columns: "recomputed" casts the columns in the backward pass; "saved" in the forward
+            pass; "produced": the backward pass of the fused layer passes the input's columns to `linear_backward`.
         needs_grad_input, needs_grad_weight, needs_grad_bias: Which gradients are needed.
-        grad_weight_dtype, grad_bias_dtype: Dtypes of dw and db, those of the parameters; None: `dtype`.
+        grad_weight_dtype, grad_bias_dtype: dw and db dtypes, as for the parameters; None: `dtype`.
         traced: A compiler is tracing.
         communicates: `parallel` sends something.
         plain: Input, weight and gradients are multiplied unquantized.
-        gather_input: How the input is gathered where its rows are sharded. "values": in high precision; every rank
-            quantizes all rows. "codes": each rank quantizes its rows, and the codes of each direction are gathered.
-            "row_codes": the same, and the column direction is the transpose of the row direction. The backward pass
-            gathers the saved shard again. "once": in high precision, and the gathered matrix is saved, because it
-            cannot be quantized twice.
-        gather_gradient: How the gradient of the output is gathered where its rows are sharded: "values", "codes" or
-            "row_codes".
-        inspector: Reads or replaces results of the products; None by default.
-        may_run_again: No gradients are recorded, but a second run of the call may record them: kernels are those of a
-            call with gradients where others round differently.
+        gather_input: How the input is gathered where its rows are sharded. "values": in high precision; every
+            rank quantizes all rows. "codes": each rank quantizes its rows, and the codes in each direction
+            are gathered. "row_codes": the same, and the column direction is the transposed row direction. The
+            backward pass gathers the saved shard again. "once": in high precision, and the gathered matrix is
+            saved, because it cannot be quantized twice.
+        gather_gradient: How the output gradient is gathered where its rows are sharded: "values",
+            "codes" or "row_codes".
+        inspector: Reads or replaces product results; None by default.
+        may_run_again: No gradients are recorded, but a second run of the call may record them:
+            kernels are as in a call with gradients where others round differently.
     """
 
     dtype: torch.dtype
@@ -168,17 +168,17 @@ def linear_spec(
     needs: tuple[bool, bool, bool],
     **settings: Any,
 ) -> LinearSpec:
-    """Settings of one kind of call of a linear layer. Modules and `te.ops` build their specs here.
+    """Settings for one linear layer call kind. Modules and `te.ops` build their specs here.
 
     Args:
-        dtype: Dtype of the results.
-        quantizers: Quantizers of the operands; `UNQUANTIZED` for high precision. Quantizers of results are ignored:
-            pass `output` and `grad_input` where the caller requests quantized results.
+        dtype: Result dtype.
+        quantizers: Operand quantizers; `UNQUANTIZED` for high precision. Result quantizers are
+            ignored: pass `output` and `grad_input` where the caller requests quantized results.
         recipe: Recipe in use, which determines the accumulation and the backward pass; None for the defaults.
-        parallel: Boundary of the layer to its tensor-parallel group.
-        weight_gradient: Destination of the weight gradient.
-        needs: Whether the gradients of input, weight and bias are needed.
-        settings: Other fields of `LinearSpec`.
+        parallel: Boundary between the layer and its tensor-parallel group.
+        weight_gradient: Weight gradient destination.
+        needs: Whether input, weight and bias gradients are needed.
+        settings: Other `LinearSpec` fields.
     """
     return LinearSpec(
         dtype=dtype,
@@ -216,9 +216,9 @@ Spec = TypeVar("Spec")
 
 
 def replace_fields(spec: Spec, **fields: Any) -> Spec:
-    """Return `dataclasses.replace` of a frozen spec in 1 us instead of 10, traced in 20 ms instead of 150."""
+    """Return `dataclasses.replace` on a frozen spec in 1 us instead of 10, traced in 20 ms instead of 150."""
     if torch.compiler.is_compiling():
-        # torch 2.11 does not trace the __dict__ of a frozen dataclass.
+        # torch 2.11 does not trace a frozen dataclass's __dict__.
         cls: Any = type(spec)
         return cls(**{**{name: getattr(spec, name) for name in cls.__dataclass_fields__}, **fields})
     made = object.__new__(type(spec))
@@ -229,17 +229,17 @@ def replace_fields(spec: Spec, **fields: Any) -> Spec:
 def with_gathering(
     spec: LinearSpec, shard: int, quantized_as: type | None = None, histories_agree: bool = False
 ) -> LinearSpec:
-    """Return the spec of a layer whose input or output gradient is gathered as codes where the format allows it.
+    """Return the spec for a layer whose input or output gradient is gathered as codes where the format allows it.
 
-    The quantizers of gathered codes take maxima over the tensor-parallel group, so that codes and scales are those of
-    the gathered matrix.
+    Quantizers for gathered codes take maxima over the tensor-parallel group, so that codes and
+    scales belong to the gathered matrix.
 
     Args:
         spec: The spec.
-        shard: Number of rows of the sharded matrix on this rank.
-        quantized_as: Class of the input if it is a quantized tensor. Each pass gathers the direction of the codes that
-            it reads. If shards of codes cannot be joined, or values are saved, both passes gather the quantized tensor.
-        histories_agree: Scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group.
+        shard: Row count of the sharded matrix on this rank.
+        quantized_as: Input class if it is a quantized tensor. Each pass gathers the code direction that it reads.
+            If code shards cannot be joined, or values are saved, both passes gather the quantized tensor.
+        histories_agree: Delayed-scaling updates take maxima over all ranks in the tensor-parallel group.
     """
     parallel = spec.parallel
     if parallel.gathers_input:
@@ -259,11 +259,11 @@ def with_gathering(
 
 
 def gathered_as(quantizer: Quantizer, rows: int, columnwise: bool, as_values: bool) -> Gather:
-    """Return how a matrix that a quantizer quantizes is gathered from shards of so many rows.
+    """Return how a matrix that a quantizer quantizes is gathered from shards with so many rows.
 
     Args:
         quantizer: The quantizer.
-        rows: Rows of a shard.
+        rows: Rows per shard.
         columnwise: The column direction is needed too.
         as_values: The matrix is gathered before it is quantized.
     """
@@ -276,7 +276,7 @@ def gathered_as(quantizer: Quantizer, rows: int, columnwise: bool, as_values: bo
 def _of_shards(
     quantizer: Quantizer, way: Gather, parallel: TensorParallel, histories_agree: bool
 ) -> Quantizer:
-    """Return the quantizer of the rows of one rank."""
+    """Return the quantizer for one rank's rows."""
     agrees = histories_agree and quantizer.stateful
     if way in (CODES, ROW_CODES) and parallel.group is not None and not agrees:
         return quantizer.reducing_over(parallel.group)
@@ -289,12 +289,12 @@ def gathers_values(spec: LinearSpec) -> bool:
 
 
 def gathers_codes(spec: LinearSpec) -> bool:
-    """Return whether each rank quantizes its rows of the input, whose codes are gathered."""
+    """Return whether each rank quantizes its input rows, whose codes are gathered."""
     return spec.gather_input in (CODES, ROW_CODES) and spec.parallel.gathers_input
 
 
 def gathers_gradient_codes(spec: LinearSpec) -> bool:
-    """Return whether each rank quantizes its rows of the output gradient, whose codes are gathered."""
+    """Return whether each rank quantizes its output gradient rows, whose codes are gathered."""
     return spec.gather_gradient in (CODES, ROW_CODES) and spec.parallel.gathers_gradient
 
 

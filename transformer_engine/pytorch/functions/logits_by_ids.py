@@ -1,17 +1,17 @@
-"""Logits [m, V] of a group of rows in blocks of ids, computed for the sums over each row and again for the gradients.
+"""Logits [m, V] for a row group in id blocks, computed for the sums over each row and again for the gradients.
 
-A block is [m, n]. After all blocks, the sum over each row is complete. Then d, the gradient of the logits of a block,
-contributes to the gradients (the first sum is in float32):
+A block is [m, n]. After all blocks, the sum over each row is complete. Then d, a block's logit
+gradient, contributes to the gradients (the first sum is in float32):
 
     grad_hidden [m, K] += d @ weight[block]
     grad_weight[block] [n, K] += d.T @ hidden
 
-The weight's gradient is therefore written, or accumulated into, once for all of these rows. A chunk of rows, whose
-logits are computed once, instead reads and writes the whole gradient (1 GB each for [128256, 4096] in bfloat16) and
-rounds it once more.
+The weight's gradient is therefore written, or accumulated into, once for all these rows. A row
+chunk, whose logits are computed once, instead reads and writes the whole gradient (1 GB each for
+[128256, 4096] in bfloat16) and rounds it once more.
 
-The logits of the first m <= K rows need not be computed twice. No earlier sum exists, so the unused memory [V, K] of
-the weight's gradient stores them: a block occupies the beginning of its n rows there, until d.T @ hidden replaces it.
+Logits for the first m <= K rows need not be computed twice. No earlier sum exists, so the weight gradient's unused
+memory [V, K] stores them: a block occupies the beginning of its n rows there, until d.T @ hidden replaces it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .head_gradients import HeadGradients, RowFacts, whole_tiles
 
 @dataclass(frozen=True)
 class LogitsByIds:
-    """Logits of hidden [m, K] in blocks of `width` ids.
+    """Logits for hidden [m, K] in blocks with `width` ids.
 
     Attributes:
         hidden: Features [m, K].
         weight: Weight [V, K].
         bias: Bias [V], or None.
-        memory: Memory of one block, which the next block reuses, or of all blocks if `lent`.
+        memory: Memory for one block, which the next block reuses, or for all blocks if `lent`.
         lent: Whether `memory` is the weight's gradient.
-        width: Number of ids per block.
-        rows: Number of rows whose sums over the ids are in memory at once; all rows, unless the memory is lent.
-        sums: Memory of these sums in float32, lent by the gradient of hidden; None: newly allocated.
+        width: Ids per block.
+        rows: Rows whose sums over the ids are in memory at once; all rows, unless the memory is lent.
+        sums: Memory for these sums in float32, lent by the hidden gradient; None: newly allocated.
     """
 
     hidden: Tensor
@@ -56,10 +56,10 @@ class LogitsByIds:
     def in_gradients(
         cls, room: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: HeadGradients
     ) -> LogitsByIds:
-        """Return the logits of the first rows, with memory for about `room` logits in addition to the gradients."""
+        """Return the logits for the first rows, with memory for about `room` logits in addition to the gradients."""
         assert gradients.weight is not None
         (count, features), of_hidden = hidden.shape, gradients.hidden
-        wide = 4 // hidden.itemsize  # number of logits in the memory of one float32 sum
+        wide = 4 // hidden.itemsize  # logit count in one float32 sum's memory
         if of_hidden is not None and count * wide <= of_hidden.shape[0]:
             sums = of_hidden.view(-1)[: count * wide * features].view(torch.float32).view(count, features)
             width = whole_tiles(room // count)
@@ -72,7 +72,7 @@ class LogitsByIds:
     def in_turn(
         cls, room: int, among: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Iterator[tuple[slice, LogitsByIds]]:
-        """Yield (rows, their logits) for groups of the rows; each needs memory for about `room` logits."""
+        """Yield (rows, their logits) for row groups; each needs memory for about `room` logits."""
         if among.start == among.stop:
             return
         features = hidden.shape[1]
@@ -92,12 +92,12 @@ class LogitsByIds:
         return cross_entropy_losses(torch.cat(partials), targets, labels)
 
     def spend(self, facts: RowFacts, gradients: HeadGradients, begin: bool) -> None:
-        """Compute the gradients of these rows.
+        """Compute the gradients for these rows.
 
         Args:
-            facts: Targets, statistics and factors of the rows.
-            gradients: Destination. `gradients.weight` may be the memory of the logits.
-            begin: Write the gradients of weight and bias instead of accumulating into them.
+            facts: Row targets, statistics and factors.
+            gradients: Destination. `gradients.weight` may be the logits' memory.
+            begin: Write the weight and bias gradients instead of accumulating into them.
         """
         count = self.hidden.shape[0]
         at_once = gradients.hidden is not None and self.rows == count
@@ -124,11 +124,11 @@ class LogitsByIds:
             if whole:
                 gradients.take_ids(ids, of_logits, self.hidden, begin)
             del of_logits  # frees the memory before the next block is computed
-        # Sums that share the memory of the gradient are converted into new memory first.
+        # Sums that share the gradient's memory are converted into new memory first.
         gradients.hidden[rows] = total if self.sums is None else total.to(gradients.hidden.dtype)
 
     def _gradient(self, ids: slice, logits: Tensor, facts: RowFacts) -> Tensor:
-        """Return the gradient of the logits, in new memory if they are kept, otherwise in place."""
+        """Return the logit gradient, in new memory if they are kept, otherwise in place."""
         if not self.lent:
             self._make(ids, logits)
         return facts.gradient(logits, ids.start, in_place=not self.lent)
@@ -138,7 +138,7 @@ class LogitsByIds:
         return gemm(plain(self.hidden), plain(self.weight[ids]), Epilogue(logits.dtype, bias, logits))
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (ids, memory of their logits [m, n]), block by block."""
+        """Yield (ids, memory for their logits [m, n]), block by block."""
         count, flat = self.hidden.shape[0], self.memory.view(-1)
         total, features = self.weight.shape
         for start in range(0, total, self.width):
@@ -149,5 +149,5 @@ class LogitsByIds:
 
 
 def _rows_per_sum(room: int, hidden: Tensor) -> int:
-    """Return the number of rows whose sums use 70% of the room: half of 8192 rows with 4096 features and 128256 ids."""
+    """Return how many rows' sums use 70% of the room: half of 8192 rows with 4096 features and 128256 ids."""
     return whole_tiles(7 * room // (10 * hidden.shape[1] * (4 // hidden.itemsize)))

@@ -1,4 +1,4 @@
-"""weight.main_grad: the buffer of a fused weight gradient, and its checks."""
+"""weight.main_grad: the buffer for a fused weight gradient, and its checks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from ...common.numbers import with_article
 from ..distributed_weight import is_distributed_weight
 
-# Dtypes of main_grad.
+# main_grad dtypes.
 _ACCUMULATED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
-    """Return the buffer of a fused weight gradient; raise AttributeError with the remedy if it is absent."""
+    """Return the buffer for a fused weight gradient; raise AttributeError with the remedy if it is absent."""
     if is_distributed_weight(parameter):
         return parameter.grad_buffer()  # pyright: ignore
     if parameter is not None and hasattr(parameter, "__fsdp_param__"):

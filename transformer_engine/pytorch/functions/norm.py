@@ -64,7 +64,7 @@ class _Normalize(Function):
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gamma, mean, rstdev = ctx.saved_tensors
         if is_recorded():
-            # Functions of dy, x and gamma, for a backward pass of the backward pass.
+            # Functions on dy, x and gamma, for a backward pass through the backward pass.
             rows = (-1, gamma.numel())
             dx, dgamma = replayed(
                 lambda x, gamma: ctx.norm.by_torch(x.reshape(rows), gamma.reshape(-1)).view(x.shape),

@@ -1,4 +1,4 @@
-"""LayerNormLinear: y = norm(x) @ weight.T + bias, a norm and a linear layer in one node of autograd's graph.
+"""LayerNormLinear: y = norm(x) @ weight.T + bias, a norm and a linear layer in one node in autograd's graph.
 
 **Norm.** A norm scales each row of x [M, K] by its statistics, then each column by gamma [K]:
 
@@ -10,17 +10,17 @@
 The statistics are float32 and are saved for the backward pass. A norm with `zero_centered` gamma multiplies by 1 +
 gamma.
 
-**Product.** The linear layer multiplies h instead of x. Its passes are those of `linear.py`, which explains
-quantization and the terms row-wise, column-wise and `Operands`.
+**Product.** The linear layer multiplies h instead of x. Its passes come from `linear.py`, which
+explains quantization and the terms row-wise, column-wise and `Operands`.
 
-**Fusion.** Under a recipe the products read FP8 codes of h. In the mode FUSED_CAST the kernel of the norm writes these
-codes and no h in high precision, which saves a write and a read of M * K values. In the mode SEPARATE the norm writes
-h, and the linear layer quantizes it. `fusions.py` chooses the mode once per kind of call: a caller that also receives
-h, for example, requires SEPARATE.
+**Fusion.** Under a recipe the products read h's FP8 codes. In the mode FUSED_CAST the norm's kernel
+writes these codes and no h in high precision, which saves writing and reading M * K values. In the
+mode SEPARATE the norm writes h, and the linear layer quantizes it. `fusions.py` chooses the mode
+once per call kind: a caller that also receives h, for example, requires SEPARATE.
 
-**Columns of h.** dw reads the column-wise codes of h, which the forward pass saves. `use_backend(norm_columns=
-"recomputed")` saves memory behind an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED, only the
-scale of h is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
+**Columns of h.** dw reads h's column-wise codes, which the forward pass saves. `use_backend(norm_columns=
+"recomputed")` saves memory behind an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED,
+only h's scale is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
 
 **Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
 """
@@ -51,11 +51,11 @@ from .saving import DeferredColumns, wait_for_saved
 
 @dataclass(frozen=True)
 class NormLinearSpec(LayerSpec):
-    """Settings of one kind of call of a norm and a linear layer.
+    """Settings for one call kind of a norm and a linear layer.
 
     Attributes:
-        norm: Kind and constants of the norm, which also computes it.
-        linear: Settings of the linear layer.
+        norm: Norm kind and constants, which also computes it.
+        linear: Linear layer settings.
         returns_norm_output: The layer also returns h = norm(x).
         norm_mode: FUSED_CAST or SEPARATE: which kernel quantizes h.
 
@@ -68,7 +68,7 @@ class NormLinearSpec(LayerSpec):
     norm_mode: Literal["fused_cast", "separate"] = SEPARATE
 
     def with_modes(self) -> NormLinearSpec:
-        """Return the spec with its two modes: `norm_mode`, and `linear.input_columns`, the mode of the columns of h.
+        """Return the spec with its two modes: `norm_mode`, and `linear.input_columns`, the mode for h's columns.
 
         `fusions` and `deferred_columns` choose them.
         """
@@ -95,15 +95,15 @@ def norm_forward(
 
     Args:
         x: Tensor [.., K], possibly quantized.
-        gamma: Scale of each column.
-        beta: Offset of each column; None for an RMSNorm.
-        norm: Kind and constants of the norm.
+        gamma: Scale per column.
+        beta: Offset per column; None for an RMSNorm.
+        norm: Norm kind and constants.
         linear: Linear layer that reads h, whose quantizer the kernel applies in the mode FUSED_CAST.
         mode: FUSED_CAST or SEPARATE.
 
     Returns:
-        (h, or its quantized `Operands` in the mode FUSED_CAST; mean and rstdev of each row). If the backward pass
-        produces the columns of h (PRODUCED), the scale that it needs takes their place.
+        (h, or its quantized `Operands` in the mode FUSED_CAST; mean and rstdev per row). If the
+        backward pass produces h's columns (PRODUCED), the scale that it needs replaces them.
     """
     x = as_matrix(dense_values(x))
     if mode != FUSED_CAST:
@@ -122,11 +122,11 @@ def norm_forward(
 def norm_columns(
     saved: Sequence[Any], scale: Tensor, norm: Norm, linear: LinearSpec
 ) -> Callable[[Any], tuple[Any, Any]]:
-    """Return the function dh -> (dh, column-wise operand [K, M] of the output h [M, K] of an RMSNorm).
+    """Return the function dh -> (dh, column-wise operand [K, M] for the output h [M, K] of an RMSNorm).
 
     Args:
         saved: x, gamma, None and rstdev.
-        scale: Scale of the cast of the forward pass.
+        scale: Scale in the forward-pass cast.
         norm: The norm.
         linear: The linear layer.
     """
@@ -155,10 +155,10 @@ def norm_backward(
     An RMSNorm has neither mean nor beta: n = x * rstdev and dx = rstdev * (g - n * mean(g * n)).
 
     Args:
-        dh: Gradient of h from the linear layer.
-        grad_norm_output: Gradient of h from the caller that received it, or None.
+        dh: h's gradient from the linear layer.
+        grad_norm_output: h's gradient from the caller that received it, or None.
         saved: x [.., K], gamma [K], mean [M] (None for an RMSNorm) and rstdev [M].
-        norm: Kind and constants of the norm.
+        norm: Norm kind and constants.
     """
     x, gamma, mean, rstdev = saved
     if offloading.used:
@@ -175,14 +175,14 @@ def norm_linear_forward(
 
     Args:
         tensors: x [.., K], gamma [K], beta [K], weight [N, K] and bias [N]; None for an absent one.
-        spec: Norm, linear layer and fusion mode of this kind of call.
+        spec: Norm, linear layer and fusion mode for this call kind.
         saves: Not used: `spec.linear.needs_grad_*` decide which values are saved, the others are None.
-        leading: Shape of x without K.
+        leading: x's shape without K.
 
     Returns:
-        [y, h or None] and the saved values [x, gamma, mean, rstdev, operand of h, operand of the weight], which
-        `norm_linear_backward` reads in this order. With sequence parallelism h has the rows of this rank; the module
-        gathers them if requested (`ProductsModule.returned_norm_output`).
+        [y, h or None] and the saved values [x, gamma, mean, rstdev, h operand, weight operand],
+        which `norm_linear_backward` reads in this order. With sequence parallelism h has this
+        rank's rows; the module gathers them if requested (`ProductsModule.returned_norm_output`).
     """
     x, gamma, beta, weight, bias = tensors
     # h [M, K] = norm(x [M, K])
@@ -197,10 +197,10 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec, leading: tup
     """Compute the gradients of x, gamma, beta, weight and bias.
 
     Args:
-        operands: dy [.., N], the gradient of the returned h or None, and the saved values. The list is emptied, so that
-            `linear_backward` frees the operands of h and of the weight after their last reader.
-        spec: Norm, linear layer and fusion mode of this kind of call.
-        leading: Shape of x without K. Not used: `layer.py` shapes dx.
+        operands: dy [.., N], the gradient for the returned h or None, and the saved values. The list is
+            emptied, so that `linear_backward` frees the h and weight operands after their last reader.
+        spec: Norm, linear layer and fusion mode for this call kind.
+        leading: x's shape without K. Not used: `layer.py` shapes dx.
     """
     dy, grad_norm_output, x, gamma, mean, rstdev, h, weight = operands
     operands.clear()
@@ -232,12 +232,12 @@ def norm_linear(
 
 
 class _NormLinear(Function):
-    """Node of autograd's graph: `record` runs the forward function and saves, `run_backward` the backward function."""
+    """Node in autograd's graph: `record` runs the forward function and saves, `run_backward` the backward function."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
         y, norm_output = record(FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))
-        # torch 2.11 cannot trace the backward of an output that is None.
+        # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod

@@ -1,9 +1,9 @@
 """LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2.
 
-The linear products are those of `linear.py`, the norm that of `norm_linear.py`. Between them a kernel can do more than
-one step: a norm, an activation or the gradient of one can quantize its result (`FUSED_CAST`), and a product can compute
-GELU or its gradient in its epilogue (`IN_PRODUCT`). `fusions.py` decides this when a spec is built; the functions here
-read the decision from the spec.
+The linear products come from `linear.py`, the norm from `norm_linear.py`. Between them a kernel can
+do more than one step: a norm, an activation or its gradient can quantize its result (`FUSED_CAST`),
+and a product can compute GELU or its gradient in its epilogue (`IN_PRODUCT`). `fusions.py` decides
+this when a spec is built; the functions here read the decision from the spec.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .saving import keep, take_saved, wait_for_saved
 
 
 class FusionModes(NamedTuple):
-    """Fusion modes (see `fusions`) of norm(x), act(u), du, the columns of act(u), and the saved u."""
+    """Fusion modes (see `fusions`) for norm(x), act(u), du, the columns of act(u), and the saved u."""
 
     norm: str
     activation: str
@@ -71,11 +71,11 @@ class NormMLPSpec(LayerSpec):
         norm: The norm.
         fc1: The first linear layer.
         fc2: The second linear layer.
-        activation: Name of the activation.
+        activation: Activation name.
         activation_params: Its parameters.
         returns_norm_output: The caller also gets norm(x).
-        width: Columns of the activation's output.
-        recompute: The backward pass recomputes the results of norm, fc1 and activation that it reads.
+        width: Activation output columns.
+        recompute: The backward pass recomputes the norm, fc1 and activation results that it reads.
         caches_quantized_input: Save fc1's output as FP8 codes where the backward pass reads them.
         fusion_modes: How matrices between the steps are made.
     """
@@ -92,7 +92,7 @@ class NormMLPSpec(LayerSpec):
     fusion_modes: FusionModes = UNFUSED
 
     def with_modes(self) -> NormMLPSpec:
-        """Return the spec with the modes that the tables of `fusions` choose."""
+        """Return the spec with the modes that the tables in `fusions` choose."""
         norm_mode = fusions.choose_norm_mode(self.fc1, self.returns_norm_output)
         activation_mode = fusions.choose_activation_mode(self.activation, self.fc1, self.fc2)
         gradient_mode = SEPARATE
@@ -136,15 +136,15 @@ def norm_mlp_forward(
 
     Args:
         tensors: `NormMLPTensors`.
-        spec: Norm, linear layers, activation and fusion modes of this kind of call.
+        spec: Norm, linear layers, activation and fusion modes for this call kind.
         saves: A backward pass follows.
-        leading: Shape of x without H.
+        leading: x's shape without H.
         compute_y: Compute y. Recomputation needs the saved values only.
 
     Returns:
-        [y, norm(x) or None] and [x, gamma, mean, rstdev, u, operands of fc1 (norm(x), weight), operands of fc2
-        (a, weight)]. The backward pass reads the second list in this order. Where it recomputes a's columns,
-        their scale replaces a.
+        [y, norm(x) or None] and [x, gamma, mean, rstdev, u, fc1 operands (norm(x), weight), fc2
+        operands (a, weight)]. The backward pass reads the second list in this order. Where it
+        recomputes a's columns, their scale replaces a.
     """
     x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, fc2_bias = tensors
     fc1, fc2, modes = spec.fc1, spec.fc2, spec.fusion_modes
@@ -159,7 +159,7 @@ def norm_mlp_forward(
         # u [M, F or 2F] = h [M, H] @ fc1 [F or 2F, H].T + b1.
         u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
         del h
-        # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] of a gated activation; or codes of a from the same kernel.
+        # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] for a gated activation; or a's codes from the same kernel.
         a, scale = _activated(u, spec, saves)
     saved = []
     if saves:
@@ -179,8 +179,8 @@ def _activated(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | No
     """Compute a = act(u), or its `Operands` where the same kernel quantizes it.
 
     Returns:
-        a; and float32 [1], from which the backward pass scales the columns of a that it recomputes: the multiplier of
-        delayed scaling, which changes before, or the maximum of |a|. None where the columns are saved.
+        a; and float32 [1], from which the backward pass scales the columns of a that it recomputes: the
+        delayed-scaling multiplier, which changes before, or max|a|. None where the columns are saved.
     """
     if spec.fusion_modes.activation != FUSED_CAST:
         return activation_forward(spec.activation, u, spec.activation_params), None
@@ -196,7 +196,7 @@ def _activated(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | No
 
 
 def _encoded(u: Any) -> Operand:
-    """E4M3 codes of fc1's output [M, N] in blocks of 1 x 128, for the gradient of the activation."""
+    """E4M3 codes for fc1's output [M, N] in blocks of 1 x 128, for the activation gradient."""
     codes = quantize(as_matrix(u), QuantizeSpec(BLOCK_1D, E4M3))
     assert codes.codes is not None
     return Operand(codes.codes, codes.scale, BLOCK_1D, None, u.dtype)
@@ -208,7 +208,7 @@ def _gelu_product(
     """Compute a = gelu(u), u = h @ weight.T + bias in one product.
 
     Returns:
-        (gelu(u), u or None, operand of h that dw reads, operand of the weight that dh reads).
+        (gelu(u), u or None, h operand that dw reads, weight operand that dh reads).
     """
     h_rows: Any
     h_rows, saved_input = quantize_input(h, spec)
@@ -222,17 +222,17 @@ def _gelu_product(
 
 
 def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec, leading: tuple[int, ...]) -> list[Any]:
-    """Compute the gradients of the tensors of `norm_mlp_forward`.
+    """Compute the gradients for the tensors in `norm_mlp_forward`.
 
     Args:
-        operands: dy [.., H], the gradient of the returned norm(x) or None, and the saved values. The list is emptied.
-        spec: Norm, linear layers, activation and fusion modes of this kind of call.
-        leading: Shape of x without H.
+        operands: dy [.., H], the gradient for the returned norm(x) or None, and the saved values. The list is emptied.
+        spec: Norm, linear layers, activation and fusion modes for this call kind.
+        leading: x's shape without H.
     """
     grad_norm_output, *saved_by_norm = operands[1:6]
     u, h, fc1_weight, a, fc2_weight = operands[6:]
-    # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] = dy.T @ a [M, F].
-    # Where the columns of a are recomputed, du is computed in front of dfc2.
+    # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] =
+    # dy.T @ a [M, F]. Where a's columns are recomputed, du is computed before dfc2.
     fc2_operands = [operands[0], a, fc2_weight]
     operands.clear()
     del fc2_weight
@@ -269,7 +269,7 @@ def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
     fc1 = spec.fc1
     if spec.fusion_modes.gradient != FUSED_CAST:
         return activation_backward(spec.activation, da, u, spec.activation_params)
-    # One kernel reads da and u, and writes row-wise codes of du for dh, column-wise codes for dfc1, and db1.
+    # One kernel reads da and u, and writes du's row-wise codes for dh, column-wise codes for dfc1, and db1.
     cast = gradient_cast(fc1)
     assert cast is not None
     sums = (fc1.grad_bias_dtype or fc1.dtype) if fc1.needs_grad_bias else None
@@ -283,8 +283,8 @@ def _gradient_and_columns(
     """Return the function da -> (du = da * act'(u) with its maximum or its codes, columns of a = act(u)).
 
     Args:
-        u: Output of fc1, or its codes.
-        scale: Saved scale of a; see `_activated`.
+        u: fc1 output, or its codes.
+        scale: Saved scale for a; see `_activated`.
         spec: Settings.
     """
     fc1, quantizer = spec.fc1, spec.fc2.input
@@ -339,7 +339,7 @@ def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     count = len(NormMLPTensors._fields)
     inputs, states = saved[:count], saved[count:]
     del saved
-    # These quantizers use the scales of the first run and record no maxima.
+    # These quantizers use the first run's scales and record no maxima.
     repeated: list[Any] = []
     for quantizer in _forward_quantizers(ctx.spec):
         size = len(quantizer.replay_state())
@@ -368,7 +368,7 @@ class _NormMLP(Function):
             ctx.spec, ctx.input_shape = spec, tensors[0].shape
         else:
             y, norm_output = record(NORM_MLP, ctx, spec, tensors)
-        # torch 2.11 cannot trace the backward of an output that is None.
+        # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod

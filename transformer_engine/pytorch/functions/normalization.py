@@ -1,4 +1,4 @@
-"""Norm: which normalization a fused layer starts with, as a pair of plain functions with one signature."""
+"""Norm: which normalization a fused layer starts with, as two plain functions with one signature."""
 
 from __future__ import annotations
 

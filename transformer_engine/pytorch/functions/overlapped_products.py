@@ -17,11 +17,11 @@ from ..primitives.scale_order import row_major
 
 
 def gather_over_peers(x: Any, parallel: TensorParallel) -> GatheredRows | None:
-    """Start to gather the rows of a matrix through peer buffers; return None where the process group gathers them.
+    """Start to gather matrix rows through peer buffers; return None where the process group gathers them.
 
     Args:
-        x: Values [.., K] or an operand of this rank's rows. Rows of other types are gathered by the process group.
-        parallel: The boundary of the layer.
+        x: Values [.., K] or an operand with this rank's rows. Rows with other types are gathered by the process group.
+        parallel: The layer's boundary.
     """
     if type(x) not in (Tensor, torch.nn.Parameter, Operand):
         return None
@@ -36,7 +36,7 @@ def gather_over_peers(x: Any, parallel: TensorParallel) -> GatheredRows | None:
 
 
 def _rebuilding(x: Tensor | Operand) -> Any:
-    """Return a function that rebuilds a matrix of the kind of x from gathered tensors."""
+    """Return a function that rebuilds a matrix like x from gathered tensors."""
     if isinstance(x, Tensor):
         return lambda parts: parts[0]
     scale, form, amax, dtype = x[1:]
@@ -47,9 +47,9 @@ def product_of_rows(rows: GatheredRows, right: Operand, epilogue: Epilogue) -> T
     """Return rows @ right.T [n * m, N], computed rank by rank as the rows arrive.
 
     Args:
-        rows: The rows [m, K] of n ranks.
+        rows: The rows [m, K] on n ranks.
         right: Operand [N, K].
-        epilogue: Bias, dtype and accumulation of the product.
+        epilogue: Product bias, dtype and accumulation.
     """
     y: Tensor | None = None
     for rank in rows.order():
@@ -70,10 +70,10 @@ def scatter_over_peers(
     """Start to compute left @ right.T and to sum its rows over the ranks through peer buffers.
 
     Args:
-        left: Operand [n * m, K]; rank r gets the sum of the rows from r * m on.
+        left: Operand [n * m, K]; rank r gets the summed rows from r * m on.
         right: Operand [N, K].
-        epilogue: Dtype and accumulation of the product.
-        parallel: The boundary of the layer.
+        epilogue: Product dtype and accumulation.
+        parallel: The layer's boundary.
 
     Returns:
         The pending sum [m, N], or None where the process group computes it.
@@ -95,7 +95,7 @@ def scatter_over_peers(
 
 
 def _rows(operand: Operand, rank: int, ranks: int) -> Operand:
-    """Return the rows of an operand that belong to a rank."""
+    """Return the operand rows that belong to a rank."""
     operand = row_major(operand)
     codes, scale, amax = operand.codes.chunk(ranks)[rank], operand.scale, operand.amax
     if scale is not None and operand.has_block_scales:

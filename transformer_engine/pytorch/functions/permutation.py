@@ -1,7 +1,7 @@
-"""Tokens [T, H] sent to the rows of experts and collected from them, differentiable in tokens and probabilities.
+"""Tokens [T, H] sent to expert rows and collected from them, differentiable in tokens and probabilities.
 
-Quantized tokens are moved as codes and scales: their rows must not share a scale's block with other rows. Groups of
-rows are padded, and their padding removed, in the same way.
+Quantized tokens are moved as codes and scales: their rows must not share a scale's block with other
+rows. Row groups are padded, and their padding removed, in the same way.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def permute(
 ) -> tuple[Tensor, Tensor | None]:
     """(y [rows, H], row_probs [rows]): y[row] = x[token]; see `primitives.permutation.send`.
 
-    The gradient of x adds up those of its rows, whatever their probability; that of probs [T, columns] is 0 where a
-    token has no such route.
+    x's gradient sums its row gradients, whatever their probability; the gradient of probs [T,
+    columns] is 0 where a token has no such route.
     """
     if probs is None:
         return _Permute.apply(x, routes, rows, every_row), None  # pyright: ignore[reportReturnType]
@@ -46,7 +46,7 @@ def unpermute(y: Tensor, routes: Routes, probs: Tensor | None = None) -> Tensor:
 
 
 def unsupported_rows_reason(x: Tensor) -> str | None:
-    """Return why the rows of a quantized tensor cannot be moved; None for rows that can, and for plain tensors."""
+    """Return why a quantized tensor's rows cannot be moved; None for rows that can, and for plain tensors."""
     if not isinstance(x, QuantizedTensor):
         return None
     if torch.compiler.is_compiling():
@@ -62,7 +62,7 @@ def unsupported_rows_reason(x: Tensor) -> str | None:
 def _sent(
     x: Tensor, routes: Routes, rows: int, probs: Tensor | None, every_row: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`send` of plain or quantized tokens."""
+    """`send` for plain or quantized tokens."""
     if not isinstance(x, QuantizedTensor):
         return send(x, routes, rows, probs, every_row=every_row)
     operand = row_major(x.contract(COLS))
@@ -75,9 +75,9 @@ def _sent(
         amax = send(amax.view(-1, 1), routes, rows, None, every_row=every_row)[0]
     moved = Quantized(codes.view(operand.codes.dtype), scale, None, None, amax, None)
     constants = {**x.constants(), "quantizer": None}
-    if "square_tiles" in constants:  # rows of a tile have parted
+    if "square_tiles" in constants:  # rows in a tile have parted
         constants["square_tiles"] = False
-    if "with_gemm_swizzled_scales" in constants:  # rows of a tile of scales, too
+    if "with_gemm_swizzled_scales" in constants:  # rows in a scale tile, too
         constants["with_gemm_swizzled_scales"] = False
     storage = x.storage_class().pack(moved, (rows, x.shape[-1]), **constants)
     if isinstance(storage, BlockScaledStorage):
@@ -101,7 +101,7 @@ def _plain(name: str, gradient: Tensor) -> Tensor:
 def _save_routes(ctx: Any, routes: Routes, *tensors: Tensor | None) -> None:
     """Save the tensors and the routes, whose numbers the backward pass reads from the map's shape.
 
-    A size that no step of a forward reads gets lost if a compiler stores it with tensors (torch 2.13, dynamic shapes).
+    A size that no forward step reads gets lost if a compiler stores it with tensors (torch 2.13, dynamic shapes).
     """
     map = routes.map if routes.layout == MASK else routes.map.view(routes.columns, routes.tokens)
     ctx.save_for_backward(map, routes.pad_offsets, *tensors)
@@ -161,7 +161,7 @@ class _Unpermute(Function):
 class _Merge(Function):
     @staticmethod
     def forward(ctx, y, probs, routes):
-        # Only the gradient of the probabilities reads y.
+        # Only the probability gradient reads y.
         _save_routes(ctx, routes, probs, y if ctx.needs_input_grad[1] else None)
         ctx.rows = y.shape[0]
         return collect(y, routes, probs)[0]
@@ -175,18 +175,18 @@ class _Merge(Function):
 
 
 def pad_rows(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Tensor:
-    """Return [sum of padded, K]: group i has padded[i] rows, its own and then zeros."""
+    """Pad to [sum of padded, K]: group i has padded[i] rows, its own and then zeros."""
     return permute(x, _routes(x, rows, padded), sum(padded))[0]
 
 
 def unpad_rows(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Tensor:
-    """Return the first rows[i] rows of each group of x [sum of padded, K]; the other rows have gradient zero."""
+    """Return the first rows[i] rows in each group of x [sum of padded, K]; the other rows have gradient zero."""
     return unpermute(x, _routes(x, rows, padded))
 
 
 def _routes(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Routes:
     tokens = sum(rows)
-    # First row, rows and first padded row of every group.
+    # First row, rows and first padded row per group.
     firsts, padded_firsts = ([0, *accumulate(sizes)][:-1] for sizes in (rows, padded))
     numbers = (*firsts, *rows, *padded_firsts)
     if torch.compiler.is_compiling():

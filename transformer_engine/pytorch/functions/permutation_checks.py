@@ -1,4 +1,4 @@
-"""Checks of the arguments of permutations: shapes and devices at once, values in tensors as rules for `demand`."""
+"""Checks for permutation arguments: shapes and devices at once, values in tensors as rules for `demand`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .permutation import unsupported_rows_reason
 
 
 def check_row_count(numbers: list[int], rows: int) -> None:
-    """Raise ValueError unless the rows suffice for the routes of each token."""
+    """Raise ValueError unless the rows suffice for each token's routes."""
     if sum(numbers) > rows:
         raise ValueError(
             f"num_out_tokens={rows} < {sum(numbers)}, the ones of routing_map; give at least as many, or -1"
@@ -31,7 +31,7 @@ def check_experts(least: int | None) -> None:
 
 
 def check_last_row(last: int | None, rows: int) -> None:
-    """Raise ValueError if the last row of a map does not exist."""
+    """Raise ValueError if a map's last row does not exist."""
     if last is not None and last >= rows:
         raise ValueError(
             f"row_id_map leads to row {last} of inp, which has {rows}; give all rows that moe_permute made, in "
@@ -40,7 +40,7 @@ def check_last_row(last: int | None, rows: int) -> None:
 
 
 def check_counts(given: list[int], counted: list[int] | None) -> None:
-    """Raise ValueError unless the tokens per expert are those of the routing map."""
+    """Raise ValueError unless the tokens per expert match the routing map."""
     if counted is not None and given != counted:
         raise ValueError(
             f"tokens_per_expert={given} are not the ones of routing_map, {counted}; give its sum over tokens"
@@ -86,7 +86,7 @@ def _check_tokens(inp: Tensor) -> None:
 
 
 def check_probs(name: str, probs: Tensor, inp: Tensor, shape: torch.Size) -> None:
-    """Raise an error unless the probabilities have the shape and are on the device of the tokens."""
+    """Raise an error unless the probabilities have the shape and are on the tokens' device."""
     _dense(name, probs)
     if probs.shape != shape:
         raise ValueError(f"{name} is {list(probs.shape)}; give {list(shape)}")
@@ -111,7 +111,7 @@ def check_rows(inp: Tensor, row_id_map: Tensor, pad_offsets: Tensor | None) -> N
 
 
 def checked_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sizes and order of the chunks as int32 or int64; raise an error unless they fit the tokens."""
+    """Return chunk sizes and order as int32 or int64; raise an error unless they fit the tokens."""
     _check_tokens(inp)
     found = []
     for name, value in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):

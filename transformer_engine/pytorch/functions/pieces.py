@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ..runtime.autograd import Function, check_transforms
 
-# The tensors of a memory plan share storages, too.
+# Memory plan tensors share storages, too.
 _NATIVE = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
 
 
 def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return the pieces of each parameter as one tensor, differentiable in every piece; None without biases.
+    """Return the pieces per parameter as one tensor, differentiable in every piece; None without biases.
 
-    One autograd node serves both; its backward pass returns slices of the gradients.
+    One autograd node serves both; its backward pass returns gradient slices.
     """
     if torch.compiler.is_compiling() or any(type(piece) not in _NATIVE for piece in (*weights, *biases)):
         return torch.cat(list(weights)), torch.cat(list(biases)) if biases else None

@@ -1,7 +1,7 @@
-"""The choice of quantized or high-precision computation: by the recipe, by shapes, or by time with NVTE_FP8_AUTO=1.
+"""Choice between quantized and high-precision computation: by the recipe, by shapes, or by time with NVTE_FP8_AUTO=1.
 
 A product y [M, N] = x [M, K] @ w [N, K].T whose shapes the format does not support runs in high precision, with a
-warning. `runs_quantized` decides; the rule of a format is its quantizer's `unsupported_shape_reason` (`tensor/`):
+warning. `runs_quantized` decides; a format's rule is its quantizer's `unsupported_shape_reason` (`tensor/`):
 
 | format | M, K and N must be multiples of | because |
 | --- | --- | --- |
@@ -13,9 +13,9 @@ warning. `runs_quantized` decides; the rule of a format is its quantizer's `unsu
 
 A fused MLP quantizes both products or none; GroupedLinear runs single groups unquantized (`grouped_products.py`).
 
-For a layer y [M, N] = x [M, K] @ w [N, K].T and its backward pass, FP8 saves time in three products, in proportion to
-M N K. Quantizing x, w and dy in both directions costs time in proportion to the number of their elements, and each
-kernel launch has a fixed cost.
+For a layer y [M, N] = x [M, K] @ w [N, K].T and its backward pass, FP8 saves time in three
+products, in proportion to M N K. Quantizing x, w and dy in both directions costs time in proportion
+to their element count, and each kernel launch has a fixed cost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Rate(NamedTuple):
     launch: float
 
 
-# Fitted on an H200 to the steps in benchmarks/results/cublaslt_h200.json, 128-8192 tokens of width 1024-8192. The
+# Fitted on an H200 to the steps in benchmarks/results/cublaslt_h200.json, 128-8192 tokens with width 1024-8192. The
 # difference from bfloat16 is predicted within 20 us or a fifth. A wrong sign costs less than 8 us.
 _RATES = {
     "delayed": _Rate(1.04, 0.557, 7.4),
@@ -50,15 +50,15 @@ _RATES = {
 
 
 def reason_against_fp8(m: int, n: int, k: int, kind: str) -> str | None:
-    """Return why a layer of these sizes is faster in bfloat16 than in FP8, or None if FP8 is faster.
+    """Return why a layer with these sizes is faster in bfloat16 than in FP8, or None if FP8 is faster.
 
     The estimate assumes that the weight is quantized at every step, as without `is_first_microbatch`.
 
     Args:
-        m: Rows of the input.
+        m: Input rows.
         n: Output features.
         k: Input features.
-        kind: Scaling of the recipe: "delayed", "current" or "block".
+        kind: Recipe scaling: "delayed", "current" or "block".
 
     Raises:
         ValueError: The kind is unknown.
@@ -78,7 +78,7 @@ def reason_against_fp8(m: int, n: int, k: int, kind: str) -> str | None:
 
 
 class PrecisionRequest(NamedTuple):
-    """Sizes of a layer y [m, n] = x [m, k] @ w [n, k].T, its kind of scaling, and whether NVTE_FP8_AUTO is set."""
+    """Sizes of a layer y [m, n] = x [m, k] @ w [n, k].T, its scaling kind, and whether NVTE_FP8_AUTO is set."""
 
     m: int
     n: int
@@ -112,7 +112,7 @@ TABLE: Table[PrecisionRequest] = Table(
 
 
 def quantizes(recipe: Recipe, m: int, n: int, k: int) -> bool:
-    """Return whether a layer of these sizes is quantized under the recipe; only NVTE_FP8_AUTO=1 can prevent it."""
+    """Return whether a layer with these sizes is quantized under the recipe; only NVTE_FP8_AUTO=1 can prevent it."""
     kind = family_of(recipe).measured_as
     return kind is None or TABLE.choose((m, n, k, kind, env.flag("NVTE_FP8_AUTO"))) == "quantized"
 
@@ -128,11 +128,11 @@ def runs_quantized(
     warn: Callable[[str], object],
     recipe: Recipe | None = None,
 ) -> bool:
-    """Return whether a product of a module or of `te.ops` is quantized in a call.
+    """Return whether a product in a module or in `te.ops` is quantized in a call.
 
     Args:
-        product: The quantizers of the recipe.
-        extents: (m, k, n) of y [m, n] = x [m, k] @ w [n, k].T.
+        product: The recipe's quantizers.
+        extents: (m, k, n) in y [m, n] = x [m, k] @ w [n, k].T.
         warn: Called with the reason if the format does not support the shapes.
         recipe: The recipe, if NVTE_FP8_AUTO applies to the call; otherwise None.
     """

@@ -1,4 +1,4 @@
-"""probs [T, E] of the experts of each token, differentiable in logits, and the loss that balances experts."""
+"""probs [T, E] for each token's experts, differentiable in logits, and the loss that balances experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..runtime.double_backward import once_differentiable
 def balancing_gradient(
     grad_loss: Tensor, tokens: Tensor, factor: float, total: Tensor | None, shape: torch.Size
 ) -> Tensor:
-    """Every row of the gradient of probs [rows, columns]: factor / total^2 * tokens * grad_loss; rows are repeated."""
+    """Every row in the gradient of probs [rows, columns]: factor / total^2 * tokens * grad_loss; rows are repeated."""
     row = tokens.to(torch.float32) * (factor * grad_loss.to(torch.float32))
     if total is not None:
         count = total.to(torch.float32)

@@ -1,4 +1,4 @@
-"""Operations of chains on rows in plain torch operations: scales per row, orders of blocks, SiTU-GLU, L2 norms."""
+"""Chain operations on rows in plain torch operations: scales per row, block orders, SiTU-GLU, L2 norms."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ def row_scale(y: Tensor, scales: Tensor) -> Tensor:
 
 
 def row_scale_backward(dy: Tensor, y: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of y [M, N] and of the scales, the sums of dy * y over each row."""
+    """Gradients of y [M, N] and the scales; the latter sum dy * y over each row."""
     wide = dy.float()
     grad_scales = (wide * y.float()).sum(-1).to(scales.dtype).view(scales.shape)
     return (wide * scales.reshape(-1, 1).float()).to(dy.dtype), grad_scales
 
 
 def block_order(x: Tensor, blocks: tuple[int, int, int]) -> Tensor:
-    """Swap the first two of the three dimensions (-1 once) that the last dimension of x is split into."""
+    """Swap the first two among the three dimensions (-1 once) that the last dimension of x is split into."""
     return x.unflatten(-1, blocks).transpose(-3, -2).reshape(x.shape)
 
 
 def l2_norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y = x / sqrt(sum(x^2) + eps) over the last dimension, and the reciprocal of the root."""
+    """y = x / sqrt(sum(x^2) + eps) over the last dimension, and the reciprocal root."""
     wide = x.float()
     rstdev = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
     return (wide * rstdev).to(x.dtype), rstdev
@@ -38,7 +38,7 @@ def l2_norm_backward(dy: Tensor, x: Tensor, rstdev: Tensor) -> Tensor:
 
 
 def situ_glu(x: Tensor, constants: tuple[float, float]) -> Tensor:
-    """y = beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2) of x = [a, b], in float32."""
+    """y = beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2) for x = [a, b], in float32."""
     beta1, beta2 = constants
     a, b = x.float().chunk(2, dim=-1)
     gate = beta1 * torch.tanh(a / beta1) * torch.sigmoid(a)
@@ -46,7 +46,7 @@ def situ_glu(x: Tensor, constants: tuple[float, float]) -> Tensor:
 
 
 def situ_glu_backward(dy: Tensor, x: Tensor, constants: tuple[float, float]) -> Tensor:
-    """Gradient of x of `situ_glu`."""
+    """Gradient of x in `situ_glu`."""
     beta1, beta2 = constants
     wide = dy.float()
     a, b = x.float().chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Saved buffers of autograd nodes: operands go through `save_for_backward` as tensors and non-tensor forms.
+"""Saved buffers in autograd nodes: operands go through `save_for_backward` as tensors and non-tensor metadata.
 
 The forward functions return the values to save (`linear.py`, `norm_linear.py`, `grouped_linear.py`).
 
@@ -27,7 +27,7 @@ class DeferredColumns(NamedTuple):
 
     Attributes:
         values: The values, in high precision.
-        scale: float32 [1]: the multiplier of delayed scaling, which changes before the backward pass, or max|values|.
+        scale: float32 [1]: the delayed-scaling multiplier, which changes before the backward pass, or max|values|.
     """
 
     values: Tensor
@@ -42,9 +42,9 @@ def _join_deferred(tensors: list[Any]) -> tuple[DeferredColumns, int]:
     return DeferredColumns(*tensors[:2]), 2
 
 
-# A list holds one value per group of a grouped layer.
+# A list holds one value per group in a grouped layer.
 Saved = Operand | Matrix | DeferredColumns | Tensor | GroupedOperand | list[Any] | None
-# Forms of saved values that are one tensor: of a tensor itself, and of a `Matrix`.
+# Metadata of saved values that are one tensor: for a tensor itself, and for a `Matrix`.
 _VALUES, _TRANSPOSED = True, False
 _AS_VALUES = (Tensor, Symbol)
 # Operands that take themselves apart. Compilers trace no union in a tuple.
@@ -63,7 +63,7 @@ def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
 
 
 def wait_for_saved(*saved: Saved) -> None:
-    """Make the computation wait for the values of buffers from `take_saved(ctx, waits=False)`."""
+    """Make the computation wait for buffer values from `take_saved(ctx, waits=False)`."""
     if offloading.used and not torch.compiler.is_compiling():
         for operand in saved:
             if isinstance(operand, list):
@@ -74,7 +74,7 @@ def wait_for_saved(*saved: Saved) -> None:
 
 
 def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
-    """Return all tensors of the operands in order, and the non-tensor form of each operand."""
+    """Return all tensors in the operands in order, and the non-tensor metadata per operand."""
     tensors: list[Tensor | None] = []
     forms: list[Any] = []
     for operand in operands:
@@ -90,7 +90,7 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
 
 
 def _pack_other(operand: Saved) -> tuple[Sequence[Any], Any]:
-    """Return the tensors and the form of a saved value that does not take itself apart."""
+    """Return the tensors and metadata for a saved value that does not take itself apart."""
     if operand is None:
         return (), None
     if isinstance(operand, _AS_VALUES):
@@ -145,13 +145,13 @@ def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
 
 
 def _unpack_other(form: Any, tensors: Sequence[Any]) -> tuple[Any, int]:
-    """Return the value that `_pack_other` took apart into the first of the tensors, and the number of its tensors."""
+    """Return the value that `_pack_other` took apart into the first tensors, and its tensor count."""
     if form is None:
         return None, 0
     if form is _VALUES:
         return tensors[0], 1
     if form is _TRANSPOSED:
         return Matrix(tensors[0]), 1
-    count, of_groups = form  # of a list
+    count, of_groups = form  # for a list
     members = tensors[:count]
     return [*members] if of_groups is None else unpack(members, of_groups), count

@@ -1,8 +1,8 @@
-"""The end of a backward pass under delayed scaling: gradient scales for the next step, from the maxima of this one.
+"""The end of a backward pass under delayed scaling: gradient scales for the next step, from this one's maxima.
 
-The first quantized backward function of a pass registers a callback with the autograd engine. At the end of the pass
-the callback updates the states of all modules together. A module whose backward function did not run has a maximum of
-zero, and its state does not change.
+The first quantized backward function in a pass registers a callback with the autograd engine. At
+the end of the pass the callback updates all modules' states together. A module whose backward
+function did not run has maximum zero, and its state does not change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ..quantization.delayed_scaling import update_all, update_states
 
-_OUTSIDE = -1  # the number of the pass that torch returns outside of backward passes
+_OUTSIDE = -1  # the pass number that torch returns outside backward passes
 _MAX_RUNNING_PASSES = 256
 
 # The running passes that will end with an update. torch gives every pass a new number. A pass that raises an error
@@ -27,13 +27,13 @@ _passes: dict[int, object] = {}
 
 @dataclass(frozen=True)
 class ScaleUpdate:
-    """The states that the backward function of a module updates.
+    """The states that a module's backward function updates.
 
     Attributes:
-        states: Backward states of the module in a compiled graph, which is traced before other modules may have any.
-            Empty: the states of all modules, at the end of the pass. Both compute the same scales.
+        states: Backward states of the module in a compiled graph, which is traced before other modules may
+            have any. Empty: all modules' states, at the end of the pass. Both compute the same scales.
         group: Ranks over which the maxima of `states` are reduced first.
-        enclosing: Number of the backward pass that recomputed the forward function; its backward is part of that pass.
+        enclosing: Number of the backward pass that recomputed the forward function; its backward belongs to that pass.
     """
 
     states: tuple[Any, ...] = ()
@@ -47,12 +47,12 @@ class ScaleUpdate:
             _end_with_update(torch._C._current_graph_task_id())
 
 
-# The update of a module that is called in eager mode outside of backward passes.
+# The update for a module that is called in eager mode outside backward passes.
 END_OF_PASS = ScaleUpdate()
 
 
 def update_at_end_of_pass() -> ScaleUpdate:
-    """Return the update of a module that is called in eager mode."""
+    """Return the update for a module that is called in eager mode."""
     enclosing = torch._C._current_graph_task_id()
     if enclosing == _OUTSIDE:
         return END_OF_PASS
@@ -66,7 +66,7 @@ def in_backward_pass() -> bool:
 
 
 class _Suppressed:
-    """Number of open `without_scale_updates` blocks, shared with the threads in which torch runs backward passes."""
+    """Open `without_scale_updates` block count, shared with the threads in which torch runs backward passes."""
 
     blocks = 0
 
@@ -89,9 +89,7 @@ def _end_with_update(number: int) -> None:
         update_all(forward=False)
         return
     mine = object()
-    if (
-        _passes.setdefault(number, mine) is not mine
-    ):  # atomic, because the threads of a pass share the dictionary
+    if _passes.setdefault(number, mine) is not mine:  # atomic, because threads in a pass share the dictionary
         return
     if len(_passes) > _MAX_RUNNING_PASSES:
         _passes.pop(next(iter(_passes)), None)

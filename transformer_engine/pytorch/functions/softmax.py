@@ -27,6 +27,6 @@ class _ScaledSoftmax(Function):
     @staticmethod
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         (y,) = ctx.saved_tensors
-        if is_recorded():  # a function of y, which is a function of x by this node
+        if is_recorded():  # a function of y, which depends on x through this node
             return reference.backward(dy, y, ctx.scale, ctx.causal), None, None, None
         return scaled_softmax_backward(dy, y, ctx.scale, causal=ctx.causal), None, None, None

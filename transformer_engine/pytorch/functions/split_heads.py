@@ -1,4 +1,4 @@
-"""Views of a projection whose gradients are joined by one node of the graph: by heads, or along any dimension.
+"""Views of a projection whose gradients are joined by one graph node: by heads, or along any dimension.
 
 `split_heads` splits x [.., (h + 2 g) d] into q [.., h, d], k [.., g, d] and v [.., g, d]; `SplitAlongDim` splits x
 into x_0 .. x_n.
@@ -20,14 +20,14 @@ from ..tensor.float8_tensor import Float8Tensor, Float8TensorStorage
 def split_heads(
     x: Tensor, queries: int, groups: int, size: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of a projection, as views where the layout allows it.
+    """Return q, k and v from a projection, as views where the layout allows it.
 
-    The parts of a Float8Tensor are three tensors of its codes.
+    A Float8Tensor's parts are three tensors with its codes.
 
     Args:
         x: Projection [.., (queries + 2 groups) size].
-        queries: Number of query heads.
-        groups: Number of key and value heads.
+        queries: Query head count.
+        groups: Key and value head count.
         size: Features per head.
         interleaved: Whether the features are ordered by group (the group's queries, its key, its value). Otherwise all
             queries come first, then all keys, then all values.
@@ -45,7 +45,7 @@ def parts_of(
     x: Tensor, queries: int, groups: int, size: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same parts as plain views, without a joint node for their gradients."""
-    axis = -2 if interleaved else -3  # axis of the heads within a group
+    axis = -2 if interleaved else -3  # head axis within a group
     each, leading = queries // groups, x.shape[:-1]
     parts = x.reshape(*leading, *((groups, each + 2) if interleaved else (each + 2, groups)), size)
     if each == 1:
@@ -55,7 +55,7 @@ def parts_of(
 
 
 def joined(dq: Tensor, dk: Tensor, dv: Tensor, interleaved: bool) -> Tensor:
-    """Return dx [.., (h + 2 g) d] from the gradients of q, k and v."""
+    """Return dx [.., (h + 2 g) d] from the q, k and v gradients."""
     axis = -2 if interleaved else -3
     groups, size = dk.shape[-2:]
     each = dq.shape[-2] // groups
@@ -73,7 +73,7 @@ class _SplitHeads(Function):
         if isinstance(x, Float8Tensor):
             if x._data is None:
                 raise ValueError("the projection's codes are column-wise alone; keep rowwise_usage=True")
-            # Contiguous, as kernels of FP8 attention require; a copy moves one byte per value.
+            # Contiguous, as FP8 attention kernels require; a copy moves one byte per value.
             codes = (part.contiguous() for part in parts_of(x._data, queries, groups, size, interleaved))
             return tuple(
                 Float8Tensor.from_storage(Float8TensorStorage(part, x._scale_inv, **x.constants()))

@@ -21,7 +21,7 @@ from ..runtime.capture import is_capturing
 from ..runtime.device_tables import keep_if_captured
 from .main_grad import main_grad_of
 
-_OUTSIDE = -1  # autograd's number outside of backward passes
+_OUTSIDE = -1  # autograd's number outside backward passes
 
 
 class _Pass:
@@ -35,7 +35,7 @@ class _Pass:
 
     @staticmethod
     def running() -> _Pass:
-        """Return the pass that this thread runs; outside of autograd, a pass that is complete at once."""
+        """Return the pass that this thread runs; outside autograd, a pass that is complete at once."""
         number = torch._C._current_graph_task_id()
         if number == _OUTSIDE or torch.compiler.is_compiling():
             return _Pass(_OUTSIDE, True)
@@ -48,17 +48,17 @@ class _Pass:
 
 
 class WeightGradStore:
-    """Queue of weight gradients that a backward pass delays until `backward_dw()`.
+    """Queue for weight gradients that a backward pass delays until `backward_dw()`.
 
-    Autograd does not report a pass that raises; it only omits the pass's callbacks. The gradients of such a pass are
-    dropped, with a warning: `backward_dw()` would otherwise return them in place of those of the next pass.
+    Autograd does not report a pass that raises; it only omits the pass's callbacks. Gradients in such a pass are
+    dropped, with a warning: `backward_dw()` would otherwise return them in place of the next pass's gradients.
 
     Args:
         delay_wgrad_compute: Queue gradients; otherwise `put` and `pop` raise RuntimeError.
         ub_bulk_wgrad: Must be False when gradients are delayed: communication cannot overlap a product that runs later.
 
     Attributes:
-        shards: Groups of distributed weights of the layer's last forward pass, see `ShardGroup`.
+        shards: Distributed weight groups in the layer's last forward pass, see `ShardGroup`.
     """
 
     def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
@@ -77,7 +77,7 @@ class WeightGradStore:
         return self.enabled
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
-        """Queue func(*tensor_list) as a product of the running backward pass.
+        """Queue func(*tensor_list) as a product in the running backward pass.
 
         Raises:
             RuntimeError: The store was made with delay_wgrad_compute=False.
@@ -93,7 +93,7 @@ class WeightGradStore:
         """Compute the oldest queued gradient.
 
         Returns:
-            The result of the function, and the tensors that it was queued with.
+            The function's result, and the tensors that it was queued with.
 
         Raises:
             RuntimeError: The queue is empty.
@@ -107,9 +107,9 @@ class WeightGradStore:
         return func(*tensor_list), tensor_list
 
     def _drop_failed(self) -> None:
-        """Drop entries of failed passes from the head of the queue, so that each entry is examined once."""
+        """Drop entries from failed passes at the head of the queue, so that each entry is examined once."""
         if torch._C._current_graph_task_id() != _OUTSIDE:
-            return  # the entries of a pass that still runs are not complete either
+            return  # entries from a pass that still runs are not complete either
         dropped = 0
         while self._passes and not self._passes[0].is_complete:
             self._passes.popleft()
@@ -134,20 +134,20 @@ class WeightGradStore:
         return len(self.context)
 
 
-# Parameters whose main_grad the next gradient overwrites: {index in a stack of weights, 0 for a single weight: captured
-# backward pass that added the gradient of another microbatch, or _OUTSIDE}.
+# Parameters whose main_grad the next gradient overwrites: {index in a weight stack, 0 for a single
+# weight: captured backward pass that added another microbatch's gradient, or _OUTSIDE}.
 _unwritten: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def begin_first_microbatch(parameters: Sequence[Any]) -> None:
-    """Let the next gradient of each weight overwrite its main_grad; later gradients add to it.
+    """Let each weight's next gradient overwrite its main_grad; later gradients add to it.
 
-    The order of backward functions decides which gradient is the next one. A module that is called several times, tied
-    modules and several forward passes before a backward pass therefore accumulate the gradients of all calls, and so do
-    modules with separate parameters whose main_grad is the same memory.
+    The backward function order decides which gradient is the next one. A module that is called several times,
+    tied modules and several forward passes before a backward pass therefore accumulate the gradients from all
+    calls, and so do modules with separate parameters whose main_grad is the same memory.
 
     Args:
-        parameters: The parameter of each weight; the parameter of a stack occurs once per weight.
+        parameters: The parameter per weight; a stack's parameter occurs once per weight.
     """
     for parameter in parameters:
         _unwritten.pop(parameter, None)
@@ -170,7 +170,7 @@ def begin_first_microbatch(parameters: Sequence[Any]) -> None:
 
 
 def _memory_of_main_grad(parameter: Any) -> tuple[torch.device, int] | None:
-    """Device and address of a parameter's main_grad; None if wrappers may use its memory for another weight next."""
+    """A parameter's main_grad device and address; None if wrappers may use its memory for another weight next."""
     main_grad = getattr(parameter, "main_grad", None)
     if (
         not isinstance(main_grad, Tensor)
@@ -186,9 +186,9 @@ _parameters: weakref.WeakValueDictionary[tuple[torch.device, int], Any] = weakre
 
 
 def overwrite_once(gradients: Iterable[WeightGradient]) -> None:
-    """Let only the first gradient of weights with one main_grad overwrite it, before they are accumulated in turn.
+    """Let only the first gradient for weights with one main_grad overwrite it, before they are accumulated in turn.
 
-    The weights then share one entry of `_unwritten`, which the first gradient empties.
+    The weights then share one entry in `_unwritten`, which the first gradient empties.
     """
     if not len(_unwritten):
         return
@@ -201,7 +201,7 @@ def overwrite_once(gradients: Iterable[WeightGradient]) -> None:
 
 
 def restart_sums(parameters: Iterable[Any]) -> None:
-    """Clear the main_grad that the next gradient of a parameter would overwrite, for gradients that only add."""
+    """Clear the main_grad that a parameter's next gradient would overwrite, for gradients that only add."""
     if len(_unwritten):
         for parameter in parameters:
             if _unwritten.pop(parameter, None):
@@ -209,7 +209,7 @@ def restart_sums(parameters: Iterable[Any]) -> None:
 
 
 class Inspector(Protocol):
-    """Reads or replaces results of the products of a linear layer.
+    """Reads or replaces product results in a linear layer.
 
     Attributes:
         results: The inspected results: "output", "grad_input" and "grad_weight".
@@ -225,13 +225,13 @@ class Inspector(Protocol):
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """The destination of a weight's gradient.
+    """Destination for a weight gradient.
 
     Attributes:
-        parameters: Parameters that make up the weight along its rows. With `fused`, the single parameter's main_grad
-            receives the gradient; if the gradient is delayed, the .grad of each parameter does.
+        parameters: Parameters that make up the weight along its rows. With `fused`, the single parameter's
+            main_grad receives the gradient; if the gradient is delayed, each parameter's .grad does.
         fused: Accumulate into main_grad instead of returning a gradient.
-        overwrite: The call belongs to the first microbatch of a step, whose first gradient overwrites main_grad.
+        overwrite: The call belongs to a step's first microbatch, whose first gradient overwrites main_grad.
         store: Queue the product until `store.pop()`.
     """
 
@@ -248,9 +248,9 @@ class WeightGradient:
     def compute(
         self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype, inspector: Inspector | None = None
     ) -> Tensor | None:
-        """Compute dw [N, K] in dtype, of dy.T [N, M] and x.T [K, M].
+        """Compute dw [N, K] in dtype, from dy.T [N, M] and x.T [K, M].
 
-        An inspector gets the gradient in the dtype of its destination before it is accumulated.
+        An inspector gets the gradient in its destination dtype before it is accumulated.
 
         Returns:
             The gradient; a placeholder or None if it is accumulated into main_grad; None if it is delayed.
@@ -290,10 +290,10 @@ class WeightGradient:
         (main_grad.copy_ if self.begins_accumulation() else main_grad.add_)(gradient)
 
     def begins_accumulation(self) -> bool:
-        """Return whether this gradient overwrites main_grad. The next one of the same step then does not.
+        """Return whether this gradient overwrites main_grad. The next one in the same step then does not.
 
-        In a graph that is being captured, only gradients of calls with is_first_microbatch=True overwrite: the graph
-        replays the decision, in steps whose microbatches may come in another order.
+        In a graph that is being captured, only gradients from calls with is_first_microbatch=True overwrite:
+        the graph replays the decision, in steps whose microbatches may come in another order.
 
         Raises:
             RuntimeError: In a captured backward pass, a gradient that overwrites follows one that adds.
@@ -334,8 +334,8 @@ class WeightGradient:
         """Add a delayed gradient to .grad, unless it is in main_grad.
 
         Returns:
-            For distributed weights the parameters and the gradient of the whole weight, which their group finalizes;
-            otherwise None.
+            For distributed weights the parameters and the whole-weight gradient, which their group
+            finalizes; otherwise None.
         """
         if is_distributed_weight(self.parameter):
             made = main_grad_of(self.parameter) if self.fused else gradient
@@ -354,7 +354,7 @@ class WeightGradient:
     def _placeholder(self, dtype: torch.dtype) -> Tensor | None:
         """Return a placeholder for a gradient that was accumulated into main_grad, or None.
 
-        Hooks of data-parallel wrappers fire only if autograd receives a tensor. These wrappers set the attribute below.
+        Data-parallel wrapper hooks fire only if autograd receives a tensor. These wrappers set the attribute below.
         """
         if not hasattr(self.parameter, "grad_added_to_main_grad") or is_distributed_weight(self.parameter):
             return None

@@ -1,4 +1,4 @@
-"""apply_normalization: the normalization of the fused layers, under the name that clients replace."""
+"""apply_normalization: normalization in the fused layers, under the name that clients replace."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def apply_normalization(
 
     Args:
         inputmat: Input [M, K].
-        ln_out: Buffer of the result, or None.
+        ln_out: Result buffer, or None.
         ln_weight: Weight [K].
         ln_bias: Bias [K], or None.
-        eps: Added to the variance, or to the mean square of RMSNorm.
-        output_quantizer: Quantizer of the result, or None.
-        output_dtype: Dtype of a result that is not quantized.
+        eps: Added to the variance, or to the mean square in RMSNorm.
+        output_quantizer: Result quantizer, or None.
+        output_dtype: Dtype for an unquantized result.
         normalization: "LayerNorm" or "RMSNorm".
         fwd_ln_sm_margin: Accepted without effect; the kernels here reserve no multiprocessors.
         zero_centered_gamma: The weight is stored minus one.
 
     Returns:
-        (normalized input [M, K], mean [M] or None, reciprocal of the deviation [M]).
+        (normalized input [M, K], mean [M] or None, reciprocal deviation [M]).
     """
     one_of("normalization", normalization, NORMALIZATIONS)
     y, statistics = Norm(normalization, eps, zero_centered_gamma).forward(inputmat, ln_weight, ln_bias)

@@ -1,7 +1,7 @@
-"""Rules for the arguments of layers, and the decorator that applies them to a constructor.
+"""Rules for layer arguments, and the decorator that applies them to a constructor.
 
-The layers share one vocabulary of keywords, so one table has a rule per keyword. A rule checks one argument and returns
-it as the type that the annotation promises: a size given as 16.0, `np.int64(16)` or `torch.tensor(16)` becomes the int
+The layers share one keyword vocabulary, so one table has a rule per keyword. A rule checks one argument and returns it
+as the type that the annotation promises: a size given as 16.0, `np.int64(16)` or `torch.tensor(16)` becomes the int
 16. Conditions on several arguments (a size that must be divisible by tp_size) are checked by the constructors.
 """
 
@@ -37,12 +37,12 @@ def switch(name: str, value: Any) -> bool | None:
 
 
 def size(name: str, value: Any) -> int:
-    """Return a whole number of at least 1."""
+    """Return a positive integer."""
     return to_int(name, value, 1)
 
 
 def size_or_none(name: str, value: Any, least: int = 1) -> int | None:
-    """Return None, or a whole number of at least `least`."""
+    """Return None, or an integer that is at least `least`."""
     return None if value is None else to_int(name, value, least)
 
 
@@ -63,14 +63,14 @@ def finite_or_none(name: str, value: Any) -> float | None:
 
 
 def epsilon(name: str, value: Any) -> float:
-    """Return a finite number of at least 0."""
+    """Return a finite nonnegative number."""
     found = to_float(name, value)
     checks.epsilon(name, found)
     return found
 
 
 def limit(name: str, value: Any) -> float:
-    """Return a finite limit of at least 0, where 0 is no limit; a bool is not a limit."""
+    """Return a finite nonnegative limit, where 0 is no limit; a bool is not a limit."""
     if isinstance(value, bool):
         checks.number(name, value)
     found = 0.0 if value is None else to_float(name, value)
@@ -88,7 +88,7 @@ def drop_rate(name: str, value: Any) -> float:
 
 
 def group_count(name: str, value: Any) -> int:
-    """Return a number of groups in 1..MAX_GROUPS."""
+    """Return a group count in 1..MAX_GROUPS."""
     count = to_int(name, value, 1)
     if count > MAX_GROUPS:
         raise ValueError(
@@ -109,7 +109,7 @@ def window(name: str, value: Any) -> tuple[int, int] | None:
 
 
 def head_sizes(name: str, value: Any) -> int | tuple[int, int]:
-    """Return the features of a head, or a pair (of queries and keys, of values); a bool is not a size."""
+    """Return the head size, or a pair (queries and keys, values); a bool is not a size."""
     if isinstance(value, bool):
         checks.whole(name, value)
     if not isinstance(value, (tuple, list)):
@@ -122,10 +122,10 @@ def head_sizes(name: str, value: Any) -> int | tuple[int, int]:
 
 
 def shape_or_none(name: str, value: Any) -> tuple[int, ...] | None:
-    """Return None, or a shape of at least one size; one size may be given by itself."""
+    """Return None, or a shape with at least one size; one size may be given by itself."""
     if value is None:
         return None
-    if hasattr(value, "tolist"):  # arrays and tensors of any number of axes
+    if hasattr(value, "tolist"):  # arrays and tensors with any number of axes
         value = value.tolist()
     if isinstance(value, str) or not isinstance(value, Iterable):
         return (size(name, value),)
@@ -141,11 +141,11 @@ def text_or_none(name: str, value: Any) -> str | None:
 
 
 def overlap_flags(applies: bool, *flags: bool) -> OverlapFlags:
-    """Return the `ub_*` flags of a layer; warn once if they are set and have no effect.
+    """Return the `ub_*` flags for a layer; warn once if they are set and have no effect.
 
     Args:
         applies: The layer is sharded over several ranks, with sequence parallelism.
-        flags: Fields of `OverlapFlags`.
+        flags: `OverlapFlags` fields.
     """
     if applies or not any(flags):
         return OverlapFlags(*flags)
@@ -155,7 +155,7 @@ def overlap_flags(applies: bool, *flags: bool) -> OverlapFlags:
 
 
 def warn_unless_reduced(symmetric_ar_type: str | None, is_reduced: bool) -> None:
-    """Warn once that an algorithm of an all-reduce has no effect on a layer without that all-reduce."""
+    """Warn once that an all-reduce algorithm has no effect on a layer without that all-reduce."""
     if symmetric_ar_type is not None and not is_reduced:
         warn_once(
             "symmetric_ar_type of a layer without an all-reduce",
@@ -235,11 +235,11 @@ def accepts(**rules: Rule) -> Callable[[Constructor], Constructor]:
     """Decorate a constructor: check its arguments before its body runs, and convert them to their annotated types.
 
     Args:
-        rules: Rules of arguments that mean something else here than in `RULES`, or that only this constructor has.
-            Arguments without a rule are passed on unchanged, and so are defaults.
+        rules: Rules for arguments that mean something else here than in `RULES`, or that only this
+            constructor has. Arguments without a rule are passed on unchanged, and so are defaults.
 
     Raises:
-        TypeError: The decorated constructor got an unknown keyword, or an argument of a type that cannot be used.
+        TypeError: The decorated constructor got an unknown keyword, or an argument with a type that cannot be used.
         ValueError: The decorated constructor got an argument outside its limits.
     """
     known = {**RULES, **rules}

@@ -1,4 +1,4 @@
-"""TransformerEngineBaseModule: parameters, recipe state and checkpoints of every layer with quantizers."""
+"""TransformerEngineBaseModule: parameters, recipe state and checkpoints for every layer with quantizers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from .repetition import may_be_recomputed, repeatable
 from .shared_settings import Entries, settings_of
 from .weight_cache import WeightCache
 
-# Names of the original that other libraries import from here.
+# Original names that other libraries import from here.
 __all__ = [
     "TransformerEngineBaseModule",
     "UserBufferQuantizationMode",
@@ -61,23 +61,23 @@ __all__ = [
     "is_ub_initialized",
 ]
 
-# Flags of delayed scaling for split accumulation, under the original's names.
+# Delayed-scaling flags for split accumulation, under the original's names.
 _2X_ACC_FPROP = False
 _2X_ACC_DGRAD = _2X_ACC_WGRAD = True
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
-    """Return a placeholder of a weight gradient that was added to main_grad; shared by shape and dtype."""
+    """Return a placeholder for a weight gradient that was added to main_grad; shared by shape and dtype."""
     return dummy_gradient(tuple(shape), dtype, canonical_device("cuda"), zero)
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleConfig(Config):
-    """Settings of every layer with quantizers.
+    """Settings in every layer with quantizers.
 
     Attributes:
-        _kind: Name of the layer in messages.
-        _layer: Settings of the layer that contains this one; see `hand_down_settings`.
+        _kind: Layer name in messages.
+        _layer: Settings in the layer that contains this one; see `hand_down_settings`.
     """
 
     name: str | None = None
@@ -92,33 +92,33 @@ class ModuleConfig(Config):
     _layer: Entries = ()
 
     def shared_settings(self) -> dict[str, object]:
-        """Settings that all ranks of the tensor-parallel group must have in common, of the containing layer too."""
+        """Settings that all ranks in the tensor-parallel group must have in common, also in the containing layer."""
         return dict((*settings_of(self, self._kind), *self._layer))
 
 
 def _forget_roles(module: Any, name: str, value: Any) -> None:
-    """Reset the roles of the quantizers, which contain the module's name."""
+    """Reset the quantizer roles, which contain the module's name."""
     if name == "name" and "numerics" in module.__dict__:
         module.numerics.forget()
 
 
 @configured(ModuleConfig, written=_forget_roles)
 class TransformerEngineBaseModule(ForwardInterface):
-    """Base class of the layers with quantizers.
+    """Base class for layers with quantizers.
 
-    A module of another library calls the methods of `ForwardInterface` around its forward pass.
+    A module in another library calls the `ForwardInterface` methods around its forward pass.
 
     Attributes:
-        num_products: Number of linear products, which determines the number of quantizer slots.
-        numerics: Owner of the recipe, states, quantizers and weight copies. The names of the original are views of it:
+        num_products: Linear product count, which determines the quantizer slot count.
+        numerics: Owner of the recipe, states, quantizers and weight copies. Names of the original are views of it:
             `fp8_meta` holds the recipe, states and bookkeeping under the original's keys, and `quantizers` is
             {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}.
     """
 
     num_products = 1
     products_grow = True  # whether `prepare_forward` and checkpoints may add products
-    earlier_extra_states: tuple[str, ...] = ()  # names of the extra state in earlier releases
-    activation_dtype: torch.dtype | None = None  # result of `set_activation_dtype`
+    earlier_extra_states: tuple[str, ...] = ()  # extra state names in earlier releases
+    activation_dtype: torch.dtype | None = None  # result from `set_activation_dtype`
     _config: ModuleConfig
     _config_class: type[ModuleConfig]
     name: str | None
@@ -207,15 +207,15 @@ class TransformerEngineBaseModule(ForwardInterface):
         """Register a parameter and the method with which `reset_parameters` fills it, by default N(0, 0.023).
 
         Args:
-            name: Name of the attribute.
+            name: Attribute name.
             param: The parameter, or None.
             init_fn: Method that fills a tensor in place, or a `ParameterInit`.
-            get_rng_state_tracker: Returns the tracker of the tensor-parallel random states.
-            fp8_meta_index: Slot of the forward quantizer that quantizes the parameter under quantized_model_init. With
-                None, the parameter stays in high precision.
+            get_rng_state_tracker: Returns the tensor-parallel random state tracker.
+            fp8_meta_index: Forward quantizer slot that quantizes the parameter under
+                quantized_model_init. With None, the parameter stays in high precision.
         """
         super().register_parameter(name, param)
-        if isinstance(init_fn, ParameterInit):  # passed by the layers of this package
+        if isinstance(init_fn, ParameterInit):  # passed by this package's layers
             self.param_init_meta[name] = init_fn
             return
         given = init_fn is not None or fp8_meta_index is not None
@@ -266,7 +266,7 @@ class TransformerEngineBaseModule(ForwardInterface):
         self._parameters[name] = new
 
     def _product_quantizers(self, state: AutocastState) -> tuple[ProductQuantizers, ...]:
-        """Return the quantizers of this forward pass, one set per product; the identity if nothing is quantized."""
+        """Return the quantizers for this forward pass, one set per product; the identity if nothing is quantized."""
         if torch.compiler.is_compiling():
             active = of_traced_call(self, self.tracing_key, state)
         else:
@@ -285,10 +285,10 @@ class TransformerEngineBaseModule(ForwardInterface):
         numerics.state_without_gradients = state_without_gradients(type(self).__name__, before, state)
 
     def _scale_update(self, state: AutocastState, needs_grad: bool) -> ScaleUpdate | None:
-        """Return the scale update of delayed scaling after this call's backward pass; None without a backward pass.
+        """Return the delayed-scaling update after this call's backward pass; None without a backward pass.
 
-        In eager mode it updates all scales at the end of the backward pass. In a compiled graph it updates the module's
-        own scales, after the backward pass of the module's first call, which comes last.
+        In eager mode it updates all scales when the backward pass ends. In a compiled graph it updates the
+        module's own scales, after the backward pass of the module's first call, which comes last.
         """
         active = self.numerics.cached.recipe
         if not needs_grad or not state.enabled or active is None or not active.has_state:
@@ -344,22 +344,22 @@ class TransformerEngineBaseModule(ForwardInterface):
         """Decode a state and check that it fits the module; nothing is changed. Returns None for an empty state."""
         content = decode_extra_state(state)
         if content is not None:
-            # Quantizers in each direction, by the suffix of the states' keys.
+            # Quantizers in each direction, by state key suffix.
             products = self._products_of(content)
             check_extra_state(content, {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products})
         return content
 
     def _products_of(self, content: dict[str, Any]) -> int:
-        """Number of products that a state determines: some classes fix it, in others it follows from the scales."""
+        """Product count that a state determines: some classes fix it, in others it follows from the scales."""
         stored = content["extra_fp8_variables"].get("num_gemms")
         if self.products_grow and isinstance(stored, int) and "scale_fwd" in content:
             return max(self.num_products, stored)
         return self.num_products
 
     def set_extra_state(self, state) -> None:
-        """Restore the state of `get_extra_state`, in place where tensors exist. It is read through an allow-list.
+        """Restore the state from `get_extra_state`, in place where tensors exist. It is read through an allow-list.
 
-        A state of another kind of recipe than that of the quantized parameters is dropped with a warning.
+        A state from another recipe kind than the quantized parameters is dropped with a warning.
         """
         content = self.read_extra_state(state)
         if content is None:

@@ -1,4 +1,4 @@
-"""@configured(LinearConfig): the public settings of a module are fields of one frozen record, which a write replaces.
+"""@configured(LinearConfig): public module settings are fields in one frozen record, which a write replaces.
 
 ```python
 @dataclass(frozen=True, eq=False)
@@ -16,9 +16,9 @@ class Norm(torch.nn.Module):
 norm.eps = 0.1  # replaces norm._config by a new record
 ```
 
-Caches of calls contain the record in their keys, by identity. A write therefore takes effect in the next call.
-Subclasses may write settings before the module's constructor has run; such a write creates the record. Only the
-names of its fields are properties, so that a subclass can use other names, among them `config`.
+Call caches contain the record in their keys, by identity. A write therefore takes effect in the next call.
+Subclasses may write settings before the module's constructor has run; such a write creates the record. Only
+the names of its fields are properties, so that a subclass can use other names, among them `config`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 @dataclass(frozen=True, eq=False)
 class Config:
-    """Settings of one kind of module. Every field has a default. Two records are never equal."""
+    """Settings for one module kind. Every field has a default. Two records are never equal."""
 
     def check(self) -> None:
         """Raise ValueError if settings that need each other are incomplete in a constructed layer."""
@@ -55,12 +55,12 @@ def configured(
     written: Callable[[Any, str, Any], object] | None = None,
     rules: Mapping[str, Rule] | None = None,
 ) -> Callable[[type[M]], type[M]]:
-    """Return a class decorator that defines a property for every public field of a config.
+    """Return a class decorator that defines a property for every public config field.
 
     The class also gets the method `fast_setattr`. Fields whose names begin with an underscore get no property.
 
     Args:
-        config: Class of the record.
+        config: Record class.
         fixed: Fields that determined the module's children and parameters. Assigning another value raises
             AttributeError.
         handed_down: {field: ("child.attribute", ..)} of attributes that receive the same value once the children exist.
@@ -90,7 +90,7 @@ def configured(
 
 
 def write_private(module: Any, **fields: Any) -> None:
-    """Write fields of a module's settings whose names begin with an underscore."""
+    """Write fields in a module's settings whose names begin with an underscore."""
     module._config = replace(module._config, **fields)
 
 

@@ -17,7 +17,7 @@ class DropPath(nn.Module):
 
     Args:
         drop_prob: Probability p in [0, 1] of dropping a sample.
-        batch_dim: Axis of the samples: 1 for [s, b, h], 0 for [b, s, h].
+        batch_dim: Sample axis: 1 for [s, b, h], 0 for [b, s, h].
     """
 
     def __init__(self, drop_prob: float = 0.0, batch_dim: int = 1):
@@ -48,5 +48,5 @@ class DropPath(nn.Module):
 
 
 def batch_dimension(tensor_format: str) -> int:
-    """Return the axis of the samples in "sbhd" or "bshd", and that of the tokens in "thd"."""
+    """Return the sample axis in "sbhd" or "bshd", and the token axis in "thd"."""
     return 1 if tensor_format == "sbhd" else 0

@@ -1,4 +1,4 @@
-"""The settings of a layer's products in a forward pass for export, and the checks of such a call."""
+"""Settings for a layer's products in a forward pass for export, and checks for such a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .linear_base import ProductsModule
 from .products import unquantized
 from .specs import computing_dtype, quantizers_of_call
 
-# Rows that every format can quantize, in place of a dynamic number of rows.
+# Rows that every format can quantize, in place of a dynamic row count.
 _ANY_ROWS = 128
 
 
@@ -25,13 +25,13 @@ def exported_products(
     options: tuple[Any, ...],
     shapes: tuple[tuple[int, int], ...],
 ) -> tuple[torch.dtype, list[tuple[Quantizer, Quantizer]]]:
-    """Return the dtype that a layer computes in, and the quantizers of input and weight of each product.
+    """Return the dtype that a layer computes in, and the input and weight quantizers per product.
 
     Args:
         module: The layer.
         inp: Its input [.., in_features].
         tensors: Its parameters, named by `config._tensors`.
-        options: The switches of its forward pass.
+        options: Forward-pass switches.
         shapes: (in_features, out_features) of each product's weight.
 
     Raises:
@@ -63,7 +63,7 @@ def exported_products(
 
 
 def _check_warm(module: ProductsModule, state: Any) -> None:
-    """Raise RuntimeError for a recipe with scales from earlier steps, of which the layer has none."""
+    """Raise RuntimeError for a recipe with scales from earlier steps, which the layer does not have."""
     active = module.numerics.cached.recipe
     served = active is not None and active.matches_recipe(state.recipe, state.group)
     if family_of(state.recipe).stateful and not served:

@@ -9,7 +9,7 @@ if self.fp8:
 self.end_forward()
 ```
 
-The layers of this package do not use these methods: they resolve a spec once and cache it.
+This package's layers do not use these methods: they resolve a spec once and cache it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .specs import common_dtype
 
 
 def _values(states: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
-    """Scale and history of each delayed-scaling state."""
+    """Scale and history per delayed-scaling state."""
     return [(state.scale, state.amax_history) for state in states]
 
 
@@ -58,9 +58,11 @@ class ForwardInterface(torch.nn.Module):
     _config: Any
     tracing_key: str
     _warned: set[str]
-    _present_scales: list[list[tuple[Tensor, Tensor]]]  # while second runs use those of their first runs
+    _present_scales: list[
+        list[tuple[Tensor, Tensor]]
+    ]  # while second runs use the scales from their first runs
     _model_init_recipe: Recipe | None
-    _input_device: torch.device | None = None  # of the last input, in a module without parameters
+    _input_device: torch.device | None = None  # from the last input, in a module without parameters
 
     fp8 = state_flag("enabled", "Whether the last call was under an autocast that quantizes.")
     fp8_calibration = state_flag("calibrating", "Was it under one that only records?")
@@ -73,13 +75,13 @@ class ForwardInterface(torch.nn.Module):
         """Return the dtype in which a layer computes: torch.autocast's if it is active, otherwise the input's.
 
         Raises:
-            TypeError: The dtypes of the input and the parameters differ.
+            TypeError: Input and parameter dtypes differ.
         """
         named = [(name, param.dtype) for name, param in self._parameters.items() if param is not None]
         return common_dtype(x.dtype, autocast_dtype(x.device.type), named)
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
-        """Return the role of each slot of one direction, for a custom recipe's factory; None: unknown."""
+        """Return the role per slot in one direction, for a custom recipe's factory; None: unknown."""
         return None
 
     def prepare_forward(
@@ -95,12 +97,12 @@ class ForwardInterface(torch.nn.Module):
 
         Args:
             inp: Input.
-            num_gemms: Number of products that need quantizers of the active recipe.
+            num_gemms: Product count that needs quantizers from the active recipe.
             allow_non_contiguous: Return the input unchanged instead of a contiguous copy.
-            allow_different_data_and_param_types: The dtypes of the parameters and the input may differ.
+            allow_different_data_and_param_types: Parameter and input dtypes may differ.
 
         Raises:
-            TypeError: The dtypes of the input and a parameter differ.
+            TypeError: Input and parameter dtypes differ.
             RuntimeError: tp_size requires a tensor-parallel group, and none is set.
         """
         if not isinstance(inp, Tensor):
@@ -157,7 +159,7 @@ class ForwardInterface(torch.nn.Module):
         """Set `activation_dtype` to torch.autocast's dtype if it is active, otherwise to the input's.
 
         Raises:
-            TypeError: The dtypes of the input and a parameter differ, and this is not allowed.
+            TypeError: Input and parameter dtypes differ, and this is not allowed.
         """
         if allow_different_data_and_param_types and autocast_dtype(inp.device.type) is None:
             dtype = inp.dtype
@@ -166,7 +168,7 @@ class ForwardInterface(torch.nn.Module):
         self.fast_setattr("activation_dtype", dtype)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Create quantizers for num_gemms products by the active autocast; the number of products never decreases."""
+        """Create quantizers for num_gemms products by the active autocast; the product count never decreases."""
         self._grow_to(num_gemms)
         state = current()
         self.fast_setattr("fp8_parameters", self.primary_weights_in_fp8)
@@ -176,11 +178,11 @@ class ForwardInterface(torch.nn.Module):
             self._check_parameter_recipe(state.recipe)
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
-        """Create states and quantizers of both directions for a recipe, unless the present ones match it."""
+        """Create states and quantizers in both directions for a recipe, unless the present ones match it."""
         self.numerics.renew(self, recipe, self.numerics.meta["fp8_group"])
 
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
-        """Create the state and quantizers of one direction: fp8_meta["scaling_fwd"] or ["scaling_bwd"]."""
+        """Create the state and quantizers for one direction: fp8_meta["scaling_fwd"] or ["scaling_bwd"]."""
         self.numerics.renew_direction(self, fwd, recipe)
         self.numerics.forget()  # the next forward pass combines both directions
 
@@ -200,7 +202,7 @@ class ForwardInterface(torch.nn.Module):
             )
 
     def get_fp8_meta_tensors(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """Return copies of (scale, amax_history) of each delayed-scaling state, by direction."""
+        """Copy (scale, amax_history) per delayed-scaling state, by direction."""
         return {
             key: [
                 (state.scale.clone(), state.amax_history.clone())
@@ -225,7 +227,7 @@ class ForwardInterface(torch.nn.Module):
                     state.load_history(history)
 
     def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
-        """Truncate or zero-pad the histories of one direction, or of both, to `length` steps."""
+        """Truncate or zero-pad the histories in one direction, or in both, to `length` steps."""
         if length < 1:
             raise ValueError(f"length={length} < 1; a history keeps one step or more")
         for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
@@ -244,17 +246,17 @@ class ForwardInterface(torch.nn.Module):
         fsdp_group: Any = None,
         workspace_dtype: torch.dtype | None = None,
     ) -> QuantizedTensorStorage:
-        """Return a weight as quantized by its quantizer, cached under cache_name for later microbatches of a step.
+        """Return a weight as quantized by its quantizer, cached under cache_name for later microbatches in a step.
 
         Args:
             tensor: The weight. A quantized parameter is returned itself, in the quantizer's directions.
-            quantizer: Quantizer of the weight.
-            cache_name: Key of the cache; None: not cached.
+            quantizer: Weight quantizer.
+            cache_name: Cache key; None: not cached.
             update_workspace: Quantize again. With False, the cached tensor is returned if it has the quantizer's
                 directions.
             skip_update_flag: float32 [1] on the device. If it is set, the cached tensor is unchanged.
             fsdp_group: Unsupported; must be None.
-            workspace_dtype: Nominal dtype of a new workspace.
+            workspace_dtype: Nominal dtype for a new workspace.
         """
         if fsdp_group is not None:
             raise NotImplementedError(
@@ -290,14 +292,14 @@ class ForwardInterface(torch.nn.Module):
     def grad_output_preprocess(
         ctx: Any, grad_output: Tensor, row_parallel_mode: bool, quantizer: Quantizer | None
     ) -> tuple[Any, Tensor | None]:
-        """Return (dy [rows, N] for the products of a backward pass, its sum over rows [N] or None).
+        """Return (dy [rows, N] for backward-pass products, its sum over rows [N] or None).
 
         Args:
             ctx: With `fp8`, dy is quantized by `quantizer`. With `use_bias`, the sum is computed. `sequence_parallel`
                 and `tp_group`: dy is a shard, which a row-parallel layer gathers.
-            grad_output: Gradient of the output [.., N].
+            grad_output: Output gradient [.., N].
             row_parallel_mode: Whether the layer is row-parallel.
-            quantizer: Quantizer of dy, or None.
+            quantizer: Quantizer for dy, or None.
         """
         matrix = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
         if row_parallel_mode and ctx.sequence_parallel:
@@ -308,16 +310,16 @@ class ForwardInterface(torch.nn.Module):
         return quantizer.quantize(matrix), grad_bias
 
     def _state_device(self) -> torch.device:
-        """Return the device of scales and histories: that of the parameters, once they are allocated."""
+        """Return the device for scales and histories: the parameters' device, once they are allocated."""
         for param in self.parameters(recurse=False):
             return canonical_device("cuda") if param.is_meta else param.device
         return canonical_device("cuda") if self._input_device is None else self._input_device
 
     def follow_device(self, device: torch.device) -> None:
-        """Move scales and histories of a module without parameters to the device of its input.
+        """Move scales and histories in a module without parameters to the input device.
 
         Args:
-            device: Device of the input.
+            device: Input device.
         """
         if device != self._input_device:
             moved = device != self._state_device()
@@ -326,7 +328,7 @@ class ForwardInterface(torch.nn.Module):
                 self.numerics.forget()
 
     def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
-        """Raise RuntimeError if quantized parameters belong to another kind of recipe."""
+        """Raise RuntimeError if quantized parameters belong to another recipe kind."""
         if self._config.primary_weights_in_fp8 and loading.quantized_otherwise(self, recipe):
             raise RuntimeError(
                 f"Recipe mismatch for {type(self).__name__}: its parameters were quantized with "

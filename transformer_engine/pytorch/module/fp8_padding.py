@@ -1,4 +1,4 @@
-"""Fp8Padding: appends rows of zeros to each group of rows, so that a recipe can quantize every group."""
+"""Fp8Padding: appends zero rows to each row group, so that a recipe can quantize every group."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .row_groups import RowGroups, as_rows
 
 
 class Fp8Padding(RowGroups):
-    """Pad each group of rows with zeros to a multiple, so that a recipe can quantize the groups.
+    """Pad each row group with zeros to a multiple, so that a recipe can quantize the groups.
 
     Args:
-        num_gemms: Number of groups.
-        align_size: Number of rows to round up to. By default that of the recipe at the first call.
+        num_gemms: Group count.
+        align_size: Row multiple to round up to. By default the recipe's at the first call.
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Return (y, padded m_splits); x and m_splits themselves if every group is a multiple already.
 
         Args:
-            inp: Rows of all groups [sum of m_splits, K].
-            m_splits: Rows of each group.
+            inp: Rows in all groups [sum of m_splits, K].
+            m_splits: Rows per group.
         """
         check_transforms("Fp8Padding", inp)
         rows = to_ints("m_splits", m_splits)

@@ -18,8 +18,8 @@ class Fp8Unpadding(RowGroups):
     """Remove the rows that `Fp8Padding` appended to each group.
 
     Args:
-        num_gemms: Number of groups.
-        align_size: Number of rows to round up to. By default that of the recipe at the first call.
+        num_gemms: Group count.
+        align_size: Row multiple to round up to. By default the recipe's at the first call.
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
@@ -27,7 +27,7 @@ class Fp8Unpadding(RowGroups):
 
         Args:
             inp: Padded groups [sum of padded m_splits, K].
-            m_splits: Rows of each group without its padding.
+            m_splits: Rows per group without padding.
         """
         check_transforms("Fp8Unpadding", inp)
         rows = to_ints("m_splits", m_splits)

@@ -1,4 +1,4 @@
-"""GroupedLinear: y_i = x_i @ weight_i.T + bias_i, the experts of a mixture-of-experts layer."""
+"""GroupedLinear: y_i = x_i @ weight_i.T + bias_i, the experts in a mixture-of-experts layer."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .row_groups import check_dense
 
-# Beside the layer, names of the original that other libraries import from here.
+# Beside the layer, original names that other libraries import from here.
 __all__ = ["GroupedLinear", "_GroupedLinear", "general_gemm", "is_module_grouped_tensor_path_supported"]
 
-_ALL_WEIGHTS = "all weights"  # key of all weights in the module's cache
+_ALL_WEIGHTS = "all weights"  # key for all weights in the module's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,17 +71,17 @@ class GroupedLinearConfig(LinearConfig):
 
 @configured(GroupedLinearConfig, fixed=SIZES | {"num_gemms", "single_grouped_weight", "single_grouped_bias"})
 class GroupedLinear(ProductsModule):
-    """Multiply consecutive groups of rows by a weight each: y [sum of m_splits, out_features].
+    """Multiply consecutive row groups by one weight each: y [sum of m_splits, out_features].
 
     Args:
-        num_gemms: Number of groups. The parameters are weight0, bias0, weight1, ..
-        parallel_mode: None, "column" or "row". It decides the shapes of the parameters; the caller communicates.
+        num_gemms: Group count. The parameters are weight0, bias0, weight1, ..
+        parallel_mode: None, "column" or "row". It decides the parameter shapes; the caller communicates.
         single_grouped_weight: One `weight` [num_gemms, out, in] if NVTE_GROUPED_LINEAR_SINGLE_PARAM=1.
         single_grouped_bias: One `bias` [num_gemms, out], under the same condition.
         use_grouped_tensor: m_splits is an int64 tensor on the GPU, and the host does not wait for it.
 
-    The other arguments are those of `Linear`. Each group is quantized as in `Linear`. On a GPU,
-    NVTE_USE_CUTLASS_GROUPED_GEMM=0 computes the groups one after another, with the bits of `Linear`.
+    The other arguments are as in `Linear`. Each group is quantized as in `Linear`. On a GPU,
+    NVTE_USE_CUTLASS_GROUPED_GEMM=0 computes the groups one after another, bit-equal to `Linear`.
     """
 
     quantized_as = "grouped_linear"
@@ -160,7 +160,7 @@ class GroupedLinear(ProductsModule):
 
     @property
     def num_products(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Number of products: one per group."""
+        """Product count: one per group."""
         return self.num_gemms
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
@@ -190,7 +190,7 @@ class GroupedLinear(ProductsModule):
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Return y [.., out_features], or (y, [bias of each group]) with return_bias.
+        """Return y [.., out_features], or (y, [bias per group]) with return_bias.
 
         `out` may be reused after the backward pass of the operations that read the output; autograd raises RuntimeError
         where a tensor that it saved has been overwritten. `dgrad_out` may be reused when the input gradient has been
@@ -199,14 +199,14 @@ class GroupedLinear(ProductsModule):
 
         Args:
             inp: Input [.., in_features].
-            m_splits: Rows of each group, in order; zeros are allowed, the sum is the number of rows. The host reads a
-                tensor on a GPU, and waits for it, if the groups are computed in a loop, and under recipes that require
-                a multiple of rows per group (MXFP8, NVFP4). It does not read the tensor if one launch computes all
-                groups unquantized, with one FP8 scale per tensor or with FP8 blocks: the sum is then not checked, and
-                rows past it get undefined results.
+            m_splits: Rows per group, in order; zeros are allowed, the sum is the row count. The host reads a
+                tensor on a GPU, and waits for it, if the groups are computed in a loop, and under recipes
+                that require a row multiple per group (MXFP8, NVFP4). It does not read the tensor if one
+                launch computes all groups unquantized, with one FP8 scale per tensor or with FP8 blocks: the
+                sum is then not checked, and rows past it get undefined results.
             is_first_microbatch: See `Linear.forward`.
-            out: Contiguous buffer of the output's shape and dtype, whose memory the output shares.
-            dgrad_out: Contiguous buffer of the input's shape and dtype, whose memory the input gradient shares.
+            out: Contiguous buffer with the output's shape and dtype, whose memory the output shares.
+            dgrad_out: Contiguous buffer with the input's shape and dtype, whose memory the input gradient shares.
 
         Raises:
             ValueError: The splits do not fit the groups and rows, or a buffer does not fit or shares memory.
@@ -268,10 +268,10 @@ class GroupedLinear(ProductsModule):
         is_first_microbatch: bool | None,
         buffers: CallerBuffers,
     ) -> GroupedCall:
-        """Return the bound call for these numbers of rows and these cached weights."""
+        """Return the bound call for these row counts and cached weights."""
         groups, count = spec.groups, self._config.num_gemms
         if isinstance(m_splits, Tensor) and spec.together and spec.quantizers.multiple > 1:
-            m_splits = self._check_rows(m_splits.tolist(), x.shape[0])  # whether blocks of rows fit
+            m_splits = self._check_rows(m_splits.tolist(), x.shape[0])  # whether row blocks fit
         if self._runs_together(spec, x, m_splits, weights):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
                 raise ValueError(f"m_splits has {len(m_splits)} numbers; give one for each of {count} groups")
@@ -349,7 +349,7 @@ class GroupedLinear(ProductsModule):
             return (*found, *[None] * (len(config._tensors) - len(names)))
 
     def _accepted_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
-        """Return the rows of each group as checked ints, or a tensor that the host does not read unchanged."""
+        """Return the rows per group as checked ints, or a tensor that the host does not read unchanged."""
         if not isinstance(inp, Tensor) or inp.layout is not torch.strided:
             check_dense("the input", inp)
         if self._config.use_grouped_tensor:

@@ -1,7 +1,7 @@
-"""Parameters of a GroupedLinear: weight0 [N, K], bias0 [N], weight1, .., or one weight [n, N, K] and one bias [n, N].
+"""GroupedLinear parameters: weight0 [N, K], bias0 [N], weight1, .., or one weight [n, N, K] and one bias [n, N].
 
-A checkpoint of either form loads into the other. The keywords that choose the form, and one tensor for the numbers of
-rows, are read here.
+A checkpoint in either form loads into the other. The keywords that choose the form, and one tensor
+for the row counts, are read here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_module_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.
 
 
 def check_device_splits(m_splits: Sequence[int] | Tensor, device: torch.device) -> None:
-    """Raise ValueError if a layer that must not wait for the GPU gets numbers of rows that are not on the GPU."""
+    """Raise ValueError if a layer that must not wait for the GPU gets row counts that are not on the GPU."""
     if device.type != "cuda":
         return
     if not isinstance(m_splits, Tensor) or not m_splits.is_cuda or m_splits.dtype != torch.int64:
@@ -77,7 +77,7 @@ def check_device_splits(m_splits: Sequence[int] | Tensor, device: torch.device) 
 
 
 def names_of(kind: str, count: int, single: bool) -> tuple[str, ...]:
-    """Return the names of the parameters of a kind, "weight" or "bias"."""
+    """Return the parameter names for a kind, "weight" or "bias"."""
     return (kind,) if single else tuple(f"{kind}{i}" for i in range(count))
 
 
@@ -122,7 +122,7 @@ def _fill_members(init_method: InitMethod, stack: Tensor) -> None:
 
 
 def group_single_parameters(module: Any) -> None:
-    """Replace plain stacks of all groups by GroupedTensors on the same memory."""
+    """Replace plain stacks over all groups by GroupedTensors on the same memory."""
     config: Any = module._config
     kinds = ["weight"] * config.single_grouped_weight
     kinds += ["bias"] * (config.single_grouped_bias and config.use_bias)
@@ -146,10 +146,10 @@ def mark_parameters(module: ProductsModule) -> None:
 
 
 def group_weights(module: ProductsModule) -> None:
-    """Replace the weights of the groups by one parameter [n, N, K] with the same values, or the same codes.
+    """Replace the group weights by one parameter [n, N, K] with the same values, or the same codes.
 
-    The new parameter takes the place of the first weight. Attributes that users have set on a weight are not carried
-    over, and an optimizer that holds the old parameters does not see the new one.
+    The new parameter replaces the first weight. Attributes that users have set on a weight are not
+    carried over, and an optimizer that holds the old parameters does not see the new one.
     """
     config: Any = module._config
     members = [module.get_parameter(name) for name in config.weight_names]
@@ -174,7 +174,7 @@ def group_weights(module: ProductsModule) -> None:
 
 
 def load_other_form(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
-    """Convert, before loading, parameters that were saved in the other form: one per group or one of all groups."""
+    """Convert, before loading, parameters that were saved in the other form: one per group or one for all groups."""
     single = {"weight": module.single_grouped_weight}
     if module._config.use_bias:
         single["bias"] = module.single_grouped_bias

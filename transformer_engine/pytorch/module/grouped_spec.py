@@ -1,4 +1,4 @@
-"""The spec of a kind of call of GroupedLinear, and why a call is computed in a loop over the groups."""
+"""Spec for a GroupedLinear call kind, and why a call is computed in a loop over the groups."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from .specs import Call, Facts, check_call, product_spec, scale_update
 
 
 def build(call: Call) -> GroupedSpec:
-    """Settings of a kind of call, which do not depend on the groups' numbers of rows."""
+    """Settings for a call kind, which do not depend on the groups' row counts."""
     config: Any = call.config
     check_call(call, config.in_features)
     parameters = call.parameters
@@ -99,7 +99,7 @@ def _groups(
     of_weights: Sequence[Facts | None],
     of_biases: Sequence[Facts | None],
 ) -> tuple[LinearSpec, ...]:
-    """Return the spec of each group's product. Communication is the caller's."""
+    """Return the product spec per group. Communication is the caller's."""
     config: Any = call.config
     count = config.num_gemms
     weights = list(of_weights) * count if config.single_grouped_weight else of_weights
@@ -142,7 +142,7 @@ def _features(
     quantizers: GroupedQuantizers,
     backward: str,
 ) -> tuple[str, ...]:
-    """Return the features of every call of this kind that one launch per step does not support."""
+    """Return the features in every call of this kind that one launch per step does not support."""
     config: Any = call.config
     kinds = {facts.kind for facts in (*of_weights, *of_biases) if facts is not None}
     found = {
@@ -160,14 +160,14 @@ def _features(
 
 
 def _plain_stacks(config: Any) -> tuple[type, ...]:
-    """Class of the values of single parameters, which are groups of plain matrices."""
+    """Class for the values of single parameters, which are plain matrix groups."""
     return (torch.Tensor,) * (config.single_grouped_weight or config.single_grouped_bias)
 
 
 def _request(
     call: Call, features: tuple[str, ...], weight: Facts | None, quantizers: GroupedQuantizers
 ) -> GroupedRequest:
-    """Return the request of `grouped_request.TABLE` for a call with rows."""
+    """Return the request to `grouped_request.TABLE` for a call with rows."""
     config: Any = call.config
     x = call.input
     assert weight is not None
@@ -190,7 +190,7 @@ def _request(
 def fitting_groups(
     spec: GroupedSpec, rows: tuple[int, ...], warn_once: Callable[[str, str], object]
 ) -> tuple[LinearSpec, ...]:
-    """Return the specs of the groups, in high precision where the format does not support a group's rows."""
+    """Return the group specs, in high precision where the format does not support a group's rows."""
     n, k = spec.extents
     groups = []
     for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
@@ -210,15 +210,15 @@ def traced_call(
     tensors: tuple[Sequence[Tensor], Sequence[Tensor]],
     is_first_microbatch: bool | None,
 ) -> Tensor:
-    """Return y [M, N] of a traced call whose numbers of rows are a tensor, computed by one operator.
+    """Return y [M, N] for a traced call whose row counts are a tensor, computed by one operator.
 
     Args:
         module: The layer.
-        spec: The settings of the call while traced.
+        spec: The call settings while traced.
         x: Input [M, K].
-        rows: Number of rows of each group.
+        rows: Rows per group.
         tensors: Weights, and biases to add.
-        is_first_microbatch: The argument of the call.
+        is_first_microbatch: The call argument.
 
     Raises:
         NotImplementedError: The call has effects that operators cannot have.
@@ -259,7 +259,7 @@ def _registered_while_tracing(
     facts: tuple[torch.dtype, torch.device, torch.dtype | None],
     counts: tuple[int, int],
 ) -> str:
-    """Return the key of the operators of a kind of call; the arguments describe it, see `traced_call`."""
+    """Return the operator key for a call kind; the arguments describe it, see `traced_call`."""
     module = module_of_key(tracing_key)
     enabled, calibrating, grad, grad_input = flags
     dtype, device, autocast = facts

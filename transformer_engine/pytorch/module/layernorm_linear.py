@@ -42,7 +42,7 @@ from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, create_parameters, mark_parameters, parameter_of, weight_and_bias
 from .specs import Call, check_call, product_spec, quantizers_of_call, scale_update, with_compiled_passes
 
-# Beside the layer, names of the original that other libraries import from here.
+# Beside the layer, original names that other libraries import from here.
 __all__ = ["LayerNormLinear", "_LayerNormLinear", "apply_normalization", "general_gemm"]
 
 
@@ -54,7 +54,7 @@ class NormLinearConfig(LinearConfig):
 
 
 def build(call: Call) -> NormLinearSpec:
-    """Settings of a kind of call."""
+    """Settings for a call kind."""
     config: NormLinearConfig = call.config
     check_call(call, config.in_features)
     weight, bias, *of_norm = call.parameters
@@ -94,7 +94,7 @@ class LayerNormLinear(ProductsModule):
         parallel_mode: None or "column" (out_features is sharded).
         symmetric_ar_type: Has no effect, because no output is summed over ranks. A warning says so.
 
-    The other arguments are those of `Linear`.
+    The other arguments are as in `Linear`.
     """
 
     build = staticmethod(build)
@@ -129,7 +129,7 @@ class LayerNormLinear(ProductsModule):
         delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
         name: str | None = None,
     ) -> None:  # fmt: skip
-        # Subclasses of other libraries choose the tracker's name by setting it before they call this.
+        # Subclasses in other libraries choose the tracker's name by setting it before they call this.
         rng_tracker_name = early(self, "rng_tracker_name")
         super().__init__(name)
         if parallel_mode == "row":
@@ -193,7 +193,7 @@ class LayerNormLinear(ProductsModule):
     ) -> Tensor | tuple[Tensor | None, ...]:
         """Return y, or `(y[, bias][, norm(x)])` with return_bias or return_layernorm_output.
 
-        The other arguments are those of `Linear.forward`.
+        The other arguments are as in `Linear.forward`.
         """
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
@@ -281,7 +281,7 @@ class LayerNormLinear(ProductsModule):
 def _by_name(
     inp: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None]:
-    """Call `norm_linear` through replaceable names of this file; a replaced norm changes no format of the products."""
+    """Call `norm_linear` through replaceable names in this file; a replaced norm changes no product format."""
     file = sys.modules[__name__]
     names = _replaced.names | _common._replaced.names
     if names == {"apply_normalization"}:

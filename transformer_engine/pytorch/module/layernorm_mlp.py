@@ -1,6 +1,6 @@
 """LayerNormMLP: y = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias.
 
-Its forward and backward pass are the plain functions of `functions/norm_mlp.py`.
+Its forward and backward pass are the plain functions in `functions/norm_mlp.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .specs import (
     with_compiled_passes,
 )
 
-# Beside the layer, names of the original that other libraries import from here.
+# Beside the layer, original names that other libraries import from here.
 __all__ = ["LayerNormMLP", "apply_normalization"]
 
 
@@ -76,17 +76,17 @@ class NormMLPConfig(ProductsConfig):
         return self.set_parallel_mode and self.tp_size > 1
 
     def parallel(self, mode: str) -> TensorParallel:
-        """Return the boundary of fc1 ("column") or fc2 ("row")."""
+        """Return the boundary for fc1 ("column") or fc2 ("row")."""
         return self.boundary(mode if self.set_parallel_mode else None)
 
     @property
     def adds_bias_late(self) -> bool:
-        """Whether the bias of fc2 is returned to the caller, or added after the sum over ranks."""
+        """Whether the fc2 bias is returned to the caller, or added after the sum over ranks."""
         return self.return_bias or (self.set_parallel_mode and self.tp_size > 1)
 
 
 def build(call: Call) -> NormMLPSpec:
-    """Settings of a kind of call."""
+    """Settings for a call kind."""
     config: NormMLPConfig = call.config
     check_call(call, config.hidden_size)
     switch("checkpoint", config.checkpoint)
@@ -138,25 +138,25 @@ class LayerNormMLP(ProductsModule):
     """Compute y [.., hidden_size] = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias.
 
     Args:
-        hidden_size: Size of the last dimension of x and y.
-        ffn_hidden_size: Size of the output of the activation. Gated activations double the rows of fc1_weight.
-        return_bias: Return (y, fc2_bias) and leave the addition of the bias to the caller.
+        hidden_size: Last dimension of x and y.
+        ffn_hidden_size: Activation output size. Gated activations double the rows of fc1_weight.
+        return_bias: Return (y, fc2_bias) and leave adding the bias to the caller.
         init_method: Fills fc1_weight; by default with N(0, 0.023).
         output_layer_init_method: Fills fc2_weight; by default with N(0, 0.023).
         bias: Add learned biases.
         activation: gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu or clamped_swiglu.
         activation_params: For clamped_swiglu `{"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}`.
         set_parallel_mode: Shard fc1 by columns and fc2 by rows over tp_group.
-        checkpoint: Save x, the parameters and, under delayed scaling, copies of the scales, and recompute the norm, fc1
-            and the activation in the backward pass.
-        cache_quantized_activation_input: Save fc1's output for the backward pass as E4M3 codes in blocks of 1 x 128,
-            half of its bytes. y is unchanged; the gradients of fc1's output and of fc2_weight are computed from the
-            rounded values. Has an effect under delayed and current scaling, where `te.explain` shows
-            mlp_input=quantized.
+        checkpoint: Save x, the parameters and, under delayed scaling, scale copies, and recompute
+            the norm, fc1 and the activation in the backward pass.
+        cache_quantized_activation_input: Save fc1's output for the backward pass as E4M3 codes in
+            blocks of 1 x 128, half its bytes. y is unchanged; the gradients of fc1's output and
+            fc2_weight are computed from the rounded values. Has an effect under delayed and current
+            scaling, where `te.explain` shows mlp_input=quantized.
         seq_length: No effect, since kernels need no warm-up.
         micro_batch_size: No effect, like seq_length.
 
-    The other arguments are those of `LayerNormLinear`.
+    The other arguments are as in `LayerNormLinear`.
     """
 
     _config: NormMLPConfig  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,22 +1,22 @@
 """Linear: y = x @ weight.T + bias under any recipe, alone or as one shard of a tensor-parallel layer.
 
-The file contains the module: its arguments, parameters and settings. `functions/linear.py` contains the computation. A
-call of the module has three steps:
+The file contains the module: its arguments, parameters and settings. `functions/linear.py` contains
+the computation. A module call has three steps:
 
-1. `Linear.forward` reads the parameters and converts the switches of the call.
-2. `ProductsModule.spec` (`linear_base.py`) returns the `LinearSpec`, all settings that the computation reads. They
-   depend on a `Call` (`specs.py`): the layer's configuration, the recipe of `autocast`, the metadata of the tensors,
-   the switches of the call, grad mode, torch.autocast, environment variables, and the parameters or the queue that
-   receive weight gradients. Specs are cached by their call; `build` computes the spec of a new call. The first call
-   under a recipe also creates the quantizers and scaling states (`numerics.py`).
-3. `linear` (`functions/linear.py`) computes y, as a node of autograd's graph.
+1. `Linear.forward` reads the parameters and converts the call switches.
+2. `ProductsModule.spec` (`linear_base.py`) returns the `LinearSpec`, all settings that the computation reads.
+   They depend on a `Call` (`specs.py`): the layer's configuration, the recipe of `autocast`, tensor metadata,
+   call switches, grad mode, torch.autocast, environment variables, and the parameters or the queue that
+   receive weight gradients. Specs are cached by their call; `build` computes the spec for a new call. The
+   first call under a recipe also creates the quantizers and scaling states (`numerics.py`).
+3. `linear` (`functions/linear.py`) computes y, as a node in autograd's graph.
 
 **Settings.** `@configured` defines `layer.in_features`, `layer.return_bias` and the other settings as properties over
 the frozen record `layer._config`. Assigning one replaces the record, so that the next call has another spec.
 `_configure` creates the record, and `@accepts` checks and converts the constructor's arguments.
 
-**Monkey-patching.** Other libraries assign functions to `_Linear` and `general_gemm` of this file. `_replaced.names`
-contains the assigned names; it is empty in other programs. If it is not, `_linear_by_name` takes the place of `linear`.
+**Monkey-patching.** Other libraries assign functions to `_Linear` and `general_gemm` in this file. `_replaced.names`
+contains the assigned names; it is empty in other programs. If it is not, `_linear_by_name` replaces `linear`.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ from .specs import (
     with_compiled_passes,
 )
 
-# Beside the layer, names of the original that other libraries import or monkey-patch here.
+# Beside the layer, original names that other libraries import or monkey-patch here.
 __all__ = ["Linear", "_Linear", "general_gemm", "get_workspace"]
 
 
 def build(call: Call) -> LinearSpec:
-    """Compute the settings of all calls that equal `call`.
+    """Compute the settings for all calls that equal `call`.
 
     Args:
-        call: Configuration and recipe of the layer, switches of the call, and metadata of its tensors: `weight` and
+        call: Layer configuration and recipe, call switches, and tensor metadata: `weight` and
             `bias` below are `Facts`, such as shape and dtype, and no tensors.
 
     Raises:
-        TypeError: The dtype of the input is unsupported.
+        TypeError: The input dtype is unsupported.
         ValueError: The tensors do not fit the layer or each other.
     """
     config: LinearConfig = call.config
     weight, bias = call.parameters
     assert weight is not None
-    in_features = weight.shape[1]  # of a shard, if the parameters are DTensors
+    in_features = weight.shape[1]  # for a shard, if the parameters are DTensors
     check_call(call, in_features)
     parallel = config.parallel()
     (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
@@ -103,36 +103,36 @@ def build(call: Call) -> LinearSpec:
 
 @configured(LinearConfig, fixed=SIZES)
 class Linear(ProductsModule):
-    """Compute y [.., out_features] = x [.., in_features] @ weight.T + bias, quantized by the recipe of `autocast`.
+    """Compute y [.., out_features] = x [.., in_features] @ weight.T + bias, quantized by the `autocast` recipe.
 
     Args:
-        in_features: Size of the last dimension of x, of the whole layer if it is tensor-parallel.
-        out_features: Size of the last dimension of y, of the whole layer if it is tensor-parallel.
-        sequence_parallel: Shard activations outside of the layer along their first dimension.
+        in_features: Last dimension of x, in the whole layer if it is tensor-parallel.
+        out_features: Last dimension of y, in the whole layer if it is tensor-parallel.
+        sequence_parallel: Shard activations outside the layer along their first dimension.
         fuse_wgrad_accumulation: Accumulate the weight gradient into `weight.main_grad`.
         tp_group: Tensor-parallel process group.
-        tp_size: Size of the tensor-parallel group, if `set_tensor_parallel_group` is called later.
-        get_rng_state_tracker: Function that returns the tracker of random states for the initialization.
-        rng_tracker_name: Name of the random state in the tracker.
+        tp_size: Tensor-parallel group size, if `set_tensor_parallel_group` is called later.
+        get_rng_state_tracker: Function that returns the random state tracker for initialization.
+        rng_tracker_name: Random state name in the tracker.
         init_method: `init_method(weight)` fills the weight; by default with N(0, 0.023).
         bias: Add a learned bias [out_features].
-        return_bias: Return (y, bias) and leave the addition of the bias to the caller.
-        params_dtype: Dtype of the parameters, by default `torch.get_default_dtype()`.
+        return_bias: Return (y, bias) and leave adding the bias to the caller.
+        params_dtype: Parameter dtype, by default `torch.get_default_dtype()`.
         parallel_mode: None, "column" (out_features is sharded) or "row" (in_features is sharded).
-        parameters_split: Names, or {name: rows}, of several parameters that make up the weight.
-        device: Device of the parameters. "cuda" falls back to the CPU if there is no GPU; "meta" defers initialization.
-        ub_overlap_ag: With sequence parallelism, multiply this rank's rows while copy engines gather those of other
-            ranks: of the input of a column-parallel layer, and of the output gradient of a row-parallel one. It
-            requires `initialize_ub` and GPUs that read each other's memory.
-        ub_overlap_rs: The same for the sum over ranks of a row-parallel layer's output.
-        ub_overlap_rs_dgrad: The same for the sum over ranks of a column-parallel layer's input gradient.
+        parameters_split: Names, or {name: rows}, for several parameters that make up the weight.
+        device: Parameter device. "cuda" falls back to the CPU if there is no GPU; "meta" defers initialization.
+        ub_overlap_ag: With sequence parallelism, multiply this rank's rows while copy engines gather rows
+            from other ranks: input rows in a column-parallel layer, and output gradient rows in a
+            row-parallel one. It requires `initialize_ub` and GPUs that read each other's memory.
+        ub_overlap_rs: The same for the sum of a row-parallel layer's output over ranks.
+        ub_overlap_rs_dgrad: The same for the sum of a column-parallel layer's input gradient over ranks.
         ub_bulk_dgrad: The same as ub_overlap_ag, for a column-parallel layer only.
         ub_bulk_wgrad: The same as ub_overlap_rs_dgrad.
-        ub_name: Name of the layer in the configuration of `initialize_ub`; no effect.
+        ub_name: Layer name in the `initialize_ub` configuration; no effect.
         delay_wgrad_compute: Compute the weight gradient in `backward_dw()` instead of the backward pass.
         symmetric_ar_type: "one_shot" or "two_shot": sum the output of a row-parallel layer over symmetric memory.
         save_original_input: Save the unquantized input for the backward pass; not with delayed scaling.
-        name: Name of the layer in reports and debugging output.
+        name: Layer name in reports and debugging output.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -141,7 +141,7 @@ class Linear(ProductsModule):
 
     build = staticmethod(build)
     _config: LinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
-    # Types of the properties that `@configured` defines.
+    # Types for the properties that `@configured` defines.
     in_features: int
     out_features: int
     parallel_mode: str | None
@@ -192,8 +192,8 @@ class Linear(ProductsModule):
             save_original_input=save_original_input,
             get_rng_state_tracker=get_rng_state_tracker,
             rng_tracker_name=rng_tracker_name,
-            # Names of the values in a `Call`, in order, for checks and messages: the switches of `forward`, and the
-            # tensors that it reads in addition to the input.
+            # Value names in a `Call`, in order, for checks and messages: the `forward` switches,
+            # and the tensors that it reads in addition to the input.
             _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias"),
         )
@@ -221,23 +221,23 @@ class Linear(ProductsModule):
 
         Args:
             inp: Input [.., in_features].
-            is_first_microbatch: True quantizes the weight into a cache, False reads the cache, and None quantizes the
-                weight for this call only. An optimizer step or another write to the weight does not invalidate the
-                cache: pass True in the first call after it. False also quantizes the present weight into the cache if
-                the cache is empty (a new layer, a loaded state dict, another recipe) or lacks the column-wise codes
-                (the first training call after an evaluation). True writes into the memory of the step before, unless a
-                backward pass that has not run needs its codes, or torch.compile is tracing. A weight that is a
-                quantized tensor is not cached. With fuse_wgrad_accumulation, the first gradient after True overwrites
-                main_grad.
+            is_first_microbatch: True quantizes the weight into a cache, False reads the cache, and None
+                quantizes the weight for this call only. An optimizer step or another write to the weight does
+                not invalidate the cache: pass True in the first call after it. False also quantizes the
+                present weight into the cache if the cache is empty (a new layer, a loaded state dict, another
+                recipe) or lacks the column-wise codes (the first training call after an evaluation). True
+                writes into the memory of the step before, unless a backward pass that has not run needs its
+                codes, or torch.compile is tracing. A weight that is a quantized tensor is not cached. With
+                fuse_wgrad_accumulation, the first gradient after True overwrites main_grad.
             fp8_output: Return y as a quantized tensor.
-            fp8_grad: Return the gradient of the input as a quantized tensor.
+            fp8_grad: Return the input gradient as a quantized tensor.
 
         Raises:
-            TypeError: The dtype of the input is unsupported.
-            ValueError: The last dimension or the device of the input does not match the weight, or
+            TypeError: The input dtype is unsupported.
+            ValueError: The last input dimension or the input device does not match the weight, or
                 save_original_input is set under delayed scaling.
             RuntimeError: A parameter is on the meta device.
-            NotImplementedError: The placements of DTensors are unsupported.
+            NotImplementedError: The DTensor placements are unsupported.
         """
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
@@ -278,14 +278,14 @@ class Linear(ProductsModule):
         Args:
             options: (is_first_microbatch, fp8_output, fp8_grad), converted.
             inp: Input [.., in_features].
-            weight: Weight [out_features, in_features] of this rank.
+            weight: Weight [out_features, in_features] on this rank.
             bias: Bias [out_features], or None.
         """
         config, is_first_microbatch = self._config, options[0]
         # Creates the quantizers and scaling states in the first call under a recipe.
         spec = self.spec(inp, (weight, bias), options)
         product = _linear_by_name if _replaced.names else linear
-        if is_first_microbatch is not None:  # the weight is quantized once for all microbatches of a step
+        if is_first_microbatch is not None:  # the weight is quantized once for all microbatches in a step
             self.begin_microbatch(is_first_microbatch)
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
@@ -298,7 +298,7 @@ class Linear(ProductsModule):
         return y if added is not None or bias is None else y + bias
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
-        """Return the columns of the weight, of a shard if the parameters are DTensors."""
+        """Return the weight columns, of a shard if the parameters are DTensors."""
         return self.in_features if not tensors or tensors[0] is None else tensors[0].shape[1]
 
     def onnx_forward(
@@ -328,5 +328,5 @@ def _linear_by_name(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: Line
     return called_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])
 
 
-# Names of this file that programs monkey-patch. `_replaced.names` contains those with another value than these.
+# Names in this file that programs monkey-patch. `_replaced.names` contains names with another value than these.
 _replaced = watched(__name__, {"_Linear": _Linear, "general_gemm": general_gemm})

@@ -1,4 +1,4 @@
-"""ProductsModule: base of the layers made of linear products, whose specs are cached by call."""
+"""ProductsModule: base class for layers built from linear products, whose specs are cached by call."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _is_compiling = torch.compiler.is_compiling
 
 @dataclass(frozen=True, eq=False)
 class ProductsConfig(ModuleConfig):
-    """Settings of every layer that is made of linear products.
+    """Settings in every layer that consists of linear products.
 
     Attributes:
-        _options: Names of the switches of `forward`, in order; is_first_microbatch is the first.
-        _tensors: Names of the tensors that `forward` reads in addition to the input, in order.
-        _weights: Names of the parameters that make up each product's weight.
+        _options: Names of the `forward` switches, in order; is_first_microbatch is the first.
+        _tensors: Tensor names that `forward` reads in addition to the input, in order.
+        _weights: Parameter names that make up each product's weight.
         _shares_input: The module that computes the input saves its values for its own backward pass.
     """
 
@@ -70,15 +70,15 @@ class ProductsConfig(ModuleConfig):
     _shares_input: bool = False
 
     def input_features(self) -> int:
-        """Size of the last dimension of the input."""
+        """Last input dimension."""
         raise NotImplementedError
 
     def boundary(self, mode: str | None) -> TensorParallel:
-        """Return the boundary of a product to the tensor-parallel group.
+        """Return the boundary between a product and the tensor-parallel group.
 
         Raises:
-            RuntimeError: Parameters are sharded, and no group was set. The forward pass of a column-parallel layer
-                without sequence parallelism would not notice.
+            RuntimeError: Parameters are sharded, and no group was set. The forward pass in a
+                column-parallel layer without sequence parallelism would not notice.
         """
         tp = self.tp_group, self.tp_size, self.sequence_parallel
         parallel = TensorParallel(mode, *tp, self.symmetric_ar_type, self._overlap.of(mode), self)
@@ -101,13 +101,13 @@ class ProductsConfig(ModuleConfig):
                 )
 
 
-# Fields that determine the parameters of a layer.
+# Fields that determine layer parameters.
 SIZES = frozenset({"in_features", "out_features"})
 
 
 @dataclass(frozen=True, eq=False)
 class LinearConfig(ProductsConfig):
-    """Settings of a layer with one weight [out_features, in_features], whole or in named pieces."""
+    """Settings for a layer with one weight [out_features, in_features], whole or in named pieces."""
 
     in_features: int = 0
     out_features: int = 0
@@ -126,7 +126,7 @@ class LinearConfig(ProductsConfig):
 
     @property
     def adds_bias_late(self) -> bool:
-        """Whether the bias is returned to the caller, or added after the sum over ranks of a row-parallel layer."""
+        """Whether the bias is returned to the caller, or added after the sum over ranks in a row-parallel layer."""
         return self.return_bias or (self.parallel_mode == "row" and self.tp_size > 1)
 
     def parallel(self) -> TensorParallel:
@@ -134,7 +134,7 @@ class LinearConfig(ProductsConfig):
 
 
 def checked_ranks(mode: str | None, tp_group: Any, tp_size: int, in_features: int, out_features: int) -> int:
-    """Return the number of ranks that share a linear layer; see `tensor_parallel_size`.
+    """Return how many ranks share a linear layer; see `tensor_parallel_size`.
 
     Raises:
         ValueError: The mode is unknown, this rank does not belong to the group, or the ranks do not divide the sharded
@@ -167,12 +167,12 @@ def _role(kept: str) -> property:
 
 @configured(ProductsConfig)
 class ProductsModule(TransformerEngineBaseModule):
-    """A module whose forward pass is made of linear products.
+    """A module whose forward pass consists of linear products.
 
     Attributes:
-        quantized_as: module_type of its quantizers' roles.
-        product_names: Names of consecutive products; empty for a single product and for independent products.
-        build: Builder of the cached specs, `spec = build(call)`; None: the layer caches no specs.
+        quantized_as: module_type in its quantizers' roles.
+        product_names: Names for consecutive products; empty for a single product and for independent products.
+        build: Builder for cached specs, `spec = build(call)`; None: the layer caches no specs.
     """
 
     quantized_as = "linear"
@@ -196,7 +196,7 @@ class ProductsModule(TransformerEngineBaseModule):
             self._specs: Memory[tuple[Any, ...], Any] = Memory(built, _KEPT, type(self).build)
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-        """Return the roles of the slots; roles at the module's boundaries are settable, see `output_quantizer_role`."""
+        """Return the slot roles; roles at the module's boundaries are settable, see `output_quantizer_role`."""
         tensors = FORWARD_TENSORS if fwd else BACKWARD_TENSORS
         products = num_quantizers // len(tensors)
         border = self._output_role if fwd else self._grad_input_role
@@ -205,7 +205,7 @@ class ProductsModule(TransformerEngineBaseModule):
             part = self.product_names[product] if self.product_names else ""
             name = ".".join(filter(None, (self.name, part)))
             roles += [QuantizerRole(self.quantized_as, tensor, name) for tensor in tensors]
-            # In a chain, the last product computes the module's output and the first one the gradient of its input.
+            # In a chain, the last product computes the module's output and the first one its input gradient.
             at_border = not self.product_names or product == (products - 1 if fwd else 0)
             if border is not None and at_border:
                 roles[-1] = border
@@ -228,7 +228,7 @@ class ProductsModule(TransformerEngineBaseModule):
         """Set the tensor-parallel process group; must precede the first forward when tp_size > 1.
 
         Raises:
-            ValueError: The group has another number of ranks than the parameters are sharded over.
+            ValueError: The group has another rank count than the parameters are sharded over.
         """
         if self._config.is_sharded and tp_group is not None:
             check_tensor_parallel_group(tp_group, self.tp_size, type(self).__name__)
@@ -244,7 +244,7 @@ class ProductsModule(TransformerEngineBaseModule):
             if init.fp8_meta_index is not None and (parameter := self.get_parameter(name)).requires_grad
         ]
 
-    # The roles of the output and of the input's gradient that a custom recipe's factory receives, such as an
+    # The output and input gradient roles that a custom recipe's factory receives, such as an
     # attention's "qkv".
     output_quantizer_role = _role("_output_role")
     grad_input_quantizer_role = _role("_grad_input_role")
@@ -258,8 +258,8 @@ class ProductsModule(TransformerEngineBaseModule):
         Args:
             inp: The input.
             tensors: The parameters, named by `config._tensors`.
-            options: The switches of forward, named by `config._options`.
-            any_rows: The spec does not depend on the number of rows. The call then has one entry for consecutive
+            options: The forward switches, named by `config._options`.
+            any_rows: The spec does not depend on the row count. The call then has one entry for consecutive
                 parameters of the same kind, so that a look-up stays fast with many groups.
         """
         if export_mode.onnx or _is_compiling():
@@ -333,7 +333,7 @@ class ProductsModule(TransformerEngineBaseModule):
     def _spec_of_pass(
         self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe
     ) -> Any:
-        """Return the spec of a call in a recomputed function, with its first run's scales, or in a backward pass."""
+        """Return the spec for a call in a recomputed function, with its first run's scales, or in a backward pass."""
         self._check_call(inp, tensors, options)
         self.numerics.state = current()
         active = repeatable(type(self).__name__, self.tracing_key, active)
@@ -342,7 +342,7 @@ class ProductsModule(TransformerEngineBaseModule):
         )
 
     def _traced_spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
-        """Return the spec of a call that a compiler traces; raise NotImplementedError in an export to ONNX."""
+        """Return the spec for a call that a compiler traces; raise NotImplementedError in an export to ONNX."""
         if export_mode.onnx:
             raise NotImplementedError(
                 f"{type(self).__name__} cannot be exported to ONNX; {page('export')} lists the layers that can"
@@ -363,23 +363,23 @@ class ProductsModule(TransformerEngineBaseModule):
         check_call(call, self._input_features(tensors))
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
-        """Return the size of the input's last dimension, of this rank's part in a call with parameters of a shard."""
+        """Return the last input dimension, or this rank's part in a call with shard parameters."""
         return self._config.input_features()
 
     def _targets(self) -> tuple[tuple[torch.nn.Parameter, ...], ...]:
-        """Parameters of each product's weight, into whose main_grad or grad gradients are accumulated."""
+        """Parameters in each product's weight, into whose main_grad or grad gradients are accumulated."""
         return tuple([tuple([parameter_of(self, name) for name in names]) for names in self._config._weights])
 
     def quantizable_products(
         self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
     ) -> tuple[ProductQuantizers, ...]:
-        """Return the quantizers of an input's products, given (in_features, out_features) of each product's weight."""
+        """Return the quantizers for an input's products, given (in_features, out_features) per product weight."""
         return quantizers_of_call(
             self._uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes
         )
 
     def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
-        """Return norm(x) of a fused layer: of the whole sequence if requested, otherwise of this rank's part."""
+        """Return norm(x) from a fused layer: for the whole sequence if requested, otherwise for this rank's part."""
         config = self._config
         if norm_output is None or not (config.return_layernorm_output_gathered and config.sequence_parallel):
             return norm_output

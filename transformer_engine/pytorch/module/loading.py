@@ -1,4 +1,4 @@
-"""Loading of state dicts in which extra states are absent or have the names of earlier releases."""
+"""Loading state dicts in which extra states are absent or have names from earlier releases."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 def prepare(module: Any, state_dict: MutableMapping[str, Any], prefix: str) -> None:
     """Prepare a module with quantizers for loading its part of a state dict.
 
-    Renames keys of earlier versions. If the state dict has parameters of the module, but no extra state or an empty
-    one, the module's scales and histories are reset: they belong to other weights, and larger ones would saturate. A
-    state dict without a parameter of this module, such as an adapter's, changes no scales.
+    Renames keys from earlier versions. If the state dict has module parameters, but no extra state or an
+    empty one, the module's scales and histories are reset: they belong to other weights, and larger ones
+    would saturate. A state dict without a parameter for this module, such as an adapter's, changes no scales.
     """
-    for name in module.earlier_extra_states:  # of releases that kept the state in a child
+    for name in module.earlier_extra_states:  # from releases that kept the state in a child
         state = state_dict.pop(prefix + name, None)
         if state is not None:
             state_dict.setdefault(prefix + EXTRA_STATE, state)
@@ -37,7 +37,7 @@ def _reset_scales(module: Any) -> None:
 
 
 def quantized_otherwise(module: Any, recipe: Recipe | None) -> bool:
-    """Return whether the module has parameters that were quantized with another kind of recipe."""
+    """Return whether the module has parameters that were quantized with another recipe kind."""
     made_with = module._model_init_recipe
     if made_with is None or recipe is None or family_of(made_with) is family_of(recipe):
         return False
@@ -47,7 +47,7 @@ def quantized_otherwise(module: Any, recipe: Recipe | None) -> bool:
 def drop_state(module: Any, recipe: Recipe) -> None:
     """Drop a checkpoint's scaling state that belongs to another recipe than the module's quantized parameters.
 
-    The scales and histories of delayed scaling are reset, as for a checkpoint without extra states.
+    Delayed-scaling scales and histories are reset, as for a checkpoint without extra states.
     """
     made_with = type(module._model_init_recipe).__name__
     module._warn_once(

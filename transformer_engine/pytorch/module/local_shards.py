@@ -1,4 +1,4 @@
-"""Layers with DTensor parameters: local computation of this rank's shard between distributed tensors.
+"""Layers with DTensor parameters: local computation on this rank's shard between distributed tensors.
 
 | weight [N, K] | input | output | gradient of the input | gradient of norm parameters |
 | --- | --- | --- | --- | --- |
@@ -6,8 +6,8 @@
 | Shard(1) | Shard(last) | Partial | Shard(last) | - |
 | Replicate | unchanged | as the input | as the input | summed if the input is sharded |
 
-The input is redistributed if it has another placement, as by the operators of DTensor. The collective that sums a
-Partial result belongs to the code around the layer, such as the hooks of `torch.distributed.tensor.parallel`.
+The input is redistributed if it has another placement, as by DTensor operators. The collective that sums a
+Partial result belongs to the code around the layer, such as the `torch.distributed.tensor.parallel` hooks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..runtime.double_backward import once_differentiable
 
 
 class _SummedGradient(Function):
-    """The identity of a replicated DTensor, whose gradient is summed over the ranks if it is Partial."""
+    """Identity on a replicated DTensor, whose gradient is summed over the ranks if it is Partial."""
 
     @staticmethod
     def forward(ctx: Any, replicated: Tensor) -> Tensor:
@@ -54,10 +54,10 @@ class _BiasOfFirstRank(Function):
 
 
 def _common_mesh(kind: str, given: Mapping[str, Any]) -> Any:
-    """Return the mesh of the tensors, some of which may be None.
+    """Return the common mesh of the tensors, some of which may be None.
 
     Raises:
-        TypeError: Some of the tensors are DTensors and others are not.
+        TypeError: Some tensors are DTensors and others are not.
         ValueError: The tensors have different meshes.
         NotImplementedError: The mesh has several dimensions.
     """
@@ -86,8 +86,8 @@ def _whole_or_sharded_rows(x: Any, features: int) -> Any:
     """Return x with whole features, sharded along another dimension or replicated.
 
     Args:
-        x: DTensor over a mesh of one dimension.
-        features: Number of trailing dimensions that a rank needs as a whole.
+        x: DTensor over a one-dimensional mesh.
+        features: Trailing dimensions that a rank needs as a whole.
     """
     from torch.distributed.tensor import Replicate
 
@@ -124,12 +124,12 @@ def normalized_shards(
     """Return the normalized DTensor, placed like the input.
 
     Args:
-        kind: Class name of the layer.
-        compute: `compute(x, weight, bias)` of local tensors.
+        kind: Layer class name.
+        compute: `compute(x, weight, bias)` on local tensors.
         x: Input. If a rank has a part of the normalized dimensions, the input is redistributed.
         weight: Replicated weight.
         bias: Replicated bias, or None.
-        features: Number of normalized dimensions.
+        features: Normalized dimension count.
 
     Raises:
         TypeError, ValueError, NotImplementedError: See `local_linear`.
@@ -157,15 +157,15 @@ def local_linear(
     """Return the output of a linear layer as a DTensor; see the table of this file.
 
     Args:
-        kind: Class name of the layer.
-        compute: `compute(x, weight, bias, *norm parameters)` of local tensors.
+        kind: Layer class name.
+        compute: `compute(x, weight, bias, *norm parameters)` on local tensors.
         x: Input [.., K].
         weight: Weight [N, K].
         bias: Bias [N], or None.
-        norm: {name: parameter} of a norm before the product; None for an absent parameter, empty without a norm.
+        norm: {name: parameter} for a norm before the product; None for an absent parameter, empty without a norm.
 
     Raises:
-        TypeError: Some of the tensors are DTensors and others are not.
+        TypeError: Some tensors are DTensors and others are not.
         ValueError: The tensors have different meshes, or a norm would see a part of the features.
         NotImplementedError: The mesh has several dimensions, or the weight has an unsupported placement.
     """
@@ -215,7 +215,7 @@ def output_of_shards(
     bias: Any,
     norm: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Return the output of a layer with DTensor parameters: y, or (y, bias) with return_bias.
+    """Return the output from a layer with DTensor parameters: y, or (y, bias) with return_bias.
 
     Args:
         module: The layer, whose `_output_of(options, x, weight, bias, *norm parameters)` computes with local tensors.
@@ -223,10 +223,10 @@ def output_of_shards(
         x: Input; the remaining arguments as in `local_linear`.
         weight: Weight.
         bias: Bias, or None.
-        norm: Parameters of the norm.
+        norm: Norm parameters.
 
     Raises:
-        NotImplementedError: A setting of the layer does not work with DTensor parameters.
+        NotImplementedError: A layer setting does not work with DTensor parameters.
         TypeError, ValueError: See `local_linear`.
     """
     kind, config = type(module).__name__, module._config

@@ -33,7 +33,7 @@ _VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "N
 
 
 def environment_margins() -> dict[str, int]:
-    """Return the margin of each stage from the environment; 0 if it is not set."""
+    """Return the margin per stage from the environment; 0 if it is not set."""
     return {stage: int(env.get(name) or 0) for stage, name in zip(_STAGES, _VARIABLES, strict=True)}
 
 
@@ -55,7 +55,7 @@ def _written(module: Normalization, name: str, value: Any) -> None:
 
 
 def _accepted_margin(name: str, value: Any) -> int | dict[str, int]:
-    """Return a number of multiprocessors, or one per stage, with a warning that any but 0 has no effect."""
+    """Return a multiprocessor count, or one per stage, with a warning that any but 0 has no effect."""
     if isinstance(value, Mapping):
         if set(value) != set(_STAGES):
             raise ValueError(f"{name}={dict(value)}; give an int or all of {', '.join(_STAGES)}")
@@ -74,7 +74,7 @@ def _accepted_margin(name: str, value: Any) -> int | dict[str, int]:
 
 
 def margin_of(stage: str) -> property:
-    """Return a property for one stage of sm_margin, under the attribute name of earlier releases."""
+    """Return a property for one sm_margin stage, under the attribute name from earlier releases."""
 
     def read(self: Normalization) -> int:
         return self._sm_margins[stage]
@@ -89,8 +89,8 @@ def margin_of(stage: str) -> property:
 class Normalization(NormalizationOperation):
     """y = normalize(x) * gamma (+ beta) over the last dimensions of x, gamma = weight or 1 + weight.
 
-    Subclasses define the kind of norm and whether there is a bias. `sm_margin` is stored and has no effect. In a
-    `te.ops.Sequential` the module is an operation; by itself it runs without a fuser.
+    Subclasses define the norm kind and whether there is a bias. `sm_margin` is stored and has no
+    effect. In a `te.ops.Sequential` the module is an operation; by itself it runs without a fuser.
     """
 
     # A norm quantizes nothing, so its state dict holds parameters only.
@@ -181,7 +181,7 @@ class Normalization(NormalizationOperation):
                 self.bias.zero_()
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Norms of the original keep an empty extra state.
+        # The original's norms keep an empty extra state.
         state_dict.pop(prefix + EXTRA_STATE, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -253,7 +253,7 @@ def register_norm_parameters(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Register layer_norm_weight [features], initially a factor of 1, and for LayerNorm layer_norm_bias, zeros."""
+    """Register layer_norm_weight [features], initially factor 1, and for LayerNorm layer_norm_bias, zeros."""
     margins = environment_margins()
     for stage, short in (("forward", "fwd"), ("backward", "bwd"), ("inference", "inf")):
         setattr(module, f"{short}_ln_sm_margin", margins[stage])  # attributes that callers read
@@ -270,9 +270,9 @@ def register_norm_parameters(
 
 
 def mark_norm_parameters(module: TransformerEngineBaseModule) -> None:
-    """Mark whether the gradients of gamma and beta are summed over the ranks of sequence parallelism.
+    """Mark whether the gamma and beta gradients are summed over sequence-parallel ranks.
 
-    Again whenever they are reset: a copy of a parameter has no attributes.
+    Again whenever they are reset: a parameter copy has no attributes.
     """
     for name in ("layer_norm_weight", "layer_norm_bias"):
         parameter = module._parameters[name]

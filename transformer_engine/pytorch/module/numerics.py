@@ -1,7 +1,7 @@
 """Numerics: the single owner of a module's recipe, scaling states, quantizers and weight copies.
 
-The original's names on a module (`fp8_meta`, `quantizers`, `fp8`, `_fp8_workspaces`, ..) are views of this record. A
-write to a view, also to one slot of a list, takes effect in the next call.
+The original's names on a module (`fp8_meta`, `quantizers`, `fp8`, `_fp8_workspaces`, ..) are views
+of this record. A write to a view, also to one slot in a list, takes effect in the next call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .weight_cache import WeightCache, made_to_keep
 
 
 class Owner(Protocol):
-    """The attributes and methods of a module that `Numerics` uses."""
+    """Module attributes and methods that `Numerics` uses."""
 
     numerics: Numerics
     param_init_meta: dict[str, ParameterInit]
@@ -59,24 +59,24 @@ class _PutTogether(NamedTuple):
 
 
 class Numerics:
-    """The recipe, scaling states, quantizers and cached weights of one module.
+    """The recipe, scaling states, quantizers and cached weights in one module.
 
     Attributes:
-        meta: `fp8_meta`: recipe, group and states under the original's keys, and entries of callers.
+        meta: `fp8_meta`: recipe, group and states under the original's keys, and caller entries.
         quantizers: {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}.
         workspaces: {name: weight as quantized for the first microbatch of a step}.
-        state: Autocast state of the last call.
+        state: Autocast state in the last call.
         cached: The quantizers of the last recipe by product, valid until a container that they depend on is written.
         initialized: Whether quantizers were ever created.
         observer: Maps the recipe of a call to the recipe it computes by; None: no observer.
-        observes_unquantized: Whether the observer also receives calls outside of autocast.
+        observes_unquantized: Whether the observer also receives calls outside autocast.
     """
 
     def __init__(self, recipe: Recipe | None = None) -> None:
         """Create empty numerics.
 
         Args:
-            recipe: Recipe of quantized_model_init, which callers read before the first call and on the meta device.
+            recipe: Recipe in quantized_model_init, which callers read before the first call and on the meta device.
         """
         self.cached = Active()
         self.meta = WatchedDict(self.cached, {"fp8_checkpoint": False, "fp8_group": None})
@@ -94,11 +94,11 @@ class Numerics:
         self.observes_unquantized = False
         self._put_together: list[_PutTogether] = []
         self._unquantized: tuple[Any, ModuleRecipe] | None = (
-            None  # the observer, and its recipe outside of autocast
+            None  # the observer, and its recipe outside autocast
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which belongs to no autocast context and has no observer."""
+        """Return the state for a copy, which belongs to no autocast context and has no observer."""
         called = AutocastState(self.state.enabled, self.state.calibrating)
         own = {"state": called, "state_without_gradients": None, "observer": None, "_put_together": []}
         return self.__dict__ | own | {"observes_unquantized": False, "_unquantized": None}
@@ -110,13 +110,13 @@ class Numerics:
 
         Args:
             observer: Returns a recipe with other quantizers.
-            unquantized: Whether calls outside of autocast are observed too.
+            unquantized: Whether calls outside autocast are observed too.
         """
         self.observer, self.observes_unquantized = observer, unquantized
         self.cached.regroup()
 
     def unquantized(self, products: int) -> ModuleRecipe:
-        """Return the settings of a call outside of autocast."""
+        """Return the settings for a call outside autocast."""
         observer = self.observer
         if observer is None or not self.observes_unquantized:
             return unquantized(products)
@@ -129,7 +129,7 @@ class Numerics:
         self.cached.forget()
 
     def replace_quantizers(self, quantizers: dict[str, Sequence[Quantizer]]) -> None:
-        """Replace the quantizers of both directions."""
+        """Replace the quantizers in both directions."""
         given = {key: Slots(self.cached, quantizers[key]) for key in self.quantizers}
         self.quantizers = given
         self.cached.regroup()
@@ -139,7 +139,7 @@ class Numerics:
         self.cached.forget()
 
     def of_call(self, owner: Owner, state: AutocastState) -> ModuleRecipe:
-        """Return the settings of a call under an autocast state; create missing quantizers and states."""
+        """Return the settings for a call under an autocast state; create missing quantizers and states."""
         if state.enabled or state.calibrating:
             active = self.serve(owner, state)
             if state.enabled:
@@ -149,13 +149,13 @@ class Numerics:
         return self.unquantized(owner.num_products)
 
     def serve(self, owner: Owner, state: AutocastState) -> ModuleRecipe:
-        """Return the module's quantizers for the recipe of a state, with its scales registered for updates."""
+        """Return the module's quantizers for the recipe in a state, with its scales registered for updates."""
         recipe = state.recipe
         assert recipe is not None
         active = self.cached.recipe
         if active is None or not active.serves(state):
             active = self.renew(owner, recipe, state.group)
-        # Register again if FP8GlobalStateManager.reset() has cleared the participants of scale updates.
+        # Register again if FP8GlobalStateManager.reset() has cleared the participants in scale updates.
         if active.has_state and active.pools is not delayed_scaling.registry.pools:
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.meta)
             active.pools = delayed_scaling.registry.pools
@@ -175,7 +175,7 @@ class Numerics:
         return made
 
     def _of_slots(self, recipe: Recipe, group: Any) -> ModuleRecipe:
-        """Return the recipe with the quantizers of the slots, after the observer if there is one.
+        """Return the recipe with the slot quantizers, after the observer if there is one.
 
         The object is assembled once for each observer, because calls cache their decisions on it.
         """
@@ -216,7 +216,7 @@ class Numerics:
         self.initialized = True
 
     def renew_direction(self, owner: Owner, forward: bool, recipe: Recipe) -> None:
-        """Create state and quantizers of one direction for the current number of products."""
+        """Create state and quantizers for one direction and the current product count."""
         key, mode, slots = (
             ("scaling_fwd", "forward", FORWARD_SLOTS)
             if forward
@@ -241,7 +241,7 @@ class Numerics:
         self.quantizers[key] = Slots(self.cached, made)
         held = state.delayed_states
         if forward and any(all(old is not new for new in held) for old in before):
-            # Quantized parameters get the new quantizers of their slots, so that later scale updates reach them.
+            # Quantized parameters get the new quantizers for their slots, so that later scale updates reach them.
             for name, init in owner.param_init_meta.items():
                 param = owner._parameters.get(name)
                 if (
@@ -258,7 +258,7 @@ class Numerics:
                 param.update_quantizer(quantizer)
 
     def delayed_states(self, key: str) -> tuple[Any, ...]:
-        """Return the delayed-scaling states of a direction, "scaling_fwd" or "scaling_bwd"."""
+        """Return the delayed-scaling states in a direction, "scaling_fwd" or "scaling_bwd"."""
         scaling = self.meta.get(key)
         return () if scaling is None else scaling.delayed_states
 
@@ -296,7 +296,7 @@ class Numerics:
 
 
 def state_flag(flag: str, what: str) -> Any:
-    """Return a property of a module that reads and writes a flag of `numerics.state`."""
+    """Return a module property that reads and writes a flag in `numerics.state`."""
 
     def read(self: Any) -> bool:
         return getattr(self.numerics.state, flag)
@@ -314,7 +314,7 @@ _serial = itertools.count()
 
 
 def new_tracing_key(module: Owner) -> str:
-    """Return a new string key of the module, because a traced function can pass strings but not objects."""
+    """Return a new string key for the module, because a traced function can pass strings but not objects."""
     key = f"module {next(_serial)}"
     _modules[key] = module
     for call in on_creation:
@@ -327,12 +327,12 @@ on_creation: list[Callable[[Owner], None]] = []
 
 
 def module_of_key(tracing_key: str) -> Any:
-    """Return the module with a key of `new_tracing_key`."""
+    """Return the module with a key from `new_tracing_key`."""
     return _modules[tracing_key]
 
 
 def existing_modules() -> list[Owner]:
-    """Return the modules with numerics of this process, in the order of their creation."""
+    """Return the modules with numerics in this process, in creation order."""
     return list(_modules.values())
 
 
@@ -381,7 +381,7 @@ def _first_call_while_tracing(tracing_key: str) -> bool:
 
 
 def traced_update(owner: Owner, tracing_key: str, group: Any) -> ScaleUpdate | None:
-    """Return the scale update of a call in a graph: the module's own scales, after the backward of its first call."""
+    """Return the scale update for a call in a graph: the module's own scales, after the backward of its first call."""
     if not _first_call_while_tracing(tracing_key):
         return None
     return ScaleUpdate(owner.numerics.delayed_states("scaling_bwd"), group)

@@ -1,4 +1,4 @@
-"""Parameters of a layer: one weight, or several named pieces of it, and their initialization."""
+"""Layer parameters: one weight, or several named weight pieces, and their initialization."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ InitMethod = Callable[[Tensor], object]
 Split = Sequence[str] | Mapping[str, int] | None
 
 DEFAULT_STANDARD_DEVIATION = 0.023
-_ALIGNMENT = 512  # bytes; that of an allocation on a GPU
+_ALIGNMENT = 512  # bytes; the alignment of a GPU allocation
 
 
 def default_init_method(weight: Tensor) -> Tensor:
@@ -36,14 +36,14 @@ def default_init_method(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ParameterInit:
-    """Initialization of a parameter, and the forward quantizer that quantizes it.
+    """Parameter initialization, and the forward quantizer that quantizes it.
 
     Attributes:
         init: Fills a tensor in place.
-        rng_tracker: Returns the tracker of the tensor-parallel random states, or None.
-        rng_tracker_name: Name of the random state in the tracker.
-        fp8_meta_index: Slot of the forward quantizer; None: the parameter stays in high precision.
-        members: Number of weights in a stack, each with a separate quantizer; None: the parameter is a single weight.
+        rng_tracker: Returns the tensor-parallel random state tracker, or None.
+        rng_tracker_name: Random state name in the tracker.
+        fp8_meta_index: Forward quantizer slot; None: the parameter stays in high precision.
+        members: Weight count in a stack, each with a separate quantizer; None: the parameter is a single weight.
     """
 
     init: InitMethod
@@ -53,7 +53,7 @@ class ParameterInit:
     members: int | None = None
 
     def quantizer_among(self, forward: Sequence[Quantizer]) -> Quantizer:
-        """Return a copy of the quantizer of the parameter's slot; for a stack, its members' quantizers combined."""
+        """Return a copy of the quantizer for the parameter's slot; for a stack, its members' quantizers combined."""
         first = self.fp8_meta_index
         assert first is not None, "only such parameters are quantized"
         if self.members is None:
@@ -75,13 +75,13 @@ class ParameterInit:
 def split_names(
     parameters_split: Sequence[str] | Mapping[str, int] | None, rows: int, tp_size: int = 1
 ) -> dict[str, int]:
-    """Return {prefix: rows} of the parameters that form the weight [rows, K], split along its first axis.
+    """Return {prefix: rows} for the parameters that form the weight [rows, K], split along its first axis.
 
     Args:
-        parameters_split: A sequence of names splits evenly; a mapping gives the unsharded rows of each name. None:
-            one weight, whose prefix is "".
-        rows: Rows of the weight on this rank.
-        tp_size: Number of ranks that share the weight's rows.
+        parameters_split: A name sequence splits evenly; a mapping gives the unsharded rows per
+            name. None: one weight, whose prefix is "".
+        rows: Weight rows on this rank.
+        tp_size: Rank count that shares the weight's rows.
 
     Raises:
         TypeError: The names are not strings.
@@ -206,7 +206,7 @@ def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None]:
 def _joined_pieces(
     module: Any, weights: Sequence[str], biases: Sequence[str]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the concatenated pieces of weight and bias of a layer with `parameters_split`."""
+    """Concatenate the weight and bias pieces in a layer with `parameters_split`."""
     pieces = [getattr(module, name) for name in weights]
     of_biases = [getattr(module, name) for name in biases]
     if getattr(pieces[0], "is_distributed_weight", False):

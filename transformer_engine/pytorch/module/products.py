@@ -1,4 +1,4 @@
-"""The quantizers of linear products, and the settings of a module under one recipe, from which specs are built."""
+"""Quantizers for linear products, and module settings under one recipe, from which specs are built."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..quantization.autocast import AutocastState
 from ..quantization.family import family_of
 from ..tensor.quantizer import Calibrating, Quantizer
 
-# Slots of a product, in the original's order, on which checkpoints of delayed scaling rely.
+# Product slots, in the original's order, on which delayed-scaling checkpoints rely.
 FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
 
 
 class ModuleRecipe:
-    """Settings of one module: quantizers of its products, and the recipe's options for products and backward.
+    """Settings for one module: quantizers for its products, and the recipe's options for products and backward.
 
     Attributes:
         recipe: The recipe; None if nothing is quantized.
-        group: Process group of amax reductions, or None.
+        group: Process group for amax reductions, or None.
         quantizes: Whether products are quantized. Otherwise all quantizers are the identity or only record.
         has_state: Whether scales or statistics persist between calls.
-        follows_history: Whether the scales of a forward pass have changed by its backward pass.
+        follows_history: Whether forward-pass scales have changed by the backward pass.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class ModuleRecipe:
         self.follows_history = family is not None and family.follows_history
         # The same in high precision, recording statistics.
         self.calibrating: ModuleRecipe | None = None
-        # Registration of the states for scale updates, as long as it is valid.
+        # State registration for scale updates, as long as it is valid.
         self.pools: object = None
 
     @staticmethod
     def of(
         recipe: Recipe, group: Any, forward: Sequence[Quantizer], backward: Sequence[Quantizer]
     ) -> ModuleRecipe:
-        """Return the settings of a recipe with the given quantizers by slot."""
+        """Return the settings for a recipe with the given quantizers by slot."""
         products = tuple(
             ProductQuantizers(
                 *forward[FORWARD_SLOTS * i : FORWARD_SLOTS * (i + 1)],
@@ -100,5 +100,5 @@ class ModuleRecipe:
 
 @functools.cache
 def unquantized(products: int) -> ModuleRecipe:
-    """Return the settings of a call outside of autocast."""
+    """Return the settings for a call outside autocast."""
     return ModuleRecipe((UNQUANTIZED,) * products)

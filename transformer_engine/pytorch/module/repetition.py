@@ -20,20 +20,20 @@ def may_be_recomputed() -> bool:
 
 
 def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecipe:
-    """Return the settings of a call in a recomputed function: first runs record their states, second runs replay them.
+    """Return the settings for a call in a recomputed function: first runs record their states, second runs replay them.
 
     Any other call in a backward pass keeps its quantizers. It warns if another library's checkpoint repeats the call.
 
     Args:
-        kind: Class name of the module, for messages.
-        tracing_key: Key of the module.
-        active: Settings of the call.
+        kind: Module class name, for messages.
+        tracing_key: Module key.
+        active: Call settings.
 
     Raises:
         RuntimeError: The second run calls the module more often than the first one.
     """
     if not is_fp8_activation_recompute_enabled():
-        # A checkpoint of another library repeats the autocast, but scales may have been updated since its first run.
+        # A checkpoint from another library repeats the autocast, but scales may have been updated since its first run.
         if "Checkpoint" in type(torch._C._current_autograd_node()).__name__:
             warnings.warn(
                 f"a checkpoint that does not keep the scales of delayed scaling runs {kind} again: where they have "

@@ -10,14 +10,14 @@ class RMSNorm(Normalization, Operation):  # pyright: ignore[reportIncompatibleMe
     """Compute y = x / sqrt(E[x²] + eps) * gamma over the last dimensions (arXiv:1910.07467).
 
     Args:
-        normalized_shape: The last dimensions of the input; an int means one dimension.
+        normalized_shape: Last input dimensions; an int means one dimension.
         eps: Added to the mean square before the square root.
-        sequence_parallel: Set as an attribute of the parameter, which Megatron-LM reads.
-        params_dtype: Earlier name of dtype.
+        sequence_parallel: Set as a parameter attribute, which Megatron-LM reads.
+        params_dtype: Earlier name for dtype.
         zero_centered_gamma: Use gamma = 1 + weight, with the weight initialized to 0.
-        hidden_size: Earlier name of normalized_shape.
-        device: Device of the parameter, "cuda" by default.
-        dtype: Dtype of the parameter, by default `torch.get_default_dtype()`.
+        hidden_size: Earlier name for normalized_shape.
+        device: Parameter device, "cuda" by default.
+        dtype: Parameter dtype, by default `torch.get_default_dtype()`.
         sm_margin: Accepted for compatibility: an int, or a dict by stage ("forward", "backward", "inference").
             Kernels use all multiprocessors, and a value other than 0 warns. The attributes `fwd_rmsnorm_sm_margin`,
             `bwd_rmsnorm_sm_margin` and `inf_rmsnorm_sm_margin` read and set one stage.

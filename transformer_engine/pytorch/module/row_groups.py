@@ -1,4 +1,4 @@
-"""Groups of rows: what GroupedLinear, Fp8Padding and Fp8Unpadding accept as rows per group."""
+"""Row groups: what GroupedLinear, Fp8Padding and Fp8Unpadding accept as rows per group."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def check_dense(name: str, value: Any) -> None:
 
 
 class RowGroups(nn.Module):
-    """Base class of Fp8Padding and Fp8Unpadding: num_gemms groups of rows, each padded to a multiple of align_size.
+    """Base class for Fp8Padding and Fp8Unpadding: num_gemms row groups, each padded to a multiple of align_size.
 
     Args:
-        num_gemms: Number of groups.
+        num_gemms: Group count.
         align_size: The multiple. None: the multiple of the recipe at the first call, which later calls keep.
     """
 
@@ -40,11 +40,11 @@ class RowGroups(nn.Module):
         self.align_size = size_or_none("align_size", align_size)
 
     def padded_rows(self, inp: Tensor, rows: Sequence[int]) -> list[int]:
-        """Return the padded rows of each group.
+        """Return the padded rows per group.
 
         Raises:
             TypeError: The input is not a dense floating-point tensor.
-            ValueError: There is not one number of at least 0 per group.
+            ValueError: There is not one nonnegative number per group.
         """
         check_dense("inp", inp)
         floating("inp", inp)
@@ -61,12 +61,12 @@ class RowGroups(nn.Module):
 
 
 def alignment() -> int:
-    """Return the multiple of a group's rows that the active recipe, or otherwise the default recipe, requires."""
+    """Return the row multiple per group that the active recipe, or otherwise the default recipe, requires."""
     return get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
 
 
 def as_rows(inp: Tensor, rows: Sequence[int], name: str) -> Tensor:
-    """Return inp [.., K] as a matrix; raise ValueError unless the rows of the groups add up to its rows."""
+    """Return inp [.., K] as a matrix; raise ValueError unless the group rows add up to its rows."""
     x = inp.reshape(-1, inp.shape[-1])
     if sum(rows) != x.shape[0]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Settings that the ranks of a tensor-parallel layer must have in common, compared in its first collectives."""
+"""Settings that ranks in a tensor-parallel layer must have in common, compared in its first collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Entries = tuple[tuple[str, str], ...]
 
 
 def settings_of(config: Config, path: str) -> Entries:
-    """Names and values of a config's public fields. Fields with groups, streams and functions are left out."""
+    """Names and values of public config fields. Fields with groups, streams and functions are left out."""
     return tuple(
         (f"{path}.{field.name}", repr(value))
         for field in fields(config)
@@ -34,10 +34,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def hand_down_settings(layer: torch.nn.Module, tp_size: int) -> None:
-    """Store the settings of a layer and its children in the configs of all its products.
+    """Store settings of a layer and its children in the configs for all its products.
 
-    Only products communicate. A difference in another child, such as an attention's window, is therefore reported with
-    the next product. The stored settings are those of the constructor.
+    Only products communicate. A difference in another child, such as an attention's window, is
+    therefore reported with the next product. The stored settings are the constructor's.
     """
     if tp_size == 1:
         return

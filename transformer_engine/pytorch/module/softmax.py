@@ -1,4 +1,4 @@
-"""FusedScaleMaskSoftmax: probabilities of attention scores, for attention that is not fused."""
+"""FusedScaleMaskSoftmax: probabilities from attention scores, for attention that is not fused."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class FusedScaleMaskSoftmax(nn.Module):
     def forward(
         self, inp: Tensor, mask: Tensor | None, attn_mask_type: str, scale: float | None = None
     ) -> Tensor:
-        """Return the probabilities of the scores.
+        """Return the score probabilities.
 
         Args:
             inp: Scores [b, h, q, k].
             mask: bool or uint8, True where a key is hidden; None: no mask tensor.
             attn_mask_type: A name that contains "causal" hides later keys.
-            scale: Factor of the scores; None: 1.
+            scale: Score factor; None: 1.
         """
         floating("inp", inp)
         tensor_or_none("mask", mask)

@@ -1,7 +1,7 @@
-"""spec = build(call): the settings of one kind of call of a layer made of linear products.
+"""spec = build(call): settings for one call kind in a layer built from linear products.
 
-`ProductsModule.spec` makes the `Call`, whose equality is the key of the layer's cached specs, and `product_spec` makes
-the `LinearSpec` of each product.
+`ProductsModule.spec` makes the `Call`, whose equality is the key of the layer's cached specs, and
+`product_spec` makes the `LinearSpec` per product.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .products import ModuleRecipe
 
 
 class Facts(NamedTuple):
-    """The metadata of a tensor that a spec may depend on."""
+    """Tensor metadata that a spec may depend on."""
 
     kind: type
     shape: torch.Size
@@ -60,14 +60,14 @@ _is_given = functools.partial(operator.is_not, None)
 
 
 def facts_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """The same for a tensor of a traced call; None for an absent tensor."""
+    """The same for a tensor in a traced call; None for an absent tensor."""
     if tensor is None:
         return None
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def repeated_facts(tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Facts of consecutive tensors of the same kind, once, and the number of these tensors."""
+    """Facts of consecutive tensors of the same kind, once, and their count."""
     given = list(filter(_is_given, tensors))
     found: list[tuple[Any, int]] = [
         (facts, len(list(members))) for facts, members in itertools.groupby(map(tensor_facts, given))
@@ -79,22 +79,22 @@ def repeated_facts(tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Any, ...],
 
 
 class Call(NamedTuple):
-    """One kind of call of a layer. Calls that are equal have the same spec.
+    """One call kind of a layer. Calls that are equal have the same spec.
 
     Attributes:
-        config: Settings of the module.
-        active: Quantizers of the module, and the recipe.
-        options: Switches of `forward`, named by `config._options`.
+        config: Module settings.
+        active: Module quantizers, and the recipe.
+        options: `forward` switches, named by `config._options`.
         gradients: Whether autograd records; None if it does not, but a second run of the call may record.
-        autocast: Dtype of torch.autocast, if it is active.
+        autocast: torch.autocast dtype, if it is active.
         environment: `env.generation()`.
-        store: Queue of delayed weight gradients, or None.
-        targets: Parameters of each product's weight, compared by identity, if gradients are accumulated into them.
-        x: Fields of the input's `Facts`.
+        store: Delayed weight gradient queue, or None.
+        targets: Parameters in each product's weight, compared by identity, if gradients are accumulated into them.
+        x: `Facts` fields of the input.
         tensors: The same for the parameters named by `config._tensors`; None for absent parameters.
-        counts: Number of consecutive parameters that each entry of `tensors` stands for; None: one each.
-        begin: Scale update of a backward pass that does not update all scales: in a traced graph, or for a call within
-            a backward pass. The spec of such a call is not cached.
+        counts: Consecutive parameter count per entry in `tensors`; None: one each.
+        begin: Scale update after a backward pass that does not update all scales: in a traced
+            graph, or for a call within a backward pass. The spec for such a call is not cached.
         traced: Whether a compiler is tracing.
     """
 
@@ -129,7 +129,7 @@ class Call(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows: the product of all dimensions of the input but the last."""
+        """Row count: the product of all input dimensions but the last."""
         shape = self.x[1]
         rows = 1
         for size in shape[:-1]:
@@ -148,12 +148,12 @@ class Call(NamedTuple):
 
 
 def built(build: Callable[[Call], Any], fields: tuple[Any, ...]) -> Any:
-    """The spec of an eager call by its first fields, which serve as key in its place and take less time to make."""
+    """The spec for an eager call by its first fields, which serve as key in its place and take less time to make."""
     return build(Call(*fields))
 
 
 def check_call(call: Call, features: int) -> None:
-    """Check the arguments of a forward pass; raise TypeError, ValueError or RuntimeError."""
+    """Check forward-pass arguments; raise TypeError, ValueError or RuntimeError."""
     x = call.input
     if not x.dtype.is_floating_point:
         raise TypeError(f"the input is {x.dtype}; give floating-point values, for example x.float()")
@@ -212,14 +212,14 @@ def common_dtype(
 def quantizers_of_call(
     call: Call, shapes: Sequence[tuple[int, int]], parallel: TensorParallel | None = None
 ) -> tuple[ProductQuantizers, ...]:
-    """Quantizers of each product, or no quantizers if a product is not quantized; see `precision.runs_quantized`.
+    """Quantizers per product, or no quantizers if a product is not quantized; see `precision.runs_quantized`.
 
     A size that does not fit the format causes a warning.
 
     Args:
         call: The call.
         shapes: (in_features, out_features) of each product's weight.
-        parallel: The boundary of the first product, which may gather the rows of the input.
+        parallel: Boundary of the first product, which may gather input rows.
     """
     active = call.active
     if not active.quantizes:
@@ -245,14 +245,14 @@ def _warn_of_high_precision(call: Call, reason: str) -> None:
         )
 
 
-# Configurations of the layers that have warned, so that sizes that vary do not repeat the warning.
+# Configurations of layers that have warned, so that sizes that vary do not repeat the warning.
 _warned_configs: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def quantized_results(
     product: ProductQuantizers, quantized_output: Any, quantized_grad: Any
 ) -> tuple[Quantizer | None, Quantizer | None]:
-    """Return the quantizers of a product's output and of its input's gradient; None for results in high precision.
+    """Return the quantizers for a product's output and input gradient; None for results in high precision.
 
     A result that cannot be quantized in this call is returned in high precision, with a warning once.
     """
@@ -275,7 +275,7 @@ def rows_of_shard(call: Call, parallel: TensorParallel) -> int:
     """Return the rows on this rank of the matrix that a linear layer shards along its rows.
 
     Raises:
-        ValueError: The ranks cannot share the rows of the output.
+        ValueError: The ranks cannot share the output rows.
     """
     if not (parallel.mode == "row" and parallel.sequence and parallel.size > 1):
         return call.rows
@@ -300,19 +300,19 @@ def keeps_input(call: Call) -> bool:
     return True
 
 
-# Classes of weights that are in memory in any case; the parameters of a memory plan are fake tensors.
+# Weight classes that are in memory in any case; memory plan parameters are fake tensors.
 _PARAMETERS = (torch.nn.Parameter, torch._subclasses.FakeTensor)
 
 
 def scale_update(call: Call, needs_grad: bool) -> ScaleUpdate | None:
-    """Return the scale update of delayed scaling that follows this call's backward pass; None without one."""
+    """Return the delayed-scaling update that follows this call's backward pass; None without one."""
     if not needs_grad or not call.active.has_state:
         return None
     return END_OF_PASS if call.begin is None else call.begin()
 
 
 def weight_gradient(call: Call, product: int) -> WeightGradient:
-    """Return the destination of the gradient of a product's weight."""
+    """Return the destination for a product's weight gradient."""
     if call.targets is None:
         return WeightGradient()
     return WeightGradient(
@@ -334,18 +334,18 @@ def product_spec(
     results: tuple[Any, Any] = (False, False),
     shard: int | None = None,
 ) -> LinearSpec:
-    """Settings of one product of a call.
+    """Settings for one product in a call.
 
     Args:
         call: The call.
-        number: Number of the product in its layer.
+        number: Product number in its layer.
         quantizers: Its quantizers.
         parallel: Its boundary to the tensor-parallel group.
-        needs: Which gradients are needed: of its input, its weight and the bias that it adds.
+        needs: Which gradients are needed: for its input, its weight and the bias that it adds.
         update: What delayed scaling updates after the backward pass.
-        weight: Facts of the weight, or of one of the weights of a group.
+        weight: Facts of the weight, or of one weight in a group.
         results: Which results are quantized: its output and its input's gradient.
-        shard: Rows of its sharded matrix on this rank, with sequence parallelism.
+        shard: Rows in its sharded matrix on this rank, with sequence parallelism.
     """
     output, grad_input = quantized_results(quantizers, *results)
     if not call.traced and call.device.type == "cuda":
@@ -382,7 +382,7 @@ def product_spec(
 
 
 def with_compiled_passes(call: Call, functions: LayerFunctions, spec: Any) -> Any:
-    """The spec of a layer with its compiled passes, if the call may be repeated."""
+    """The layer spec with its compiled passes, if the call may be repeated."""
     if call.begin is not None:
         return spec
     return replace_fields(spec, compiled=compiled_functions(functions, spec, call.device))

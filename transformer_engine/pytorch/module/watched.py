@@ -10,7 +10,7 @@ from .products import ModuleRecipe
 
 
 class Active:
-    """The cached settings of a module, valid until a container that they depend on is written.
+    """Cached module settings, valid until a container that they depend on is written.
 
     Attributes:
         before: Settings before a slot was written; its quantizers are combined again instead of recreated.
@@ -31,7 +31,7 @@ class Active:
 
 
 class WatchedDict(dict[str, Any]):
-    """`fp8_meta`: writing a state recreates quantizers; entries of callers under other keys have no effect."""
+    """`fp8_meta`: writing a state recreates quantizers; caller entries under other keys have no effect."""
 
     def __init__(self, active: Active, content: dict[str, Any]):
         super().__init__(content)
@@ -42,7 +42,7 @@ class WatchedDict(dict[str, Any]):
 
 
 class Slots(list[Quantizer]):
-    """The quantizers of one direction; after a write, they are combined into products again."""
+    """Quantizers for one direction; after a write, they are combined into products again."""
 
     def __init__(self, active: Active, quantizers: Iterable[Quantizer] = ()):
         super().__init__(quantizers)

@@ -1,11 +1,11 @@
 """WeightCache: weights as quantized for the first microbatch of a step, in memory that later steps write again.
 
-A CUDA graph that a caller captures over later microbatches reads this memory in every replay. The first microbatch of
-the next step therefore writes its codes into the same tensors. It takes new tensors only while a pending backward pass
-holds the old ones; a weight that a graph reads is then rejected instead.
+A CUDA graph that a caller captures over later microbatches reads this memory in every replay. The first
+microbatch of the next step therefore writes its codes into the same tensors. It takes new tensors only while
+a pending backward pass holds the old ones; a weight that a graph reads is then rejected instead.
 
-Nothing observes writes to the parameter: after an optimizer step the cache has the codes of the old values until a call
-with is_first_microbatch=True. Loading a state dict and another recipe clear the cache.
+Nothing observes writes to the parameter: after an optimizer step the cache has codes of the old values until
+a call with is_first_microbatch=True. Loading a state dict and another recipe clear the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _use_count: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttribute
 
 
 def parts_of(weight: Any) -> tuple[tuple[Tensor | None, ...], Callable[[Sequence[Tensor | None]], Any]]:
-    """Tensors of a quantized weight, or of a grouped layer's weights, and the function that rebuilds it from them."""
+    """Tensors in a quantized weight, or in a grouped layer's weights, and the function that rebuilds it from them."""
     if isinstance(weight, GroupedQuantized):
         return weight, GroupedQuantized._make  # pyright: ignore[reportReturnType]
     return weight.flatten()
@@ -40,7 +40,7 @@ def has_columns(weight: Any) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return a number that tensors on the same memory share; tensors of a dry run have no address."""
+    """Return a number that tensors on the same memory share; dry-run tensors have no address."""
     return tensor.untyped_storage()._cdata
 
 
@@ -56,7 +56,7 @@ class _CachedWeight(NamedTuple):
     Attributes:
         weight: The quantized weight.
         parts: Its tensors.
-        uses: `_uses` of the tensors while no backward pass has saved them.
+        uses: `_uses` for the tensors while no backward pass has saved them.
         owned: Whether each tensor has separate memory, instead of the parameter's.
     """
 
@@ -81,7 +81,7 @@ class _CachedWeight(NamedTuple):
         )
 
     def has_form(self, parts: Sequence[Tensor | None]) -> bool:
-        """Whether the tensors can be copied into those of this entry, which may lack a direction."""
+        """Whether the tensors can be copied into the tensors of this entry, which may lack a direction."""
         return len(parts) == len(self.parts) and all(
             old is None
             or (
@@ -151,10 +151,10 @@ class WeightCache(dict[str, Any]):
         columnwise: bool,
         first: bool,
     ) -> Any:
-        """Quantized weight of a call: the cached weight, or a new one in the first microbatch of a step.
+        """Quantized weight for a call: the cached weight, or a new one in the first microbatch of a step.
 
         Args:
-            name: Name of the weight.
+            name: Weight name.
             parameters: The parameters that are quantized.
             quantize: quantize(columnwise) -> the quantized weight.
             columnwise: The call needs the column direction.
@@ -168,7 +168,7 @@ class WeightCache(dict[str, Any]):
         if cached is not None and not first:
             return cached
         if first and in_backward_pass():
-            # The second run of a checkpoint needs the codes of its first run, and the cache may have newer ones.
+            # The second run of a checkpoint needs the codes from its first run, and the cache may have newer ones.
             return made_to_keep(lambda: quantize(columnwise))
         return self._renewed(name, parameters, quantize, columnwise)
 
@@ -194,7 +194,7 @@ class WeightCache(dict[str, Any]):
         return weight
 
     def _free_entries(self, name: str) -> list[_CachedWeight]:
-        """Entries whose memory no pending backward pass reads: the cached weight, then weights of captured graphs.
+        """Entries whose memory no pending backward pass reads: the cached weight, then weights in captured graphs.
 
         Raises:
             RuntimeError: A captured graph reads memory that a pending backward pass holds.
@@ -224,7 +224,7 @@ class WeightCache(dict[str, Any]):
 def _write_into(
     entry: _CachedWeight, parts: Sequence[Tensor | None], owned: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Copy new tensors into those of an entry, and return the tensors of the renewed weight."""
+    """Copy new tensors into the tensors of an entry, and return the tensors of the renewed weight."""
     result: list[Tensor | None] = []
     with torch.no_grad():
         for old, new, was_owned, is_owned in zip(entry.parts, parts, entry.owned, owned, strict=True):

@@ -47,7 +47,9 @@ class RecipeSlots:
 
     _fp8_metas: dict[str, dict[str, Any] | None]
     _quantizers: dict[str, list[Quantizer]]
-    _applied: tuple[Recipe, Any, Any] | None = None  # the quantizers' recipe, its revision, and the group
+    _applied: tuple[Recipe, Any, Any] | None = (
+        None  # the recipe of the quantizers, its revision, and the group
+    )
     _traced_name: str
 
     def _create_recipe_slots(self) -> None:

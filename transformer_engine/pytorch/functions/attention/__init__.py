@@ -1,1 +1,1 @@
-"""Attention as something to differentiate: the autograd shells of its passes, and FP8 attention round them."""
+"""Attention as something to differentiate: autograd shells around its passes, and FP8 attention around them."""

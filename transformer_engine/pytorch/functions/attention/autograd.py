@@ -1,9 +1,9 @@
-"""Differentiable attention of one `AttentionCall`: plain passes, their autograd nodes, and `attend` around both.
+"""Differentiable attention for one `AttentionCall`: plain passes, their autograd nodes, and `attend` around both.
 
-`attention_forward` and `attention_backward` compute one call on plain tensors; a schedule over several blocks of keys
-calls them per block. The nodes are shells around them. Under an attention layer, `_ProjectedAttention` joins the
-gradients of q, k and v into the gradient of their projection, so that neither the views of the projection nor their
-gradients are nodes of the graph.
+`attention_forward` and `attention_backward` compute one call on plain tensors; a schedule over
+several key blocks calls them per block. The nodes are shells around them. Under an attention layer,
+`_ProjectedAttention` joins the q, k and v gradients into the gradient of their projection, so that
+neither the projection views nor their gradients are graph nodes.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def attention_forward(
     """Compute one attention on plain tensors.
 
     Args:
-        call: Description of the attention; with `needs_gradient`, the log-sum-exp is computed.
-        inputs: Tensors of the call.
-        passes: Passes of a backend that is bound to the call; by default, those of the first backend that has
-            separate passes.
+        call: Attention description; with `needs_gradient`, the log-sum-exp is computed.
+        inputs: Call tensors.
+        passes: Passes from a backend that is bound to the call; by default, from the first backend
+            that has separate passes.
 
     Returns:
-        The output [.., h, d_v] with `lse`, the float32 log-sum-exp [b, h, s_q] ([h, t] of packed sequences), and the
-        argument `saved` of `attention_backward`.
+        The output [.., h, d_v] with `lse`, the float32 log-sum-exp [b, h, s_q] ([h, t] for packed
+        sequences), and the argument `saved` for `attention_backward`.
     """
     passes = passes_of(call) if passes is None else passes
     attended = passes.forward(call, inputs)
@@ -65,10 +65,10 @@ def attention_backward(call: AttentionCall, saved: SavedAttention, grad_output: 
     """Compute the gradients of q, k, v, bias and sink.
 
     Args:
-        call: The call of the forward pass.
-        saved: Result of `attention_forward`. A merged output and log-sum-exp may replace those of one block: the
-            gradients are then those of the block's share of the merged attention.
-        grad_output: Gradient of the output, [.., h, d_v] or [.., h * d_v].
+        call: The forward-pass call.
+        saved: Result from `attention_forward`. A merged output and log-sum-exp may replace one
+            block's results: the gradients then belong to the block's share of the merged attention.
+        grad_output: Output gradient, [.., h, d_v] or [.., h * d_v].
     """
     passes, inputs, attended = saved
     shape = (*inputs.q.shape[:-1], call.head_dim_v)
@@ -94,12 +94,12 @@ class Projection(NamedTuple):
 
 
 class AttentionExecution(NamedTuple):
-    """Random state and recomputation of an attention.
+    """Random state and recomputation for an attention.
 
     Attributes:
-        tracker: Returns the tracker of random states in whose fork() the attention runs; None without a fork.
+        tracker: Returns the random state tracker in whose fork() the attention runs; None without a fork.
         recompute: The backward pass computes the attention again.
-        tp_group: Tensor-parallel group of the tracker.
+        tp_group: Tensor-parallel group for the tracker.
     """
 
     tracker: Callable[[], Any] | None
@@ -107,7 +107,7 @@ class AttentionExecution(NamedTuple):
     tp_group: Any
 
 
-# Anything else in the place of a backend, such as the attention of context-parallel ranks, is differentiable by itself.
+# Anything else in place of a backend, such as context-parallel attention, is differentiable by itself.
 Attending = (
     Bound
     | FP8Attention
@@ -128,8 +128,8 @@ def attend(
 
     Args:
         backend: Backend that is bound to the call, or its FP8 attention.
-        call: Description of the attention.
-        inputs: Tensors of the call. With a projection, q, k and v are views of it without autograd history.
+        call: Attention description.
+        inputs: Call tensors. With a projection, q, k and v are views of it without autograd history.
         projection: The projection, which requires a gradient.
         execution: Random state and recomputation; None for neither.
     """
@@ -140,7 +140,7 @@ def attend(
         if passes is not None:
             x, interleaved = projection
             others = inputs[_QKV:]
-            for tensor in others:  # any() of a generator takes 1.3 us longer in every call
+            for tensor in others:  # any() over a generator takes 1.3 us longer in every call
                 if tensor is not None:
                     break
             else:
@@ -165,7 +165,7 @@ def attend(
     if type(backend) is Passes and call.needs_gradient:
         return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
     if isinstance(backend, Differentiable):
-        if in_forward_mode():  # torch's own attention has no forward mode; transforms of reverse mode work
+        if in_forward_mode():  # torch's own attention has no forward mode; reverse-mode transforms work
             check_transforms(_CoreAttention.OPERATION, inputs)
         return backend.run(call, inputs)
     check_transforms(_CoreAttention.OPERATION, inputs)
@@ -173,14 +173,14 @@ def attend(
 
 
 class _CoreAttention(Function):
-    """Autograd node of a backend's two passes."""
+    """Autograd node around a backend's two passes."""
 
     OPERATION = "attention"
 
     @staticmethod
     def forward(ctx: Any, passes: Passes, call: AttentionCall, *tensors: Any) -> Any:
         attended, _ = attention_forward(call, AttentionInputs(*tensors), passes)
-        # reshape of a fresh tensor: for an output that is a view, torch.compile of torch 2.11 gives zero gradients
+        # reshape of a fresh tensor: for an output that is a view, torch.compile in torch 2.11 gives zero gradients
         shape = attended.output.shape
         output = attended.output.reshape(*shape[:-2], shape[-2] * shape[-1])
         ctx.passes, ctx.call = passes, call
@@ -199,8 +199,8 @@ class _CoreAttention(Function):
         def attention(*tensors: Any) -> Tensor:
             return reference.forward(call, AttentionInputs(*tensors)).output.flatten(-2)
 
-        # By dense matrices in torch operations, which a backward pass of this backward pass differentiates. A dropout
-        # mask is drawn inside a kernel, which these operations cannot repeat.
+        # By dense matrices in torch operations, which a backward pass through this backward pass
+        # differentiates. A dropout mask is drawn inside a kernel, which these operations cannot repeat.
         return None, None, *replayed(attention, tensors, grad_output)
 
 
@@ -217,7 +217,7 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
 
 
 class _ProjectedAttention(Function):
-    """Autograd node of the split of a projection and of a backend's two passes.
+    """Autograd node around a projection split and a backend's two passes.
 
     The last arguments are the `AttentionInputs` after q, k and v, or none if they are all None.
     """

@@ -1,6 +1,6 @@
-"""MXFP8 attention by cuDNN's kernels: q, k, v and the gradient of the output are quantized in the contracted axes.
+"""MXFP8 attention by cuDNN's kernels: q, k, v and the output gradient are quantized in the contracted axes.
 
-The backward pass quantizes the saved values again: its products contract other axes than those of the forward pass.
+The backward pass quantizes the saved values again: its products contract other axes than the forward pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _values(attention: FP8Attention, inputs: AttentionInputs) -> list[Tensor]:
 
 
 def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
-    """Compute o in 16 bits from MXFP8 codes of q, k and v."""
+    """Compute o in 16 bits from MXFP8 codes for q, k and v."""
     call, quantizers = attention.call, attention.quantizers
     q, k, v = _values(attention, inputs)
     q_codes, _ = _quantize_directions(q, call.q_format, quantizers.qkv, True, False)
@@ -55,7 +55,7 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
 def backward(
     attention: FP8Attention, inputs: AttentionInputs, rounded: Rounded, grad_output: Tensor
 ) -> Gradients:
-    """Compute dq, dk and dv in 16 bits from MXFP8 codes of q, k, v and the gradient of the output."""
+    """Compute dq, dk and dv in 16 bits from MXFP8 codes for q, k, v and the output gradient."""
     call, quantizers = attention.call, attention.quantizers
     q, k, v = _values(attention, inputs)
     grad_output = grad_output.contiguous()

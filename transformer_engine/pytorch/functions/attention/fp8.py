@@ -1,6 +1,6 @@
-"""Choice of the forward and the backward pass of an FP8 attention (fp8_dpa, or fp8_mha with an FP8 output).
+"""Choice of the forward and the backward pass in FP8 attention (fp8_dpa, or fp8_mha with an FP8 output).
 
-The passes are chosen separately. On Hopper the FP8 backward pass is slower than the one in 16 bits (H200, batch 2, 8192
+The passes are chosen separately. On Hopper the FP8 backward pass is slower than the 16-bit one (H200, batch 2, 8192
 tokens, 32 query and 8 key heads of 128, causal: 7.5 ms and 5.0 ms), so that it runs only if NVTE_FP8_DPA_BWD=1.
 """
 
@@ -37,7 +37,7 @@ class BackwardRequest(NamedTuple):
 
     Attributes:
         call: The attention, with `fp8` set.
-        forward: Backend of the forward pass.
+        forward: Forward-pass backend.
         requested: True for FP8, False for high precision, None for the faster one.
     """
 
@@ -47,7 +47,7 @@ class BackwardRequest(NamedTuple):
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """Features of the call."""
+        """Call features."""
         return self.call.features
 
 
@@ -116,7 +116,7 @@ def _unsupported_high_precision(request: BackwardRequest) -> str | None:
 def high_precision(
     attention: FP8Attention, inputs: AttentionInputs, rounded: Rounded, grad_output: Tensor
 ) -> Gradients:
-    """Compute the gradients from the tensors before quantization, with the statistics of the forward pass."""
+    """Compute the gradients from the tensors before quantization, with the forward-pass statistics."""
     call = attention.call
     q, k, v = (x.decode(call.dtype) if isinstance(x, QuantizedTensorStorage) else x for x in inputs[:3])
     output = rounded.output
@@ -157,7 +157,7 @@ PassesKey = tuple[AttentionCall, str, bool | None]
 
 
 def choose_fp8(call: AttentionCall, scaling: str, requested: bool | None) -> FP8Passes:
-    """Return both passes of a call, cached; requested: see `BackwardRequest`."""
+    """Return both passes for a call, cached; requested: see `BackwardRequest`."""
     if torch.compiler.is_compiling():
         # Emulation, which a tracing compiler sees through; cuDNN's FP8 kernels write the state in place.
         plain = passes_when_traced(call)
@@ -198,7 +198,7 @@ _PASSES: Memory[PassesKey, FP8Passes] = Memory(_chosen_passes, 1024)
 
 
 class RecomputedFP8Attention:
-    """An attention that runs again in its backward pass, with the scales of the first run."""
+    """An attention that runs again in its backward pass, with the first run's scales."""
 
     def __init__(self, attention: Any):
         self.attention = attention

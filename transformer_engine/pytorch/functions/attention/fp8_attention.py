@@ -1,4 +1,4 @@
-"""FP8Attention: the FP8 attention of one call, its autograd node, and conversions between values and codes."""
+"""FP8Attention: FP8 attention for one call, its autograd node, and conversions between values and codes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, 
 from ...tensor.quantizer import Quantizer
 from ..scale_update import ScaleUpdate
 
-# Columns of the forward state's tensors for (q, k, v), the output and the softmax, as in checkpoints. Those of dqkv, do
-# and dp in the backward state are 0, 3 and 5.
+# Columns in the forward state's tensors for (q, k, v), the output and the softmax, as in
+# checkpoints. The columns for dqkv, do and dp in the backward state are 0, 3 and 5.
 QKV, OUTPUT, SOFTMAX = 2, 3, 8
 
-# Multiplier of the softmax before rounding. Kernels round its numerators exp(s - max s), which are at most 1, but
+# Softmax multiplier before rounding. Kernels round its numerators exp(s - max s), which are at most 1, but
 # report the largest probability: a multiplier computed from the largest probability would saturate them.
 SOFTMAX_SCALE = 256.0
 
@@ -35,7 +35,7 @@ _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 
 
 class AttentionQuantizers(NamedTuple):
-    """The quantizers of an attention."""
+    """An attention's quantizers."""
 
     qkv: Quantizer
     output: Quantizer
@@ -46,7 +46,7 @@ class AttentionQuantizers(NamedTuple):
 
     @classmethod
     def of(cls, qkv: Any, output: Any, softmax: Any) -> AttentionQuantizers:
-        """Return those of the three products of a recipe state, of which an attention uses six slots."""
+        """Return the quantizers in a recipe state's three products, where an attention uses six slots."""
         return cls(
             qkv.output, output.input, softmax.output, qkv.grad_output, output.grad_input, softmax.grad_input
         )
@@ -69,16 +69,16 @@ class FP8Passes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # torch 2.11's compiler hashes an instance before its attributes exist
 class FP8Attention:
-    """The FP8 attention of one call, in the place of a backend.
+    """FP8 attention for one call, in place of a backend.
 
     Attributes:
         call: The attention, in its own dtype.
         scaling: "delayed", "current", "mxfp8" or "block".
-        quantizers: Quantizers of its tensors.
-        state: Delayed-scaling state of the forward pass if kernels may read and write it; otherwise None.
+        quantizers: Quantizers for its tensors.
+        state: Forward delayed-scaling state if kernels may read and write it; otherwise None.
         passes: Implementations of the two passes.
         fp8_output: The output is returned as a Float8Tensor, and is not needed in the call's dtype.
-        scale_update: Update of the scales of gradients after the backward pass.
+        scale_update: Gradient scale update after the backward pass.
     """
 
     call: AttentionCall
@@ -101,7 +101,7 @@ class FP8Attention:
         return replace(self, quantizers=quantizers, state=None)
 
     def result(self, rounded: Rounded) -> Tensor:
-        """Return the output of a forward pass as the caller receives it."""
+        """Return a forward pass's output as the caller receives it."""
         if self.fp8_output:
             return self.quantizers.output.wrap(rounded.codes)
         assert rounded.output is not None
@@ -109,7 +109,7 @@ class FP8Attention:
 
 
 class Rounded(NamedTuple):
-    """Results of a forward pass: q, k, v as codes, o [.., h, d_v] as values and as codes, its statistics."""
+    """Forward-pass results: q, k, v as codes, o [.., h, d_v] as values and as codes, its statistics."""
 
     q: QuantizedTensorStorage
     k: QuantizedTensorStorage
@@ -122,7 +122,7 @@ class Rounded(NamedTuple):
 
 
 def codes_of(x: Tensor, quantizer: Quantizer) -> QuantizedTensorStorage:
-    """Quantize x [.., h, d] to codes [.., h * d]; the codes of a quantized tensor are used unchanged."""
+    """Quantize x [.., h, d] to codes [.., h * d]; a quantized tensor's codes are used unchanged."""
     if isinstance(x, QuantizedTensor):
         storage = storage_of(x)
         flat = storage.viewed((*x.shape[:-2], x.shape[-2] * x.shape[-1]))
@@ -149,7 +149,7 @@ def _launchable(codes: Tensor | None) -> bool:
 def launched_values(
     storage: Float8TensorStorage, dtype: torch.dtype, amax: Tensor | None, history: Tensor | None
 ) -> Tensor:
-    """Dequantize codes in one launch, which also records amax [2] (of output and softmax) in row 0 of a history."""
+    """Dequantize codes in one launch, which also records amax [2] (output and softmax) in row 0 of a history."""
     from ....common.kernels import fp8_attention
 
     data = storage._data
@@ -162,7 +162,7 @@ def launched_values(
 
 
 class _FP8Attention(Function):
-    """Autograd node of the two passes."""
+    """Autograd node for the two passes."""
 
     @staticmethod
     def forward(ctx: Any, attention: FP8Attention, *tensors: Any) -> Any:

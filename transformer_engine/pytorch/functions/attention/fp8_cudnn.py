@@ -32,7 +32,7 @@ _CODE_NAMES = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_
 
 @functools.lru_cache(maxsize=64)
 def _softmax_scales(device: torch.device) -> Tensor:
-    """Return the multiplier of the softmax and its inverse, float32 [2]."""
+    """Return the softmax multiplier and its inverse, float32 [2]."""
     return torch.tensor([SOFTMAX_SCALE, 1.0 / SOFTMAX_SCALE], dtype=torch.float32, device=device)
 
 
@@ -42,7 +42,7 @@ def _softmax_addresses(device: torch.device) -> dict[str, int]:
 
 
 def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
-    """Compute o from the codes of q, k and v in FP8."""
+    """Compute o from q, k and v codes in FP8."""
     if (
         attention.state is not None
         and launch.missing(current_hardware()) is None
@@ -52,7 +52,7 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     call, quantizers = attention.call, attention.quantizers
     q, k, v = (_aligned(codes_of(x, quantizers.qkv)) for x in inputs[:3])
     quantizer: Any = quantizers.output
-    # The multiplier of the output is needed before its maximum; without a state, it is that of v.
+    # The output multiplier is needed before its maximum; without a state, it is v's multiplier.
     scale_output = quantizer.scale if attention.scaling == "delayed" else v._scale_inv.reciprocal()
     descale_output = scale_output.reciprocal()
     scalars = {
@@ -82,7 +82,7 @@ def _record(attention: FP8Attention, amax: Tensor) -> None:
 
 
 def _codes(call: AttentionCall, q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes as tensors [.., heads, d] of an FP8 dtype."""
+    """Return the codes as tensors [.., heads, d] with an FP8 dtype."""
     return tuple(  # pyright: ignore[reportReturnType]
         x._data.view(float8_dtype(x._fp8_dtype)).unflatten(-1, (heads, -1))
         for x, heads in ((q, call.heads), (k, call.groups), (v, call.groups))
@@ -90,7 +90,7 @@ def _codes(call: AttentionCall, q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor,
 
 
 def _storage(codes: Tensor, descale: Tensor, quantizer: Any, dtype: torch.dtype) -> Float8TensorStorage:
-    """Return codes [.., heads, d] as the storage of [.., heads * d]."""
+    """Return codes [.., heads, d] as the storage for [.., heads * d]."""
     data = codes.flatten(-2).view(torch.uint8)
     return Float8TensorStorage(data, descale, quantizer.dtype, quantizer=quantizer, dtype=dtype)
 
@@ -132,7 +132,7 @@ def _forward_of_state(attention: FP8Attention, inputs: AttentionInputs) -> Round
 def backward(
     attention: FP8Attention, inputs: AttentionInputs, rounded: Rounded, grad_output: Tensor
 ) -> Gradients:
-    """Compute dq, dk and dv in FP8 with the scales of delayed scaling."""
+    """Compute dq, dk and dv in FP8 with delayed-scaling scales."""
     call = attention.call
     quantizers: Any = attention.quantizers
     q: Any = rounded.q

@@ -1,7 +1,7 @@
 """FP8 attention without FP8 kernels: quantize and dequantize the tensors around an attention in their own dtype.
 
-Any backend computes the attention. The reference backend also rounds the softmax P and the gradient of the logits,
-where FP8 kernels round them; other backends keep both in the precision of their accumulators.
+Any backend computes the attention. The reference backend also rounds the softmax P and the logit
+gradient, where FP8 kernels round them; other backends keep both in accumulator precision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .fp8_attention import SOFTMAX_SCALE, FP8Attention, Rounded, codes_of, value
 
 
 def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
-    """Compute attention of the dequantized q, k and v; the output is quantized."""
+    """Compute attention from the dequantized q, k and v; the output is quantized."""
     call, quantizers = attention.call, attention.quantizers
     q, k, v = (codes_of(x, quantizers.qkv) for x in inputs[:3])
     values = rounded_inputs(call, inputs, q, k, v)

@@ -1,4 +1,4 @@
-"""All-to-all: ranks exchange heads for tokens, so that each computes all tokens of its part of the heads.
+"""All-to-all: ranks exchange heads for tokens, so that each computes all tokens for its part of the heads.
 
 The exchange is a differentiable permutation around an unmodified attention, which therefore supports everything that
 the attention supports. Tensors that belong to heads (sinks, slopes, a bias) are divided in the same way: rank j of n
@@ -22,12 +22,12 @@ from .layout import TokenOrder
 
 
 class HeadExchange:
-    """The exchange of one call.
+    """One call's exchange.
 
     Args:
-        call: Attention of the whole sequence.
-        groups: Groups of the rank.
-        bounds: Packed sequences: cumulative lengths [b + 1] of queries, and of keys, of all ranks of the exchange.
+        call: Attention over the whole sequence.
+        groups: The rank's groups.
+        bounds: Packed sequences: cumulative query and key lengths [b + 1] over all ranks in the exchange.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class HeadExchange:
         self.orders = (self.queries, self.keys, self.keys)
 
     def enter(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Return the tensors of this rank's heads, for all tokens of the group."""
+        """Return the tensors of this rank's heads, for all tokens in the group."""
         q, k, v = _Exchange.apply(self, self.orders, True, inputs.q, inputs.k, inputs.v)  # pyright: ignore[reportGeneralTypeIssues]
         return self.enter_others(inputs)._replace(q=q, k=k, v=v)
 
     def enter_others(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Return the inputs with the parts of masks, bias, slopes and sink that belong to this rank's heads."""
+        """Return the inputs with the mask, bias, slopes and sink parts that belong to this rank's heads."""
         masked = inputs.masked
         if masked is not None:
             if masked.dim() >= 2 and masked.shape[-2] != 1:
@@ -65,26 +65,26 @@ class HeadExchange:
         return inputs._replace(masked=masked, bias=bias, slopes=slopes, sink=sink)
 
     def leave(self, output: Tensor) -> Tensor:
-        """Return the output [.., h * d_v] of this rank's tokens and all heads."""
+        """Return the output [.., h * d_v] for this rank's tokens and all heads."""
         heads = self.call.heads // self.size
         (output,) = _Exchange.apply(self, (self.queries,), False, output.unflatten(-1, (heads, -1)))  # pyright: ignore[reportGeneralTypeIssues]
         return output.flatten(-2)
 
     def all_heads(self, x: Tensor) -> Tensor:
-        """Return [h] of each rank's [h / n]."""
+        """Gather [h] from each rank's [h / n]."""
         return all_gather(x, self.group, self.size)().flatten(0, 1)
 
     def _own_heads(self, x: Tensor, axis: int) -> Tensor:
         return x if x.shape[axis] == 1 != self.call.heads else x.chunk(self.size, axis)[self.rank]
 
     def _gathered_rows(self, x: Tensor) -> Tensor:
-        """Return the rows [.., s_q, s_kv] of all ranks of a tensor that has the rank's queries as rows."""
+        """Gather the rows [.., s_q, s_kv] on all ranks for a tensor that has the rank's queries as rows."""
         parts = all_gather(x.movedim(-2, 0), self.group, self.size)()
         return TokenOrder("sbhd", self.size).whole(parts).movedim(0, -2)
 
 
 class OwnHeads:
-    """A score_mod that is called with the numbers of this rank's heads among all heads."""
+    """A score_mod that is called with this rank's head numbers among all heads."""
 
     def __init__(self, score_mod: Callable[..., Tensor], first: int):
         self._key = (score_mod, first)
@@ -118,7 +118,7 @@ def exchange_tokens(
 
 
 class _Exchange(Function):
-    """Autograd node of the exchange, a permutation of the elements of all ranks."""
+    """Autograd node for the exchange, a permutation over all ranks' elements."""
 
     OPERATION = "context-parallel attention"
 

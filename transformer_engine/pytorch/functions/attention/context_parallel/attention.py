@@ -1,4 +1,4 @@
-"""ContextParallelAttention: an attention whose sequence is shared by ranks, in the place of a backend."""
+"""ContextParallelAttention: an attention whose sequence is shared by ranks, in place of a backend."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .schedule import TABLE
 
 @dataclass(frozen=True, eq=False)
 class ContextParallelAttention:
-    """An attention of the whole sequence, of which a rank has the tokens of two chunks.
+    """Attention over the whole sequence, where a rank has the tokens in two chunks.
 
     Attributes:
-        groups: Groups of the scheme that computes the attention.
+        groups: Groups in the scheme that computes the attention.
         scheme: "p2p", "all_gather", "a2a", "a2a+p2p" or "a2a+all_gather".
-        inner_call: Attention of this rank's heads.
-        inner: Backend, or blocks, of that attention.
+        inner_call: Attention over this rank's heads.
+        inner: Backend, or blocks, for that attention.
     """
 
     groups: ContextGroups
@@ -41,12 +41,12 @@ class ContextParallelAttention:
 
     @property
     def name(self) -> str:
-        """Name of the backend."""
+        """Backend name."""
         return self.inner.name
 
     @in_eager_mode("attention of context-parallel ranks communicates")
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-        """Return o [.., h * d_v] of the rank's queries, differentiable in q, k, v, bias and sink."""
+        """Return o [.., h * d_v] for the rank's queries, differentiable in q, k, v, bias and sink."""
         groups = self.groups
         self.check_lengths(call, inputs)
         self.check_settings(call, inputs)
@@ -65,12 +65,12 @@ class ContextParallelAttention:
     def check_settings(
         self, call: AttentionCall, inputs: AttentionInputs, in_fp8: Mapping[str, object] | None = None
     ) -> None:
-        """Compare the settings of a call over the ranks; see `check_step`.
+        """Compare call settings over the ranks; see `check_step`.
 
         Args:
-            call: Attention of the whole sequence.
-            inputs: Tensors of this rank.
-            in_fp8: Settings of an FP8 attention.
+            call: Attention over the whole sequence.
+            inputs: This rank's tensors.
+            in_fp8: FP8 attention settings.
         """
         for group in (self.groups.heads_group, self.groups.ring_group):
             if group is not None and checks_step(group, inputs.q):
@@ -78,7 +78,7 @@ class ContextParallelAttention:
                 check_step(group, settings, inputs.q.device)
 
     def exchange(self, call: AttentionCall, inputs: AttentionInputs) -> HeadExchange:
-        """Return the exchange of heads of a call."""
+        """Return the head exchange for a call."""
         starts_q, starts_kv = (
             None if starts is None else starts // self.groups.ring_size
             for starts in (inputs.starts_q, inputs.starts_kv)
@@ -86,7 +86,7 @@ class ContextParallelAttention:
         return HeadExchange(call, self.groups, (starts_q, starts_kv))
 
     def check_lengths(self, call: AttentionCall, inputs: AttentionInputs) -> None:
-        """Check the lengths of packed sequences, as far as their values are read (see `device_checks`)."""
+        """Check packed sequence lengths, as far as their values are read (see `device_checks`)."""
         if not call.packed:
             return
         for name, starts in (("q", inputs.starts_q), ("kv", inputs.starts_kv)):
@@ -99,7 +99,7 @@ class ContextParallelAttention:
 
 
 def shared_settings(scheme: str, call: AttentionCall, inputs: AttentionInputs) -> dict[str, object]:
-    """Return the settings of an attention that the ranks of a sequence have in common."""
+    """Return the attention settings that the ranks sharing a sequence have in common."""
     own = ("device_type", "hardware", "switches", "needs_gradient", "bias_gradient")
     settings: dict[str, object] = {
         field.name: getattr(call, field.name) for field in fields(call) if field.name not in own
@@ -111,23 +111,23 @@ def shared_settings(scheme: str, call: AttentionCall, inputs: AttentionInputs) -
 def choose_shared(
     call: AttentionCall, groups: ContextGroups
 ) -> ContextParallelAttention | ContiguousAttention:
-    """Choose how ranks compute an attention that they share, by their division of the tokens."""
+    """Choose how ranks compute an attention that they share, by their token division."""
     return choose_context_parallel(call, groups) if groups.balanced else choose_contiguous(call, groups)
 
 
 def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> ContextParallelAttention:
-    """Choose the scheme and the backends of an attention whose sequence the ranks of `groups` share.
+    """Choose the scheme and backends for an attention whose sequence the ranks of `groups` share.
 
     Args:
-        call: Attention of the whole sequence, with all heads of a rank's tensors.
-        groups: Groups of the rank.
+        call: Attention over the whole sequence, with all heads of a rank's tensors.
+        groups: The rank's groups.
 
     Raises:
         ValueError: The ranks cannot share this attention. Every rank raises it before communication.
     """
     check_divisible(call, groups)
     if groups.communication == "a2a+p2p":
-        # Heads first; the table chooses how the ranks of the ring share the rest.
+        # Heads first; the table chooses how the ranks in the ring share the rest.
         reason = TABLE.named("a2a").rejection_reason(TABLE.described((call, "a2a", groups.heads_size, 1)))
         if reason is not None:
             raise NoBackend(f"cp_comm_type='a2a+p2p': {reason}")
@@ -149,7 +149,7 @@ def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> Conte
         )
     inner = call
     if groups.heads_size > 1:
-        # The attention of the heads of this rank.
+        # The attention over this rank's heads.
         shapes: dict[str, Any] = {}
         for name, axis in (("bias_shape", 1), ("masked_shape", -3), ("slopes_shape", -1)):
             shape = getattr(call, name)
@@ -199,7 +199,7 @@ def check_divisible(call: AttentionCall, groups: ContextGroups) -> None:
 
 
 def divides(bounds: list[int], name: str, chunks: int) -> None:
-    """Raise ValueError unless the lengths of packed sequences are multiples of the number of chunks."""
+    """Raise ValueError unless packed sequence lengths are multiples of the chunk count."""
     for index, (begin, end) in enumerate(pairwise(bounds)):
         if (end - begin) % chunks:
             padded = -(-(end - begin) // chunks) * chunks

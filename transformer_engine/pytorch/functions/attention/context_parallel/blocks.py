@@ -1,4 +1,4 @@
-"""The attention of a rank's queries as blocks: their attention calls, bound to backends, and their tensors."""
+"""Attention for a rank's queries as blocks: their attention calls, bound to backends, and their tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .schedule import Block, Part, gathered_blocks, ring_blocks
 
 
 class BoundBlock(NamedTuple):
-    """A block with its attention call and the passes of the call's backend."""
+    """A block with its attention call and the passes in the call's backend."""
 
     block: Block
     call: AttentionCall
@@ -29,13 +29,13 @@ class BoundBlock(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """The blocks of a rank's queries and the keys of all ranks of a ring.
+    """Blocks of a rank's queries and the keys on all ranks in a ring.
 
     Attributes:
-        call: The attention of the whole sequence.
-        groups: Groups; ranks of the ring group hold parts of the keys.
+        call: The attention over the whole sequence.
+        groups: Groups; ranks in the ring group hold parts of the keys.
         gathers: Keys are gathered at once; otherwise they circulate.
-        steps: Blocks of each step; one step if keys are gathered.
+        steps: Blocks per step; one step if keys are gathered.
     """
 
     call: AttentionCall
@@ -44,12 +44,12 @@ class BlockPlan:
     steps: tuple[tuple[BoundBlock, ...], ...]
 
     def keys_of(self, block: Block) -> Part:
-        """Return the rows of a block's keys among those of a step; lengths limit gathered packed sequences."""
+        """Return the rows of a block's keys among a step's keys; lengths limit gathered packed sequences."""
         return Part(0, 2) if self.gathers and self.call.packed else block.keys
 
 
 def plan_blocks(call: AttentionCall, groups: ContextGroups, gathers: bool) -> BlockPlan:
-    """Plan the blocks of a rank and bind their backends."""
+    """Plan a rank's blocks and bind their backends."""
     size, rank = groups.ring_size, groups.ring_rank
     if gathers:
         steps = (gathered_blocks(call, size, rank),)
@@ -65,7 +65,7 @@ def plan_blocks(call: AttentionCall, groups: ContextGroups, gathers: bool) -> Bl
 
 
 def block_call(call: AttentionCall, block: Block, size: int) -> AttentionCall:
-    """Return the attention call of a block of a ring of `size` ranks."""
+    """Return the attention call for a block in a ring with `size` ranks."""
     if call.packed:
         rows, columns = (
             -(-length // (2 * size)) * (part.stop - part.first)
@@ -96,7 +96,7 @@ def block_call(call: AttentionCall, block: Block, size: int) -> AttentionCall:
 
 
 class Tokens(NamedTuple):
-    """The rows of a rank's queries, and those of the keys of each step; chunk lengths of packed sequences."""
+    """Rows of a rank's queries and of each step's keys; chunk lengths for packed sequences."""
 
     queries: Rows
     keys: Rows
@@ -121,7 +121,7 @@ def tokens_of(plan: BlockPlan, inputs: AttentionInputs) -> Tokens:
 def block_inputs(
     plan: BlockPlan, bound: BoundBlock, tokens: Tokens, inputs: AttentionInputs, k: Tensor, v: Tensor
 ) -> AttentionInputs:
-    """Return the tensors of a block, of the rank's inputs and the keys and values of the step."""
+    """Return the tensors for a block, from the rank's inputs and the step's keys and values."""
     block, call = bound.block, bound.call
     keys = plan.keys_of(block)
     found: dict[str, Tensor | None] = dict.fromkeys(AttentionInputs._fields)
@@ -158,7 +158,7 @@ def _packed_lengths(
         real_k = tokens_in(lengths_kv, chunk_k, list(block.key_chunks))
         starts_kv = cumulative(chunk_k * len(block.key_chunks))
     elif block.limited:
-        # Keys up to the diagonal of the chunk's last real query: the diagonal of the block ends bottom right.
+        # Keys up to the diagonal of the chunk's last real query: the block diagonal ends bottom right.
         last = block.query_chunks[0] * chunk_q + real_q
         if plan.call.mask.bottom_right:
             last = last + lengths_kv - lengths_q
@@ -174,7 +174,7 @@ def _packed_lengths(
 
 
 def _lengths_within(lengths: Tensor, spans: Sequence[Part]) -> Tensor:
-    """Return the real tokens of each sequence within ranges of it, [b] int32."""
+    """Return the real tokens per sequence within ranges of it, [b] int32."""
     held = torch.zeros_like(lengths)
     for span in spans:
         held = held + (lengths - span.first).clamp(min=0, max=span.stop - span.first)

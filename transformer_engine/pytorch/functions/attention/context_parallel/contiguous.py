@@ -1,7 +1,7 @@
-"""Context parallelism without load balancing: each rank holds a contiguous piece of a buffer of packed sequences.
+"""Context parallelism without load balancing: each rank holds a contiguous piece of a packed sequence buffer.
 
-Pieces ignore the bounds of sequences. Attention is one step: a rank's queries against the gathered keys of all ranks.
-Of each sequence, the last query in the piece sees the keys up to itself, so that the diagonal ends bottom right.
+Pieces ignore sequence bounds. Attention is one step: a rank's queries against the gathered keys from all ranks. For
+each sequence, the last query in the piece sees the keys up to itself, so that the diagonal ends bottom right.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class UnsupportedStrategy(AssertionError, ValueError):
 
 
 class Piece(NamedTuple):
-    """The sequences in the piece of one rank.
+    """The sequences in one rank's piece.
 
     Attributes:
-        lengths_q: Real tokens of each sequence in the piece, int32 [b].
-        starts_q: Bounds of the sequences in the piece, padding included, int32 [b + 1].
-        lengths_kv: Keys of each sequence up to the end of the piece, int32 [b].
+        lengths_q: Real tokens per sequence in the piece, int32 [b].
+        starts_q: Sequence bounds in the piece, padding included, int32 [b + 1].
+        lengths_kv: Keys per sequence up to the end of the piece, int32 [b].
     """
 
     lengths_q: Tensor
@@ -44,13 +44,13 @@ class Piece(NamedTuple):
 
 
 def piece_of_rank(lengths: Tensor, starts: Tensor, tokens: int, rank: int) -> Piece:
-    """Return the sequences in the piece [rank * tokens, (rank + 1) * tokens) of a packed buffer.
+    """Return the sequences in the packed buffer piece [rank * tokens, (rank + 1) * tokens).
 
     Args:
-        lengths: Real tokens of each sequence [b].
-        starts: Bounds of the sequences in the whole buffer [b + 1].
-        tokens: Tokens of a piece.
-        rank: Number of the piece.
+        lengths: Real tokens per sequence [b].
+        starts: Sequence bounds in the whole buffer [b + 1].
+        tokens: Tokens per piece.
+        rank: Piece number.
     """
     begin, end = rank * tokens, (rank + 1) * tokens
     first = starts[:-1]
@@ -61,13 +61,13 @@ def piece_of_rank(lengths: Tensor, starts: Tensor, tokens: int, rank: int) -> Pi
 
 @dataclass(frozen=True, eq=False)
 class ContiguousAttention:
-    """The attention of a rank's piece of a packed buffer, in the place of a backend.
+    """Attention for a rank's packed buffer piece, in place of a backend.
 
     Attributes:
-        groups: Groups of the rank; all ranks are in the ring group.
-        inner_call: Attention of the piece to the gathered keys.
-        inner: Backend of that attention.
-        name: Name of the backend.
+        groups: The rank's groups; all ranks are in the ring group.
+        inner_call: Attention from the piece to the gathered keys.
+        inner: Backend for that attention.
+        name: Backend name.
     """
 
     groups: ContextGroups
@@ -77,7 +77,7 @@ class ContiguousAttention:
 
     @in_eager_mode("attention of context-parallel ranks communicates")
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-        """Return o [t, h * d_v] of the rank's piece, differentiable in q, k, v and sink."""
+        """Return o [t, h * d_v] for the rank's piece, differentiable in q, k, v and sink."""
         tokens, groups = inputs.q.shape[0], self.groups
         if not tokens == inputs.k.shape[0] == inputs.v.shape[0]:
             raise UnsupportedStrategy(
@@ -107,7 +107,7 @@ class ContiguousAttention:
 
 
 def choose_contiguous(call: AttentionCall, groups: ContextGroups) -> ContiguousAttention:
-    """Choose the backend of the attention of a rank's piece.
+    """Choose the attention backend for a rank's piece.
 
     Raises:
         UnsupportedStrategy: The attention needs ranks with balanced loads. Every rank raises it before communication.
@@ -135,7 +135,7 @@ def choose_contiguous(call: AttentionCall, groups: ContextGroups) -> ContiguousA
 
 
 class _Gathered(Function):
-    """The rows of all ranks [size * t, ..]; gradients are summed over the ranks in float32."""
+    """Rows from all ranks [size * t, ..]; gradients are summed over the ranks in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, size: int) -> Tensor:
@@ -150,7 +150,7 @@ class _Gathered(Function):
 
 
 def _sum_over_ranks(group: Any, gradient: Tensor) -> Tensor:
-    """Return the sum of a parameter's gradients over the tokens of all ranks."""
+    """Sum a parameter's gradients over the tokens on all ranks."""
     total = gradient.clone()
     dist.all_reduce(total, group=group)
     return total

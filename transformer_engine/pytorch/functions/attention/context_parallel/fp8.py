@@ -1,9 +1,9 @@
-"""FP8 attention of ranks that share a sequence: the codes of q, k and v travel, under one scale for all ranks.
+"""FP8 attention over ranks that share a sequence: q, k and v codes travel, under one scale for all ranks.
 
 Delayed scaling has one scale if the recipe reduces amaxes over a group that contains the ranks; otherwise the ranks
-use the smallest of their scales. Current scaling takes the maximum over the ranks. A caller's codes have the scale of
-one rank: delayed scaling rounds them to the largest scale, current scaling quantizes their values again. Values travel
-instead where they are needed themselves: for a backward pass in high precision of values, and under recipes that scale
+use their smallest scale. Current scaling takes the maximum over the ranks. A caller's codes have one rank's scale:
+delayed scaling rounds them to the largest scale, current scaling quantizes their values again. Values travel
+instead where they are needed themselves: for a high-precision backward pass on values, and under recipes that scale
 blocks, which quantize afterwards. Partial outputs are merged as values in float32, and gradients travel as values.
 """
 
@@ -36,19 +36,19 @@ from .attention import ContextParallelAttention
 from .blocks import BlockPlan, BoundBlock
 from .passes import BlockAttention, BlockPasses, backward, forward, of_inputs
 
-# Kinds of scaling with one scale per tensor, whose codes can travel.
+# Scaling kinds with one scale per tensor, whose codes can travel.
 TENSOR_SCALING = ("delayed", "current")
 
 
 @dataclass(frozen=True, eq=False)
 class FP8ContextAttention:
-    """The FP8 attention of one call of context-parallel ranks, in the place of a backend.
+    """FP8 attention for one context-parallel call, in place of a backend.
 
     Attributes:
-        shared: The attention of the ranks.
-        fp8: FP8 attention of this rank's heads, `shared.inner_call`.
+        shared: The attention over the ranks.
+        fp8: FP8 attention over this rank's heads, `shared.inner_call`.
         requested: Requested backward pass, see `BackwardRequest`.
-        state: The autocast block, with the recipe of the attention.
+        state: The autocast block, with the attention recipe.
     """
 
     shared: ContextParallelAttention
@@ -67,17 +67,17 @@ class FP8ContextAttention:
         """Return o [.., h * d_v], differentiable in q, k, v, bias and sink."""
         shared, groups = self.shared, self.shared.groups
         shared.check_lengths(call, inputs)
-        # In an exchange of heads the tensors that travel depend on the backward pass.
+        # In a head exchange the tensors that travel depend on the backward pass.
         with_gradient = self.fp8.call.needs_gradient if groups.heads_size > 1 else None
         shared.check_settings(call, inputs, {"recipe": self.state.recipe, "needs_gradient": with_gradient})
-        # Codes of the caller have a scale of this rank alone. Delayed scaling rescales them, see `_shared_codes`.
+        # Caller codes have a scale from this rank alone. Delayed scaling rescales them, see `_shared_codes`.
         inputs = _of_values(inputs, Float8Tensor if self.fp8.scaling == "delayed" else ())
         if groups.heads_size == 1:
             return self._in_blocks(inputs)
         exchange = shared.exchange(call, inputs)
         only_codes = _are_codes(inputs)
         if isinstance(shared.inner, BlockAttention):
-            # Ranks that exchange heads share no scale of a quantizer, so they exchange values that have no codes yet.
+            # Ranks that exchange heads share no quantizer scale, so they exchange values that have no codes yet.
             own = (
                 _codes_of_heads(exchange, self.quantizers.qkv, inputs)
                 if only_codes
@@ -100,7 +100,7 @@ class FP8ContextAttention:
         return AttentionResult(self._returned(output), max_logit)
 
     def _with_shared_scales(self, group: Any, names: Sequence[str]) -> FP8Attention:
-        """Return the attention whose quantizers of these names have one scale for all ranks of a group."""
+        """Return the attention whose quantizers with these names have one scale for all ranks in a group."""
         quantizers: Any = self.fp8.quantizers
         if self.fp8.scaling == "current":
             shared = {name: getattr(quantizers, name).reducing_over(group) for name in names}
@@ -131,7 +131,7 @@ def _values(x: Tensor) -> Tensor:
 
 
 def _of_values(inputs: AttentionInputs, kept: type | tuple[()] = ()) -> AttentionInputs:
-    """Return the inputs with dequantized q, k and v, except tensors of the class `kept`."""
+    """Return the inputs with dequantized q, k and v, except tensors with class `kept`."""
     q, k, v = (x if isinstance(x, kept) else _values(x) for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)
 
@@ -147,7 +147,7 @@ def _by_heads(storage: Any, heads: int) -> Tensor:
 
 
 def _shared_codes(tensors: Sequence[Tensor], quantizer: Quantizer, group: Any) -> list[Any]:
-    """Quantize tensors [.., h, d] to codes [.., h * d]; those of the caller are rescaled to one scale for the group."""
+    """Quantize tensors [.., h, d] to codes [.., h * d]; caller codes are rescaled to one scale for the group."""
     storages: list[Any] = [codes_of(x, quantizer) for x in tensors]
     own = [i for i, x in enumerate(tensors) if isinstance(x, QuantizedTensor)]
     if own:
@@ -162,7 +162,7 @@ def _shared_codes(tensors: Sequence[Tensor], quantizer: Quantizer, group: Any) -
 
 
 def _tensor_of(codes: Tensor, like: Any) -> Float8Tensor:
-    """Return codes as a tensor with the scale and settings of a storage."""
+    """Return codes as a tensor with a storage's scale and settings."""
     return Float8Tensor.from_storage(Float8TensorStorage(codes, like._scale_inv, **like.constants()))
 
 
@@ -180,7 +180,7 @@ class _Quantized(Function):
 
 
 class _EnteringCodes(Function):
-    """Quantization of q, k and v, whose codes ranks exchange for those of their heads."""
+    """Quantization of q, k and v, whose codes ranks exchange for the codes of their heads."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, quantizer: Quantizer, *qkv: Tensor) -> Any:
@@ -200,13 +200,13 @@ class _EnteringCodes(Function):
 
 
 def _codes_of_heads(exchange: HeadExchange, quantizer: Quantizer, inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs of this rank's heads, for all tokens of the group, with q, k and v as codes."""
+    """Return the inputs for this rank's heads and all tokens in the group, with q, k and v as codes."""
     q, k, v = _EnteringCodes.apply(exchange, quantizer, *inputs[:3])  # pyright: ignore[reportGeneralTypeIssues]
     return exchange.enter_others(inputs)._replace(q=q, k=k, v=v)
 
 
 class _LeavingCodes(Function):
-    """The output's codes, exchanged for those of the rank's tokens; values unless the caller requests codes."""
+    """The output's codes, exchanged for the codes of the rank's tokens; values unless the caller requests codes."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, as_codes: bool, output: Float8Tensor) -> Tensor:
@@ -227,12 +227,12 @@ class _LeavingCodes(Function):
 
 
 class FP8BlockPasses(BlockPasses):
-    """The passes of one block on codes of q, k and v, or on values if the recipe scales blocks.
+    """Passes for one block on q, k and v codes, or on values if the recipe scales blocks.
 
     Args:
-        fp8: FP8 attention of the call.
+        fp8: The call's FP8 attention.
         requested: Requested backward pass, see `BackwardRequest`.
-        storages: Settings and scales of the codes of q, k and v; None for values.
+        storages: Settings and scales for the q, k and v codes; None for values.
     """
 
     def __init__(self, fp8: FP8Attention, requested: bool | None, storages: list[Any] | None):
@@ -270,7 +270,7 @@ class FP8BlockPasses(BlockPasses):
 
 
 class _FP8BlockAttention(Function):
-    """Autograd node of both passes over the blocks of a rank."""
+    """Autograd node for both passes over a rank's blocks."""
 
     @staticmethod
     def forward(ctx: Any, plan: BlockPlan, fp8: FP8Attention, requested: bool | None, *tensors: Any) -> Any:

@@ -1,4 +1,4 @@
-"""ContextGroups: the process groups of ranks that share a sequence, and collectives over them.
+"""ContextGroups: process groups for ranks that share a sequence, and collectives over them.
 
 Collectives use `all_to_all_single`, `all_gather_into_tensor`, `reduce_scatter_tensor` and `all_reduce` only, which
 every process-group backend provides: NCCL, gloo and torch's threaded group.
@@ -24,16 +24,16 @@ COMMUNICATION = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 @dataclass(frozen=True, eq=False)
 class ContextGroups:
-    """The groups of a rank.
+    """A rank's groups.
 
-    Combined rank: heads_size * ring_rank + heads_rank, of heads_size * ring_size ranks.
+    Combined rank: heads_size * ring_rank + heads_rank, among heads_size * ring_size ranks.
 
     Attributes:
-        communication: Requested value of cp_comm_type, without levels of one rank.
+        communication: Requested cp_comm_type value, without one-rank levels.
         heads_group: Group that exchanges heads for tokens; None without.
         ring_group: Group whose ranks pass on, or gather, keys and values; None without.
-        stream: CUDA stream on which transfers of a ring are issued; None for the current one.
-        strategy: Division of the tokens among the ranks.
+        stream: CUDA stream for ring transfers; None for the current one.
+        strategy: Token division among the ranks.
     """
 
     communication: str
@@ -48,12 +48,12 @@ class ContextGroups:
 
     @property
     def balanced(self) -> bool:
-        """Whether a rank holds two chunks of every sequence instead of one contiguous piece of a packed buffer."""
+        """Whether a rank holds two chunks of every sequence instead of one contiguous packed buffer piece."""
         return self.strategy is CPLoadBalancingStrategy.DUAL_CHUNK_SWAP
 
     @property
     def size(self) -> int:
-        """Number of ranks that share a sequence."""
+        """Rank count that shares a sequence."""
         return self.heads_size * self.ring_size
 
     @property
@@ -68,7 +68,7 @@ def context_groups(
     cp_comm_type: str,
     strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
 ) -> ContextGroups | None:
-    """Return the groups of this rank; None if no sequence is shared.
+    """Return this rank's groups; None if no sequence is shared.
 
     Raises:
         AssertionError: The strategy is not a CPLoadBalancingStrategy.
@@ -121,7 +121,7 @@ def context_groups(
 
 
 def all_to_all(parts: Tensor, group: Any) -> Callable[[], Tensor]:
-    """Send parts[i] of [size, ..] to rank i; the returned function waits and returns the received [size, ..]."""
+    """Send parts[i] in [size, ..] to rank i; the returned function waits and returns the received [size, ..]."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     work: Any = started(
@@ -139,7 +139,7 @@ def all_to_all(parts: Tensor, group: Any) -> Callable[[], Tensor]:
 
 
 def all_gather(x: Tensor, group: Any, size: int) -> Callable[[], Tensor]:
-    """Gather [size, ..] of x [..] of every rank; the returned function waits and returns the result."""
+    """Gather [size, ..] from x [..] on every rank; the returned function waits and returns the result."""
     x = x.contiguous()
     gathered = x.new_empty(size, *x.shape)
     work: Any = started(
@@ -157,7 +157,7 @@ def all_gather(x: Tensor, group: Any, size: int) -> Callable[[], Tensor]:
 
 
 def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
-    """Return the sum over all ranks of their parts[rank], of parts [size, ..]."""
+    """Sum parts[rank] over all ranks, from parts [size, ..]."""
     parts = parts.contiguous()
     own = torch.empty_like(parts[0])
     with NamedFailures("reduce_scatter of context parallelism", parts, group):
@@ -166,7 +166,7 @@ def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
 
 
 class Ring:
-    """Transfers from every rank to the next one of the ring, issued on a separate stream if there is one.
+    """Transfers from every rank to the next one in the ring, issued on a separate stream if there is one.
 
     A transfer is an all-to-all with parts for one rank only, which NCCL performs as one send and one receive.
     """
@@ -184,7 +184,7 @@ class Ring:
             from_ring: The ring's stream produced the tensor, so that the transfer waits for no computation.
 
         Returns:
-            Function that waits for the tensor of the previous rank, of the same size, and returns it.
+            Function that waits for the previous rank's tensor, with the same size, and returns it.
         """
         sends, receives = [0] * self.size, [0] * self.size
         sends[(self.rank + 1) % self.size] = receives[(self.rank - 1) % self.size] = x.numel()
@@ -210,7 +210,7 @@ class Ring:
         return wait
 
     def circulate(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the flat tensors of all ranks: the own one, then those of the previous ranks in turn.
+        """Yield the flat tensors of all ranks: this rank's, then the previous ranks' in turn.
 
         The transfer of the next tensor is under way while the caller computes with the present one.
         """

@@ -1,9 +1,9 @@
-"""Token order of context parallelism: which tokens of a sequence a rank holds, and conversions of that order.
+"""Token order in context parallelism: which tokens in a sequence a rank holds, and order conversions.
 
-A sequence is divided into 2 * size equal chunks. Rank r holds the chunks r and 2 * size - 1 - r, in this order, which
-gives every rank the same share of a causal mask. Packed sequences (thd) are divided one by one: a rank's tensor holds
-the two chunks of the first sequence, then those of the second, and so on. With NO_LOAD_BALANCE, a rank holds one
-contiguous piece of the packed buffer instead. No function reads a tensor on the host.
+A sequence is divided into 2 * size equal chunks. Rank r holds the chunks r and 2 * size - 1 - r, in this
+order, which gives every rank the same share of a causal mask. Packed sequences (thd) are divided one by one:
+a rank's tensor holds the first sequence's two chunks, then the second's, and so on. With NO_LOAD_BALANCE, a
+rank holds one contiguous packed buffer piece instead. No function reads a tensor on the host.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def partitioned_indices(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -
     """Return the packed tokens that a rank holds, sequence by sequence, int64 [tokens / size].
 
     Args:
-        cu_seqlens: Cumulative lengths [b + 1] of the whole sequences, each a multiple of 2 * size.
-        tokens: Packed tokens of all ranks.
-        size: Number of ranks.
+        cu_seqlens: Cumulative whole sequence lengths [b + 1], each a multiple of 2 * size.
+        tokens: Packed tokens on all ranks.
+        size: Rank count.
         rank: Rank whose tokens are returned.
 
     Raises:
-        ValueError: The number of tokens is not a multiple of 2 * size, or the rank is outside the group.
+        ValueError: The token count is not a multiple of 2 * size, or the rank is outside the group.
     """
     check_rank(size, rank)
     if tokens % (2 * size):
@@ -58,12 +58,12 @@ def get_thd_partitioned_indices(
     """Return the packed tokens that a rank holds, int32 [total_tokens / cp_size].
 
     Args:
-        cu_seqlens_padded: Bounds of the padded sequences [b + 1].
-        total_tokens: Packed tokens of all ranks.
-        cp_size: Number of ranks.
+        cu_seqlens_padded: Padded sequence bounds [b + 1].
+        total_tokens: Packed tokens on all ranks.
+        cp_size: Rank count.
         cp_rank: Rank.
-        device: Device of the result, by default that of cu_seqlens_padded.
-        load_balancing_strategy: Division of the tokens.
+        device: Result device, by default as cu_seqlens_padded.
+        load_balancing_strategy: Token division.
 
     Raises:
         AssertionError: load_balancing_strategy is not a CPLoadBalancingStrategy.
@@ -79,7 +79,7 @@ def get_thd_partitioned_indices(
 
 
 def tokens_of_piece(tokens: int, size: int) -> int:
-    """Return the tokens of a contiguous piece; raise ValueError unless the ranks' pieces are equal."""
+    """Return the tokens in a contiguous piece; raise ValueError unless the ranks' pieces are equal."""
     if tokens % size:
         raise ValueError(
             f"{tokens} packed tokens are not a multiple of {size} ranks; pad the buffer to {-(-tokens // size) * size}"
@@ -108,7 +108,7 @@ def unrestore_thd_gathered_kv(
 
 
 def order_of_ranks(cu_seqlens: Tensor, tokens: int, size: int) -> Tensor:
-    """Return the packed tokens of rank 0, then those of rank 1 and so on, int64 [tokens]."""
+    """Return the packed tokens on rank 0, then on rank 1 and so on, int64 [tokens]."""
     return torch.cat([partitioned_indices(cu_seqlens, tokens, size, rank) for rank in range(size)])
 
 
@@ -123,7 +123,7 @@ def thd_sequence_order_to_cp_rank_order(
 def thd_cp_rank_order_to_sequence_order(
     x: Tensor, cu_seqlens: Tensor, cp_size: int, seq_dim: int = 0
 ) -> Tensor:
-    """Invert `thd_sequence_order_to_cp_rank_order`: x [t, ..] holds the tokens of rank 0, then those of rank 1, .."""
+    """Invert `thd_sequence_order_to_cp_rank_order`: x [t, ..] holds the tokens on rank 0, then on rank 1, .."""
     _check_sequence_axis(seq_dim)
     return torch.empty_like(x).index_copy_(0, order_of_ranks(cu_seqlens, x.shape[0], cp_size), x)
 
@@ -141,15 +141,15 @@ def get_cu_seqlens_on_cp_rank(
     first_half: bool,
     second_half: bool,
 ) -> Tensor:
-    """Return the cumulative lengths of the real tokens that a rank holds, its two chunks joined, int32 [b + 1].
+    """Return the cumulative real token counts that a rank holds, its two chunks joined, int32 [b + 1].
 
     Args:
-        cu_seqlens: Cumulative lengths of the real tokens of whole sequences, which padding follows.
-        cu_seqlens_padded_on_cp_rank: Cumulative lengths of a rank's part of the padded sequences, two chunks each.
-        cp_size: Number of ranks.
+        cu_seqlens: Cumulative real token counts in whole sequences, which padding follows.
+        cu_seqlens_padded_on_cp_rank: Cumulative lengths of a rank's padded sequence parts, two chunks each.
+        cp_size: Rank count.
         cp_rank: Rank.
-        first_half: Count the tokens of chunk cp_rank.
-        second_half: Count the tokens of chunk 2 * cp_size - 1 - cp_rank.
+        first_half: Count the tokens in chunk cp_rank.
+        second_half: Count the tokens in chunk 2 * cp_size - 1 - cp_rank.
     """
     check_rank(cp_size, cp_rank)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
@@ -159,12 +159,12 @@ def get_cu_seqlens_on_cp_rank(
 
 
 def tokens_in(lengths: Tensor, chunk: Tensor | int, chunks: list[int]) -> Tensor:
-    """Return how many real tokens of each sequence are in some of its chunks, [b], in the dtype of the lengths.
+    """Return how many real tokens per sequence are in some of its chunks, [b], in the length dtype.
 
     Args:
-        lengths: Real tokens of each sequence [b].
-        chunk: Tokens of one chunk, of each sequence [b] or of all.
-        chunks: Numbers of the chunks.
+        lengths: Real tokens per sequence [b].
+        chunk: Tokens in one chunk, per sequence [b] or for all.
+        chunks: Chunk numbers.
     """
     held = torch.zeros_like(lengths)
     for number in chunks:
@@ -176,13 +176,13 @@ def tokens_in(lengths: Tensor, chunk: Tensor | int, chunks: list[int]) -> Tensor
 
 
 def check_rank(size: int, rank: int) -> None:
-    """Raise ValueError unless rank is one of size ranks."""
+    """Raise ValueError unless rank is in a group with size ranks."""
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is outside 0..{size - 1}; give a rank of the group")
 
 
 def places(bounds: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence of each of the tokens [tokens], and its position in it; sequences have bounds [b + 1]."""
+    """Return the sequence per token [tokens], and the position in it; sequences have bounds [b + 1]."""
     bounds = bounds.long()
     token = torch.arange(tokens, device=bounds.device)
     sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(0, bounds.shape[0] - 2)
@@ -198,7 +198,7 @@ def half_of_sequences(bounds: Tensor, tokens: int, half: int) -> Tensor:
     sequence, position = places(bounds // 2, tokens // 2)
     length = (bounds[1:] - bounds[:-1])[sequence] // 2
     inside = bounds[sequence] + position + half * length
-    # The halves of the tail [bounds[-1], tokens).
+    # The tail halves [bounds[-1], tokens).
     tail = (tokens - bounds[-1]) // 2
     behind = torch.arange(tokens // 2, device=bounds.device) + bounds[-1] - bounds[-1] // 2 + half * tail
     return torch.where(position < length, inside, behind)
@@ -206,12 +206,12 @@ def half_of_sequences(bounds: Tensor, tokens: int, half: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """Conversion between the tensors of all ranks, stacked, and one tensor in sequence order.
+    """Conversion between the tensors on all ranks, stacked, and one tensor in sequence order.
 
     Attributes:
         tensor_format: "sbhd", "bshd" or "thd".
-        size: Number of ranks.
-        bounds: thd: cumulative lengths [b + 1] of the sequences of all ranks, padding included.
+        size: Rank count.
+        bounds: thd: cumulative lengths [b + 1] of the sequences over all ranks, padding included.
     """
 
     tensor_format: str
@@ -219,7 +219,7 @@ class TokenOrder:
     bounds: Tensor | None = None
 
     def whole(self, parts: Tensor) -> Tensor:
-        """Return the tensor of all tokens in sequence order, of the ranks' tensors [size, ..]."""
+        """Return one tensor with all tokens in sequence order, from the ranks' tensors [size, ..]."""
         if self.tensor_format == "thd":
             assert self.bounds is not None
             return thd_cp_rank_order_to_sequence_order(parts.flatten(0, 1), self.bounds, self.size)

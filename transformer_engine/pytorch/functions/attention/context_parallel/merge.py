@@ -1,6 +1,6 @@
-"""Rows of dense and packed tensors, and the merge of partial attentions by their log-sum-exp in float32.
+"""Rows of dense and packed tensors, and merging partial attentions by their log-sum-exp in float32.
 
-Attention of the same queries to two disjoint sets of keys, (o_1, lse_1) and (o_2, lse_2), is together
+Attention from the same queries to two disjoint key sets, (o_1, lse_1) and (o_2, lse_2), is together
 lse = log(exp(lse_1) + exp(lse_2)) and o = o_1 + sigmoid(lse_2 - lse_1) (o_2 - o_1).
 """
 
@@ -17,12 +17,12 @@ from .schedule import Part
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Access to parts of the tensors of one rank.
+    """Access to parts of one rank's tensors.
 
     Attributes:
-        axis: Axis of the tokens of q, k, v and the output.
+        axis: Token axis of q, k, v and the output.
         size: Tokens along it.
-        bounds: Packed sequences: cumulative lengths [b + 1] of the rank's part, padding included.
+        bounds: Packed sequences: cumulative lengths [b + 1] in the rank's part, padding included.
     """
 
     axis: int
@@ -34,7 +34,7 @@ class Rows:
         return part.first == 0 and part.stop == (self.size if self.bounds is None else 2)
 
     def take(self, x: Tensor, part: Part, axis: int | None = None) -> Tensor:
-        """Return the rows of a part, contiguous, along the tokens' axis or another one."""
+        """Return a part's rows, contiguous, along the tokens' axis or another one."""
         axis = self.axis if axis is None else axis
         if self.is_whole(part):
             return x
@@ -43,7 +43,7 @@ class Rows:
         return x.index_select(axis, self._half(part))
 
     def put(self, x: Tensor, part: Part, rows: Tensor, axis: int | None = None) -> None:
-        """Write the rows of a part in place."""
+        """Write a part's rows in place."""
         axis = self.axis if axis is None else axis
         if self.is_whole(part):
             x.copy_(rows)
@@ -53,7 +53,7 @@ class Rows:
             x.index_copy_(axis, self._half(part), rows.to(x.dtype))
 
     def add(self, x: Tensor, part: Part, rows: Tensor) -> None:
-        """Add to the rows of a part in place."""
+        """Add to a part's rows in place."""
         if self.is_whole(part):
             x.add_(rows)
         elif self.bounds is None:
@@ -67,7 +67,7 @@ class Rows:
 
 
 class MergedAttention:
-    """Output and log-sum-exp of a rank's queries, merged from blocks.
+    """Output and log-sum-exp for a rank's queries, merged from blocks.
 
     Attributes:
         output: [.., h, d_v]; float32 (float64 for float64 inputs) if blocks share queries.
@@ -81,7 +81,7 @@ class MergedAttention:
         self._written: list[Part] = []
 
     def add(self, part: Part, output: Tensor, lse: Tensor) -> None:
-        """Merge the attention of a part of the queries to further keys."""
+        """Merge the attention from a part of the queries to further keys."""
         rows, last = self._rows, self.lse.dim() - 1
         if any(other.first < part.stop and part.first < other.stop for other in self._written):
             before = rows.take(self.output, part), rows.take(self.lse, part, last)
@@ -98,12 +98,12 @@ class MergedAttention:
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Return the output, in the dtype of the first one, and the log-sum-exp of attention to both sets of keys.
+    """Return the output, in the dtype of the first one, and the log-sum-exp for attention to both key sets.
 
     Args:
         output, other: [s, b, h, d] or [t, h, d] (axis 0), [b, s, h, d] (axis 1).
         lse, other_lse: [b, h, s], packed [h, t]; -inf for a query that has seen no key.
-        axis: Axis of the tokens.
+        axis: Token axis.
     """
     share = torch.where(other_lse == -torch.inf, 0.0, torch.sigmoid(other_lse - lse))
     merged = torch.lerp(output, other.to(output.dtype), per_token(share, axis).to(output.dtype))
@@ -111,7 +111,7 @@ def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, axis: i
 
 
 def per_token(x: Tensor, axis: int) -> Tensor:
-    """Return numbers [b, h, s] or [h, t] as factors of an output [.., h, d]."""
+    """Return numbers [b, h, s] or [h, t] as factors for an output [.., h, d]."""
     if x.dim() == 2:
         return x.t()[..., None]
     return (x.permute(2, 0, 1) if axis == 0 else x.transpose(1, 2))[..., None]

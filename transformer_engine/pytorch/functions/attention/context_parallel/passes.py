@@ -1,6 +1,6 @@
-"""The passes of a rank over the blocks of its queries, with keys that circulate in a ring or are gathered.
+"""A rank's passes over its query blocks, with keys that circulate in a ring or are gathered.
 
-Each block is an ordinary attention, computed by the backend of its call. The backward pass of a block reads the merged
+Each block is an ordinary attention, computed by its call's backend. A block's backward pass reads the merged
 output and log-sum-exp, so that its gradients are the block's share. Saved are the rank's own tensors only.
 """
 
@@ -28,7 +28,7 @@ from .schedule import Part
 
 
 class BlockPasses:
-    """The passes of one block on tensors in the call's dtype."""
+    """Passes for one block on tensors in the call's dtype."""
 
     def forward(self, bound: BoundBlock, inputs: AttentionInputs) -> Attended:
         """Compute a block; the log-sum-exp is part of the result."""
@@ -37,7 +37,7 @@ class BlockPasses:
     def backward(
         self, bound: BoundBlock, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
     ) -> Gradients:
-        """Compute a block's share of the gradients; `attended` is the merged attention of its queries."""
+        """Compute a block's share of the gradients; `attended` is the merged attention for its queries."""
         saved = SavedAttention(bound.passes, inputs, attended)
         return attention_backward(bound.call, saved, grad_output)
 
@@ -47,17 +47,17 @@ PLAIN = BlockPasses()
 
 @dataclass(frozen=True, eq=False)
 class BlockAttention:
-    """The attention of a rank's queries to the keys of all ranks of a ring, in the place of a backend."""
+    """Attention from a rank's queries to the keys on all ranks in a ring, in place of a backend."""
 
     plan: BlockPlan
 
     @property
     def name(self) -> str:
-        """Name of the backend of the first block."""
+        """Backend name for the first block."""
         return next((bound.passes.name for step in self.plan.steps for bound in step), "reference")
 
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-        """Return o [.., h * d_v] of the rank's queries, differentiable in q, k, v, bias and sink."""
+        """Return o [.., h * d_v] for the rank's queries, differentiable in q, k, v, bias and sink."""
         if call.needs_gradient:
             return AttentionResult(*_BlockAttention.apply(self.plan, *inputs))
         merged, _, max_logit = forward(self.plan, inputs)
@@ -65,7 +65,7 @@ class BlockAttention:
 
 
 def _keys_of_steps(plan: BlockPlan, inputs: AttentionInputs) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the keys and values of each step; the next ones are transferred at the same time."""
+    """Yield the keys and values per step; the next ones are transferred at the same time."""
     k, v, groups, call = inputs.k, inputs.v, plan.groups, plan.call
     if plan.gathers:
         order = TokenOrder(call.kv_format, groups.ring_size, inputs.starts_kv)
@@ -78,17 +78,17 @@ def _keys_of_steps(plan: BlockPlan, inputs: AttentionInputs) -> Iterator[tuple[T
 
 
 def _two_of(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two tensors, of the shapes of k and v, in a flat one."""
+    """Split a flat tensor into two, shaped like k and v."""
     return flat[: k.numel()].view(k.shape), flat[k.numel() :].view(v.shape)
 
 
 def forward(
     plan: BlockPlan, inputs: AttentionInputs, passes: BlockPasses = PLAIN
 ) -> tuple[MergedAttention, list[Tensor | None], Tensor | None]:
-    """Compute the attention of a rank's queries.
+    """Compute attention for a rank's queries.
 
     Returns:
-        Output and log-sum-exp, the random state of each block, and the largest logit of each head over all ranks.
+        Output and log-sum-exp, the random state per block, and the largest logit per head over all ranks.
     """
     call, q = plan.call, inputs.q
     tokens = tokens_of(plan, inputs)
@@ -124,7 +124,7 @@ def backward(
     grad_output: Tensor,
     passes: BlockPasses = PLAIN,
 ) -> Gradients:
-    """Compute the gradients of the rank's tensors; sums over blocks and ranks are in float32."""
+    """Compute the rank's tensor gradients; sums over blocks and ranks are in float32."""
     call, groups, wide = plan.call, plan.groups, torch.promote_types(plan.call.dtype, torch.float32)
     check_backward(groups.ring_group, grad_output)
     tokens = tokens_of(plan, inputs)
@@ -150,7 +150,7 @@ def backward(
                 assert found.bias is not None
                 _add_columns(rows_of(grad_bias, queries), bound.block.key_spans, found.bias)
         if not plan.gathers:
-            # The sums of a rank's keys follow the keys around the ring, and arrive at their rank after the last step.
+            # The sums for a rank's keys follow the keys around the ring, and arrive at their rank after the last step.
             if travelling is not None:
                 sums += travelling()
             travelling = ring.send(sums)
@@ -164,7 +164,7 @@ def backward(
         )
     grad_sink = None
     if inputs.sink is not None:
-        # -sum p_sink sum(do o) over the tokens of all ranks, as the exchange of heads computes it.
+        # -sum p_sink sum(do o) over the tokens on all ranks, as the head exchange computes it.
         inner = (grad_output.float() * output.float()).sum(dim=-1, keepdim=True)
         share = torch.exp(inputs.sink.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
         terms = per_token(share, tokens.queries.axis) * inner
@@ -181,7 +181,7 @@ def backward(
 
 
 def _add_columns(x: Tensor, spans: Sequence[Part], columns: Tensor) -> None:
-    """Add columns to ranges of columns of a tensor in place."""
+    """Add columns to column ranges in a tensor in place."""
     if x.shape[-1] == 1:
         x += columns
         return
@@ -193,7 +193,7 @@ def _add_columns(x: Tensor, spans: Sequence[Part], columns: Tensor) -> None:
 
 
 class _BlockAttention(Function):
-    """Autograd node of both passes."""
+    """Autograd node for both passes."""
 
     @staticmethod
     def forward(ctx: Any, plan: BlockPlan, *tensors: Any) -> Any:
@@ -217,7 +217,7 @@ class _BlockAttention(Function):
 
 
 def of_inputs(found: Gradients) -> list[Tensor | None]:
-    """Return the gradients of all tensors of `AttentionInputs`."""
+    """Return the gradients for all tensors in `AttentionInputs`."""
     of_tensors: list[Tensor | None] = [None] * len(AttentionInputs._fields)
     of_tensors[:3] = found[:3]
     of_tensors[BIAS], of_tensors[SINK] = found.bias, found.sink

@@ -1,8 +1,8 @@
-"""Which blocks of an attention a rank computes in which step, as pure data of the call, the ring size and the rank.
+"""Which attention blocks a rank computes in which step, as pure data from the call, the ring size and the rank.
 
-The attention of a rank's queries to all keys is a set of blocks, each a part of the queries against a part of the keys
-of one transfer, under its own mask; `merge` combines their results. The blocks of every rank together are the
-whole attention, which tests check for any size without processes.
+Attention from a rank's queries to all keys is a set of blocks, each a part of the queries against a
+part of one transfer's keys, under its own mask; `merge` combines their results. The blocks on every
+rank together are the whole attention, which tests check for any size without processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ....primitives.attention.mask import UNLIMITED, Mask
 
 
 class Part(NamedTuple):
-    """A range of rows of a tensor: tokens, or for packed sequences chunks of every sequence."""
+    """A row range in a tensor: tokens, or for packed sequences chunks in every sequence."""
 
     first: int
     stop: int
@@ -29,11 +29,11 @@ class Block:
 
     Attributes:
         queries: Part of the rank's queries.
-        keys: Part of the keys of the step.
-        mask: Mask of the block, relative to its own queries and keys.
-        query_spans, key_spans: Ranges of tokens in the whole sequence, of dense sequences.
-        query_chunks, key_chunks: Chunks of every sequence, of packed sequences.
-        limited: The visible keys of packed sequences end at the last query's diagonal, by lengths.
+        keys: Part of the step's keys.
+        mask: Block mask, relative to its own queries and keys.
+        query_spans, key_spans: Token ranges in the whole sequence, for dense sequences.
+        query_chunks, key_chunks: Chunks per sequence, for packed sequences.
+        limited: Visible keys in packed sequences end at the last query's diagonal, by lengths.
     """
 
     queries: Part
@@ -47,7 +47,7 @@ class Block:
 
 
 class ContextRequest(NamedTuple):
-    """Request for a scheme: the attention of the whole sequence, the requested communication, and sizes of groups."""
+    """Request for a scheme: attention over the whole sequence, the requested communication, and group sizes."""
 
     call: AttentionCall
     communication: str
@@ -56,19 +56,19 @@ class ContextRequest(NamedTuple):
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """Features of the call."""
+        """Call features."""
         return self.call.features
 
 
 def chunks_of(size: int, rank: int) -> tuple[int, int]:
-    """Return the numbers of a rank's two chunks."""
+    """Return a rank's two chunk numbers."""
     return rank, 2 * size - 1 - rank
 
 
 def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[Block, ...]:
-    """Return the blocks of a rank's queries and the keys of another rank, or its own."""
+    """Return the blocks for a rank's queries and another rank's keys, or its own."""
     if call.packed:
-        # One block of packed sequences: under a causal mask, a half of the queries or of the keys.
+        # One block of packed sequences: under a causal mask, half of the queries or keys.
         chunks_q, chunks_k = chunks_of(size, rank), chunks_of(size, owner)
         queries = keys = Part(0, 2)
         mask = Mask("padding", UNLIMITED, True)
@@ -85,7 +85,7 @@ def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[
     spans_q = [Part(i * length_q, (i + 1) * length_q) for i in rows]
     spans_k = [Part(i * length_k, (i + 1) * length_k) for i in columns]
     if owner == rank and call.mask.causal and not call.mask.arbitrary and call.seqlen_q == call.seqlen_kv:
-        # The later chunk sees all of the earlier one: in the rank's order the mask is causal as well.
+        # The later chunk sees the full earlier one: in the rank's order the mask is causal as well.
         mask = Mask("padding_causal" if call.mask.padding else "causal", (-1, 0), False)
         whole_q, whole_k = Part(0, 2 * length_q), Part(0, 2 * length_k)
         return (Block(whole_q, whole_k, mask, tuple(spans_q), tuple(spans_k)),)
@@ -100,7 +100,7 @@ def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[
 
 
 def gathered_blocks(call: AttentionCall, size: int, rank: int) -> tuple[Block, ...]:
-    """Return the blocks of a rank's two chunks of queries and all keys in sequence order."""
+    """Return the blocks for a rank's two query chunks and all keys in sequence order."""
     chunks = chunks_of(size, rank)
     if call.packed:
         mask = Mask("padding", UNLIMITED, True)
@@ -128,7 +128,7 @@ def gathered_blocks(call: AttentionCall, size: int, rank: int) -> tuple[Block, .
 
 
 def band_block(call: AttentionCall, queries: Part, keys: Part) -> Block | None:
-    """Return the block of ranges of queries and keys of the whole sequence, without rows that see nothing.
+    """Return the block for query and key ranges in the whole sequence, without rows that see nothing.
 
     Its parts are positions in the whole sequence. None if no query sees a key.
     """
@@ -145,7 +145,7 @@ def band_block(call: AttentionCall, queries: Part, keys: Part) -> Block | None:
     if first_q >= stop_q or first_k >= stop_k:
         return None
     rows, columns = stop_q - first_q, stop_k - first_k
-    offset = first_q + shift - first_k  # key of the first query's diagonal, relative to the block
+    offset = first_q + shift - first_k  # key on the first query's diagonal, relative to the block
     below = rows - 1 if left < 0 else min(left - offset, rows - 1)
     above = columns - 1 if right < 0 else min(right + offset, columns - 1)
     mask = _block_mask(call.mask, rows, columns, below, above)
@@ -154,7 +154,7 @@ def band_block(call: AttentionCall, queries: Part, keys: Part) -> Block | None:
 
 
 def _block_mask(whole: Mask, rows: int, columns: int, below: int, above: int) -> Mask:
-    """Return the mask under which query i of a block sees the keys i - below .. i + above.
+    """Return the mask under which query i in a block sees the keys i - below .. i + above.
 
     Diagonals end bottom right, as fused kernels have them, unless sequences have individual lengths.
     """
@@ -177,7 +177,7 @@ def _moved(part: Part, offset: int) -> Part:
 
 
 def _joined(blocks: dict[tuple[int, int], Block], length_q: int, length_k: int) -> tuple[Block, ...]:
-    """Join unmasked blocks of neighbouring chunks: both chunks of keys, or both of queries, in one attention."""
+    """Join unmasked blocks of neighbouring chunks: both key chunks, or both query chunks, in one attention."""
     full = {
         place
         for place, block in blocks.items()
@@ -195,7 +195,7 @@ def _joined(blocks: dict[tuple[int, int], Block], length_q: int, length_k: int) 
         if full.issuperset(places):
             full.difference_update(places)
             parts = [blocks.pop(place) for place in places]
-            # In the order of their rows, without repetition.
+            # In row order, without repetition.
             query_spans = tuple(dict.fromkeys(part.query_spans[0] for part in parts))
             key_spans = tuple(dict.fromkeys(part.key_spans[0] for part in parts))
             queries = Part(parts[0].queries.first, parts[-1].queries.stop)
@@ -205,7 +205,7 @@ def _joined(blocks: dict[tuple[int, int], Block], length_q: int, length_k: int) 
 
 
 def _unsupported_blocks(request: ContextRequest) -> str | None:
-    """Return why an attention cannot be divided into blocks of tokens."""
+    """Return why an attention cannot be divided into token blocks."""
     call = request.call
     if call.score_mod is not None:
         return "score_mod reads positions, which a block does not have"
