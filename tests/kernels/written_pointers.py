@@ -65,8 +65,11 @@ def _type_of(number: float) -> str:
 
 def pointers_of(code: str) -> Pointers:
     """Trace every pointer that the code stores to back to its possible arguments."""
+    by_engine: set[str] = set()
     if "ttng.tensormap_create" in code:
-        return Pointers(_written_by_the_copy_engine(code), set(), set())
+        by_engine = _written_by_the_copy_engine(code)
+        if "tt.store" not in code:
+            return Pointers(by_engine, set(), set())
     flow = _Flow(code)
     reach: dict[str, set[_Reach]] = {name: {(name[1:], False)} for name in flow.arguments}
     changed = True
@@ -78,7 +81,7 @@ def pointers_of(code: str) -> Pointers:
             if not found <= known:
                 known |= found
                 changed = True
-    written: set[str] = set()
+    written: set[str] = by_engine
     through: set[str] = set()
     for pointer in flow.stored:
         assert reach.get(pointer), f"{pointer} comes from no argument"
@@ -89,7 +92,7 @@ def pointers_of(code: str) -> Pointers:
 
 def _written_by_the_copy_engine(code: str) -> set[str]:
     """The arguments whose maps something is copied to; the parts of a warp-specialized kernel get maps as arguments."""
-    assert not re.search(r"tt\.store|tt\.atomic|tt\.call|scf\.while", code), "it stores otherwise too"
+    assert not re.search(r"tt\.call|scf\.while", code), "it has regions whose maps are not followed"
     source: dict[str, str] = {}
     handed: list[str] = []
     written: set[str] = set()
@@ -107,7 +110,7 @@ def _written_by_the_copy_engine(code: str) -> set[str]:
             }
         elif made := re.search(r"ttng\.async_tma_copy_local_to_global (%[\w.-]+)\[", line):
             written.add(source[made[1]])
-    assert written, "nothing is stored"
+    assert written or "tt.store" in code, "nothing is stored"
     return written
 
 
@@ -120,7 +123,9 @@ class _Flow:
     """
 
     def __init__(self, code: str):
-        self.arguments = re.findall(r"(%\w+): !tt\.ptr", code)
+        signature = next(line for line in code.splitlines() if "tt.func" in line)
+        self.arguments = re.findall(r"(%\w+): !tt\.ptr", signature)
+        self._handed: list[str] = []  # to the parts of a warp-specialized kernel
         self.edges: list[tuple[str, str, bool]] = []
         self.stored: list[str] = []
         self.addresses: list[str] = []
@@ -133,7 +138,8 @@ class _Flow:
 
     def _take(self, line: str) -> None:
         unknown = re.search(r"scf\.while|tt\.call|tt\w*\.\w*descriptor\w*|^\^.*!tt\.ptr", line)
-        assert unknown is None or unknown[0] in _DESCRIPTORS, f"unknown: {line}"
+        known = (*_DESCRIPTORS, "ttng.reinterpret_tensor_descriptor")
+        assert unknown is None or unknown[0] in known, f"unknown: {line}"
         head, _, body = line.partition(" = ") if re.match(r"%[\w:$.-]+ = ", line) else ("", "", line)
         operation = re.split(r"[\s(]", body)[0].strip('"')
         operands = [self._known(name) for name in _VALUE.findall(body)]
@@ -146,6 +152,12 @@ class _Flow:
             self._scopes[-1] = (self._scopes[-1][0], (results, inner))
             for values in (results, inner):
                 self.edges += [(value, first, False) for value, first in zip(values, firsts, strict=False)]
+        elif operation == "ttg.warp_specialize":
+            self._handed = operands
+        elif line.startswith("partition") and line.endswith("{"):
+            self._scopes.append(({}, ()))
+            inner = [self._defined(name)[0] for name in re.findall(r"(%[\w$.-]+): ", line)]
+            self.edges += [(value, first, False) for value, first in zip(inner, self._handed, strict=True)]
         elif line.startswith("}"):
             _, yields = self._scopes.pop()
             if line.endswith("{"):

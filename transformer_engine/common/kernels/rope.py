@@ -1,11 +1,11 @@
 """Rotary position embedding y = x * cos(a) + pair(x) * sin(a), and its transpose dx = dy * cos(a) - pair(dy * sin(a)).
 
 x is [outer, inner, heads, features], where outer and inner are s and b (sbhd), b and s (bshd), or t and 1 (thd). y is
-contiguous. pair(x) is (-x2, x1) for each feature pair (x1, x2), which are neighbours if interleaved and otherwise half
-the rotated width apart. angles is float32 [positions, rotated], contiguous. Features after the rotated ones are copied.
-The arithmetic is float32.
+contiguous. pair(x) is (-x2, x1) for each pair of features (x1, x2), which are neighbours if interleaved and otherwise
+half the rotated width apart. angles is float32 [positions, rotated], contiguous. Features after the rotated ones are
+copied. The arithmetic is float32.
 
-`rope_packed` rotates packed q, k and v with the same position and head functions.
+`rope_packed` rotates packed q, k and v with the same functions of positions and heads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .launch import Launch, Output
 
 @triton.jit
 def _packed_sequence(cu_seqlens, sequences, token, context_size, bisections):
-    """Index of a token's packed sequence: the last sequence that starts at or before the token."""
+    """Return the index of the packed sequence of a token: the last sequence that starts at or before the token."""
     low = 0
     high = sequences
     for _ in range(bisections):
@@ -47,7 +47,7 @@ def token_position(
     CONTEXT_PARALLEL: tl.constexpr,
     CLAMPS: tl.constexpr,
 ):
-    """Find a token's position in its sequence, clamped to the table, and whether the clamped position is valid.
+    """Return a token's position in its sequence, clamped to the table, and whether the clamped position is valid.
 
     The position is valid if it is inside the table, if CLAMPS, or if the token is padding after the last sequence.
     """
@@ -77,12 +77,28 @@ def token_position(
 
 
 @triton.jit
-def _turn(first, second, angle, valid, first_column, second_column, inside, TRANSPOSED: tl.constexpr):
-    """Rotate both features in every pair by their columns' angles; NaN unless valid."""
+def rotations(angle, valid, rotated, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Return cosines and sines of the angles of both features of every pair, [BLOCK_PAIRS] each; NaN unless valid."""
+    pair = tl.arange(0, BLOCK_PAIRS)
+    inside = pair < rotated // 2
+    if INTERLEAVED:
+        first_column = 2 * pair
+        second_column = 2 * pair + 1
+    else:
+        first_column = pair
+        second_column = rotated // 2 + pair
     first_angle = tl.where(valid, tl.load(angle + first_column, mask=inside, other=0.0), float("nan"))
     second_angle = tl.where(valid, tl.load(angle + second_column, mask=inside, other=0.0), float("nan"))
-    first_cosine, first_sine = tl.cos(first_angle)[None, :], tl.sin(first_angle)[None, :]
-    second_cosine, second_sine = tl.cos(second_angle)[None, :], tl.sin(second_angle)[None, :]
+    return tl.cos(first_angle), tl.sin(first_angle), tl.cos(second_angle), tl.sin(second_angle)
+
+
+@triton.jit
+def _turn(
+    first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """Return both features of every pair, rotated."""
+    first_cosine, first_sine = first_cosine[None, :], first_sine[None, :]
+    second_cosine, second_sine = second_cosine[None, :], second_sine[None, :]
     if TRANSPOSED:
         return (
             first * first_cosine + second * second_sine,
@@ -125,7 +141,7 @@ def rotate_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Rotate BLOCK_HEADS heads for one token; one program per token and head block."""
+    """Rotate BLOCK_HEADS heads of one token; one program per token and block of heads."""
     token = tl.program_id(0)
     outer_index = token // inner
     inner_index = token % inner
@@ -139,9 +155,12 @@ def rotate_kernel(
     source = x + outer_index.to(tl.int64) * outer_stride + inner_index.to(tl.int64) * inner_stride
     source += head.to(tl.int64)[:, None] * head_stride
     target = y + token.to(tl.int64) * heads * features + head.to(tl.int64)[:, None] * features
+    first_cosine, first_sine, second_cosine, second_sine = rotations(
+        angle, valid, rotated, INTERLEAVED, BLOCK_PAIRS
+    )
     rotate_heads(
-        source, target, angle, valid, head < heads, features, rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
-        BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
+        source, target, first_cosine, first_sine, second_cosine, second_sine, head < heads, features, rotated,
+        INTERLEAVED, TRANSPOSED, HAS_REST, BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
     )  # fmt: skip
 
 
@@ -149,8 +168,10 @@ def rotate_kernel(
 def rotate_heads(
     source,
     target,
-    angle,
-    valid,
+    first_cosine,
+    first_sine,
+    second_cosine,
+    second_sine,
     real,
     features,
     rotated,
@@ -161,7 +182,7 @@ def rotate_heads(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Write the heads at source [BLOCK_HEADS, 1], rotated by the angles of one token, to target."""
+    """Write the heads at source [BLOCK_HEADS, 1] to target, rotated by the `rotations` of one token."""
     element = target.dtype.element_ty
     pair = tl.arange(0, BLOCK_PAIRS)
     inside = pair < rotated // 2
@@ -170,7 +191,7 @@ def rotate_heads(
         mask = real[:, None] & (column < rotated)[None, :]
         value = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(value, [BLOCK_HEADS, BLOCK_PAIRS, 2]))
-        first, second = _turn(first, second, angle, valid, 2 * pair, 2 * pair + 1, inside, TRANSPOSED)
+        first, second = _turn(first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED)
         result = tl.reshape(tl.join(first, second), [BLOCK_HEADS, 2 * BLOCK_PAIRS])
         tl.store(target + column[None, :], result.to(element), mask=mask)
     else:
@@ -178,7 +199,7 @@ def rotate_heads(
         far = rotated // 2 + pair
         first = tl.load(source + pair[None, :], mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + far[None, :], mask=mask, other=0.0).to(tl.float32)
-        first, second = _turn(first, second, angle, valid, pair, far, inside, TRANSPOSED)
+        first, second = _turn(first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED)
         tl.store(target + pair[None, :], first.to(element), mask=mask)
         tl.store(target + far[None, :], second.to(element), mask=mask)
     if HAS_REST:
@@ -208,12 +229,12 @@ def rotate(
         strides: Strides of x along its outer, inner and head axes, in elements.
         angles: Positions and rotated features.
         sequences: Number of packed sequences; 0 unless the layout is thd.
-        dtype: Dtype name for x and y.
+        dtype: Name of the dtype of x and y.
         layout: "sbhd", "bshd" or "thd".
         interleaved: Pairs are neighbouring features; otherwise half the rotated width apart.
-        transposed: Apply the transposed rotation, for gradients.
-        context: Context-parallel size and rank.
-        clamps: Positions outside the table belong to padding and use the nearest angles; otherwise NaN.
+        transposed: Apply the transpose of the rotation, for gradients.
+        context: Size and rank of context parallelism.
+        clamps: Positions outside of the table belong to padding and use the nearest angles; otherwise NaN.
     """
     outer, inner, heads, features = shape
     positions, rotated = angles

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from .launch import Launch, Output
-from .rope import rotate_heads, token_position
+from .rope import rotate_heads, rotations, token_position
 
 
 @triton.jit
@@ -75,11 +75,17 @@ def rotate_packed_kernel(
     base = packed + outer_index.to(tl.int64) * outer_stride + inner_index.to(tl.int64) * inner_stride
     heads = groups * q_heads
     blocks = tl.cdiv(heads, BLOCK_HEADS)
-    if tl.program_id(1) < blocks:
+    of_q = tl.program_id(1) < blocks
+    # Before the branch, which would contain the code of cosines and sines twice.
+    rotated = tl.where(of_q, q_rotated, k_rotated)
+    angle = tl.where(of_q, q_angles, k_angles) + position * rotated
+    first_cosine, first_sine, second_cosine, second_sine = rotations(
+        angle, valid, rotated, INTERLEAVED, BLOCK_PAIRS
+    )
+    if of_q:
         head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         joint = base + ((head // q_heads).to(tl.int64) * group_stride + (head % q_heads) * width)[:, None]
         apart = q + (token.to(tl.int64) * heads + head)[:, None] * width
-        angle = q_angles + position * q_rotated
         if TRANSPOSED:
             source_q = apart
             target_q = joint
@@ -87,15 +93,14 @@ def rotate_packed_kernel(
             source_q = joint
             target_q = apart
         rotate_heads(
-            source_q, target_q, angle, valid, head < heads, width, q_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
-            BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
+            source_q, target_q, first_cosine, first_sine, second_cosine, second_sine, head < heads, width,
+            q_rotated, INTERLEAVED, TRANSPOSED, HAS_REST, BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
         )  # fmt: skip
     else:
         # The names differ from those above, because a variable in both branches must have one type.
         group = (tl.program_id(1) - blocks) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
         joint_k = base + (group.to(tl.int64) * group_stride + k_offset)[:, None]
         apart_k = k + (token.to(tl.int64) * groups + group)[:, None] * width
-        angle = k_angles + position * k_rotated
         if TRANSPOSED:
             source_k = apart_k
             target_k = joint_k
@@ -103,8 +108,8 @@ def rotate_packed_kernel(
             source_k = joint_k
             target_k = apart_k
         rotate_heads(
-            source_k, target_k, angle, valid, group < groups, width, k_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
-            BLOCK_GROUPS, BLOCK_PAIRS, BLOCK_REST,
+            source_k, target_k, first_cosine, first_sine, second_cosine, second_sine, group < groups, width,
+            k_rotated, INTERLEAVED, TRANSPOSED, HAS_REST, BLOCK_GROUPS, BLOCK_PAIRS, BLOCK_REST,
         )  # fmt: skip
         column = tl.arange(0, BLOCK_VALUES)[None, :]
         joint_v = base + (group.to(tl.int64) * group_stride + v_offset)[:, None] + column
