@@ -122,7 +122,9 @@ def main() -> None:
         "--date", default=datetime.date.today().isoformat(), help="YYYY-MM-DD (default: today)"
     )
     parser.add_argument(
-        "--development", action="store_true", help="begin the development of the version instead of releasing it"
+        "--development",
+        action="store_true",
+        help="begin the development of the version instead of releasing it",
     )
     options = parser.parse_args()
     try:

@@ -187,7 +187,11 @@ def _gemma_settings(settings: Settings) -> DecoderConfig:
     )
 
 
-_GPT2_ACTIVATIONS: dict[str, ActivationName] = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+_GPT2_ACTIVATIONS: dict[str, ActivationName] = {
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+}
 
 
 def _gpt2_settings(settings: Settings) -> DecoderConfig:

@@ -74,17 +74,10 @@ class ProductsConfig(ModuleConfig):
         raise NotImplementedError
 
     def boundary(self, mode: str | None) -> TensorParallel:
-        """Return the boundary of a product to the tensor-parallel group.
-
-        Raises:
-            RuntimeError: Parameters are sharded, and no group was set. The forward pass of a column-parallel layer
-                without sequence parallelism would not notice.
-        """
+        """Return the boundary of a product to the tensor-parallel group; RuntimeError if a sharded layer has none."""
         tp = self.tp_group, self.tp_size, self.sequence_parallel
         parallel = TensorParallel(mode, *tp, self.symmetric_ar_type, self._overlap.of(mode), self)
-        if self.is_sharded:
-            parallel.checked_group()
-        return parallel
+        return parallel.checked() if self.is_sharded else parallel
 
     @property
     def is_sharded(self) -> bool:
