@@ -205,6 +205,11 @@ TOOLS = having(
 )
 NOTES = {
     "no JAX": (CPU, "jax", "jax, flax not installed"),
+    "no JAX on an old Python": (
+        replace(CPU, python=(3, 10)),
+        "jax",
+        "transformer_engine.jax needs Python 3.11 or newer",
+    ),
     "no torch": (
         replace(CPU, distributions=having(transformer_engine=__version__)),
         "torch",

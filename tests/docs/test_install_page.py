@@ -89,4 +89,4 @@ def test_every_option_of_an_example_is_described():
 
 def test_the_license_is_an_expression_with_its_file():
     assert 'license = "Apache-2.0"\nlicense-files = ["LICENSE"]\n' in PROJECT
-    assert "License ::" not in PROJECT  # a classifier beside the expression is an error
+    assert "License ::" not in PROJECT  # a classifier in addition to the expression is an error

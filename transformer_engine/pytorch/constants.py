@@ -137,7 +137,6 @@ ActivationName = Literal[
 TensorFormat = Literal["sbhd", "bshd", "thd"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 AttentionType = Literal["self", "cross"]
-LayerType = Literal["encoder", "decoder"]
 CHOICES: dict[str, tuple[str, ...]] = {
     "ParallelMode": get_args(ParallelMode),
     "NormalizationName": get_args(NormalizationName),
@@ -145,7 +144,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "TensorFormat": get_args(TensorFormat),
     "SoftmaxType": get_args(SoftmaxType),
     "AttentionType": get_args(AttentionType),
-    "LayerType": get_args(LayerType),
 }
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,14 +16,7 @@ from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
 from .compat.argument_orders import accepts_older_orders, call_of
 from .compat.replaceable import is_bare
-from .constants import (
-    ActivationName,
-    CPLoadBalancingStrategy,
-    LayerType,
-    NormalizationName,
-    SoftmaxType,
-    TensorFormat,
-)
+from .constants import ActivationName, CPLoadBalancingStrategy, NormalizationName, SoftmaxType, TensorFormat
 from .distributed.tensor_parallel import OverlapFlags, warn_of_unused_overlap
 from .functions.dropout import bias_dropout_add, dropout
 from .module.arguments import accepts, size_or_none, window
@@ -145,7 +138,8 @@ class TransformerLayer(CheckedLoading):
         fuse_wgrad_accumulation: bool = False, seq_length: int | None = None,
         micro_batch_size: int | None = None, sequence_parallel: bool = False,
         apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False,
-        parallel_attention_mlp: bool = False, layer_type: LayerType = "encoder", drop_path_rate: float = 0.0,
+        parallel_attention_mlp: bool = False, layer_type: Literal["encoder", "decoder"] = "encoder",
+        drop_path_rate: float = 0.0,
         set_parallel_mode: bool = False, fuse_qkv_params: bool = False,
         rotary_pos_interleaved: bool = False, zero_centered_gamma: bool = False,
         qkv_weight_interleaved: bool = True, ub_tp_comm_overlap: bool = False,

@@ -9,7 +9,7 @@ from ...common.planning import FORMATS
 from ..options import add_flag
 
 # Table names; the tables import the frameworks.
-RECIPES = tuple(FORMATS)
+RECIPES = ("bf16", *(name for name in FORMATS if name != "none"))
 PROVIDERS = ("te", "torch", "torch.compile", "torchao", "liger", "quack", "jax", "xla")
 FAMILIES = (
     "quantize",

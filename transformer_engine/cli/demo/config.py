@@ -69,7 +69,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 HIGH_PRECISION = "high_precision"
-RECIPES = (*(name for name in FORMATS if name != "bf16"), "none")
+RECIPES = (*(name for name in FORMATS if name != "none"), "none")
 OPTIMIZERS = ("adamw", "fused_adam")
 # RunConfig field types, by annotation.
 KINDS: dict[str, tuple[type, ...]] = {

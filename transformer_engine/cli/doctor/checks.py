@@ -132,6 +132,10 @@ def _framework(e: Installation, framework: frameworks.Framework) -> Results:
     """Check the packages of a framework and their versions, and whether this package's modules for it import."""
     remedy = optional.install_command(framework.extra)
     missing = [package.name for package in framework.packages if e.version_of(package.name) is None]
+    if missing and e.python < framework.python:
+        words = f"transformer_engine.{framework.module} needs Python {_dotted(framework.python)} or newer"
+        yield "note", words, f"make an environment with a newer Python, and {remedy}"
+        return
     if missing:
         words = f"{', '.join(missing)} not installed; transformer_engine.{framework.module} needs it"
         yield "note", words, remedy

@@ -147,6 +147,11 @@ class TensorParallel:
             return reduce_scatter_along_first_dim(tensor, self.checked_group())[0]
         return allreduce(tensor, self.checked_group())[0]
 
+    def checked(self) -> TensorParallel:
+        """Return self, or raise RuntimeError; a column-parallel forward pass may not communicate and not notice."""
+        self.checked_group()
+        return self
+
     def checked_group(self) -> dist_group_type:
         if self.group is None:
             raise RuntimeError(

@@ -82,9 +82,7 @@ class ProductsConfig(ModuleConfig):
         """
         tp = self.tp_group, self.tp_size, self.sequence_parallel
         parallel = TensorParallel(mode, *tp, self.symmetric_ar_type, self._overlap.of(mode), self)
-        if self.is_sharded:
-            parallel.checked_group()
-        return parallel
+        return parallel.checked() if self.is_sharded else parallel
 
     @property
     def is_sharded(self) -> bool:
