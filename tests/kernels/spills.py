@@ -47,12 +47,14 @@ WHOLE_SPILLS = (
     Spill("grouped_gemm.columns_kernel", 96),
     Spill("delayed_scaling._advance", 8),
     Spill("activation_cast.backward_kernel", 8, WHOLE),
+    Spill("activation_recompute.recompute_kernel", 8, WHOLE, ("10.0", "10.3")),
     Spill("block_cast.both_blocks_kernel", 16, WHOLE),
     Spill("block_fused.backward_kernel", 256, WHOLE, ("8.0",)),
     # 4 warps, the fastest of 1 x 128 blocks on an H200. 8 warps need no stack on 9.0; squares were not timed.
-    Spill("block_fused.backward_kernel", 264, {**WHOLE, **SQUARES, **IDENTITY}, ("9.0",)),
+    Spill("block_fused.backward_kernel", 296, {**WHOLE, **SQUARES, **IDENTITY}, ("9.0",)),
+    Spill("block_fused.backward_kernel", 120, {**WHOLE, **BLOCKS_1D, **IDENTITY}, ("9.0",), ((3, 9),)),
     Spill("block_fused.backward_kernel", 328, {**WHOLE, **SQUARES, **IDENTITY, **FLOAT32_SCALES}, ("9.0",)),
-    Spill("block_fused.backward_kernel", 128, {**WHOLE, **BLOCKS_1D, **IDENTITY}, ("10.0", "10.3")),
+    Spill("block_fused.backward_kernel", 144, {**WHOLE, **BLOCKS_1D, **IDENTITY}, ("10.0", "10.3")),
     Spill("block_fused.backward_kernel", 472, {**WHOLE, **SQUARES, **IDENTITY}, ("10.0", "10.3")),
 )
 # Predicated tiles: sizes that are not multiples of the tiles.
@@ -66,13 +68,26 @@ PREDICATED_SPILLS = (
     Spill("block_fused.backward_kernel", 40, {**ODD_ROWS, **BLOCKS_1D}, BLACKWELL),
     Spill("block_fused.backward_kernel", 24, {**PREDICATED, **BLOCKS_1D}, CONSUMER_BLACKWELL),
     Spill("block_fused.backward_kernel", 32, {**ODD_ROWS, **SQUARES, **IDENTITY}, CONSUMER_BLACKWELL),
+    Spill(
+        "block_fused.backward_kernel",
+        40,
+        {**PREDICATED, **SQUARES, **FLOAT32_SCALES},
+        ("8.6", *CONSUMER_BLACKWELL),
+    ),
+    Spill("block_fused.backward_kernel", 24, {**PREDICATED, **SQUARES, **FLOAT32_SCALES}, BLACKWELL),
+    Spill("block_fused.forward_kernel", 8, {**ODD_ROWS, **SQUARES, **FLOAT32_SCALES}, CONSUMER_BLACKWELL),
+    Spill("block_fused.backward_kernel", 24, {**PREDICATED, **SQUARES, **IDENTITY}, ("9.0",), ((3, 9),)),
+    Spill("block_fused.forward_kernel", 16, {**ODD_ROWS, **BLOCKS_1D}, ("9.0",), ((3, 9),)),
+    Spill("grouped_block_cast.row_block_kernel", 32, PREDICATED, ("9.0",), ((3, 9),)),
+    Spill("block_cast.square_block_kernel", 24, {**ODD_ROWS, **FLOAT32_SCALES}, CONSUMER_BLACKWELL),
+    Spill("grouped_block_cast.square_block_kernel", 8, PREDICATED, ("10.0", "10.3")),
     Spill("grouped_block_cast.square_block_kernel", 80, {**PREDICATED, **FLOAT32_SCALES}, AMPERE),
     Spill("grouped_block_cast.square_block_kernel", 56, {**PREDICATED, **FLOAT32_SCALES}, CONSUMER_BLACKWELL),
     Spill("grouped_block_cast.row_block_kernel", 16, PREDICATED, ("8.0", "8.9")),
     Spill("grouped_block_cast.row_block_kernel", 56, PREDICATED, CONSUMER_BLACKWELL),
     Spill("grouped_cast.maximum_kernel", 56, PREDICATED, ("8.0", "8.9", "9.0"), ((3, 7),)),
     Spill("activation_cast.forward_kernel", 8, PREDICATED, ("8.0",)),
-    Spill("mxfp8.matrices_kernel", 8, PREDICATED, ("8.6", "9.0")),
+    Spill("mxfp8.matrices_kernel", 8, PREDICATED, ("8.6", "9.0", "11.0")),
 )
 SPILLS = WHOLE_SPILLS + PREDICATED_SPILLS
 

@@ -332,13 +332,13 @@ def row_blocks(
         Output((depth, rows), dtype),
         Output((tiles_m, depth), "float32", transposed=True),
     )
-    # H200, the same: two 4-warp programs per processor, three tiles in flight, bands of 4: 0.1371 ms; without bands
-    # 0.1383; one program per tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4. Less shared memory than an
-    # H200's has room for one program, whose 8 warps need no stack. On 11.0, which has 1536 threads, 4 warps need 208
-    # bytes of stack with Triton 3.9. Predicated tiles have 16 warps with 128 registers: 8 warps with an odd number of
-    # rows need up to 136 bytes of stack.
+    # H200, the same: two programs of 4 warps per processor, three tiles in flight, bands of 4: 0.1371 ms; without
+    # bands 0.1383; one program per tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4. Less shared memory than
+    # an H200's has room for one program, whose 8 warps need no stack. On 11.0, which has 1536 threads, 4 warps need 208
+    # bytes of stack with Triton 3.9. Predicated tiles of an odd number of rows have 16 warps of 128 registers: 8 warps
+    # need up to 136 bytes of stack. Those of an even number have 8: 16 warps need up to 96 bytes with Triton 3.9.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
-    resident, warps = (2, 4) if machine.fits_measured_plans and even else (1, 8 if even else 16)
+    resident, warps = (2, 4) if machine.fits_measured_plans and even else (1, 16 if rows % 2 else 8)
     tiles = tiles_m * tiles_k
     programs = min(resident * machine.processors, tiles) if even else tiles
     stages = machine.stages(_WIDTH * _WIDTH, 3) if even else 1

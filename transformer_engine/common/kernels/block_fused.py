@@ -18,7 +18,7 @@ from .activation import CURVES
 from .activation_cast import activated, gradients, store_column_sums
 from .block_cast import Blocks, tile_blocks, tile_square
 from .conversion import NATIVE
-from .launch import Launch, Machine, Output, codes_dtype
+from .launch import MEASURED_MEMORY, Launch, Machine, Output, codes_dtype
 
 _WIDTH = 128
 WIDTH = tl.constexpr(_WIDTH)
@@ -315,14 +315,18 @@ _IDENTITY = FusedPlan(4, 2, 3)
 _ROWS = FusedPlan(8, 0, 1)
 
 
-# Predicated tiles, one program per tile. 4 warps need up to 1 KB stack per thread; squares need 48 bytes with 8.
+# Predicated tiles, one program per tile. 4 warps need up to 1 KB of stack per thread. With Triton 3.9, 8 warps of
+# activations in 1 x 128 blocks need up to 104 bytes on 8.6 and 12.1, where 16 need none; on 9.0 to 11.0 they need up to
+# 16, and 16 warps 48. The identity needs up to 80 with 8 warps, and 152 with 16. Squares need 48 bytes with 8.
 _PREDICATED = FusedPlan(8, 0, 1)
-_PREDICATED_SQUARE = FusedPlan(16, 0, 1)
+_PREDICATED_16 = FusedPlan(16, 0, 1)
 
 
 def _plan(name: str, blocks: Blocks, shape: tuple[int, int], machine: Machine) -> FusedPlan:
     if not (blocks.columnwise or blocks.square):
         return _ROWS
+    large = machine.shared_memory >= MEASURED_MEMORY
     if not _has_whole_tiles(shape, blocks):
-        return _PREDICATED_SQUARE if blocks.square else _PREDICATED
+        wide = blocks.square or (name != "identity" and not large)
+        return _PREDICATED_16 if wide else _PREDICATED
     return _IDENTITY if name == "identity" and machine.fits_measured_plans else _BOTH
