@@ -52,10 +52,10 @@ class EpHandle(NamedTuple):
 
 
 def planned(cfg: EpConfig, topk_idx: Array, align_size: int = 1) -> tuple[EpHandle, Array]:
-    """Exchange the routing of choices [T, k].
+    """Exchange the routing for choices [T, k].
 
     Args:
-        cfg: Placement of the experts.
+        cfg: Expert placement.
         topk_idx: As in `ep_dispatch`.
         align_size: The rows of each expert start at a multiple of this number.
 
@@ -121,9 +121,9 @@ def dispatched(
 
 
 def send_tokens(cfg: EpConfig, handle: EpHandle, tokens: Array, room: int) -> Array:
-    """Receive buffer [room, H] of the tokens [T, H] of all devices; rows without a token are zero."""
+    """Fill the receive buffer [room, H] with all devices' tokens [T, H]; rows without a token are zero."""
     count, picks = handle.sent.shape
-    # The token of each slot of the send buffer; the number of tokens for an empty slot.
+    # The token in each send-buffer slot; the number of tokens for an empty slot.
     source = jnp.full(handle.arrived.shape, count, jnp.int32)
     source = source.at[handle.sent.ravel()].set(
         jnp.repeat(jnp.arange(count, dtype=jnp.int32), picks), mode="drop"
@@ -132,14 +132,14 @@ def send_tokens(cfg: EpConfig, handle: EpHandle, tokens: Array, room: int) -> Ar
 
 
 def send_weights(cfg: EpConfig, handle: EpHandle, topk_weights: Array, room: int) -> Array:
-    """Receive buffer [room] of the weights [T, k] of all devices' choices; rows without a token are zero."""
+    """Fill the receive buffer [room] with the weights [T, k] of all devices' choices; rows without a token are zero."""
     slots = jnp.zeros(handle.arrived.shape, topk_weights.dtype)
     slots = slots.at[handle.sent.ravel()].set(topk_weights.ravel(), mode="drop")
     return _receive(cfg, handle, slots, room)
 
 
 def _receive(cfg: EpConfig, handle: EpHandle, slots: Array, room: int) -> Array:
-    """Exchange the slots of the send buffer, and move received slots to their rows of a buffer [room, ...]."""
+    """Exchange the send-buffer slots, and move received slots to their rows in a buffer [room, ...]."""
     empty = handle.arrived.size
     row_slots = jnp.full(room, empty, jnp.int32)
     row_slots = row_slots.at[handle.arrived].set(jnp.arange(empty, dtype=jnp.int32), mode="drop")

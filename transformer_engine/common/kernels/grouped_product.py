@@ -1,13 +1,13 @@
-"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e of FP8 codes with one scale per group.
+"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e from FP8 codes with one scale per group.
 
 Written in Gluon, Triton's explicit language, for Hopper (capability 9.0). A program computes one tile of 128 rows and
-256 columns after another. One warp loads: the copy engine writes 128 of the contracted axis at a time to a ring of
-stages. Two groups of four warps multiply 128 columns each, 64 rows at a time. While they write a tile, the first stages
+256 columns after another. One warp loads: the copy engine writes 128 of the contracted axis at a time to a stage ring.
+Two groups of four warps multiply 128 columns each, 64 rows at a time. While they write a tile, the first stages
 of the next tile are loading, which matters if the contracted axis is short: the tokens of one expert.
 
-The codes of a product of columns are tiles [width, 128] of 128 rows each (`grouped_cast`, tiled), so that one tensor
-map describes the codes of all groups, whatever their sizes. Sums have the bits of `grouped_gemm`, which computes the
-same products on every GPU with FP8 tensor cores.
+A column product's codes are 128-row tiles [width, 128] (`grouped_cast`, tiled), so that one tensor map describes all
+groups' codes, whatever their sizes. Sums have the bits of `grouped_gemm`, which computes the same products on every GPU
+with FP8 tensor cores.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .grouped_gemm import SLOT
 from .grouped_layout import TILE_ROWS, tiles_at_most
 from .launch import WRITTEN, AddressTable, Launch, Output
 
-SIDE = gl.constexpr(TILE_ROWS)  # rows of a tile, depth of a stage, and columns of one group of warps
-HALF = gl.constexpr(64)  # rows of one instruction
+SIDE = gl.constexpr(TILE_ROWS)  # rows per tile, depth per stage, and columns per warp group
+HALF = gl.constexpr(64)  # rows per instruction
 CODE_BYTES = gl.constexpr(TILE_ROWS * TILE_ROWS)
 TILE_COLUMNS = 2 * TILE_ROWS
 
 
 @gluon.jit
 def locate(tile, layout, TILES_M, N, K, GROUPS: gl.constexpr, BAND: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return the place of a tile.
+    """Locate a tile.
 
-    The place is: group, first row of the left codes, tile column, steps along the contracted axis, the group's first
-    tile of 128 rows, and number of rows of the result, which is 0 for a tile that does not exist.
+    The place is: group, first row in the left codes, tile column, steps along the contracted axis, the group's first
+    128-row tile, and result row count, which is 0 for a tile that does not exist.
     """
     tiles_n = gl.cdiv(N, 2 * SIDE)
     if COLUMNS:
@@ -93,7 +93,7 @@ def fetch(
 
 @gluon.jit
 def added(total, product):
-    """Return total + product, computed at this point of the program; see `block_product.added`."""
+    """Compute total + product at this point of the program; see `block_product.added`."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=f,f", [total + product], gl.float32, is_pure=False, pack=1
     )
@@ -169,7 +169,7 @@ def multiply(
                 else:
                     upper = hopper.warpgroup_mma(codes.slice(0, HALF), b, upper, is_async=True)
                     lower = hopper.warpgroup_mma(codes.slice(HALF, HALF), b, lower, is_async=True)
-                    # The products of this stage are running; those of the stage before have completed.
+                    # The products of this stage are running; the previous stage's products have completed.
                     upper, lower = hopper.warpgroup_mma_wait(2, deps=[upper, lower])
                     mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0)
                 step += 1
@@ -216,14 +216,14 @@ def grouped_kernel(
     GROUPS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, BAND: gl.constexpr,
     COLUMNS: gl.constexpr, EXACT: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    """Compute the rows of every group, or with COLUMNS the gradient of every group's matrix.
+    """Compute each group's rows, or with COLUMNS the gradient of each group's matrix.
 
-    Rows: out [TOTAL, N] = a [TOTAL, K] @ b_e.T, b [GROUPS, N, K], bias [GROUPS, N]. Columns: out [GROUPS, M, N] of the
-    tiles a [tiles, M, 128] and b [tiles, N, 128].
+    Rows: out [TOTAL, N] = a [TOTAL, K] @ b_e.T, b [GROUPS, N, K], bias [GROUPS, N]. Columns: out [GROUPS, M, N] from
+    the tiles a [tiles, M, 128] and b [tiles, N, 128].
 
     Args:
         table: Addresses of the matrices [M, N] to write instead of out, whose dtype they have; or None.
-        BUFFERS: Number of buffers of 64 rows of results per group of warps.
+        BUFFERS: Number of 64-row result buffers per warp group.
     """
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     RESULT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, SIDE], out.dtype.element_ty)
@@ -262,13 +262,14 @@ def grouped_kernel(
     )  # fmt: skip
 
 
-_BAND = 8  # rows of tiles that are visited together
+_BAND = 8  # tile rows that are visited together
 
 
 def _memory(dtype: str, columns: bool) -> tuple[int, int]:
-    """Return the number of stages and of buffers per group of warps, which fit 227 KiB of shared memory."""
-    # H200, TFLOP/s of 64 groups of 512 x 1408 x 2048, bfloat16 results: 4 stages and 1 buffer, 3 stages and 2 buffers:
-    # columns 911 and 933, rows 1091 and 1027 (fast), 1074 and 1084 (promoted). `grouped_gemm`: 609, 1041 and 809.
+    """Number of stages, and of buffers per warp group, which fit 227 KiB of shared memory."""
+    # H200, TFLOP/s for 64 groups with 512 x 1408 x 2048, bfloat16 results: 4 stages and 1 buffer, 3 stages and 2
+    # buffers: columns 911 and 933, rows 1091 and 1027 (fast), 1074 and 1084 (promoted). `grouped_gemm`: 609, 1041 and
+    # 809.
     if dtype == "float32":
         return 3, 1
     return (3, 2) if columns else (4, 1)
@@ -278,14 +279,14 @@ def _memory(dtype: str, columns: bool) -> tuple[int, int]:
 def product_of_rows(
     total: int, width: int, depth: int, groups: int, dtype: str, *, exact: bool, processors: int
 ) -> Launch:
-    """Return the launch (a [total, depth], b, scale_a, scale_b, bias | None, layout, None) -> out [total, width].
+    """Launch (a [total, depth], b, scale_a, scale_b, bias | None, layout, None) -> out [total, width].
 
     out has the dtype, b is [groups, width, depth], scales are [groups, 4], bias is [groups, width]. Extents are
     multiples of 16.
 
     Args:
         exact: Promote partial sums to float32 every 128 of the depth.
-        processors: Number of multiprocessors of the GPU.
+        processors: Number of multiprocessors on the GPU.
     """
     tiles_m = tiles_at_most(total, groups)
     tiles = tiles_m * ceil_div(width, TILE_COLUMNS)
@@ -305,15 +306,15 @@ def product_of_columns(
     width: int, depth: int, groups: int, dtype: str,
     *, exact: bool, processors: int, accumulates: bool = False, by_address: bool = False,
 ) -> Launch:  # fmt: skip
-    """Return the launch (a, b, scale_a, scale_b, None, layout, table | None) -> out [groups, width, depth] in dtype.
+    """Launch (a, b, scale_a, scale_b, None, layout, table | None) -> out [groups, width, depth] in dtype.
 
-    a is [tiles, width, 128] and b [tiles, depth, 128]: the codes of 128 rows per tile, those of each group together.
+    a is [tiles, width, 128] and b [tiles, depth, 128]: the codes for 128 rows per tile, each group's codes together.
 
     Args:
         exact: Promote the sum of every 128 rows to float32.
-        processors: Number of multiprocessors of the GPU.
-        accumulates: Add to the values of out, float32.
-        by_address: The table's matrices are written; out is one of them, for its dtype.
+        processors: Number of multiprocessors on the GPU.
+        accumulates: Add to the values in out, float32.
+        by_address: The table's matrices are written; out is one table matrix, for its dtype.
     """
     assert not accumulates or dtype == "float32", "a sum is rounded once, from float32"
     tiles_m = ceil_div(width, TILE_ROWS)

@@ -202,7 +202,7 @@ def forward(
     scale: float,
     shift: int | None,
 ) -> Launch:
-    """Return the launch (x, mask uint8 | None) -> y, both [batch, heads, queries, keys]; shift: for the causal mask."""
+    """Launch (x, mask uint8 | None) -> y, both [batch, heads, queries, keys]; shift: for the causal mask."""
     rows, queries, keys, heads = _extents(shape)
     scalars = (rows, queries, keys, heads, *mask_strides, shift or 0, float(scale))
     outputs = (Output(shape, dtype),)

@@ -63,20 +63,20 @@ def plan(
         cp: Context-parallel ranks.
         pp: Pipeline stages, in the order one forward, one backward.
         ep: Ranks that share the experts; divides dp * fsdp * cp.
-        sequence: Tokens of a sequence.
-        micro_batch: Sequences of a micro-batch.
-        global_batch: Sequences of a step of all devices; by default one micro-batch for each rank with its own
+        sequence: Tokens per sequence.
+        micro_batch: Sequences per micro-batch.
+        global_batch: Sequences per step over all devices; by default one micro-batch for each rank with its own
             sequences, and four for each pipeline stage if there are several.
-        recompute: "full" saves only the inputs of layers and repeats their forward pass in the backward pass.
+        recompute: "full" saves only the layers' inputs and repeats their forward pass in the backward pass.
         scheme: How context-parallel ranks exchange keys and values: "p2p", "all_gather" or "a2a".
-        attention: Backend of attention, "cudnn" or "flash4".
+        attention: Attention backend, "cudnn" or "flash4".
         graphs: Kernels are launched by CUDA graphs, so that the host never delays the GPU.
-        links: LinkRates within and between hosts; by default NVLink in hosts of 8, and 400 Gbit/s for each GPU between
+        links: LinkRates within and between hosts; by default NVLink in 8-GPU hosts, and 400 Gbit/s for each GPU between
             them.
-        sizes: Fields of `ModelShape` that replace those of the model.
+        sizes: Fields of `ModelShape` that replace the model's.
 
     Returns:
-        The plan. It may exceed the memory of the GPU: see `TrainingPlan.fits`.
+        The plan. It may exceed the GPU's memory: see `TrainingPlan.fits`.
 
     Raises:
         ValueError: A name is unknown, the GPU does not compute the recipe, or sizes do not divide.

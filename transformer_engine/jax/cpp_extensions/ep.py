@@ -53,12 +53,12 @@ def ep_dispatch_fwd(
     topk_weights: Array,
     recv_capacity_per_rank: int,
 ) -> tuple[Array, Array]:
-    """Send each token to the devices of its experts by a routing of `ep_prepare`.
+    """Send each token to its experts' devices by a routing from `ep_prepare`.
 
     Args:
         cfg: As in `ep_dispatch`.
         handle_mem: Routing that `ep_prepare` returned for topk_idx.
-        topk_idx: As in `ep_dispatch`; its shape is checked, its values are those of the routing.
+        topk_idx: As in `ep_dispatch`; its shape is checked, its values are in the routing.
         tokens: As in `ep_dispatch`.
         topk_weights: As in `ep_dispatch`.
         recv_capacity_per_rank: As in `ep_dispatch`.
@@ -67,7 +67,7 @@ def ep_dispatch_fwd(
         recv_tokens [capacity, H] and recv_topk_weights [capacity], as in `ep_dispatch`.
 
     Raises:
-        ValueError: Shapes do not match, or sizes exceed those of ep_bootstrap.
+        ValueError: Shapes do not match, or sizes exceed the ep_bootstrap limits.
         TypeError: An argument has the wrong type.
         RuntimeError: cfg is an EpLayerConfig and ep_bootstrap was not called.
     """
@@ -92,7 +92,7 @@ def ep_dispatch_bwd(
     grad_recv_tokens: Array,
     grad_recv_topk_weights: Array,
 ) -> tuple[Array, Array]:
-    """Compute the gradients of tokens and topk_weights of `ep_dispatch`.
+    """Compute the gradients for `ep_dispatch`'s tokens and topk_weights.
 
     Args:
         cfg: The config of the dispatch.
@@ -101,7 +101,7 @@ def ep_dispatch_bwd(
         grad_recv_topk_weights: Gradient of recv_topk_weights [capacity].
 
     Returns:
-        grad_tokens [T, H], the sums over the rows of each token, accumulated in float32; grad_topk_weights [T, k].
+        grad_tokens [T, H], sums over each token's rows, accumulated in float32; grad_topk_weights [T, k].
 
     Raises:
         ValueError: Shapes do not match.
@@ -146,7 +146,7 @@ def ep_combine_bwd(
     grad: Array,
     recv_capacity_per_rank: int,
 ) -> Array:
-    """Compute the gradient of expert_out [capacity, H] of `ep_combine`; rows that hold no token are zero.
+    """Compute the gradient for `ep_combine`'s expert_out [capacity, H]; rows that hold no token are zero.
 
     Args:
         cfg: The config of the dispatch.

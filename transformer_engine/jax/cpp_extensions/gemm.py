@@ -307,11 +307,11 @@ def is_v2_grouped_gemm_supported(
     lhs: Any, rhs: Any, contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
     preferred_element_type: Any = None, quantizer_set: QuantizerSet = noop_quantizer_set,
 ) -> bool:  # fmt: skip
-    """Whether one kernel computes all groups of a `grouped_gemm` of these operands on this machine.
+    """Whether one kernel computes all groups in a `grouped_gemm` with these operands on this machine.
 
-    Nothing is computed. Group sizes stay on the device with and without such a kernel;
-    `transformer_engine.jax.explain` reports the reasons against it. The parameters are those of `grouped_gemm`, because
-    those of the original are not documented.
+    Nothing is computed. Group sizes stay on the device with and without such a kernel; `transformer_engine.jax.explain`
+    reports the reasons against it. The parameters are as in `grouped_gemm`, because the original's parameters are not
+    documented.
 
     Args:
         lhs: As in `grouped_gemm`, or the shape and dtype of such an array.
