@@ -1,4 +1,4 @@
-"""Caller-owned buffers that receive a grouped layer's output and input gradient."""
+"""Caller-owned buffers that receive the output and the input gradient of a grouped layer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A pass's communication as two calls: pending = begin(..), other work, x = pending.wait().
+"""Communication of a pass as two calls: pending = begin(..), other work, x = pending.wait().
 
-Overlap never changes results. With a layer's `ub_*` flags, rows can be in transit while a product multiplies
+Overlap never changes results. With the `ub_*` flags of a layer, rows can be in transit while a product multiplies
 the rows that have arrived (`gathered_product`) or computes the rows that follow (`scattered_product`).
 
 A pass that is recorded on Symbols appends the same calls to its instructions (`fast/recorded_collectives.py`).

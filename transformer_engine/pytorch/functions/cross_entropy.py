@@ -31,7 +31,7 @@ class CrossEntropy(NamedTuple):
         labels: Vocabulary, smoothing and the ignored target.
         group: Ranks that hold the other columns; None for logits over the whole vocabulary.
         mean: Return the mean over the rows that count, instead of one loss per row.
-        overwrites: Write the gradient into the logits' memory, once per loss.
+        overwrites: Write the gradient into the memory of the logits, once per loss.
     """
 
     labels: Labels

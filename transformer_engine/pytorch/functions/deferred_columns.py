@@ -44,7 +44,7 @@ _FEWEST_ELEMENTS = 2**21
 
 
 class OperandColumns(NamedTuple):
-    """A linear layer's operand that a backward product reads by columns.
+    """An operand of a linear layer that a product of the backward pass reads by columns.
 
     Attributes:
         elements: Operand elements.

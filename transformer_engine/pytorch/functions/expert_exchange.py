@@ -87,7 +87,7 @@ def exchange_any(parts: tuple[Tensor, ...], wire: Wire) -> list[Tensor]:
 def _sent_quantized(
     part: QuantizedTensor, plain: list[Tensor], wire: Wire
 ) -> Callable[[list[Tensor]], Tensor]:
-    """Append a tensor's codes and scales to `plain`; return the function that joins the received ones."""
+    """Append the codes and scales of a tensor to `plain`; return the function that joins the received ones."""
     storage: Any = part.as_storage().drop(columnwise=True)
     tensors, payload = payload_with_common_scale(*gather_payload(storage), wire.group)
     start, kind, dtype = len(plain), type(part), part.dtype

@@ -68,7 +68,7 @@ def _(quantizer: MXFP8Quantizer, x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, quantizers: tuple[Quantizer, Quantizer]) -> Tensor:
-    """Compute y [.., N] = x [.., K] @ weight.T + bias in x's dtype.
+    """Compute y [.., N] = x [.., K] @ weight.T + bias in the dtype of x.
 
     Args:
         x: Input.

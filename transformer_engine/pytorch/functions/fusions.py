@@ -12,7 +12,7 @@
 | `mlp_activation` | the activation | `fused_cast`, `in_product`, `separate` |
 | `mlp_gradient` | the gradient of the activation | `fused_cast`, `in_product`, `separate` |
 
-fc2's weight gradient reads the activation's output by columns:
+The weight gradient of fc2 reads the activation's output by columns:
 
 | mode of `mlp_columns` | the columns of the activation's output |
 | --- | --- |
@@ -122,7 +122,7 @@ def unsupported_gradient_cast(activation: str, one_scale: bool, separate_sums: b
     """Reason why an activation gradient's kernel does not quantize it; see `Fusion`."""
     if one_scale and ACTIVATIONS[activation].gated:
         # A kernel finds the maximum and another casts, with dy [M, F] in memory until both are done: for a
-        # gated unit that is the whole layer's peak, and separate steps free dy in between.
+        # gated unit that is the peak in the whole layer, and separate steps free dy in between.
         return (
             "the scale of the tensor needs all of dy first, which would be in memory at the peak of the layer"
         )

@@ -1,4 +1,4 @@
-"""A linear layer's x and dy as its products read them, gathered from the ranks that share their rows.
+"""x and dy of a linear layer as its products read them, gathered from the ranks that share their rows.
 
 With sequence parallelism each rank has M / ranks rows outside the layer, and the products need all M: for x in a
 column-parallel layer, for dy in a row-parallel one. `LinearSpec.gather_input` and `gather_gradient` say how:
@@ -59,7 +59,7 @@ def gathered_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
         columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
         x_rows, x_columns = cast_input(x, spec, True, columns and way != ROW_CODES)
     saved = x_rows if spec.backward == DEQUANTIZED or way == ROW_CODES else x_columns
-    # This rank's codes [M / ranks, K] are sent while the weight is quantized.
+    # The codes [M / ranks, K] of this rank are sent while the weight is quantized.
     x_rows = begin_gather(x_rows, spec)
     if spec.keep_input or spec.backward == HIGH_PRECISION:
         saved = Matrix(dequantized(x, spec.dtype)) if spec.needs_grad_weight else None

@@ -58,14 +58,14 @@ class GroupedSpec:
             support; empty if nothing is quantized.
         layer: Settings that all groups have in common; a gradient is needed if some group needs it.
         extents: Weight extents (N, K).
-        stacked_weight: All groups' weights are one parameter [n, N, K].
-        stacked_bias: All groups' biases are one parameter [n, N].
+        stacked_weight: The weights of all groups are one parameter [n, N, K].
+        stacked_bias: The biases of all groups are one parameter [n, N].
         together: The call may be computed in one launch per step.
         request: The request to `grouped_request.TABLE` without the row count; None while a compiler traces.
         quantizers: Quantizers for all groups as one; no quantizers if they cannot be merged.
         needs_grad: Some tensor needs a gradient.
         scale_update: What delayed scaling updates after the backward pass.
-        inspected: Results that some group's inspector reads or replaces.
+        inspected: Results that the inspector of some group reads or replaces.
     """
 
     groups: tuple[LinearSpec, ...]
@@ -144,7 +144,7 @@ def members_of(stack: Any) -> list[Any]:
 
 
 def stacked_gradient(members: Sequence[Tensor | None], gradient: WeightGradient) -> Tensor | None:
-    """Return a stack's gradient: its members' gradient, or the placeholder for one that went to `main_grad`."""
+    """Return the gradient of a stack: of its members, or the placeholder for one that went to `main_grad`."""
     given = [member for member in members if member is not None]
     if given:
         return torch.stack(given)

@@ -4,7 +4,7 @@
 expert after another, and each expert has a weight w_g and a bias b_g. The row counts M_g change from call to
 call; their sum is M. A group without rows has an empty y_g and dx_g, and a zero dw_g.
 
-**Products.** A linear layer's three products are computed for each group:
+**Products.** The three products of a linear layer are computed for each group:
 
 | product of each group | contracts | reads |
 | --- | --- | --- |
@@ -12,17 +12,17 @@ call; their sum is M. A group without rows has an empty y_g and dx_g, and a zero
 | dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K] | N | row-wise dy_g, column-wise w_g |
 | dw_g [N, K] = dy_g [M_g, N].T @ x_g [M_g, K] | M_g | column-wise dy_g, column-wise x_g |
 
-`linear.py` explains quantization and the terms row-wise and column-wise. Each group has its own quantizers: a
-group's codes equal those that a separate `Linear` computes. The passes below follow `linear.py`, without
-communication. A quantizer computes two operands, one per direction. Unquantized values are both operands
-themselves: the dx_g and dw_g products read them as transposed matrices.
+`linear.py` explains quantization and the terms row-wise and column-wise. Each group has its own quantizers:
+the codes of a group equal those that a separate `Linear` computes. The passes below follow `linear.py`,
+without communication. A quantizer computes two operands, one per direction. Unquantized values are both
+operands themselves: the dx_g and dw_g products read them as transposed matrices.
 
 **Launches.** Each step in a pass is a function in `grouped_products.py`. It computes all groups in one
 launch, or in a loop over the groups, as `grouped_request.py` chooses. In one launch, a quantized operand is
 one object for all groups; in a loop, it is a list with one operand per group. Unquantized x and dy remain one
 tensor in both cases, which the step splits into groups. The functions below do not depend on this choice.
 
-**Settings.** A `GroupedCall` has one call's row counts and its `GroupedSpec`. It also has the
+**Settings.** A `GroupedCall` has the row counts of one call and its `GroupedSpec`. It also has the
 attributes of a `LayerSpec`, so that `layer.py` accepts it as the spec. `call.spec.layer` has the
 settings that all groups share; a gradient is needed there if some group needs it.
 
@@ -85,7 +85,7 @@ def grouped_linear_forward(
     w_rows, saved_weight = _quantize_weights(weights, call, saves)
     y = None
     if compute_y:
-        # y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N]: both row-wise; all groups' rows form y [M, N].
+        # y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N]: both row-wise; the rows of all groups form y [M, N].
         y = product_of_groups(x_rows, w_rows, call, "forward", biases=biases)
         if "output" in call.spec.inspected:
             y = inspected_groups(y, call, "output")
@@ -97,7 +97,7 @@ def _quantize_input(x: Tensor, call: GroupedCall, saves: bool) -> tuple[Any, Any
 
     Returns:
         (operand for y; operand saved for dw, or None if dw is not needed). By default the saved operand is
-        the column-wise codes per group. It is x's values with `keep_input`, for HIGH_PRECISION and in an
+        the column-wise codes per group. It is the values of x with `keep_input`, for HIGH_PRECISION and in an
         unquantized layer. For DEQUANTIZED it is the row-wise codes for groups whose weights need a gradient.
     """
     layer = call.spec.layer
@@ -154,7 +154,7 @@ def grouped_linear_backward(
 
     Args:
         operands: dy [M, N], and the saved x and weight operands. The list is emptied, so that each
-            saved buffer and dy's codes are freed after their last reader.
+            saved buffer and the codes of dy are freed after their last reader.
         call: Settings and row counts of the forward pass.
         leading: Not used: x is a matrix.
 
@@ -221,7 +221,7 @@ def grouped_linear(
     """Compute y [M, N] from x [M, K], differentiable in x, every weight and every bias.
 
     Args:
-        x: All groups' rows.
+        x: The rows of all groups.
         weights: Weight [N, K] per group, or one stack [n, N, K] as the only element.
         biases: Bias [N] per group, or one stack [n, N] as the only element; None to add none.
         call: Settings and row counts for this call.

@@ -75,7 +75,7 @@ class GroupedKernel:
 
 
 class _ForwardState(NamedTuple):
-    """A delayed-scaling state in an operator: a graph's scales [n], and a zero history [1, n]."""
+    """A delayed-scaling state in an operator: the scales [n] in a graph, and a zero history [1, n]."""
 
     scale: Tensor
     scale_in_place: Tensor

@@ -47,7 +47,7 @@ def cast_groups(x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwis
     """Quantize x [M, K], dy [M, N] or the weights [N, K] in the requested directions.
 
     Args:
-        x: All groups' rows; or the weights, as a list or one stack.
+        x: The rows of all groups; or the weights, as a list or one stack.
         call: Settings.
         tensor: "input", "grad_output" or "weight".
         rowwise, columnwise: The directions.
@@ -125,7 +125,7 @@ def product_of_groups(a: Any, b: Any, call: GroupedCall, kind: str, biases: Any 
     """Compute a_g [M_g, K] @ b_g [N, K].T + bias_g [N] for each group g, as one matrix [M, N].
 
     Args:
-        a: Operand for all groups' rows.
+        a: Operand of the rows of all groups.
         b: Weight operand per group. Unquantized weights are transposed in a "grad_input" product.
         call: Settings.
         kind: "forward" or "grad_input", which choose accumulation and the caller's buffer.
@@ -172,7 +172,7 @@ def weight_gradients(dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype) -> 
     """Compute dw_g [N, K] = dy_g.T @ x_g for each group g: a list, or the stack gradient.
 
     Args:
-        dy, x: Operands for all groups' columns. Unquantized values are transposed.
+        dy, x: Operands of the columns of all groups. Unquantized values are transposed.
         call: Settings.
         dtype: Gradient dtype.
     """

@@ -38,7 +38,7 @@ class GroupedQuantizer:
     Args:
         spec: Target format and scaling. The format is FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8 or NVFP4.
         state: Delayed-scaling state, or None. Its tensors may be replaced between two calls.
-        offset: Index of the first group's slot in `state`'s tensors.
+        offset: Index of the first group's slot in the tensors of `state`.
         stride: Distance between the slots of consecutive groups.
         quantize_one: Function that quantizes one group's matrix, for formats with two scale levels.
             None: one launch quantizes all groups.

@@ -1,7 +1,7 @@
 """The table that chooses how a grouped linear layer computes: all groups in one launch per step, or in a loop.
 
-One launch serves a GPU, bfloat16 and float16, unquantized or with a recipe's default settings. Under NVFP4,
-only the products share a launch, on GPUs with NVFP4 products. The loop serves every call.
+One launch serves a GPU, bfloat16 and float16, unquantized or with the default settings of a recipe. Under
+NVFP4, only the products share a launch, on GPUs with NVFP4 products. The loop serves every call.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class HeadGradients:
         return replace(self, hidden=None if self.hidden is None else self.hidden[rows])
 
     def take_rows(self, rows: slice, of_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Add some rows' contribution, of_logits [m, V]; the first rows begin the sums."""
+        """Add the contribution of some rows, of_logits [m, V]; the first rows begin the sums."""
         if self.hidden is not None:
             gemm(plain(of_logits), plain(weight.t()), Epilogue(hidden.dtype, out=self.hidden[rows]))
         if self.weight is not None:
@@ -79,7 +79,7 @@ class HeadGradients:
             self.bias += column_sums(of_logits, torch.float32)
 
     def take_ids(self, ids: slice, of_logits: Tensor, hidden: Tensor, begin: bool) -> None:
-        """Add some ids' contribution to weight and bias, of_logits [m, n], or begin their sums."""
+        """Add the contribution of some ids to weight and bias, of_logits [m, n], or begin their sums."""
         if self.weight is not None:
             summed = Epilogue(self.weight.dtype, out=self.weight[ids], accumulate=not begin)
             gemm(plain(of_logits.t()), plain(hidden.t()), summed)

@@ -25,7 +25,7 @@ from .saving import keep, pack, take_saved, unpack
 
 
 class LayerFunctions(NamedTuple):
-    """A layer kind's passes, as plain functions.
+    """The passes of a kind of layer, as plain functions.
 
     Attributes:
         name: Layer name in messages.
@@ -59,7 +59,7 @@ def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequ
 def record(
     functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None]
 ) -> Sequence[Any]:
-    """Run a node's forward pass and save what its backward pass reads; return the results.
+    """Run the forward pass of a node and save what its backward pass reads; return the results.
 
     Args:
         functions: The passes.
@@ -80,10 +80,10 @@ def record(
 
 
 def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-    """Run a node's backward pass; return its tensor gradients.
+    """Run the backward pass of a node; return the gradients of its tensors.
 
     With delayed scaling, `scale_update` queues the gradient multiplier update for the end of the
-    whole graph's backward pass.
+    backward pass through the whole graph.
     """
     spec = ctx.spec
     if spec.compiled is not None:
@@ -114,7 +114,7 @@ def backward_results(
 def forward_results(
     functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any], saves: bool
 ) -> tuple[list[Any], list[Any]]:
-    """Forward-pass results with the input's leading dimensions, and the buffers to save."""
+    """Forward-pass results with the leading input dimensions, and the buffers to save."""
     x: Any = tensors[0]
     leading = tuple(x.shape[:-1])
     if offloading.synchronizer is not None:
@@ -169,7 +169,7 @@ def compiled_passes(
     Args:
         linears: The linear layers.
         device: Tensor device.
-        forward, backward: Functions that run the passes' steps.
+        forward, backward: Functions that run the steps of the passes.
     """
     quantizers = [quantizer for linear in linears for quantizer in (linear.input, linear.weight)]
     # A gradient that is delayed, or added to main_grad, has effects that a compiled pass would not repeat.
@@ -184,7 +184,7 @@ def compiled_passes(
 
 
 def _backward_quantizers(linear: LinearSpec) -> Iterator[Quantizer]:
-    """Quantizers that a linear layer's backward pass calls."""
+    """Quantizers that the backward pass of a linear layer calls."""
     yield linear.grad_output
     if linear.keep_input or linear.input_columns != SAVED:
         yield linear.input
@@ -206,7 +206,7 @@ def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
 
 
 def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
-    """Results with the input's leading dimensions, and the saved buffers."""
+    """Results with the leading input dimensions, and the saved buffers."""
     # Results get the leading dimensions of the input. A saved tensor that is also returned is the returned one, so that
     # autograd notices when the caller writes to it. A view of it, saved by the node that it comes from, would keep the
     # node alive.

@@ -31,12 +31,12 @@ y and dx have the dtype `spec.dtype`, unless the caller requests them quantized.
 unless the caller created them quantized. MXFP8 requires that M, N and K are multiples of 32, NVFP4 of 16; for other
 shapes the layer runs unquantized and warns (`precision.py`). The other formats support every shape.
 
-**Delayed scaling** takes amax from earlier calls. Each cast records its maximum in its quantizer's amax
-history (`tensor/delayed_scale.py`). The multipliers change later: for x and weight when the outermost enabled
-`autocast` block ends, if gradients are enabled or the call may be recomputed; for dy when the whole graph's
-backward pass ends, for which `run_backward` (`layer.py`) queues a callback. `quantizer.scale` is the
-multiplier, the inverse of the scale above. `quantization/delayed_scaling.py` computes it, and explains what
-differs under torch.compile, where `spec.traced` is set.
+**Delayed scaling** takes amax from earlier calls. Each cast records its maximum in the amax history of its
+quantizer (`tensor/delayed_scale.py`). The multipliers change later: for x and weight when the outermost
+enabled `autocast` block ends, if gradients are enabled or the call may be recomputed; for dy when the
+backward pass through the whole graph ends, for which `run_backward` (`layer.py`) queues a callback.
+`quantizer.scale` is the multiplier, the inverse of the scale above. `quantization/delayed_scaling.py`
+computes it, and explains what differs under torch.compile, where `spec.traced` is set.
 
 **Directions.** The scales can be applied if each covers the whole contracted axis, or a block of it. x,
 weight and dy are each read by two products, which contract different axes. Each is therefore quantized in two
@@ -46,9 +46,9 @@ matrix serves both directions without a copy; a `Matrix` is one that a product r
 
 **Saved operands.** The forward pass multiplies the row-wise operands and saves the column-wise
 ones, which the backward pass reads. FP8 codes take half the memory that bfloat16 values take.
-`LinearSpec` has three exceptions: with `keep_input` the layer saves x's values, and the backward
-pass quantizes them again; if `backward` is HIGH_PRECISION, the backward products multiply saved
-values; if it is DEQUANTIZED, they multiply the values of the forward pass's codes.
+`LinearSpec` has three exceptions: with `keep_input` the layer saves the values of x, and the
+backward pass quantizes them again; if `backward` is HIGH_PRECISION, the backward products multiply
+saved values; if it is DEQUANTIZED, they multiply the values of the forward pass's codes.
 
 The functions in this file are complete for one device. Other layer steps have their own files: `linear_results.py`
 for y and dx that are summed over ranks, inspected or returned quantized; `gathered_operands.py` for x and dy whose
@@ -146,7 +146,7 @@ def linear_forward(
         weight: Weight [N, K] on this rank.
         bias: Bias [N], or None.
         spec: Quantizers, dtype, communication and required gradients for this call kind.
-        leading: x's shape without K. Only used to shape a quantized y.
+        leading: Shape of x without K. Only used to shape a quantized y.
         compute_y: Compute y. Recomputation needs the other results only.
         accumulate_into: Matrix [M, N] into which y is accumulated in place; None to allocate y.
     """
@@ -170,11 +170,11 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize x [M, K]: row-wise for y, column-wise for dw.
 
     Returns:
-        (operand for y, or its `Pending` gather; operand saved for dw). By default the saved operand
-        is x's column-wise codes [K, M]. It is x's values with `keep_input`, for HIGH_PRECISION and
-        in an unquantized layer, and the row-wise codes for DEQUANTIZED. For RECOMPUTED columns it
-        is a `DeferredColumns`: x's values, which are in memory in any case, and the scale by which
-        the backward pass casts them. If the input is gathered, it may be this rank's shard.
+        (operand for y, or its `Pending` gather; operand saved for dw). By default the saved operand is the
+        column-wise codes [K, M] of x. It is the values of x with `keep_input`, for HIGH_PRECISION and in an
+        unquantized layer, and the row-wise codes for DEQUANTIZED. For RECOMPUTED columns it is a
+        `DeferredColumns`: the values of x, which are in memory in any case, and the scale by which the
+        backward pass casts them. If the input is gathered, it may be this rank's shard.
     """
     if spec.communicates and spec.parallel.gathers_input:
         return gathered_input(x, spec)
@@ -201,9 +201,9 @@ def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize the weight [N, K]: row-wise for y, column-wise for dx. Cached or quantized weights keep their codes.
 
     Returns:
-        (operand for y; operand saved for dx). By default the saved operand is the weight's
-        column-wise codes [K, N]. It is the values for HIGH_PRECISION and in an unquantized layer,
-        the row-wise codes for DEQUANTIZED, and `DeferredColumns` for RECOMPUTED columns.
+        (operand of y; operand saved for dx). By default the saved operand is the column-wise codes
+        [K, N] of the weight. It is the values for HIGH_PRECISION and in an unquantized layer, the
+        row-wise codes for DEQUANTIZED, and `DeferredColumns` for RECOMPUTED columns.
     """
     if spec.weight_columns == RECOMPUTED:
         return cast_rows(weight, spec.weight)
@@ -228,16 +228,16 @@ def linear_backward(
     """Compute dx [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ x [M, K], and db [N], the sum of dy over M.
 
     Args:
-        operands: dy [.., N], or its `QuantizedGradient` if the kernel that computed dy has quantized it; then
-            x and weight as `linear_forward` returned them. With a fourth value u [M, K], dx is multiplied by
-            the GELU derivative at u in the product's epilogue. The list is emptied, so that each saved buffer
-            and dy's codes are freed after their last reader. autograd holds dy itself until the node returns.
+        operands: dy [.., N], or its `QuantizedGradient` if the kernel that computed dy has quantized it; then x and
+            weight as `linear_forward` returned them. With a fourth value u [M, K], dx is multiplied by the GELU
+            derivative at u in the epilogue of the product. The list is emptied, so that each saved buffer and the
+            codes of dy are freed after their last reader. autograd holds dy itself until the node returns.
         spec: Quantizers, dtype, communication and required gradients for this call kind.
-        leading: x's shape without K. Only used to shape a quantized dx.
+        leading: Shape of x without K. Only used to shape a quantized dx.
         accumulate_into: Matrix [M, K] into which dx is accumulated in place; None to allocate dx.
         produce_input: For layers that recompute x: function dx -> (value returned in place of dx, column-wise
             x). It receives dx because one kernel can compute both results: for x = act(u), the kernel that
-            computes du from dx reads u and also writes x's columns (`norm_mlp.py`).
+            computes du from dx reads u and also writes the columns of x (`norm_mlp.py`).
     """
     dy, x = operands[:2]
     weight_and_u = operands[2:]  # [weight] or [weight, u], emptied by the product that reads it
@@ -290,13 +290,13 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
         dy = begin_gather_gradient(dy, spec)
     if isinstance(dy, QuantizedGradient):  # from the kernel that computed dy, or from the other ranks
         return dy
-    dy = dense_values(dy)  # a sum's gradient, for example, is an expanded scalar
+    dy = dense_values(dy)  # the gradient of a sum, for example, is an expanded scalar
     db = None
     if spec.needs_grad_bias:
         dtype, cast = spec.grad_bias_dtype or spec.dtype, gradient_cast(spec)
         if cast is not None:
             # One kernel reads dy for its codes and for db. A quantizer describes its quantization by `cast`
-            # to other operations' kernels, and converts their codes to operands by `adopt`.
+            # to the kernels of other operations, and converts their codes to operands by `adopt`.
             codes, db = column_sums(as_matrix(dy), dtype, cast)
             return QuantizedGradient(spec.grad_output.adopt(codes, dy.dtype), db)
         db = column_sums(as_matrix(dy), dtype)

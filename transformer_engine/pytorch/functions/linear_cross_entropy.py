@@ -5,10 +5,10 @@ the logit gradient in place, and the chunk's part of every gradient. The backwar
 these gradients in place by the loss gradient, one number, unless that is 1. Losses per row have M
 such numbers, which are unknown in the forward pass; the backward pass then recomputes the logits.
 
-The weight's gradient is one tensor with the weight's dtype. Each product that accumulates into it
-rounds it once more. The first K rows are computed by id blocks, with one rounding
-(`logits_by_ids`). With 8192 rows and 4096 features, eleven chunks remain to be accumulated. With
-`precise`, the remaining rows' logits are computed twice, and each row group is accumulated at once.
+The weight gradient is one tensor with the weight dtype. Each product that accumulates into it rounds it once
+more. The first K rows are computed by id blocks, with one rounding (`logits_by_ids`). With 8192 rows and 4096
+features, eleven chunks remain to be accumulated. With `precise`, logits for the remaining rows are computed
+twice, and each row group is accumulated at once.
 """
 
 from __future__ import annotations

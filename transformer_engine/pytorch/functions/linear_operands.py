@@ -1,4 +1,4 @@
-"""A linear layer's matrices as its products read them: by rows, by columns, or as values."""
+"""Matrices of a linear layer as its products read them: by rows, by columns, or as values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class QuantizedGradient(NamedTuple):
 
 
 def operand_of(value: Operand | Matrix | Tensor | Any) -> Operand:
-    """Operand for a product: values [.., K] as a matrix, and a `Matrix`'s values transposed."""
+    """Operand for a product: values [.., K] as a matrix, and the transposed values of a `Matrix`."""
     operand: Any = value
     if isinstance(value, Matrix):
         operand = plain(as_matrix(value.values).t())
@@ -136,7 +136,7 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
 
 
 def _check_shard(parallel: TensorParallel, x: Any) -> None:
-    """Compare a shard's quantization over the ranks: some quantizers take maxima over the ranks."""
+    """Compare the quantization of a shard over the ranks: some quantizers take maxima over the ranks."""
     (record_check if is_symbolic(x) else check_collective)(parallel, "quantization of a shard", x)
 
 
@@ -168,14 +168,14 @@ def readable_weight(weight: Any, spec: LinearSpec) -> Any:
 
 
 def converted(weight: Any, dtype: torch.dtype) -> Tensor:
-    """Weight values in the layer's dtype."""
+    """Values of a weight in the dtype of its layer."""
     return weight.dequantize(dtype=dtype) if isinstance(weight, QuantizedTensorStorage) else weight.to(dtype)
 
 
 def dense_values(x: Any) -> Tensor:
     """Values, in their shape, that form a matrix with a contiguous axis.
 
-    A sum's gradient has no contiguous axis, and each reader would copy it.
+    The gradient of a sum has no contiguous axis, and each reader would copy it.
     """
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
@@ -284,7 +284,7 @@ def _weight_as_given(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Oper
 
 
 def _operands_of(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:
-    """Return a quantized tensor's directions; it computes the columnwise one if necessary."""
+    """Return the directions of a quantized tensor, which makes the columnwise one if necessary."""
     if not torch.compiler.is_compiling():
         # On the tensor itself, so that it keeps what had to be made; a compiler traces no tensor methods.
         tensor.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)

@@ -1,4 +1,4 @@
-"""A linear layer's y and dx where more follows the product: a sum over ranks, an inspector, a result quantizer.
+"""y and dx of a linear layer where more follows the product: a sum over ranks, an inspector, a result quantizer.
 
 A tensor-parallel layer has a weight shard: [N / ranks, K] in the mode "column", [N, K / ranks] in
 the mode "row". In the mode "row", each rank computes y over its part of K; in the mode "column", dx
@@ -35,7 +35,7 @@ def compute_output(
         operands: x, which may be a `Pending` gather, and the weight, both row-wise. The list is emptied.
         epilogue: Product bias, dtype and accumulation.
         spec: Layer settings.
-        leading: x's shape without K, for a quantized y.
+        leading: Shape of x without K, for a quantized y.
     """
     y = _multiply(operands, epilogue, spec, "output")[0]
     y = _begin_sum(y, spec, "output")
@@ -55,7 +55,7 @@ def begin_input_gradient(
             multiplies dx. The list is emptied.
         epilogue: Product dtype and accumulation.
         spec: Layer settings.
-        leading: x's shape without K, for a quantized dx.
+        leading: Shape of x without K, for a quantized dx.
 
     Returns:
         (dx, or its `Pending` sum, which `end_input_gradient` completes; dy, gathered).
@@ -121,7 +121,7 @@ def _scatters(spec: LinearSpec, result: Result) -> bool:
 
 
 def _cast_of_product(spec: LinearSpec, result: Result) -> Cast | None:
-    """Return the cast by which the product's epilogue quantizes its result; None if a separate kernel does it.
+    """Return the cast by which the product epilogue quantizes its result; None if a separate kernel does it.
 
     Only delayed scaling can be fused: its scale is known before the product runs. A partial sum is not quantized.
     """

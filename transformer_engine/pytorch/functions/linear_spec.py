@@ -26,7 +26,7 @@ CODES: Literal["codes"] = "codes"
 ROW_CODES: Literal["row_codes"] = "row_codes"
 ONCE: Literal["once"] = "once"
 Gather = Literal["values", "codes", "row_codes", "once"]
-# Where an operand's columns are computed: `LinearSpec.weight_columns`; see `deferred_columns`.
+# Where the columns of an operand are computed: `LinearSpec.weight_columns`; see `deferred_columns`.
 RECOMPUTED, SAVED, PRODUCED = "recomputed", "saved", "produced"
 IDENTITY = IdentityQuantizer()
 
@@ -110,7 +110,7 @@ class LinearSpec(LayerSpec):
         backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
         keep_input: Save the unquantized input and quantize it again in the backward pass.
         weight_columns, input_columns: "recomputed" casts the columns in the backward pass; "saved" in the forward
-            pass; "produced": the backward pass of the fused layer passes the input's columns to `linear_backward`.
+            pass; "produced": the backward pass of the fused layer passes the input columns to `linear_backward`.
         needs_grad_input, needs_grad_weight, needs_grad_bias: Which gradients are needed.
         grad_weight_dtype, grad_bias_dtype: dw and db dtypes, as for the parameters; None: `dtype`.
         traced: A compiler is tracing.
@@ -218,7 +218,7 @@ Spec = TypeVar("Spec")
 def replace_fields(spec: Spec, **fields: Any) -> Spec:
     """Return `dataclasses.replace` on a frozen spec in 1 us instead of 10, traced in 20 ms instead of 150."""
     if torch.compiler.is_compiling():
-        # torch 2.11 does not trace a frozen dataclass's __dict__.
+        # torch 2.11 does not trace the __dict__ of a frozen dataclass.
         cls: Any = type(spec)
         return cls(**{**{name: getattr(spec, name) for name in cls.__dataclass_fields__}, **fields})
     made = object.__new__(type(spec))

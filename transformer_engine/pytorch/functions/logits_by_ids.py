@@ -1,7 +1,7 @@
 """Logits [m, V] for a row group in id blocks, computed for the sums over each row and again for the gradients.
 
-A block is [m, n]. After all blocks, the sum over each row is complete. Then d, a block's logit
-gradient, contributes to the gradients (the first sum is in float32):
+A block is [m, n]. After all blocks, the sum over each row is complete. Then d, the logit gradient
+of a block, contributes to the gradients (the first sum is in float32):
 
     grad_hidden [m, K] += d @ weight[block]
     grad_weight[block] [n, K] += d.T @ hidden
@@ -59,7 +59,7 @@ class LogitsByIds:
         """Return the logits for the first rows, with memory for about `room` logits in addition to the gradients."""
         assert gradients.weight is not None
         (count, features), of_hidden = hidden.shape, gradients.hidden
-        wide = 4 // hidden.itemsize  # logit count in one float32 sum's memory
+        wide = 4 // hidden.itemsize  # number of logits in the memory of one float32 sum
         if of_hidden is not None and count * wide <= of_hidden.shape[0]:
             sums = of_hidden.view(-1)[: count * wide * features].view(torch.float32).view(count, features)
             width = whole_tiles(room // count)
@@ -96,7 +96,7 @@ class LogitsByIds:
 
         Args:
             facts: Row targets, statistics and factors.
-            gradients: Destination. `gradients.weight` may be the logits' memory.
+            gradients: Destination. `gradients.weight` may be the memory of the logits.
             begin: Write the weight and bias gradients instead of accumulating into them.
         """
         count = self.hidden.shape[0]
@@ -124,7 +124,7 @@ class LogitsByIds:
             if whole:
                 gradients.take_ids(ids, of_logits, self.hidden, begin)
             del of_logits  # frees the memory before the next block is computed
-        # Sums that share the gradient's memory are converted into new memory first.
+        # Sums that share the memory of the gradient are converted into new memory first.
         gradients.hidden[rows] = total if self.sums is None else total.to(gradients.hidden.dtype)
 
     def _gradient(self, ids: slice, logits: Tensor, facts: RowFacts) -> Tensor:
@@ -149,5 +149,5 @@ class LogitsByIds:
 
 
 def _rows_per_sum(room: int, hidden: Tensor) -> int:
-    """Return how many rows' sums use 70% of the room: half of 8192 rows with 4096 features and 128256 ids."""
+    """Return for how many rows the sums use 70% of the room: half of 8192 rows with 4096 features and 128256 ids."""
     return whole_tiles(7 * room // (10 * hidden.shape[1] * (4 // hidden.itemsize)))

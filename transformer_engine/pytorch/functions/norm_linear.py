@@ -13,14 +13,14 @@ gamma.
 **Product.** The linear layer multiplies h instead of x. Its passes come from `linear.py`, which
 explains quantization and the terms row-wise, column-wise and `Operands`.
 
-**Fusion.** Under a recipe the products read h's FP8 codes. In the mode FUSED_CAST the norm's kernel
+**Fusion.** Under a recipe the products read FP8 codes of h. In the mode FUSED_CAST the norm kernel
 writes these codes and no h in high precision, which saves writing and reading M * K values. In the
 mode SEPARATE the norm writes h, and the linear layer quantizes it. `fusions.py` chooses the mode
 once per call kind: a caller that also receives h, for example, requires SEPARATE.
 
-**Columns of h.** dw reads h's column-wise codes, which the forward pass saves. `use_backend(norm_columns=
-"recomputed")` saves memory behind an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED,
-only h's scale is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
+**Columns of h.** dw reads the column-wise codes of h, which the forward pass saves. `use_backend(norm_columns=
+"recomputed")` saves memory behind an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED, only
+the scale of h is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
 
 **Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
 """
@@ -68,7 +68,7 @@ class NormLinearSpec(LayerSpec):
     norm_mode: Literal["fused_cast", "separate"] = SEPARATE
 
     def with_modes(self) -> NormLinearSpec:
-        """Return the spec with its two modes: `norm_mode`, and `linear.input_columns`, the mode for h's columns.
+        """Return the spec with its two modes: `norm_mode`, and `linear.input_columns`, the mode of the columns of h.
 
         `fusions` and `deferred_columns` choose them.
         """
@@ -103,7 +103,7 @@ def norm_forward(
 
     Returns:
         (h, or its quantized `Operands` in the mode FUSED_CAST; mean and rstdev per row). If the
-        backward pass produces h's columns (PRODUCED), the scale that it needs replaces them.
+        backward pass produces the columns of h (PRODUCED), the scale that it needs replaces them.
     """
     x = as_matrix(dense_values(x))
     if mode != FUSED_CAST:
@@ -155,8 +155,8 @@ def norm_backward(
     An RMSNorm has neither mean nor beta: n = x * rstdev and dx = rstdev * (g - n * mean(g * n)).
 
     Args:
-        dh: h's gradient from the linear layer.
-        grad_norm_output: h's gradient from the caller that received it, or None.
+        dh: Gradient of h from the linear layer.
+        grad_norm_output: Gradient of h from the caller that received it, or None.
         saved: x [.., K], gamma [K], mean [M] (None for an RMSNorm) and rstdev [M].
         norm: Norm kind and constants.
     """
@@ -177,12 +177,12 @@ def norm_linear_forward(
         tensors: x [.., K], gamma [K], beta [K], weight [N, K] and bias [N]; None for an absent one.
         spec: Norm, linear layer and fusion mode for this call kind.
         saves: Not used: `spec.linear.needs_grad_*` decide which values are saved, the others are None.
-        leading: x's shape without K.
+        leading: Shape of x without K.
 
     Returns:
         [y, h or None] and the saved values [x, gamma, mean, rstdev, h operand, weight operand],
-        which `norm_linear_backward` reads in this order. With sequence parallelism h has this
-        rank's rows; the module gathers them if requested (`ProductsModule.returned_norm_output`).
+        which `norm_linear_backward` reads in this order. With sequence parallelism h has the rows
+        on this rank; the module gathers them if requested (`ProductsModule.returned_norm_output`).
     """
     x, gamma, beta, weight, bias = tensors
     # h [M, K] = norm(x [M, K])
@@ -200,7 +200,7 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec, leading: tup
         operands: dy [.., N], the gradient for the returned h or None, and the saved values. The list is
             emptied, so that `linear_backward` frees the h and weight operands after their last reader.
         spec: Norm, linear layer and fusion mode for this call kind.
-        leading: x's shape without K. Not used: `layer.py` shapes dx.
+        leading: Shape of x without K. Not used: `layer.py` shapes dx.
     """
     dy, grad_norm_output, x, gamma, mean, rstdev, h, weight = operands
     operands.clear()

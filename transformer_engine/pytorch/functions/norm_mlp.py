@@ -138,7 +138,7 @@ def norm_mlp_forward(
         tensors: `NormMLPTensors`.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
         saves: A backward pass follows.
-        leading: x's shape without H.
+        leading: Shape of x without H.
         compute_y: Compute y. Recomputation needs the saved values only.
 
     Returns:
@@ -159,7 +159,7 @@ def norm_mlp_forward(
         # u [M, F or 2F] = h [M, H] @ fc1 [F or 2F, H].T + b1.
         u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
         del h
-        # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] for a gated activation; or a's codes from the same kernel.
+        # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] for a gated activation; or codes of a from the same kernel.
         a, scale = _activated(u, spec, saves)
     saved = []
     if saves:
@@ -227,12 +227,12 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec, leading: tuple[int
     Args:
         operands: dy [.., H], the gradient for the returned norm(x) or None, and the saved values. The list is emptied.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
-        leading: x's shape without H.
+        leading: Shape of x without H.
     """
     grad_norm_output, *saved_by_norm = operands[1:6]
     u, h, fc1_weight, a, fc2_weight = operands[6:]
     # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] =
-    # dy.T @ a [M, F]. Where a's columns are recomputed, du is computed before dfc2.
+    # dy.T @ a [M, F]. Where the columns of a are recomputed, du is computed before dfc2.
     fc2_operands = [operands[0], a, fc2_weight]
     operands.clear()
     del fc2_weight
@@ -269,7 +269,7 @@ def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
     fc1 = spec.fc1
     if spec.fusion_modes.gradient != FUSED_CAST:
         return activation_backward(spec.activation, da, u, spec.activation_params)
-    # One kernel reads da and u, and writes du's row-wise codes for dh, column-wise codes for dfc1, and db1.
+    # One kernel reads da and u, and writes row-wise codes of du for dh, column-wise codes for dfc1, and db1.
     cast = gradient_cast(fc1)
     assert cast is not None
     sums = (fc1.grad_bias_dtype or fc1.dtype) if fc1.needs_grad_bias else None
@@ -339,7 +339,7 @@ def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     count = len(NormMLPTensors._fields)
     inputs, states = saved[:count], saved[count:]
     del saved
-    # These quantizers use the first run's scales and record no maxima.
+    # These quantizers use the scales of the first run and record no maxima.
     repeated: list[Any] = []
     for quantizer in _forward_quantizers(ctx.spec):
         size = len(quantizer.replay_state())

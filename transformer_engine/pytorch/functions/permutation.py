@@ -30,7 +30,7 @@ def permute(
 ) -> tuple[Tensor, Tensor | None]:
     """(y [rows, H], row_probs [rows]): y[row] = x[token]; see `primitives.permutation.send`.
 
-    x's gradient sums its row gradients, whatever their probability; the gradient of probs [T,
+    The gradient of x sums its row gradients, whatever their probability; the gradient of probs [T,
     columns] is 0 where a token has no such route.
     """
     if probs is None:
@@ -46,7 +46,7 @@ def unpermute(y: Tensor, routes: Routes, probs: Tensor | None = None) -> Tensor:
 
 
 def unsupported_rows_reason(x: Tensor) -> str | None:
-    """Return why a quantized tensor's rows cannot be moved; None for rows that can, and for plain tensors."""
+    """Return why the rows of a quantized tensor cannot be moved; None for rows that can, and for plain tensors."""
     if not isinstance(x, QuantizedTensor):
         return None
     if torch.compiler.is_compiling():

@@ -15,7 +15,7 @@ from .permutation import unsupported_rows_reason
 
 
 def check_row_count(numbers: list[int], rows: int) -> None:
-    """Raise ValueError unless the rows suffice for each token's routes."""
+    """Raise ValueError unless the rows suffice for the routes of each token."""
     if sum(numbers) > rows:
         raise ValueError(
             f"num_out_tokens={rows} < {sum(numbers)}, the ones of routing_map; give at least as many, or -1"
@@ -31,7 +31,7 @@ def check_experts(least: int | None) -> None:
 
 
 def check_last_row(last: int | None, rows: int) -> None:
-    """Raise ValueError if a map's last row does not exist."""
+    """Raise ValueError if the last row of a map does not exist."""
     if last is not None and last >= rows:
         raise ValueError(
             f"row_id_map leads to row {last} of inp, which has {rows}; give all rows that moe_permute made, in "

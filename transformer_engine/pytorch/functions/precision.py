@@ -1,7 +1,7 @@
 """Choice between quantized and high-precision computation: by the recipe, by shapes, or by time with NVTE_FP8_AUTO=1.
 
 A product y [M, N] = x [M, K] @ w [N, K].T whose shapes the format does not support runs in high precision, with a
-warning. `runs_quantized` decides; a format's rule is its quantizer's `unsupported_shape_reason` (`tensor/`):
+warning. `runs_quantized` decides; the rule of a format is its quantizer's `unsupported_shape_reason` (`tensor/`):
 
 | format | M, K and N must be multiples of | because |
 | --- | --- | --- |

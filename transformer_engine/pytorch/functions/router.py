@@ -1,4 +1,4 @@
-"""probs [T, E] for each token's experts, differentiable in logits, and the loss that balances experts."""
+"""probs [T, E] of the experts of each token, differentiable in logits, and the loss that balances experts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The end of a backward pass under delayed scaling: gradient scales for the next step, from this one's maxima.
+"""The end of a backward pass under delayed scaling: gradient scales for the next step, from the maxima of this one.
 
 The first quantized backward function in a pass registers a callback with the autograd engine. At
-the end of the pass the callback updates all modules' states together. A module whose backward
+the end of the pass the callback updates the states of all modules together. A module whose backward
 function did not run has maximum zero, and its state does not change.
 """
 
@@ -27,11 +27,11 @@ _passes: dict[int, object] = {}
 
 @dataclass(frozen=True)
 class ScaleUpdate:
-    """The states that a module's backward function updates.
+    """The states that the backward function of a module updates.
 
     Attributes:
         states: Backward states of the module in a compiled graph, which is traced before other modules may
-            have any. Empty: all modules' states, at the end of the pass. Both compute the same scales.
+            have any. Empty: the states of all modules, at the end of the pass. Both compute the same scales.
         group: Ranks over which the maxima of `states` are reduced first.
         enclosing: Number of the backward pass that recomputed the forward function; its backward belongs to that pass.
     """

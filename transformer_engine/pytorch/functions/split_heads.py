@@ -22,7 +22,7 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v from a projection, as views where the layout allows it.
 
-    A Float8Tensor's parts are three tensors with its codes.
+    The parts of a Float8Tensor are three tensors with its codes.
 
     Args:
         x: Projection [.., (queries + 2 groups) size].

@@ -93,7 +93,7 @@ class WeightGradStore:
         """Compute the oldest queued gradient.
 
         Returns:
-            The function's result, and the tensors that it was queued with.
+            The result of the function, and the tensors that it was queued with.
 
         Raises:
             RuntimeError: The queue is empty.
@@ -135,19 +135,19 @@ class WeightGradStore:
 
 
 # Parameters whose main_grad the next gradient overwrites: {index in a weight stack, 0 for a single
-# weight: captured backward pass that added another microbatch's gradient, or _OUTSIDE}.
+# weight: captured backward pass that added the gradient of another microbatch, or _OUTSIDE}.
 _unwritten: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def begin_first_microbatch(parameters: Sequence[Any]) -> None:
-    """Let each weight's next gradient overwrite its main_grad; later gradients add to it.
+    """Let the next gradient of each weight overwrite its main_grad; later gradients add to it.
 
     The backward function order decides which gradient is the next one. A module that is called several times,
     tied modules and several forward passes before a backward pass therefore accumulate the gradients from all
     calls, and so do modules with separate parameters whose main_grad is the same memory.
 
     Args:
-        parameters: The parameter per weight; a stack's parameter occurs once per weight.
+        parameters: The parameter per weight; the parameter of a stack occurs once per weight.
     """
     for parameter in parameters:
         _unwritten.pop(parameter, None)
@@ -201,7 +201,7 @@ def overwrite_once(gradients: Iterable[WeightGradient]) -> None:
 
 
 def restart_sums(parameters: Iterable[Any]) -> None:
-    """Clear the main_grad that a parameter's next gradient would overwrite, for gradients that only add."""
+    """Clear the main_grad that the next gradient of a parameter would overwrite, for gradients that only add."""
     if len(_unwritten):
         for parameter in parameters:
             if _unwritten.pop(parameter, None):
@@ -229,9 +229,9 @@ class WeightGradient:
 
     Attributes:
         parameters: Parameters that make up the weight along its rows. With `fused`, the single parameter's
-            main_grad receives the gradient; if the gradient is delayed, each parameter's .grad does.
+            main_grad receives the gradient; if the gradient is delayed, the .grad of each parameter does.
         fused: Accumulate into main_grad instead of returning a gradient.
-        overwrite: The call belongs to a step's first microbatch, whose first gradient overwrites main_grad.
+        overwrite: The call belongs to the first microbatch of a step, whose first gradient overwrites main_grad.
         store: Queue the product until `store.pop()`.
     """
 

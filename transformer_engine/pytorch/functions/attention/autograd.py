@@ -66,8 +66,8 @@ def attention_backward(call: AttentionCall, saved: SavedAttention, grad_output: 
 
     Args:
         call: The forward-pass call.
-        saved: Result from `attention_forward`. A merged output and log-sum-exp may replace one
-            block's results: the gradients then belong to the block's share of the merged attention.
+        saved: Result from `attention_forward`. A merged output and log-sum-exp may replace the results of one
+            block: the gradients then belong to the block's share of the merged attention.
         grad_output: Output gradient, [.., h, d_v] or [.., h * d_v].
     """
     passes, inputs, attended = saved

@@ -198,7 +198,7 @@ _PASSES: Memory[PassesKey, FP8Passes] = Memory(_chosen_passes, 1024)
 
 
 class RecomputedFP8Attention:
-    """An attention that runs again in its backward pass, with the first run's scales."""
+    """An attention that runs again in its backward pass, with the scales of the first run."""
 
     def __init__(self, attention: Any):
         self.attention = attention

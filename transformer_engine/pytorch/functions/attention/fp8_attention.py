@@ -35,7 +35,7 @@ _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 
 
 class AttentionQuantizers(NamedTuple):
-    """An attention's quantizers."""
+    """The quantizers of an attention."""
 
     qkv: Quantizer
     output: Quantizer
@@ -46,7 +46,7 @@ class AttentionQuantizers(NamedTuple):
 
     @classmethod
     def of(cls, qkv: Any, output: Any, softmax: Any) -> AttentionQuantizers:
-        """Return the quantizers in a recipe state's three products, where an attention uses six slots."""
+        """Return the quantizers in the three products of a recipe state, where an attention uses six slots."""
         return cls(
             qkv.output, output.input, softmax.output, qkv.grad_output, output.grad_input, softmax.grad_input
         )
@@ -101,7 +101,7 @@ class FP8Attention:
         return replace(self, quantizers=quantizers, state=None)
 
     def result(self, rounded: Rounded) -> Tensor:
-        """Return a forward pass's output as the caller receives it."""
+        """Return the output of a forward pass as the caller receives it."""
         if self.fp8_output:
             return self.quantizers.output.wrap(rounded.codes)
         assert rounded.output is not None
@@ -122,7 +122,7 @@ class Rounded(NamedTuple):
 
 
 def codes_of(x: Tensor, quantizer: Quantizer) -> QuantizedTensorStorage:
-    """Quantize x [.., h, d] to codes [.., h * d]; a quantized tensor's codes are used unchanged."""
+    """Quantize x [.., h, d] to codes [.., h * d]; the codes of a quantized tensor are used unchanged."""
     if isinstance(x, QuantizedTensor):
         storage = storage_of(x)
         flat = storage.viewed((*x.shape[:-2], x.shape[-2] * x.shape[-1]))

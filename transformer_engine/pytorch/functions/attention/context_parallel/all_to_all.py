@@ -22,7 +22,7 @@ from .layout import TokenOrder
 
 
 class HeadExchange:
-    """One call's exchange.
+    """The exchange of one call.
 
     Args:
         call: Attention over the whole sequence.
@@ -118,7 +118,7 @@ def exchange_tokens(
 
 
 class _Exchange(Function):
-    """Autograd node for the exchange, a permutation over all ranks' elements."""
+    """Autograd node for the exchange, a permutation over the elements of all ranks."""
 
     OPERATION = "context-parallel attention"
 

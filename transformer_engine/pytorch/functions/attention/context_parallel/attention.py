@@ -149,7 +149,7 @@ def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> Conte
         )
     inner = call
     if groups.heads_size > 1:
-        # The attention over this rank's heads.
+        # The attention of the heads of this rank.
         shapes: dict[str, Any] = {}
         for name, axis in (("bias_shape", 1), ("masked_shape", -3), ("slopes_shape", -1)):
             shape = getattr(call, name)

@@ -44,12 +44,12 @@ class BlockPlan:
     steps: tuple[tuple[BoundBlock, ...], ...]
 
     def keys_of(self, block: Block) -> Part:
-        """Return the rows of a block's keys among a step's keys; lengths limit gathered packed sequences."""
+        """Return the rows of a block's keys among the keys of a step; lengths limit gathered packed sequences."""
         return Part(0, 2) if self.gathers and self.call.packed else block.keys
 
 
 def plan_blocks(call: AttentionCall, groups: ContextGroups, gathers: bool) -> BlockPlan:
-    """Plan a rank's blocks and bind their backends."""
+    """Plan the blocks of a rank and bind their backends."""
     size, rank = groups.ring_size, groups.ring_rank
     if gathers:
         steps = (gathered_blocks(call, size, rank),)
@@ -96,7 +96,7 @@ def block_call(call: AttentionCall, block: Block, size: int) -> AttentionCall:
 
 
 class Tokens(NamedTuple):
-    """Rows of a rank's queries and of each step's keys; chunk lengths for packed sequences."""
+    """Rows of the queries on a rank and of the keys per step; chunk lengths for packed sequences."""
 
     queries: Rows
     keys: Rows
@@ -121,7 +121,7 @@ def tokens_of(plan: BlockPlan, inputs: AttentionInputs) -> Tokens:
 def block_inputs(
     plan: BlockPlan, bound: BoundBlock, tokens: Tokens, inputs: AttentionInputs, k: Tensor, v: Tensor
 ) -> AttentionInputs:
-    """Return the tensors for a block, from the rank's inputs and the step's keys and values."""
+    """Return the tensors for a block, from the rank's inputs and the keys and values of the step."""
     block, call = bound.block, bound.call
     keys = plan.keys_of(block)
     found: dict[str, Tensor | None] = dict.fromkeys(AttentionInputs._fields)

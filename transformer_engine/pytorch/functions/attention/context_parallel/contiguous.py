@@ -30,7 +30,7 @@ class UnsupportedStrategy(AssertionError, ValueError):
 
 
 class Piece(NamedTuple):
-    """The sequences in one rank's piece.
+    """The sequences in the piece of one rank.
 
     Attributes:
         lengths_q: Real tokens per sequence in the piece, int32 [b].

@@ -1,7 +1,7 @@
 """FP8 attention over ranks that share a sequence: q, k and v codes travel, under one scale for all ranks.
 
 Delayed scaling has one scale if the recipe reduces amaxes over a group that contains the ranks; otherwise the ranks
-use their smallest scale. Current scaling takes the maximum over the ranks. A caller's codes have one rank's scale:
+use their smallest scale. Current scaling takes the maximum over the ranks. Caller codes have the scale of one rank:
 delayed scaling rounds them to the largest scale, current scaling quantizes their values again. Values travel
 instead where they are needed themselves: for a high-precision backward pass on values, and under recipes that scale
 blocks, which quantize afterwards. Partial outputs are merged as values in float32, and gradients travel as values.
@@ -162,7 +162,7 @@ def _shared_codes(tensors: Sequence[Tensor], quantizer: Quantizer, group: Any) -
 
 
 def _tensor_of(codes: Tensor, like: Any) -> Float8Tensor:
-    """Return codes as a tensor with a storage's scale and settings."""
+    """Return codes as a tensor with the scale and settings of a storage."""
     return Float8Tensor.from_storage(Float8TensorStorage(codes, like._scale_inv, **like.constants()))
 
 
@@ -230,7 +230,7 @@ class FP8BlockPasses(BlockPasses):
     """Passes for one block on q, k and v codes, or on values if the recipe scales blocks.
 
     Args:
-        fp8: The call's FP8 attention.
+        fp8: FP8 attention of the call.
         requested: Requested backward pass, see `BackwardRequest`.
         storages: Settings and scales for the q, k and v codes; None for values.
     """
@@ -270,7 +270,7 @@ class FP8BlockPasses(BlockPasses):
 
 
 class _FP8BlockAttention(Function):
-    """Autograd node for both passes over a rank's blocks."""
+    """Autograd node of both passes over the blocks of a rank."""
 
     @staticmethod
     def forward(ctx: Any, plan: BlockPlan, fp8: FP8Attention, requested: bool | None, *tensors: Any) -> Any:

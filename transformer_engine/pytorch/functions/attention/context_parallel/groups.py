@@ -24,7 +24,7 @@ COMMUNICATION = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 @dataclass(frozen=True, eq=False)
 class ContextGroups:
-    """A rank's groups.
+    """The groups of a rank.
 
     Combined rank: heads_size * ring_rank + heads_rank, among heads_size * ring_size ranks.
 
@@ -184,7 +184,7 @@ class Ring:
             from_ring: The ring's stream produced the tensor, so that the transfer waits for no computation.
 
         Returns:
-            Function that waits for the previous rank's tensor, with the same size, and returns it.
+            Function that waits for the tensor from the previous rank, with the same size, and returns it.
         """
         sends, receives = [0] * self.size, [0] * self.size
         sends[(self.rank + 1) % self.size] = receives[(self.rank - 1) % self.size] = x.numel()
@@ -210,7 +210,7 @@ class Ring:
         return wait
 
     def circulate(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the flat tensors of all ranks: this rank's, then the previous ranks' in turn.
+        """Yield the flat tensors of all ranks: the local one, then the tensors from previous ranks in turn.
 
         The transfer of the next tensor is under way while the caller computes with the present one.
         """

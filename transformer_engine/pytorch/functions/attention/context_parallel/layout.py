@@ -1,9 +1,9 @@
 """Token order in context parallelism: which tokens in a sequence a rank holds, and order conversions.
 
-A sequence is divided into 2 * size equal chunks. Rank r holds the chunks r and 2 * size - 1 - r, in this
-order, which gives every rank the same share of a causal mask. Packed sequences (thd) are divided one by one:
-a rank's tensor holds the first sequence's two chunks, then the second's, and so on. With NO_LOAD_BALANCE, a
-rank holds one contiguous packed buffer piece instead. No function reads a tensor on the host.
+A sequence is divided into 2 * size equal chunks. Rank r holds the chunks r and 2 * size - 1 - r, in this order,
+which gives every rank the same share of a causal mask. Packed sequences (thd) are divided one by one: a rank's
+tensor holds the two chunks of the first sequence, then of the second, and so on. With NO_LOAD_BALANCE, a rank holds
+one contiguous packed buffer piece instead. No function reads a tensor on the host.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from .schedule import Part
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Access to parts of one rank's tensors.
+    """Access to parts of the tensors of one rank.
 
     Attributes:
         axis: Token axis of q, k, v and the output.
@@ -34,7 +34,7 @@ class Rows:
         return part.first == 0 and part.stop == (self.size if self.bounds is None else 2)
 
     def take(self, x: Tensor, part: Part, axis: int | None = None) -> Tensor:
-        """Return a part's rows, contiguous, along the tokens' axis or another one."""
+        """Return the rows of a part, contiguous, along the tokens' axis or another one."""
         axis = self.axis if axis is None else axis
         if self.is_whole(part):
             return x
@@ -43,7 +43,7 @@ class Rows:
         return x.index_select(axis, self._half(part))
 
     def put(self, x: Tensor, part: Part, rows: Tensor, axis: int | None = None) -> None:
-        """Write a part's rows in place."""
+        """Write the rows of a part in place."""
         axis = self.axis if axis is None else axis
         if self.is_whole(part):
             x.copy_(rows)
@@ -53,7 +53,7 @@ class Rows:
             x.index_copy_(axis, self._half(part), rows.to(x.dtype))
 
     def add(self, x: Tensor, part: Part, rows: Tensor) -> None:
-        """Add to a part's rows in place."""
+        """Add to the rows of a part in place."""
         if self.is_whole(part):
             x.add_(rows)
         elif self.bounds is None:

@@ -1,7 +1,7 @@
-"""A rank's passes over its query blocks, with keys that circulate in a ring or are gathered.
+"""The passes of a rank over the blocks of its queries, with keys that circulate in a ring or are gathered.
 
-Each block is an ordinary attention, computed by its call's backend. A block's backward pass reads the merged
-output and log-sum-exp, so that its gradients are the block's share. Saved are the rank's own tensors only.
+Each block is an ordinary attention, computed by the backend of its call. The backward pass of a block reads the
+merged output and log-sum-exp, so that its gradients are the block's share. Saved are the rank's own tensors only.
 """
 
 from __future__ import annotations

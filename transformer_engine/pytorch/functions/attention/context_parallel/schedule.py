@@ -1,8 +1,8 @@
 """Which attention blocks a rank computes in which step, as pure data from the call, the ring size and the rank.
 
 Attention from a rank's queries to all keys is a set of blocks, each a part of the queries against a
-part of one transfer's keys, under its own mask; `merge` combines their results. The blocks on every
-rank together are the whole attention, which tests check for any size without processes.
+part of the keys in one transfer, under its own mask; `merge` combines their results. The blocks on
+every rank together are the whole attention, which tests check for any size without processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Block:
 
     Attributes:
         queries: Part of the rank's queries.
-        keys: Part of the step's keys.
+        keys: Part of the keys of the step.
         mask: Block mask, relative to its own queries and keys.
         query_spans, key_spans: Token ranges in the whole sequence, for dense sequences.
         query_chunks, key_chunks: Chunks per sequence, for packed sequences.
@@ -66,7 +66,7 @@ def chunks_of(size: int, rank: int) -> tuple[int, int]:
 
 
 def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[Block, ...]:
-    """Return the blocks for a rank's queries and another rank's keys, or its own."""
+    """Return the blocks for the queries on a rank and the keys on another rank, or its own."""
     if call.packed:
         # One block of packed sequences: under a causal mask, half of the queries or keys.
         chunks_q, chunks_k = chunks_of(size, rank), chunks_of(size, owner)
