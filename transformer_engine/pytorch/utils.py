@@ -78,7 +78,7 @@ __all__ = [
     "validate_rng_states_func",
 ]
 
-_ROWS, _DEPTH = 8, 16  # multiples of these are the sizes of FP8 products of tensors with one scale
+_ROWS, _DEPTH = 8, 16  # FP8 products of tensors with one scale have sizes that are multiples of these
 
 
 def round_up_to_nearest_multiple(value: int, multiple: int) -> int:

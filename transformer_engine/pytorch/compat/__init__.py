@@ -1,4 +1,4 @@
-"""Names, signatures and paths of the original and of earlier releases, apart from the code that computes.
+"""Names, signatures and paths from the original and earlier releases, apart from the code that computes.
 
 | file | content |
 | --- | --- |

@@ -1,8 +1,8 @@
-"""Signatures of `forward`: positional calls in the argument order of an earlier release, and the type of `__call__`.
+"""Signatures of `forward`: positional calls in an earlier release's argument order, and the type of `__call__`.
 
-Releases have inserted arguments in the middle of a signature, or moved them. A call by position in an older order is
-recognized by the types of its arguments: a softcap cannot be `True`, and a diagonal's alignment cannot be a string. A
-call that fits the present order is never reordered.
+Releases have inserted arguments in the middle of a signature, or moved them. A call by position in
+an older order is recognized by its argument types: a softcap cannot be `True`, and a diagonal's
+alignment cannot be a string. A call that fits the present order is never reordered.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ _TESTS: dict[str, Test] = {
 
 
 class _Order(NamedTuple):
-    """An argument order: the release that had it last, the names, and the tests of the arguments' types."""
+    """An argument order: the release that had it last, the names, and the argument type tests."""
 
     release: str
     names: tuple[str, ...]
     tests: tuple[tuple[Test, ...], ...]
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the arguments have the types of this order, and none is passed twice."""
+        """Return whether the arguments have the types in this order, and none is passed twice."""
         if len(args) > len(self.names) or not kwargs.keys().isdisjoint(self.names[: len(args)]):
             return False
         return all(any(test(value) for test in tests) for value, tests in zip(args, self.tests, strict=False))
 
 
 def _tests_of(annotation: str) -> tuple[Test, ...]:
-    """Return the tests of the alternatives of an annotation such as "tuple[int, int] | None"."""
+    """Return tests for the alternatives in an annotation such as "tuple[int, int] | None"."""
     depth, parts = 0, [""]
     for character in annotation:
         depth += (character == "[") - (character == "]")
@@ -84,7 +84,7 @@ def _tests_of(annotation: str) -> tuple[Test, ...]:
 
 
 def _test_of(alternative: str) -> Test:
-    """Return the test of one alternative of an annotation, such as "int" or 'Literal["a", "b"]'."""
+    """Return the test for one alternative in an annotation, such as "int" or 'Literal["a", "b"]'."""
     name, _, rest = alternative.partition("[")
     if name == "Literal":
         allowed = ast.literal_eval(f"({rest.removesuffix(']')},)")
@@ -97,12 +97,12 @@ def accepts_older_orders(
 ) -> Callable[[Function], Function]:
     """Decorate a method or function: accept positional calls in older argument orders.
 
-    An older order applies if the arguments do not fit the present order by type and fit the older one. The first such
-    call of each order warns.
+    An older order applies if the arguments do not fit the present order by type and fit the older
+    one. The first such call per order warns.
 
     Args:
-        inserted: By release, newest first, the differences of the release's order from the present one ("2.19" is
-            `v2_19`): a name that the order lacks, or (a name, its position there).
+        inserted: By release, newest first, the differences between the release's order and the present one
+            ("2.19" is `v2_19`): a name that the order lacks, or (a name, its position there).
     """
 
     def decorate(function: Function) -> Function:
@@ -163,7 +163,7 @@ def call_of(
 ) -> Callable[[Callable[..., Any]], Callable[Concatenate[Module, Parameters], Tensor]]:
     """Declare `__call__` with the parameters of `forward`, under `if TYPE_CHECKING`; it is never executed.
 
-    The result is a Tensor, which is also iterable: `y, bias = layer(x)` of a layer with `return_bias=True` passes.
+    The result is a Tensor, which is also iterable: `y, bias = layer(x)` for a layer with `return_bias=True` passes.
     """
     raise AssertionError(f"torch.nn.Module.__call__ calls {forward}")
 
@@ -171,5 +171,5 @@ def call_of(
 def exact_call_of(
     forward: Callable[Concatenate[Module, Parameters], Result],
 ) -> Callable[[Callable[..., Any]], Callable[Concatenate[Module, Parameters], Result]]:
-    """Declare `__call__` as `call_of` does, with the result of `forward`."""
+    """Declare `__call__` as `call_of` does, with the `forward` result."""
     raise AssertionError(f"torch.nn.Module.__call__ calls {forward}")

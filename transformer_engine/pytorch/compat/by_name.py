@@ -34,7 +34,7 @@ def provide_extensions(load: Callable[[], Any]) -> None:
 
 
 def extension(name: str) -> Any:
-    """Return a name of `cpp_extensions`."""
+    """Return a name from `cpp_extensions`."""
     return getattr(_extensions[0](), name)
 
 
@@ -71,7 +71,7 @@ class NormByName:
 
 
 class _Products(NamedTuple):
-    """The gradients of one product."""
+    """Gradients for one product."""
 
     input: Tensor | None
     weight: Tensor | None
@@ -79,7 +79,7 @@ class _Products(NamedTuple):
 
 
 def _product(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, file: ModuleType) -> Tensor:
-    """Compute y [M, N] = inp [M, K] @ weight.T + bias, with the communication of tensor parallelism."""
+    """Compute y [M, N] = inp [M, K] @ weight.T + bias, with tensor-parallel communication."""
     x = spec.parallel.enter_forward(inp)
     y = file.general_gemm(weight, x, out_dtype=spec.dtype, layout="TN", bias=bias)[0]
     return spec.parallel.leave_forward(y)
@@ -106,7 +106,7 @@ def _dtypes(weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dty
 
 
 class LinearByName(Function, metaclass=ReplaceableFunction):
-    """y [.., N] of Linear. ctx is None where no gradient is recorded."""
+    """y [.., N] from Linear. ctx is None where no gradient is recorded."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ class LinearByName(Function, metaclass=ReplaceableFunction):
 
 
 class LayerNormLinearByName(Function, metaclass=ReplaceableFunction):
-    """y [.., N], or (y, norm(x)), of LayerNormLinear. ctx is None where no gradient is recorded."""
+    """y [.., N], or (y, norm(x)), from LayerNormLinear. ctx is None where no gradient is recorded."""
 
     @staticmethod
     def forward(
@@ -169,7 +169,7 @@ class LayerNormLinearByName(Function, metaclass=ReplaceableFunction):
 
 
 class GroupedLinearByName(Function, metaclass=ReplaceableFunction):
-    """y [sum M_i, N] of GroupedLinear, weights before biases. ctx is None where no gradient is recorded."""
+    """y [sum M_i, N] from GroupedLinear, weights before biases. ctx is None where no gradient is recorded."""
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, spec: Any, file: ModuleType, *weights_and_biases: Tensor) -> Tensor:

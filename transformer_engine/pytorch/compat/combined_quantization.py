@@ -30,15 +30,15 @@ def combine_and_quantize(
     """Quantize queries, keys and values with one scale.
 
     Args:
-        qkv_layout: Layout of the three, such as "sbhd_sbhd_sbhd", "bs3hd" or "thd_t2hd". Tensors that share a buffer
-            share a buffer of codes too.
-        qkv_quantizer: With delayed scaling, its scale is used and it records the largest value of the three; with
-            current scaling, the three have one maximum.
+        qkv_layout: Layout of the three, such as "sbhd_sbhd_sbhd", "bs3hd" or "thd_t2hd". Tensors
+            that share a buffer share a code buffer too.
+        qkv_quantizer: With delayed scaling, its scale is used and it records the largest of their
+            values; with current scaling, the three have one maximum.
         used_in_forward, used_in_backward: Have no effect; the row-wise codes serve both passes.
         keep_same_data_and_scale_inv_format: Has no effect; one scale has no layout.
 
     Returns:
-        q, k and v as Float8Tensors, the layout of their codes (always qkv_layout), and the format of block scales
+        q, k and v as Float8Tensors, the code layout (always qkv_layout), and the block scale format
         (always None, as there is one scale).
 
     Raises:
@@ -71,7 +71,7 @@ def _tensor(codes: Tensor, storage: Float8TensorStorage, dtype: torch.dtype) -> 
 
 
 def _sharing(qkv_layout: str) -> tuple[int, int]:
-    """Return (number of the three that share a buffer: 3, 2 or 0; the axis of that number, counted from the end)."""
+    """Return (how many of the three share a buffer: 3, 2 or 0; the axis with that number, counted from the end)."""
     for tensor_format in _FORMATS:
         for packed, axis in ((tensor_format[:-2] + "{n}hd", -3), (tensor_format[:-2] + "h{n}d", -2)):
             if qkv_layout == packed.format(n=3):

@@ -41,9 +41,9 @@ def functional_forward(
         input: x [.., K], plain or quantized.
         weight: w [N, K], plain or quantized.
         bias: b [N], or None.
-        dtype: Dtype of y, by default the weight's.
+        dtype: y's dtype, by default the weight's.
         out: Receives y, or accumulates it.
-        alpha: Factor of the product.
+        alpha: Product factor.
         accumulate_into_out: Add y to `out`.
         with_quantized_compute: Quantize x and w by their quantizers, along both axes where a gradient needs it.
         output_quantizer: Quantizes y.

@@ -1,4 +1,4 @@
-"""Names that other libraries replace: functions of a module, methods of its classes, and calls of an nn.Module.
+"""Names that other libraries replace: module functions, methods in module classes, and nn.Module calls.
 
 Tools for fake quantization and for batch-invariant results replace the original's private functions by assigning to
 its modules. A layer reads `replaced.names` in every call; if the set is not empty, it calls the replaced names.
@@ -17,7 +17,7 @@ from torch.nn.modules import module as everywhere
 
 
 class Replaced:
-    """The replaced names of a file.
+    """Replaced names in a file.
 
     Attributes:
         names: Names whose present value differs from the value at import.
@@ -39,7 +39,7 @@ class _File(ModuleType):
 
 
 def watched(file: str, originals: Mapping[str, Any]) -> Replaced:
-    """Return the record of a file's names, which the file stores as `_replaced`; classes may be changed as well."""
+    """Return the record for a file's names, which the file stores as `_replaced`; classes may be changed as well."""
     module = sys.modules[file]
     replaced = Replaced(originals)
     for kind in originals.values():
@@ -50,7 +50,7 @@ def watched(file: str, originals: Mapping[str, Any]) -> Replaced:
 
 
 class ReplaceableFunction(type(torch.autograd.Function)):
-    """The metaclass of autograd functions whose apply, forward or backward can be replaced."""
+    """Metaclass for autograd functions whose apply, forward or backward can be replaced."""
 
     watchers: list[Replaced]
 
@@ -78,9 +78,9 @@ _called: Any = nn.Module.__call__
 def is_bare(module: nn.Module, kind: type[nn.Module], forward: Callable[..., Any]) -> bool:
     """Return whether module(x) is forward(module, x) and nothing else.
 
-    A layer may then pass its child more than the arguments of the child's public forward, such as the projection whose
-    gradients the child's node joins, or leave the call out. False if a hook would see the call, forward is replaced,
-    the module is compiled, or torch.jit traces.
+    A layer may then pass its child more than the child's public forward arguments, such as the
+    projection whose gradients the child's node joins, or leave the call out. False if a hook would
+    see the call, forward is replaced, the module is compiled, or torch.jit traces.
     """
     return (
         type(module) is kind

@@ -186,6 +186,6 @@ def _float_scales(scales: Tensor) -> Tensor:
 
 
 def _dtype(settings: Mapping[str, Any]) -> torch.dtype:
-    """Dtype of the decoded weights: that of config.json, by default bfloat16."""
+    """Dtype of the decoded weights: as in config.json, by default bfloat16."""
     named = getattr(torch, str(settings.get("dtype") or settings.get("torch_dtype") or "bfloat16"), None)
     return named if isinstance(named, torch.dtype) else torch.bfloat16

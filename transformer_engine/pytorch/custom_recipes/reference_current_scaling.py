@@ -35,7 +35,7 @@ class CurrentScalingTensorRef(QuantizedTensorStorage):
         data_t: Codes float8 [K, M]; None without the column direction.
         scale_t: Code factor in the column direction, float32 [1].
         dtype: Value dtype.
-        device: Has no effect: the device is that of the codes.
+        device: Has no effect: the codes determine the device.
         quant_dtype: Code dtype.
         original_shape: Value shape, [.., K].
         quantizer: Quantizer that multiplies these tensors.

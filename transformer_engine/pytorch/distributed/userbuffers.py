@@ -104,12 +104,12 @@ def initialize_ub(
 ) -> None:
     """Reserve buffers through which collectives of sequence-parallel layers with `ub_*` flags overlap with products.
 
-    The first such collective of a process group allocates two buffers of the given shape on each rank and measures the
-    least size of a message for which they are faster. The process group sends smaller messages, messages on a CPU, and
-    those of compiled functions. `te.explain` says which one a call uses, and why.
+    The first such collective in a process group allocates two buffers of the given shape on each rank and
+    measures the least message size for which they are faster. The process group sends smaller messages,
+    messages on a CPU, and messages from compiled functions. `te.explain` says which one a call uses, and why.
 
     Args:
-        shape: [tokens, hidden] of the communicated activations of all ranks of a tensor-parallel group.
+        shape: [tokens, hidden] of the activations communicated over all ranks in a tensor-parallel group.
         tp_size: Number of tensor-parallel ranks.
         use_fp8: Deprecated; `quantization_modes=[UserBufferQuantizationMode.FP8]`.
         quantization_modes: Data types of the communicated activations.
@@ -192,7 +192,7 @@ def get_ub_is_fp8(name: str, use_fp8: bool) -> bool:
 def _checked_modes(
     use_fp8: Any, modes: list[UserBufferQuantizationMode] | None
 ) -> list[UserBufferQuantizationMode]:
-    """Return the quantization modes; by default, those of the deprecated flag."""
+    """Return the quantization modes; by default, from the deprecated flag."""
     if to_bool("use_fp8", use_fp8):
         warnings.warn(
             "use_fp8 is deprecated; give quantization_modes=[UserBufferQuantizationMode.FP8]",

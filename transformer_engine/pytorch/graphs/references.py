@@ -53,14 +53,14 @@ class References:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> References:
-        """Read the variables of a function, of the functions that it refers to, and of the object of a method."""
+        """Read the variables of a function, the functions that it refers to, and the object behind a method."""
         found = References()
         found._read_function("self", function)
         found._read_methods()
         return found
 
     def _read_function(self, name: str, function: Any) -> None:
-        """Read the variables of a callable; `name` is that of an object with a `__call__` method."""
+        """Read the variables of a callable; `name` belongs to an object with a `__call__` method."""
         if isinstance(function, functools.partial):
             self._read("an argument of functools.partial", (function.args, function.keywords), _LEVELS)
             self._read_function(name, function.func)

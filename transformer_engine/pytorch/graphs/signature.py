@@ -191,7 +191,7 @@ def _fact(value: Any, seen: set[int], depth: int) -> Any:
 
 
 def address_of(tensor: Tensor) -> Any:
-    """Return the address of a tensor, or the addresses of the parts of a quantized tensor."""
+    """Return the address of a tensor, or the part addresses of a quantized tensor."""
     if isinstance(tensor, QuantizedTensorStorage):
         parts: Sequence[Tensor | None] = tensor.as_storage().flatten()[0]
         return tuple([None if part is None else part.data_ptr() for part in parts])

@@ -246,7 +246,7 @@ class OperationFuser:
         )
 
     def _set_inspected_attributes(self, chain: PreparedChain) -> None:
-        """Set the attributes that tests and other libraries read after a call to those of the prepared chain."""
+        """Set the attributes that tests and other libraries read after a call to the prepared chain's values."""
         if chain.fusions.key is self._fusions_key:
             return
         self._forward_ops, self._backward_ops = chain.fusions.forward, chain.fusions.backward
@@ -322,7 +322,7 @@ class OperationFuser:
         return self._num_basic_ops
 
     def _apply_registered_fusions(self, first: int, state: AutocastState) -> None:
-        """Apply the registered fusion functions, unless recipe, functions and `first` equal those of the last call.
+        """Apply the registered fusion functions, unless recipe, functions and `first` are as in the last call.
 
         Recipes are equal here if their class, history length and backward override are, which fusion functions may
         read. The results for operations of this package are descriptions; see the header of this file.

@@ -190,8 +190,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """State without the cached parts, which a copy computes in its first forward pass."""
         return {name: value for name, value in self.__dict__.items() if name != "_cached_parts"}
 
-    # List methods. They differ from those of torch.nn.Sequential in three ways: they accept any iterable, a removal
-    # does not rename the remaining modules, and `append` uses the name that follows the highest number. `insert`
+    # List methods. They differ from torch.nn.Sequential's in three ways: they accept any iterable, a removal does
+    # not rename the remaining modules, and `append` uses the name that follows the highest number. `insert`
     # renumbers all modules, as in torch.nn.Sequential, because names must be in the order of the modules.
 
     def _name_at(self, index: int) -> str:

@@ -1,7 +1,7 @@
 """multi_tensor_*(chunk_size, noop_flag, tensor_lists, ..): one operation on all tensors of lists, checked, in place.
 
-tensor_lists holds parallel lists. The tensors of one list have one dtype. The i-th tensors of all lists have equal
-numbers of elements; all are contiguous and on the device of noop_flag, int32 [1]. chunk_size is accepted for
+tensor_lists holds parallel lists. The tensors in one list have one dtype. The i-th tensors in all lists have
+equal element counts; all are contiguous and on the device of noop_flag, int32 [1]. chunk_size is accepted for
 compatibility without effect, because the kernels determine how tensors are split. Empty lists need no work.
 """
 
@@ -51,7 +51,7 @@ def multi_tensor_scale_tensor(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor_python: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of all tensors, float32 [1], and of each of the n tensors, float32 [n], of the lists [inputs].
+    """Return the norm of all tensors, float32 [1], and per tensor, float32 [n], for the lists [inputs].
 
     The second result is empty unless `per_tensor_python`. `multi_tensor_applier` omits tensors without elements, as the
     original does: n counts the other tensors, and without any the result is None.
@@ -86,9 +86,9 @@ def multi_tensor_adam(
 ) -> None:
     """Compute one step of Adam on the lists [gradients, parameters, exp_avg, exp_avg_sq(, masters)], in place.
 
-    With masters the step updates these, and the parameters become copies of them. Masters of int16 are remainders: a
-    bfloat16 parameter is a float32 master rounded half up, and the bits of the master, read as an integer, are those of
-    the parameter times 2^16, plus the remainder.
+    With masters the step updates these, and the parameters become copies of them. Masters of int16
+    are remainders: a bfloat16 parameter is a float32 master rounded half up, and the bits of the
+    master, read as an integer, equal the parameter's bits times 2^16, plus the remainder.
     """
     how = _adam_mode(mode)
     rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
@@ -115,8 +115,8 @@ def multi_tensor_adam_fp8(
 ) -> None:
     """Compute `multi_tensor_adam` on [gradients, codes, exp_avg, exp_avg_sq, masters, scale, amax, scale_inv].
 
-    The codes (uint8) become those of the masters times scale, amax grows to the largest master, scale_inv becomes
-    1 / scale.
+    The codes (uint8) become the codes of masters times scale, amax grows to the largest master,
+    scale_inv becomes 1 / scale.
     """
     how = _adam_mode(mode)
     rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
@@ -199,7 +199,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 ) -> None:
     """Compute scale = max_fp8 / max(amax, amax_epsilon) and its inverse for [amaxes, scales, scale_invs], float32.
 
-    The scales are those of current scaling. The flag is not read.
+    The scales follow current scaling. The flag is not read.
     """
     max_fp8, amax_epsilon = to_float("max_fp8", max_fp8), to_float("amax_epsilon", amax_epsilon)
     number("max_fp8", max_fp8)
@@ -271,7 +271,7 @@ def sgd_checked(noop_flag: Any, tensor_lists: Any) -> bool:
 
 
 def adam_checked(noop_flag: Any, tensor_lists: Any) -> bool:
-    """Return `checked` of the lists of a step of Adam; only bfloat16 parameters have remainders."""
+    """Return `checked` for the lists in an Adam step; only bfloat16 parameters have remainders."""
     last = (*_VALUES, torch.int16)
     there = checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, optional=last)
     if there and len(tensor_lists) == 5 and tensor_lists[4][0].dtype == torch.int16:

@@ -18,9 +18,9 @@ remain as a zero gap, at its index in registration order. A state that a module 
   the compiler sees: `spec.traced` excludes casts in other kernels (`input_cast` in `functions/linear_operands.py`).
 - **Forward scales** change at the end of the outermost `autocast` block in both modes (`_update_scales` in
   `autocast.py`), in a graph if the block is in it.
-- **Gradient scales.** In eager mode a callback at the end of the backward pass updates those of all modules
-  (`functions/scale_update.py`). In a graph each module updates its own, in the backward pass of its first call there,
-  which runs last (`traced_update` in `module/numerics.py`).
+- **Gradient scales.** In eager mode a callback at the end of the backward pass updates the scales
+  in all modules (`functions/scale_update.py`). In a graph each module updates its own, in the
+  backward pass of its first call there, which runs last (`traced_update` in `module/numerics.py`).
 - **Checkpoints.** A second run reads the scales of the first (`recompute_states.py`), in a graph by the operator
   `repeated_scale` (`compiled_runs.py`).
 """

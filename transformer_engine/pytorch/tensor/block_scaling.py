@@ -42,7 +42,7 @@ class BlockScalingQuantizer(Quantizer):
 
     Attributes:
         TENSOR: Quantized tensor class.
-        MULTIPLE: Divisor of the last dimension and, column-wise, of the product of the other dimensions.
+        MULTIPLE: Divisor of the last dimension and, column-wise, of the other dimensions' product.
         VECTORS: Whether tensors of fewer than two dimensions are supported, as a matrix of one row.
     """
 

@@ -41,7 +41,7 @@ class _Whole:
 
 
 class CutView(Tensor):
-    """Decoded copy of a part of a quantized tensor that cannot be a view of its codes; a write to it raises.
+    """Decoded copy of a quantized tensor part that cannot be a view of its codes; a write to it raises.
 
     Rows that cut a scale block, columns, a transpose or a single element have no codes and scales,
     so that indexing returns a copy. Results of operations are plain tensors, except views.

@@ -155,7 +155,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
         Args:
             tensor: Values [..., K], floating point.
             out: Quantized tensor to write to, in the directions that it has.
-            dtype: Nominal dtype, by default that of tensor.
+            dtype: Nominal dtype, by default as for tensor.
         """
         if out is not None:
             return self.update_quantized(tensor, out)

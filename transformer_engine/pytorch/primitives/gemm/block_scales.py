@@ -12,7 +12,7 @@ from ....common.formats import BLOCK_1D, TensorFormat, round_up
 from ..operand import Operand
 
 BLOCK = 128
-LINE = 4  # blocks of K that a line of 128x128 scales is a multiple of
+LINE = 4  # a line of 128x128 scales is padded to a multiple of this many K blocks
 
 SCALE_ALIGNMENT = 16  # bytes; cuBLASLt reads the scale of a tensor at multiples of it
 

@@ -56,7 +56,7 @@ class GroupedQuantizeRequest(NamedTuple):
         matrices: Whether the groups are matrices instead of rows.
         shape: Shape of all rows, or one matrix.
         slots: (stride, offset) for given scales, or None.
-        tiled: Whether the codes of columns of groups of rows are tiles of 128 rows.
+        tiled: Whether column codes of row groups are tiles of 128 rows.
     """
 
     spec: QuantizeSpec

@@ -1,6 +1,6 @@
 """Grouped quantization in one Triton launch, two where the scales come from the values' own maxima.
 
-The groups' bits are those of `quantize`'s kernel and reference.
+The groups' bits equal `quantize`'s kernel and reference.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The codes have one scale per tensor (`one_scale`), or one per block, which needs no scale beforehand (`blocks`,
 `in_blocks`, `in_row_blocks`).
 
-Codes, scales and maxima are those of the separate steps: the result is rounded to its dtype before it is scaled.
+Codes, scales and maxima are as from separate steps: the result is rounded to its dtype before it is scaled.
 """
 
 from __future__ import annotations

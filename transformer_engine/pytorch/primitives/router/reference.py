@@ -21,7 +21,7 @@ class Choice(NamedTuple):
     Attributes:
         k: Experts per token.
         score: SOFTMAX, SIGMOID or SQRTSOFTPLUS over the logits; SOFTMAX_AFTER: a softmax over the chosen logits.
-        whole: Return weights of all experts, which sum to 1, instead of weights of the chosen experts only.
+        whole: Return weights of all experts, which sum to 1, instead of the chosen experts' weights only.
         groups: (group count, candidate group count). A group's score sums its k / (candidate group
             count) largest scores. None: all experts are candidates.
         scale: Factor of the weights of chosen experts.

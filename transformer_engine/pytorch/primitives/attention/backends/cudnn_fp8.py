@@ -246,7 +246,7 @@ def backward(
     scalars: Mapping[str, int],
     grad_code: torch.dtype,
 ) -> CudnnFP8Gradients:
-    """Compute the FP8 gradients of q, k and v from codes of them, of the output and of its gradient.
+    """Compute the FP8 gradients of q, k and v from their codes and the codes of the output and its gradient.
 
     Args:
         scalars: As in the forward pass, and descale_output, descale_grad_output, descale_dp, scale_dp, scale_grad_q,
