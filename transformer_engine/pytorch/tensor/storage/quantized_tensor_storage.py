@@ -281,8 +281,7 @@ class QuantizedTensorStorage:
         return tensors, self
 
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Restore the tensors from `prepare_for_saving`; return the remaining tensors, which belong to other
-        storages."""
+        """Restore tensors from `prepare_for_saving`; return the remaining ones, which belong to other storages."""
         names = saved_attributes(self)
         for name, tensor in zip(names, tensors[: len(names)], strict=True):
             setattr(self, name, tensor)
