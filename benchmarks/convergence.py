@@ -40,7 +40,7 @@ from transformer_engine.cli.demo.config import (
 )
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.plot import smooth
-from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES, ModelRun, runs_of
+from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES, ModelRun, framework_runs
 
 SIZES = {
     "cpu": {"steps": 400, "batch": 8, "sequence": 64, "layers": 2, "hidden": 128, "heads": 4},
@@ -101,7 +101,7 @@ class Row:
 def train(name: str, config: RunConfig, corpus: Corpus) -> Curve:
     """Train one model to the end."""
     recipe = name.removesuffix(CACHED)
-    run = runs_of(config.framework).Run(recipe, config)
+    run = framework_runs(config.framework).Run(recipe, config)
     if recipe != name:
         cache_inputs(run)
     start = time.perf_counter()

@@ -75,7 +75,7 @@ def main() -> None:
         hosts.append(row := host_row(case))
         print(f"{case.name:44} {row['cublaslt_us']:8.2f} us, {case.through_torch} {row['torch_us']:8.2f} us")
     library = cublaslt_library.missing() or cublaslt_library.bindings().get_version()
-    found = {"products": products, "host": hosts, "steps": steps, "tuned": tuned}
+    found = {"products": products, "host": hosts, "steps": steps, "tune_plan": tuned}
     write(chosen.json, machine(cublaslt=library), **found)
 
 
@@ -140,7 +140,7 @@ def tuned_cases() -> Iterator[Case]:
 def tuned_row(case: Case) -> dict[str, object]:
     """GPU ms with the heuristic's first algorithm and with the tuned one, and the duration of tuning."""
     a, b, epilogue = case[1:4]
-    problem = cublaslt.problem_of(GemmRequest.of(a, b, epilogue))
+    problem = cublaslt.make_problem(GemmRequest.of(a, b, epilogue))
     first, best = cublaslt_plan.CublasPlan(problem), cublaslt_plan.CublasPlan(problem)
     begin = time.perf_counter()
     best.adopt(tuning._fastest(best, a, b, epilogue))

@@ -35,7 +35,7 @@ from transformer_engine.pytorch.primitives.grouped_gemm import (
     Matrices,
     groups_of,
 )
-from transformer_engine.pytorch.primitives.grouped_gemm.pieces import operands_of
+from transformer_engine.pytorch.primitives.grouped_gemm.pieces import iterate_operands
 from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedProduct
 from transformer_engine.pytorch.primitives.grouped_quantize import quantize_matrices, quantize_rows
 from transformer_engine.pytorch.primitives.operand import Operand
@@ -238,7 +238,7 @@ def run_groups(case: GroupsCase, device: str) -> dict[str, Any]:
         extents, offsets = (n, k), [2.0 if adds else 0.0] * count
         empty = [part for part, rows in zip(parts, case.splits, strict=True) if not rows]
         wrong = sum(int((part != offsets[0]).sum()) for part in empty)
-    each = operands_of(GroupedProduct(left, right, groups, extents, parts))
+    each = iterate_operands(GroupedProduct(left, right, groups, extents, parts))
     errors = [
         error_of(result, a, b, offset)
         for (rows, a, b, result), offset in zip(each, offsets, strict=True)

@@ -127,7 +127,7 @@ ROWS: dict[str, AttentionCall] = {
 def table() -> str:
     """One row per option, one column per backend in the order of preference of the plain call."""
     flash4.VERSION, flash2.VERSION, flash3.INSTALLED = "4.0.0", "2.8.3", True
-    flash3._without_softcap = lambda: None
+    flash3._softcap_failure = lambda: None
     triton.missing = flex.missing = lambda hardware: None
     cudnn.missing = lambda: None
     optional.failure = lambda *_: None

@@ -23,13 +23,14 @@ __all__ = ["__version__", "common"]
 _FRAMEWORKS = {framework.module: framework for framework in (frameworks.PYTORCH, frameworks.JAX)}
 
 
-def _imported(framework: frameworks.Framework) -> Any:
+def _import_framework(framework: frameworks.Framework) -> Any:
     frameworks.demand(framework)
     return importlib.import_module(f"{__name__}.{framework.module}")
 
 
 absent.install_getter(
-    __name__, {name: functools.partial(_imported, framework) for name, framework in _FRAMEWORKS.items()}
+    __name__,
+    {name: functools.partial(_import_framework, framework) for name, framework in _FRAMEWORKS.items()},
 )
 absent.install()
 

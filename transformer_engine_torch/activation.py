@@ -27,7 +27,7 @@ from transformer_engine.pytorch.primitives.activation import (
 )
 from transformer_engine.pytorch.runtime.checks import floating
 
-from .cast import bgrad_quantize, given_or_quantized
+from .cast import bgrad_quantize, quantize_or_copy
 from .checks import quantizer_or_none
 
 __all__ = [
@@ -79,17 +79,17 @@ Backward = Callable[..., Any]
 def _forward(name: str) -> Forward:
     def forward(input: Tensor, quantizer: Any) -> Any:
         _check(name, "input", input, quantizer)
-        return given_or_quantized(activation_forward(name, input), quantizer)
+        return quantize_or_copy(activation_forward(name, input), quantizer)
 
-    return _named(forward, name, f"Return {name}(input), quantized by `quantizer`.")
+    return _name_function(forward, name, f"Return {name}(input), quantized by `quantizer`.")
 
 
 def _backward(name: str) -> Backward:
     def backward(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> Any:
         grad = _gradient(name, grad, fwd_input, quantizer)
-        return given_or_quantized(activation_backward(name, grad, fwd_input), quantizer)
+        return quantize_or_copy(activation_backward(name, grad, fwd_input), quantizer)
 
-    return _named(
+    return _name_function(
         backward, f"d{name}", f"Return the gradient of the input of {name}, quantized by `quantizer`."
     )
 
@@ -99,7 +99,7 @@ def _backward_with_bias(name: str) -> Backward:
         grad = _gradient(name, grad, fwd_input, quantizer)
         return bgrad_quantize(activation_backward(name, grad, fwd_input), quantizer)
 
-    return _named(
+    return _name_function(
         backward,
         f"dbias_d{name}",
         f"Return [sum over rows, the gradient of the input of {name}], the latter quantized.",
@@ -131,7 +131,7 @@ def _gradient(name: str, grad: Any, x: Any, quantizer: Any) -> Tensor:
     return grad.reshape(expected)
 
 
-def _named(function: Callable[..., Any], name: str, docstring: str) -> Callable[..., Any]:
+def _name_function(function: Callable[..., Any], name: str, docstring: str) -> Callable[..., Any]:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = docstring
     return function
@@ -163,7 +163,7 @@ def clamped_swiglu(
     params = ActivationParams.from_mapping(
         {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
     )
-    return given_or_quantized(activation_forward("clamped_swiglu", input, params), quantizer)
+    return quantize_or_copy(activation_forward("clamped_swiglu", input, params), quantizer)
 
 
 def clamped_dswiglu(
@@ -179,7 +179,7 @@ def clamped_dswiglu(
     params = ActivationParams.from_mapping(
         {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
     )
-    return given_or_quantized(activation_backward("clamped_swiglu", grad, fwd_input, params), quantizer)
+    return quantize_or_copy(activation_backward("clamped_swiglu", grad, fwd_input, params), quantizer)
 
 
 def situglu(input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
@@ -192,7 +192,7 @@ def situglu(input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25
         beta2: Bound of b.
     """
     _check("situglu", "input", input, quantizer)
-    return given_or_quantized(situ_glu(input, (beta1, beta2)), quantizer)
+    return quantize_or_copy(situ_glu(input, (beta1, beta2)), quantizer)
 
 
 def dsituglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
@@ -207,7 +207,7 @@ def dsituglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0
     """
     grad = _gradient("situglu", grad, fwd_input, quantizer)
     made = situ_glu_backward(grad, fwd_input, (beta1, beta2))
-    return given_or_quantized(made.view(fwd_input.shape), quantizer)
+    return quantize_or_copy(made.view(fwd_input.shape), quantizer)
 
 
 # Scaled activations: name, activation of the table (None: SiTU-GLU), and their constants with the defaults.
@@ -227,7 +227,7 @@ _SCALED_ARGUMENTS = """\
     named: Constants of the activation by name."""
 
 
-def _in_halves(x: Tensor, block: int) -> Tensor:
+def _split_halves(x: Tensor, block: int) -> Tensor:
     """Return [.., 2 F] in blocks of both halves in turn as its two halves, a matrix."""
     rows = x.reshape(-1, x.shape[-1])
     return block_order(rows, (-1, 2, block)) if block else rows
@@ -241,13 +241,13 @@ def _scaled_forward(name: str) -> Forward:
         **named: float,
     ) -> Any:  # fmt: skip
         _check(kind or "situglu", "input", input, quantizer)
-        rows = _in_halves(input, glu_interleave_size)
+        rows = _split_halves(input, glu_interleave_size)
         value, _ = _functions(kind, _constants(name, defaults, constants, named))
         made = row_scale(value(rows), act_scales.reshape(-1, 1))
-        return given_or_quantized(made.view(*input.shape[:-1], made.shape[-1]), quantizer)
+        return quantize_or_copy(made.view(*input.shape[:-1], made.shape[-1]), quantizer)
 
     keywords = ", ".join(("input", "act_scales", "quantizer", *defaults, "glu_interleave_size=0"))
-    return _named(
+    return _name_function(
         forward,
         f"scaled_{name}",
         f"({keywords}): return {name}(input) times a scale per row, quantized by `quantizer`.\n\nArgs:\n"
@@ -263,7 +263,7 @@ def _scaled_backward(name: str) -> Backward:
         glu_interleave_size: int = 0, compute_scale_grad: bool = True, **named: float,
     ) -> tuple[Any, Tensor | None]:  # fmt: skip
         grad = _gradient(kind or "situglu", grad, fwd_input, quantizer)
-        rows = _in_halves(fwd_input, glu_interleave_size)
+        rows = _split_halves(fwd_input, glu_interleave_size)
         value, gradient = _functions(kind, _constants(name, defaults, constants, named))
         dy = grad.reshape(-1, grad.shape[-1])
         scales = act_scales.reshape(-1, 1)
@@ -271,11 +271,11 @@ def _scaled_backward(name: str) -> Backward:
         dx = gradient(scaled, rows)
         if glu_interleave_size:
             dx = block_order(dx, (2, -1, glu_interleave_size))
-        made = given_or_quantized(dx.view(fwd_input.shape), quantizer)
+        made = quantize_or_copy(dx.view(fwd_input.shape), quantizer)
         return made, dscales.view(act_scales.shape) if compute_scale_grad else None
 
     keywords = ", ".join(("grad", "fwd_input", "act_scales", "quantizer", *defaults, "glu_interleave_size=0"))
-    return _named(
+    return _name_function(
         backward,
         f"scaled_d{name}",
         f"({keywords}, compute_scale_grad=True): return the gradients of scaled_{name}'s input, quantized, and "

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
 )
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.primitives.attention.call import Attended, AttentionCall, AttentionInputs
-from transformer_engine.pytorch.primitives.attention.choose import passes_of
+from transformer_engine.pytorch.primitives.attention.choose import choose_passes
 from transformer_engine.pytorch.primitives.attention.mask import NAMES as MASKS
 from transformer_engine.pytorch.primitives.attention.mask import resolve as resolve_mask
 from transformer_engine.pytorch.primitives.attention.visible import default_slopes
@@ -30,11 +30,11 @@ from transformer_engine.pytorch.runtime.warn_once import warn_once
 
 from . import fp8_attention
 from .attention_checks import check_call, check_question, whole_window
-from .attention_sequences import sequences_of
+from .attention_sequences import describe_sequences
 from .cast import torch_dtype
 from .checks import member, quantizer_or_none
 from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type
-from .layout import Layout, order_of, reordered
+from .layout import Layout, reorder_axes, requested_order
 
 __all__ = [
     "fused_attn_bwd",
@@ -71,7 +71,7 @@ def fused_attn_fwd(
         ValueError: Lengths or pages do not fit the tensors. Those on a GPU are checked with TE_CHECK=1 only.
     """
     layout = Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout))
-    own, wanted = order_of(None, layout, "o_format"), order_of(o_format, layout, "o_format")
+    own, wanted = requested_order(None, layout, "o_format"), requested_order(o_format, layout, "o_format")
     _warn_of_scale_formats("fused_attn_fwd", qkv_scale_inv_format=qkv_scale_inv_format)
     quantizer_or_none(o_quantizer, "o_quantizer")
     call, inputs = _call(
@@ -96,10 +96,10 @@ def fused_attn_fwd(
     if fp8_attention.takes_codes(layout, Q, K, V):
         codes = inputs._replace(q=Q, k=K, v=V)
         output, attended = fp8_attention.forward(call, codes, s_quantizer, o_quantizer)
-        output = fp8_attention.reordered_codes(output, own, wanted)
+        output = fp8_attention.reorder_codes(output, own, wanted)
     else:
-        attended = passes_of(call).forward(call, inputs)
-        output = reordered(layout.as_queries(attended.output), own, wanted, "o_format")
+        attended = choose_passes(call).forward(call, inputs)
+        output = reorder_axes(layout.as_queries(attended.output), own, wanted, "o_format")
         if o_quantizer is not None:
             output = o_quantizer(output.contiguous())
     device = inputs.q.device
@@ -150,8 +150,8 @@ def fused_attn_bwd(
 ) -> list[Any]:
     """Return [dQ, dK, dV, dBias or None, dSoftmaxOffset or None] of `fused_attn_fwd` for the gradient dO."""
     layout = Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout))
-    own = order_of(None, layout, "o_format")
-    orders = order_of(o_format, layout, "o_format"), order_of(do_format, layout, "do_format")
+    own = requested_order(None, layout, "o_format")
+    orders = requested_order(o_format, layout, "o_format"), requested_order(do_format, layout, "do_format")
     into = layout if dqkv_layout is None else Layout.of(member("dqkv_layout", NVTE_QKV_Layout, dqkv_layout))
     _warn_of_scale_formats(
         "fused_attn_bwd", qkv_scale_inv_format=qkv_scale_inv_format, do_scale_inv_format=do_scale_inv_format
@@ -183,17 +183,19 @@ def fused_attn_bwd(
     )
     call = replace(call, deterministic=call.deterministic or deterministic, bias_gradient=bias is not None)
     attended = Attended(
-        layout.queries(reordered(_wide(O, fake_dtype), orders[0], own, "o_format")).contiguous(),
+        layout.queries(reorder_axes(_wide(O, fake_dtype), orders[0], own, "o_format")).contiguous(),
         lse.squeeze(-1).t() if call.packed and lse.dim() == 3 else lse.squeeze(-1),
         state if p_dropout > 0.0 else None,
     )
-    grad_output = layout.queries(reordered(_wide(dO, fake_dtype), orders[1], own, "do_format")).contiguous()
-    found = passes_of(call).backward(call, inputs, attended, grad_output)
+    grad_output = layout.queries(
+        reorder_axes(_wide(dO, fake_dtype), orders[1], own, "do_format")
+    ).contiguous()
+    found = choose_passes(call).backward(call, inputs, attended, grad_output)
     dtype = fake_dtype if dqkv_type is None else TE_DType_To_Torch.get(DType(dqkv_type), fake_dtype)
     wanted = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else fake_dtype
     formats = (into.q_format, into.kv_format, into.kv_format)
     made = [
-        reordered(x.to(wanted), source, target, "dqkv_layout")
+        reorder_axes(x.to(wanted), source, target, "dqkv_layout")
         for x, source, target in zip(
             found[:3], (layout.q_format, layout.kv_format, layout.kv_format), formats, strict=True
         )
@@ -237,7 +239,7 @@ def get_fused_attn_backend(fused_attn_params: Any = None, *former: Any, **former
     """
     if former or former_by_name:
         first = () if "is_training" in former_by_name else (fused_attn_params,)
-        return _kind_of(*first, *former, **former_by_name)
+        return _fused_kind(*first, *former, **former_by_name)
     if not isinstance(fused_attn_params, AttentionParams):
         raise TypeError(
             f"fused_attn_params is {with_article(type(fused_attn_params))}; pass an AttentionParams of "
@@ -246,7 +248,7 @@ def get_fused_attn_backend(fused_attn_params: Any = None, *former: Any, **former
     return fused_attention_support(fused_attn_params)
 
 
-def _kind_of(
+def _fused_kind(
     is_training: bool, q_dtype: DType | int, kv_dtype: DType | int, qkv_layout: NVTE_QKV_Layout | int,
     bias_type: NVTE_Bias_Type | int, attn_mask_type: NVTE_Mask_Type | int,
     softmax_type: NVTE_Softmax_Type | int, p_dropout: float, num_attn_heads: int, num_gqa_groups: int,
@@ -321,7 +323,7 @@ def _call(
     mask_name = _MASKS[member("attn_mask_type", NVTE_Mask_Type, kinds[1])]
     # Callers leave the right side of a causal window open; the mask closes it.
     mask = resolve_mask(mask_name, (left, 0 if "causal" in mask_name else right), bottom_right)
-    sequences = sequences_of(layout, mask.padding, q, k, cu_seqlens, starts, max_seqlens, page_table)
+    sequences = describe_sequences(layout, mask.padding, q, k, cu_seqlens, starts, max_seqlens, page_table)
     sink = None if offset is None else offset.reshape(-1)
     if sink is None and softmax != "vanilla":
         sink = torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device)

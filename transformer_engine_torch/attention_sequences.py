@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from transformer_engine.pytorch.primitives.attention.packed import lengths_of
+from transformer_engine.pytorch.primitives.attention.packed import sequence_lengths
 from transformer_engine.pytorch.primitives.attention.sequence_rules import are_bounds, has_pages
 from transformer_engine.pytorch.runtime.device_checks import demand
 
@@ -26,7 +26,7 @@ class BatchExtents(NamedTuple):
     starts_kv: Tensor | None
 
 
-def sequences_of(
+def describe_sequences(
     layout: Layout,
     padding: bool,
     q: Tensor,
@@ -39,9 +39,9 @@ def sequences_of(
     """Return lengths if they matter, and sizes of dense tensors from their shapes."""
     packed_q, packed_kv = layout.q_format == "thd", layout.kv_format == "thd"
     needed = padding or packed_q or packed_kv or layout.paged
-    lengths_q = lengths_of(cu_seqlens[0]) if needed else None
+    lengths_q = sequence_lengths(cu_seqlens[0]) if needed else None
     same = cu_seqlens[0] is cu_seqlens[1]
-    lengths_kv = lengths_q if same or not needed else lengths_of(cu_seqlens[1])
+    lengths_kv = lengths_q if same or not needed else sequence_lengths(cu_seqlens[1])
     extent_q = max_seqlens[0] if packed_q else q.shape[layout.q_format.index("s")]
     extent_kv = max_seqlens[1] if packed_kv else k.shape[layout.kv_format.index("s")]
     if page_table is not None:

@@ -39,7 +39,7 @@ def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
     return found
 
 
-def given_or_quantized(tensor: Tensor, quantizer: Any, output: Any = None) -> Any:
+def quantize_or_copy(tensor: Tensor, quantizer: Any, output: Any = None) -> Any:
     """Return the tensor as quantized by the quantizer; for None the tensor itself, copied to output if given."""
     if quantizer is not None:
         return quantizer.quantize(tensor, out=output)
@@ -69,7 +69,7 @@ def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
     values(input=input)
     with_axes("input", input, 1)
     bias_gradient = input.reshape(-1, input.shape[-1]).sum(dim=0, dtype=torch.float32).to(input.dtype)
-    return [bias_gradient, given_or_quantized(input, quantizer)]
+    return [bias_gradient, quantize_or_copy(input, quantizer)]
 
 
 def multi_tensor_quantize(tensor_list: Sequence[Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
@@ -85,7 +85,7 @@ def multi_tensor_quantize(tensor_list: Sequence[Tensor], quantizer_list: Sequenc
     for tensor in tensor_list:
         floating("tensor_list holds a value that", tensor)
     return [
-        given_or_quantized(tensor, quantizer)
+        quantize_or_copy(tensor, quantizer)
         for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)
     ]
 

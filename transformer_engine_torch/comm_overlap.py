@@ -33,7 +33,7 @@ from transformer_engine.pytorch.distributed.collectives import (
     reduce_scatter_along_first_dim,
     world_size,
 )
-from transformer_engine.pytorch.distributed.symmetric_memory import allocated
+from transformer_engine.pytorch.distributed.symmetric_memory import allocate_together
 from transformer_engine.pytorch.runtime.checks import extents, group_or_none, tensor
 from transformer_engine.pytorch.runtime.device import canonical_device
 from transformer_engine.pytorch.runtime.warn_once import warn_once
@@ -248,7 +248,7 @@ def _buffer(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
     """Bytes and, in symmetric memory, the buffers of all ranks."""
     if group is not None and device.type == "cuda" and "nccl" in dist.get_backend_config(group):
         try:
-            return allocated(size, torch.uint8, device, group)
+            return allocate_together(size, torch.uint8, device, group)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:  # ranks of several hosts, or GPUs that cannot read each other's memory

@@ -12,11 +12,11 @@ from transformer_engine.pytorch.functions.attention.fp8_attention import (
     FP8Passes,
 )
 from transformer_engine.pytorch.primitives.attention.call import Attended, AttentionCall, AttentionInputs
-from transformer_engine.pytorch.primitives.attention.choose import passes_of
+from transformer_engine.pytorch.primitives.attention.choose import choose_passes
 from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
-from .layout import Layout, reordered
+from .layout import Layout, reorder_axes
 
 
 def takes_codes(layout: Layout, *qkv: Any) -> bool:
@@ -26,14 +26,14 @@ def takes_codes(layout: Layout, *qkv: Any) -> bool:
     )
 
 
-def reordered_codes(output: Any, source: str, target: str) -> Any:
+def reorder_codes(output: Any, source: str, target: str) -> Any:
     """Return the output of an FP8 attention, plain or a Float8Tensor, with its axes in another order."""
     if source == target:
         return output
     if not isinstance(output, Float8Tensor):
-        return reordered(output, source, target, "o_format")
+        return reorder_axes(output, source, target, "o_format")
     assert output._data is not None
-    codes = reordered(output._data, source, target, "o_format").contiguous()
+    codes = reorder_axes(output._data, source, target, "o_format").contiguous()
     return Float8Tensor.make_like(output, shape=codes.shape, data=codes, data_transpose=None)
 
 
@@ -60,7 +60,7 @@ def forward(
     forward: Any = (
         fp8_emulation.forward if o_quantizer is None else fp8.FORWARD.bind(replace(call, fp8=scaling))
     )
-    passes = FP8Passes(forward, fp8.high_precision, passes_of(call), True)
+    passes = FP8Passes(forward, fp8.high_precision, choose_passes(call), True)
     attention = FP8Attention(call, scaling, quantizers, None, passes, o_quantizer is not None, None)
     rounded = forward(attention, inputs)
     attended = Attended(rounded.output, rounded.lse, rounded.rng_state, rounded.max_logit)

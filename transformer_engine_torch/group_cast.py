@@ -80,9 +80,9 @@ def group_quantize(
         )
     x = tensor.detach().reshape(prod(tensor.shape[:-1]), tensor.shape[-1])
     if output is not None:
-        return _quantize_into(output, x, quantizer, num_tensors, first_dims, last_dims, noop_flag)
+        return _quantize_group_into(output, x, quantizer, num_tensors, first_dims, last_dims, noop_flag)
     columns = x.shape[1]
-    firsts, lasts = _extents_on(x.device, num_tensors, first_dims, last_dims)
+    firsts, lasts = _extents_tensor(x.device, num_tensors, first_dims, last_dims)
     if firsts is not None and lasts is None and _stays_on_device(quantizer):
         if not firsts.is_cuda:
             _check_elements([(extent, columns) for extent in firsts.tolist()], num_tensors, x)
@@ -109,11 +109,11 @@ def member_shapes(
     x: Tensor, num_tensors: int, first_dims: Extents, last_dims: Extents
 ) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
     """Shape of each matrix of a group in x [R, K], and `first_dims` and `last_dims` as int64 on its device."""
-    firsts, lasts = _extents_on(x.device, num_tensors, first_dims, last_dims)
+    firsts, lasts = _extents_tensor(x.device, num_tensors, first_dims, last_dims)
     return _shapes(x, num_tensors, firsts, lasts), firsts, lasts
 
 
-def _extents_on(
+def _extents_tensor(
     device: torch.device, count: int, first_dims: Extents, last_dims: Extents
 ) -> tuple[Tensor | None, ...]:
     pairs = (("first_dims", first_dims), ("last_dims", last_dims))
@@ -168,7 +168,7 @@ def _check_elements(shapes: list[tuple[int, int]], num_tensors: int, x: Tensor) 
         )
 
 
-def _quantize_into(
+def _quantize_group_into(
     output: GroupedTensor,
     x: Tensor,
     quantizer: Any,

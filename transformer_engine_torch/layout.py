@@ -88,7 +88,7 @@ class Layout:
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def reordered(x: Tensor, source: str, target: str, name: str) -> Tensor:
+def reorder_axes(x: Tensor, source: str, target: str, name: str) -> Tensor:
     """Return x with its axes in another order.
 
     Args:
@@ -109,7 +109,7 @@ def reordered(x: Tensor, source: str, target: str, name: str) -> Tensor:
     return x.permute([source.index(axis) for axis in target])
 
 
-def order_of(given: NVTE_QKV_Format | int | str | None, layout: Layout, name: str) -> str:
+def requested_order(given: NVTE_QKV_Format | int | str | None, layout: Layout, name: str) -> str:
     """Return the order of axes that a format argument requests; None means the queries' order.
 
     Raises:

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives import norm
 from transformer_engine.pytorch.runtime.checks import floating, same_shape
 
-from .cast import given_or_quantized, torch_dtype
+from .cast import quantize_or_copy, torch_dtype
 from .checks import output_or_none, quantizer_or_none, vector, with_axes
 
 __all__ = [
@@ -36,7 +36,7 @@ def layernorm_fwd(
     rows, eps, centered = _rows(input), _epsilon(eps), to_bool("zero_centered_gamma", zero_centered_gamma)
     y, mean, rstdev = norm.layernorm_forward(rows, weight, bias, eps, centered)
     y = y.to(torch_dtype(otype)).view(input.shape)
-    return [given_or_quantized(y, quantizer, ln_out), mean, rstdev]
+    return [quantize_or_copy(y, quantizer, ln_out), mean, rstdev]
 
 
 def layernorm_bwd(
@@ -60,7 +60,7 @@ def rmsnorm_fwd(
     rows, eps, centered = _rows(input), _epsilon(eps), to_bool("zero_centered_gamma", zero_centered_gamma)
     y, rstdev = norm.rmsnorm_forward(rows, weight, eps, centered)
     y = y.to(torch_dtype(otype)).view(input.shape)
-    return [given_or_quantized(y, quantizer, ln_out), None, rstdev]
+    return [quantize_or_copy(y, quantizer, ln_out), None, rstdev]
 
 
 def rmsnorm_bwd(

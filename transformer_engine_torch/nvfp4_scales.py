@@ -21,7 +21,7 @@ from transformer_engine.pytorch.primitives.quantize import cast
 from transformer_engine.pytorch.primitives.quantize import quantize as quantize_matrix
 from transformer_engine.pytorch.primitives.quantize.encodings import second_level_scale
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, stack_quantizer
-from transformer_engine.pytorch.tensor.storage.grouped_layout import GroupLayout, extents_of
+from transformer_engine.pytorch.tensor.storage.grouped_layout import GroupLayout, varying_extents
 from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
 from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import plain_matrix
 
@@ -94,8 +94,8 @@ def nvfp4_expand_scale_to_fp8(
         ValueError: A tensor is smaller than the numbers of blocks.
     """
     values(input=input)
-    _at_least("input", input, tile_rows, tile_cols)
-    _at_least("output", output, rows_padded, tile_cols)
+    _check_minimum("input", input, tile_rows, tile_cols)
+    _check_minimum("output", output, rows_padded, tile_cols)
     codes = cast(input[:tile_rows, :tile_cols].float(), E4M3).view(torch.uint8)
     rows = codes.repeat_interleave(to_int("block_len", block_len, 1), 0)[:rows_padded]
     output.zero_()
@@ -136,15 +136,15 @@ def nvfp4_2d_scale_transpose(input: Tensor, output: Tensor, M_tiles: int, K_tile
     Raises:
         ValueError: A tensor is smaller than the numbers of blocks.
     """
-    _at_least("input", input, _BLOCK * (M_tiles - 1) + 1, K_tiles)
-    _at_least("output", output, _BLOCK * (K_tiles - 1) + 1, M_tiles)
+    _check_minimum("input", input, _BLOCK * (M_tiles - 1) + 1, K_tiles)
+    _check_minimum("output", output, _BLOCK * (K_tiles - 1) + 1, M_tiles)
     blocks = input.view(torch.uint8)[: _BLOCK * M_tiles : _BLOCK, :K_tiles]
     rows = blocks.t().repeat_interleave(_BLOCK, 0)[: output.shape[0]]
     output.zero_()
     output.view(torch.uint8)[: rows.shape[0], :M_tiles] = rows
 
 
-def _at_least(name: str, matrix: Tensor, rows: int, columns: int) -> None:
+def _check_minimum(name: str, matrix: Tensor, rows: int, columns: int) -> None:
     if matrix.dim() != 2 or matrix.shape[0] < rows or matrix.shape[1] < columns:
         raise ValueError(f"{name} is {list(matrix.shape)}; give a matrix of at least [{rows}, {columns}]")
 
@@ -318,7 +318,7 @@ def nvfp4_group_quantize_with_amax(
     stack = stack_quantizer(quantizer, shapes, stacked=not any(varies))
     group = GroupedTensorStorage.of(members, stack, tensor.dtype)
     layout = GroupLayout.of(group._members, varies)
-    vars(group).update(extents_of(layout, x.device), _layout=layout, first_dims=firsts, last_dims=lasts)
+    vars(group).update(varying_extents(layout, x.device), _layout=layout, first_dims=firsts, last_dims=lasts)
     if tensor_offsets is not None:
         group.tensor_offsets = tensor_offsets
     return GroupedTensor.from_storage(group)

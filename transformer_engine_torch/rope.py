@@ -29,7 +29,7 @@ def fused_rope_forward(
 ) -> Tensor:  # fmt: skip
     """Rotate input [.., h, d] by the angles freqs float32 [s, 1, 1, d] of its tokens' positions."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
-    return rope.rope_forward(*_checked(input, freqs, Positions(start_positions, cu_seqlens), spec))
+    return rope.rope_forward(*_check_rotation(input, freqs, Positions(start_positions, cu_seqlens), spec))
 
 
 def fused_rope_backward(
@@ -38,7 +38,9 @@ def fused_rope_backward(
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the input of fused_rope_forward."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
-    return rope.rope_backward(*_checked(output_grads, freqs, Positions(start_positions, cu_seqlens), spec))
+    return rope.rope_backward(
+        *_check_rotation(output_grads, freqs, Positions(start_positions, cu_seqlens), spec)
+    )
 
 
 def fused_qkv_rope_forward(
@@ -95,7 +97,7 @@ def _spec(qkv_format: Format, interleaved: bool, cp_size: int, cp_rank: int) -> 
     )
 
 
-def _checked(
+def _check_rotation(
     x: Tensor, freqs: Tensor, positions: Positions, spec: RopeSpec
 ) -> tuple[Tensor, Tensor, Positions, RopeSpec]:
     """Validate and return the arguments of a rotation."""

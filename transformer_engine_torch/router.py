@@ -28,7 +28,7 @@ from transformer_engine.pytorch.router import (
     finite,
     map_format,
     routing_map,
-    total_of,
+    token_total,
 )
 from transformer_engine.pytorch.runtime.checks import floating, tensor
 
@@ -181,7 +181,7 @@ def fused_moe_aux_loss_fwd(
             f"and [{shape[1]}], a multiple of num_experts={num_experts}"
         )
     constant = num_experts * coeff / topk
-    tokens, total = tokens_per_expert.reshape(-1), total_of(total_num_tokens, probs.device)
+    tokens, total = tokens_per_expert.reshape(-1), token_total(total_num_tokens, probs.device)
     if isinstance(total, Tensor):
         loss = balance_loss(probs, tokens, constant, total)[0]
         return loss, constant / total.view(1).float().square()

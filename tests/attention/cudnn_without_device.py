@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from tests.attention.test_cudnn import request
-from transformer_engine.common.hardware import ROWS, Hardware, hardware_named, number_of
+from transformer_engine.common.hardware import ROWS, Hardware, capability_number, hardware_named
 from transformer_engine.pytorch.primitives.attention.backends import (
     cudnn,
     cudnn_blocks,
     cudnn_fp8,
     cudnn_plan,
 )
-from transformer_engine.pytorch.primitives.attention.backends.cudnn_graph import bindings_of, library
+from transformer_engine.pytorch.primitives.attention.backends.cudnn_graph import library, load_bindings
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_plan import Strided
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall
 
@@ -80,7 +80,7 @@ def properties(hardware: Hardware) -> dict[str, Any]:
     """The arguments of a graph for a device that does not exist."""
     blocks = {2048: 32, 1536: 16 if hardware.architecture == "8.6" else 24}[hardware.threads]
     facts = {
-        "deviceVer": 10 * number_of(hardware),
+        "deviceVer": 10 * capability_number(hardware),
         "driverVer": 13000,
         "multiProcessorCount": 128,
         "maxSharedMemoryPerBlockOptin": hardware.shared_memory,
@@ -107,7 +107,7 @@ def properties(hardware: Hardware) -> dict[str, Any]:
         "deviceName": hardware.title,
     }
     described = library().create_device_properties(json.dumps(facts))
-    return {"device_property": described, "sm_version": number_of(hardware)}
+    return {"device_property": described, "sm_version": capability_number(hardware)}
 
 
 def strided_of(call: AttentionCall) -> Strided:
@@ -116,7 +116,7 @@ def strided_of(call: AttentionCall) -> Strided:
     k = cudnn._format_strides(call, False, call.groups, call.head_dim_qk)
     v = cudnn._format_strides(call, False, call.groups, call.head_dim_v)
     bias = cudnn.contiguous_strides(call.bias_shape) if call.bias_shape else None
-    tokens = (cudnn.bucketed_tokens(call.batch * size) for size in (call.seqlen_q, call.seqlen_kv))
+    tokens = (cudnn.bucket_tokens(call.batch * size) for size in (call.seqlen_q, call.seqlen_kv))
     return Strided(q, k, v, None, bias, *tokens)
 
 
@@ -159,7 +159,7 @@ def engines(hardware: Hardware) -> dict[str, dict[str, str]]:
 def main(architectures: list[str]) -> None:
     rows = [hardware_named("nvidia", name) for name in architectures]
     rows = rows or [row for row in ROWS if row.vendor == "nvidia"]
-    assert bindings_of(library()) is not None
+    assert load_bindings(library()) is not None
     encoded = library().backend_version()
     version = f"{encoded // 10_000}.{encoded // 100 % 100}.{encoded % 100}"
     found = {row.architecture: engines(row) for row in rows}

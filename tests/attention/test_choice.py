@@ -34,8 +34,8 @@ from transformer_engine.pytorch.primitives.attention.choose import (
     TABLE,
     check,
     choose,
+    choose_passes,
     explain,
-    passes_of,
     preference,
 )
 from transformer_engine.pytorch.primitives.attention.mask import (
@@ -307,7 +307,7 @@ def test_the_number_of_cached_plans_is_bounded(monkeypatch, device):
 
 
 def test_kernels_that_can_be_called_apart_are_found_without_a_gpu():
-    assert passes_of(AttentionParams().request()).name == "reference"
+    assert choose_passes(AttentionParams().request()).name == "reference"
 
 
 def test_installed_flash_packages_are_reported_when_they_are_chosen(monkeypatch):

@@ -119,7 +119,7 @@ def test_unsupported_versions_of_the_frontend_are_named(frontend, cudnn_version,
 def test_versions_of_the_frontend_from_123_on_are_supported(frontend, reason):
     assert reason(frontend, (9, 20, 0)) is None
     version = tuple(int(part) for part in frontend.split(".")[:2])
-    found = cudnn_graph.bindings_of(cudnn_graph.library())
+    found = cudnn_graph.load_bindings(cudnn_graph.library())
     assert hasattr(found.graph, "_execute_with_raw_ptrs")
     assert found.create_handle == f"create_handle of {version}"
     assert found.set_stream == f"{'set_stream' if version < (1, 28) else '_raw_set_stream'} of {version}"
@@ -287,9 +287,9 @@ def test_strides_of_every_format_become_those_of_bhsd():
 
 def test_packed_lengths_share_plans_at_the_cost_of_an_eighth():
     for tokens in (1, 63, 64, 65, 1000, 1025, 16384, 100_001):
-        bucket = cudnn_plan.bucketed_tokens(tokens)
+        bucket = cudnn_plan.bucket_tokens(tokens)
         assert tokens <= bucket <= max(64, tokens * 9 // 8 + 64)
-    assert len({cudnn_plan.bucketed_tokens(tokens) for tokens in range(8192, 16384)}) <= 9
+    assert len({cudnn_plan.bucket_tokens(tokens) for tokens in range(8192, 16384)}) <= 9
 
 
 def test_only_unaligned_tensors_are_copied():

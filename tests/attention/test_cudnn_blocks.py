@@ -81,7 +81,7 @@ def test_the_path_is_off_until_the_self_test_has_passed(monkeypatch):
     monkeypatch.setattr(self_tested, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     passed: dict[str, bool] = {}
-    monkeypatch.setattr(self_tested, "_stored", lambda index: passed)
+    monkeypatch.setattr(self_tested, "_read_stored", lambda index: passed)
     row, call = fp8.FORWARD.named("cudnn_mxfp8"), request(**B200)
     reason = row.rejection_reason(call)
     assert "the self-test of mxfp8 attention has not run on this GPU" in (reason or "")
@@ -146,13 +146,13 @@ def recording(monkeypatch):
     module.tensor_reordering = SimpleNamespace(F8_128x4="F8_128x4")
     module.diagonal_alignment = SimpleNamespace(TOP_LEFT="TOP_LEFT", BOTTOM_RIGHT="BOTTOM_RIGHT")
     module.pygraph, module.create_handle, module.set_stream = Graph, None, None
-    for cached in (cudnn_graph.data_type, cudnn_graph.library, cudnn_graph.bindings_of):
+    for cached in (cudnn_graph.data_type, cudnn_graph.library, cudnn_graph.load_bindings):
         cached.cache_clear()
     for name in (cudnn_graph.__name__, cudnn_blocks.__name__.replace("cudnn_blocks", "cudnn_plan")):
         monkeypatch.setattr(f"{name}.library", lambda: module)
     yield
     cudnn_graph.data_type.cache_clear()
-    cudnn_graph.bindings_of.cache_clear()
+    cudnn_graph.load_bindings.cache_clear()
 
 
 def facts_of(tensor: Recorded) -> tuple[Any, ...]:

@@ -46,7 +46,7 @@ def _library(monkeypatch):
     monkeypatch.setattr(flash3, "INSTALLED", True)
     monkeypatch.setattr(optional, "failure", lambda *_: None)
     flash4._score_functions.cache_clear()
-    flash3._without_softcap.cache_clear()
+    flash3._softcap_failure.cache_clear()
 
 
 def sample(*shape, seed):
@@ -314,7 +314,7 @@ def test_a_flash3_without_the_argument_softcap_is_named(monkeypatch):
     def older(q, k, v, *, softmax_scale, causal, window_size, deterministic): ...
 
     monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_varlen_func", older)
-    flash3._without_softcap.cache_clear()
+    flash3._softcap_failure.cache_clear()
     reason = flash3.BACKEND.rejection_reason(on_hopper(softcap=20.0)) or ""
     assert "flash_attn_varlen_func of the installed flash-attention 3 has no argument softcap" in reason
     assert flash3.BACKEND.rejection_reason(on_hopper()) is None

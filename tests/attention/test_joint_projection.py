@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_engine.pytorch.attention import DotProductAttention, InferenceParams, MultiheadAttention
 from transformer_engine.pytorch.functions.attention.autograd import Projection, attend
-from transformer_engine.pytorch.functions.split_heads import parts_of
+from transformer_engine.pytorch.functions.split_heads import split_views
 from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.call import AttentionInputs
 
@@ -120,16 +120,16 @@ def test_its_second_derivative_is_right(device):
     core = layer.core_attention
     x = torch.randn(TOKENS, BATCH, 3 * HIDDEN).to(device)
     size = HIDDEN // HEADS
-    core(*parts_of(x, HEADS, HEADS, size, True))
+    core(*split_views(x, HEADS, HEADS, size, True))
     (plan,) = core._plans.values()
     request = replace(plan.call, needs_gradient=True)
 
     def ours(x):
-        inputs = AttentionInputs(*parts_of(x.detach(), HEADS, HEADS, size, True))
+        inputs = AttentionInputs(*split_views(x.detach(), HEADS, HEADS, size, True))
         return attend(reference.PASSES, request, inputs, Projection(x, True)).output
 
     def plain(x):
-        q, k, v = (part.permute(1, 2, 0, 3) for part in parts_of(x, HEADS, HEADS, size, True))
+        q, k, v = (part.permute(1, 2, 0, 3) for part in split_views(x, HEADS, HEADS, size, True))
         hidden = torch.ones(TOKENS, TOKENS, device=device).triu(1).bool()
         p = torch.softmax((q @ k.transpose(-1, -2) * size**-0.5).masked_fill(hidden, -torch.inf), -1)
         return (p @ v).permute(2, 0, 1, 3).flatten(-2)

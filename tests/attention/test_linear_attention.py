@@ -25,7 +25,7 @@ from tests.attention.linear_attention_cases import (
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.primitives.linear_attention import linear_attention
-from transformer_engine.pytorch.primitives.linear_attention.gates import guarded
+from transformer_engine.pytorch.primitives.linear_attention.gates import shrink_gates
 from transformer_engine.pytorch.primitives.linear_attention.request import (
     DeltaInputs,
     DeltaSpec,
@@ -276,7 +276,7 @@ def test_guarded_erase_gates_enlarge_no_state(dtype):
     inputs = inputs_of(q=k, k=k, v=empty, g=g, beta=beta)
     spec = DeltaSpec(Rule.GDN2, (1.0).hex(), (Option.L2_NORM, Option.GUARD))
     wide = torch.promote_types(dtype, torch.float32)
-    limited = guarded(beta.to(wide), inputs, spec).double()
+    limited = shrink_gates(beta.to(wide), inputs, spec).double()
 
     def norms(gates):
         """Spectral norm of (I - k (gates * k)^T) diag(exp(max g)), an upper bound of a token's step."""
@@ -308,7 +308,7 @@ def test_the_gradient_passes_the_guard_unchanged():
     assert not torch.equal(call_of(unguarded)(**tensors), found)
     spec = DeltaSpec(Rule.GDN2, (1.0).hex(), (Option.L2_NORM, Option.GUARD))
     q, k, v, g, beta = list(tensors.values())[:5]
-    limited = guarded(beta, inputs_of(q=q, k=k, v=v, g=g, beta=beta), spec).detach().requires_grad_()
+    limited = shrink_gates(beta, inputs_of(q=q, k=k, v=v, g=g, beta=beta), spec).detach().requires_grad_()
     (exact,), exact_gradients = run_with_gradients(
         unguarded, {**tensors, "beta": limited}, call_of(unguarded)
     )

@@ -18,7 +18,7 @@ import triton.language as tl
 from transformer_engine.common.kernels import attention, attention_backward, attention_delta
 from transformer_engine.common.kernels.attention_problem import AttentionProblem
 from transformer_engine.common.kernels.launch import Launch, Output
-from transformer_engine.pytorch.runtime.launching import processors, run_into
+from transformer_engine.pytorch.runtime.launching import processors, run_program_into
 
 HEADS, GROUPS, SIZE, SIZE_V = 2, 1, 32, 16
 # Lengths around tiles of 32 and 64 rows; empty sequences at the start, in the middle and at the end.
@@ -65,7 +65,7 @@ def _made(launch: Launch, inputs: tuple, like: tuple, device: torch.device) -> l
             made.append(torch.full(output.shape or shape, begins, dtype=torch.float32, device=device))
         else:
             made.append(None)
-    run_into(launch, (*inputs, *made), inputs[0].device)
+    run_program_into(launch, (*inputs, *made), inputs[0].device)
     return made
 
 
@@ -157,7 +157,7 @@ def test_heads_of_queries_share_the_tiles_of_keys_where_all_sequences_together_h
 def places(lengths, found, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
     """Store (tile, sequence) of every program in found [programs, 2]."""
     program = tl.program_id(0)
-    tile, sequence = attention.owned(lengths, program, size, ROWS, SEQUENCES)
+    tile, sequence = attention.owned_tile(lengths, program, size, ROWS, SEQUENCES)
     tl.store(found + 2 * program, tile)
     tl.store(found + 2 * program + 1, sequence)
 
@@ -176,6 +176,6 @@ def test_every_tile_has_one_program_however_many_sequences_are_counted(sequences
         places, (programs, 1, 1), (Output((programs, 2), "int32"),), (size,), (rows, sequences), warps
     )
     found = torch.full((programs, 2), -1, dtype=torch.int32, device=device)
-    run_into(launch, (lengths.to(device, torch.int32), found), found.device)
+    run_program_into(launch, (lengths.to(device, torch.int32), found), found.device)
     without = [(-(-size // rows), 0)] * (programs - len(tiles))
     assert [tuple(place) for place in found.tolist()] == tiles + without

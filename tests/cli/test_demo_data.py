@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from transformer_engine.cli.demo.data import VALIDATION_SHARE, _spaced, load_corpus
+from transformer_engine.cli.demo.data import VALIDATION_SHARE, _place_evenly, load_corpus
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_batches_start_at_the_positions_that_torch_draws(seed: int, step: int, f
 @pytest.mark.parametrize("last", [7, 3333, 654_321, 12_345_678])
 @pytest.mark.parametrize("count", [32, 64, 1024])
 def test_validation_positions_equal_torch_linspace(last: int, count: int):
-    assert np.array_equal(_spaced(last, count), torch.linspace(0, last, count).long().numpy())
+    assert np.array_equal(_place_evenly(last, count), torch.linspace(0, last, count).long().numpy())
 
 
 def test_the_default_text_is_the_standard_library():

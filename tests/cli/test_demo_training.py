@@ -212,7 +212,7 @@ def test_execution_options_do_not_change_the_losses(execution: Execution, corpus
 def test_an_observed_run_logs_the_first_of_ten_steps(corpus: Corpus, tmp_path: Path):
     trainer = Trainer(tiny("current", steps=11), corpus, tmp_path, Execution(observe=True))
     trainer.train()
-    lines = [json.loads(line) for line in trainer.observed_path.read_text().splitlines()]
+    lines = [json.loads(line) for line in trainer.observation_path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 11]
     seen = {tensor["module"] for tensor in lines[0]["tensors"] if tensor["format"]}
     assert seen == {

@@ -11,7 +11,7 @@ from tests.support.command import te as run_te
 from transformer_engine.cli.demo.config import RunConfig, resolve
 from transformer_engine.cli.demo.data import load_corpus
 from transformer_engine.cli.demo.model import ByteGPT
-from transformer_engine.cli.demo.sample import CachedStep, cache_of
+from transformer_engine.cli.demo.sample import CachedStep, create_cache
 from transformer_engine.cli.demo.trainer import Trainer
 from transformer_engine.cli.generate import load
 
@@ -98,7 +98,7 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], me
 
 def stepwise(model: ByteGPT, config: RunConfig, text: torch.Tensor, page_size: int | None) -> torch.Tensor:
     """Logits after bytes 5, 6, ... of text [1, n], each from a cached step."""
-    step = CachedStep(model, cache_of(config, page_size))
+    step = CachedStep(model, create_cache(config, page_size))
     fresh = [text[:, :5], *text[:, 5:].split(1, dim=1)]
     return torch.cat([step(part).clone() for part in fresh])
 

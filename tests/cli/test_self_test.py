@@ -20,9 +20,9 @@ from transformer_engine.pytorch.runtime import self_tested
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path))
-    self_tested._stored.cache_clear()
+    self_tested._read_stored.cache_clear()
     yield tmp_path
-    self_tested._stored.cache_clear()
+    self_tested._read_stored.cache_clear()
 
 
 def _raise(x):
@@ -88,7 +88,7 @@ def test_the_request_of_a_case_is_known_before_a_backend_runs(doubling):
         calls.append("run")
         return (result,)
 
-    assert compiling.request_of(SelfTestCase("p", "8", "doubling", compute)) == 8 and calls == []
+    assert compiling.first_request(SelfTestCase("p", "8", "doubling", compute)) == 8 and calls == []
 
 
 def test_a_process_runs_all_backends_of_its_cases_and_leaves_errors_to_the_self_test(monkeypatch, doubling):
@@ -157,10 +157,10 @@ def test_stored_results_admit_paths_on_the_same_machine_and_versions_only(cache,
     assert "has not run" in str(self_tested.untested_reason("mxfp8 products"))
     for fact, other in (("driver", "590.10"), ("torch", "2.15.0"), ("gpu", "NVIDIA GeForce RTX 5080")):
         before, forged_gpu[fact] = forged_gpu[fact], other
-        self_tested._stored.cache_clear()
+        self_tested._read_stored.cache_clear()
         assert "has not run" in str(self_tested.untested_reason(path)), fact
         forged_gpu[fact] = before
-    self_tested._stored.cache_clear()
+    self_tested._read_stored.cache_clear()
     assert self_tested.untested_reason(path) is None
 
 

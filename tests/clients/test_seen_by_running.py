@@ -141,7 +141,7 @@ def test_mxfp8_tensors_of_swizzled_scales_have_the_same_values_and_products(shap
         with_gemm_swizzled_scales=True,
     )
     assert torch.equal(in_tiles.dequantize(), plain.dequantize())
-    assert torch.equal(in_tiles.in_scale_order(False)._columnwise_scale_inv, columnwise)
+    assert torch.equal(in_tiles.order_scales(False)._columnwise_scale_inv, columnwise)
     in_tiles.update_usage(rowwise_usage=False)
     plain.update_usage(rowwise_usage=False)
     assert torch.equal(in_tiles.dequantize(), plain.dequantize())

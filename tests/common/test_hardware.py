@@ -12,11 +12,11 @@ from transformer_engine.common.hardware import (
     CAPABILITIES,
     NO_GPU,
     ROWS,
+    capability_number,
+    find_rows,
     hardware_named,
     hardware_of_gpu,
-    number_of,
     nvidia,
-    rows_with,
 )
 from transformer_engine.common.kernels import launch
 
@@ -49,7 +49,7 @@ def test_every_capability_of_a_row_has_a_declared_name():
     ],
 )
 def test_a_capability_belongs_to_the_architectures_of_its_instruction(capability, having):
-    assert tuple(row.architecture for row in rows_with(capability)) == having
+    assert tuple(row.architecture for row in find_rows(capability)) == having
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_an_unlisted_architecture_has_the_capabilities_of_its_nearest_older_rela
 
 def test_the_number_that_rocm_reports_is_no_compute_capability():
     row = hardware_named("amd", "gfx942")
-    assert row.has("triton kernels") and not row.has("fp8 products") and number_of(row) == 94
+    assert row.has("triton kernels") and not row.has("fp8 products") and capability_number(row) == 94
     assert row.lacks("fp8 products") == (
         "AMD gfx942 has no fp8 products (its FP8 codes (fnuz) differ from those of the recipes); "
         "NVIDIA GPUs of compute capability 8.9 and higher have"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.programs import ROOT
 from transformer_engine.common.planning import GPUS, MODELS, LinkRates, ModelShape, plan, search
-from transformer_engine.common.planning.hardware import DEFAULT_LINKS, FORMATS, format_named, links_of
+from transformer_engine.common.planning.hardware import DEFAULT_LINKS, FORMATS, format_named, host_links
 from transformer_engine.common.planning.layer import MicroBatch, layer
 from transformer_engine.common.planning.models import model_shape
 from transformer_engine.common.planning.simulate import RankMachine
@@ -135,7 +135,7 @@ def test_collectives_follow_bytes_ranks_and_hosts():
         plan("llama-8b", 64, fsdp=64, links=slow).exposed["fsdp"]
         > plan("llama-8b", 64, fsdp=64).exposed["fsdp"]
     )
-    assert links_of(GPUS["b200"]).ring == 2 * DEFAULT_LINKS.ring
+    assert host_links(GPUS["b200"]).ring == 2 * DEFAULT_LINKS.ring
 
 
 def test_a_search_equals_trying_every_mesh():
@@ -264,7 +264,7 @@ def test_every_rate_of_a_plan_states_its_source(gpu):
     sources = {name: rate.rpartition("(")[2].rstrip(")") for name, rate in made.rates.items()}
     assert sources.pop("network") == "assumed" and set(sources.values()) == {source}
     assert f"rates: bf16 products {made.rates['bf16 products']}" in str(made)
-    links = replace(links_of(GPUS[gpu]), network=1e7)
+    links = replace(host_links(GPUS[gpu]), network=1e7)
     assert plan("llama-8b", 8, fsdp=8, gpu=gpu, links=links).rates["network"] == "10 GB/s (given)"
 
 

@@ -340,7 +340,7 @@ def test_threads_share_a_session(tmp_path: Path):
 def test_a_traced_call_of_a_debugged_layer_raises(tmp_path: Path):
     layer = te.Linear(64, 96, device="cpu", name="layer")
     with session(tmp_path, MAXIMA), pytest.raises(RuntimeError, match="belongs to a debug session"):
-        numerics.of_traced_call(layer, layer.tracing_key, OUTSIDE)
+        numerics.trace_call(layer, layer.tracing_key, OUTSIDE)
 
 
 @pytest.mark.slow

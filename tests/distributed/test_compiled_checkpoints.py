@@ -126,4 +126,4 @@ def test_a_scale_that_the_first_run_did_not_read_raises(device):
             RuntimeError, match=r"reads a scale 1 times in the second run .* and 0 times in its first"
         ),
     ):
-        compiled_runs.repeated_scale(scale, history, "state")
+        compiled_runs.replay_scale(scale, history, "state")

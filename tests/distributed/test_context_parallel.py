@@ -32,7 +32,7 @@ from transformer_engine.pytorch.functions.attention.context_parallel.layout impo
 )
 from transformer_engine.pytorch.functions.attention.context_parallel.merge import merge
 from transformer_engine.pytorch.functions.attention.context_parallel.schedule import (
-    gathered_blocks,
+    plan_gathered_blocks,
     ring_blocks,
 )
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall
@@ -330,7 +330,7 @@ def test_blocks_of_all_ranks_are_every_visible_pair_once(size, window, bottom_ri
             columns = held_tokens((length_k,), size, owner)
             for block in ring_blocks(call, size, rank, owner):
                 of_ring += _seen(block, length_q, length_k, rows, columns)
-        for block in gathered_blocks(call, size, rank):
+        for block in plan_gathered_blocks(call, size, rank):
             of_gather += _seen(block, length_q, length_k, rows, list(range(length_k)))
     assert torch.equal(of_ring, visible.int())
     assert torch.equal(of_gather, visible.int())

@@ -156,7 +156,7 @@ def _case(device: torch.device, kind: str, name: str, tokens: int) -> dict[str, 
     equal = True
     for _ in range(2):
         found, forward, backward, saved = _step(layer, recipe, _rows(kind, tokens))
-        with mock.patch.object(linear_spec, "gathered_as", lambda quantizer, *_: linear_spec.ONCE):
+        with mock.patch.object(linear_spec, "plan_gather", lambda quantizer, *_: linear_spec.ONCE):
             whole, whole_forward, whole_backward, whole_saved = _step(other, recipe, _rows(kind, tokens))
         equal = equal and all(torch.equal(found[key], whole[key]) for key in found)
     alone = 0

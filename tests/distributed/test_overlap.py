@@ -131,7 +131,7 @@ def _both(kind: str, recipe: str, device: torch.device) -> tuple[dict[str, Any],
 
 
 class Uses:
-    """Replaces `peer_buffers_for` by copies in pretended memory, and counts their uses."""
+    """Replaces `peer_buffers` by copies in pretended memory, and counts their uses."""
 
     def __init__(self, ranks: int):
         self._memories = [Memory(ranks), Memory(ranks)]
@@ -162,7 +162,7 @@ def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypa
     """
     ranks = 2
     uses = Uses(ranks)
-    monkeypatch.setattr(overlapped_products, "peer_buffers_for", uses)
+    monkeypatch.setattr(overlapped_products, "peer_buffers", uses)
     for found, expected in run_on_threads(lambda rank: _both(kind, recipe, torch.device("cpu")), ranks):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -176,7 +176,7 @@ def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypa
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_more_ranks_compute_the_same(ranks, monkeypatch):
-    monkeypatch.setattr(overlapped_products, "peer_buffers_for", Uses(ranks))
+    monkeypatch.setattr(overlapped_products, "peer_buffers", Uses(ranks))
     monkeypatch.setitem(globals(), "INNER", 128 * ranks)
     for found, expected in run_on_threads(lambda rank: _both("mlp", "none", torch.device("cpu")), ranks):
         for name, value in expected.items():
@@ -287,7 +287,7 @@ def test_flags_have_no_effect_on_a_cpu_and_say_so():
 def _on_gpus(device: torch.device) -> dict[str, Any]:
     """Run all layers with real buffers, small ones too."""
     ranks = dist.get_world_size()
-    overlap.thresholds_of = lambda *_: Thresholds(0, 0)
+    overlap.load_thresholds = lambda *_: Thresholds(0, 0)
     te.initialize_ub([ranks * TOKENS, INNER], ranks, dtype=torch.float32)
     found = {}
     for kind in BUILD:

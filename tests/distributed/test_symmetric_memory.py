@@ -24,7 +24,7 @@ from transformer_engine.pytorch.distributed.symmetric_memory import (
     PROCESS_GROUP,
     SYMMETRIC,
     Reduction,
-    reduce_over,
+    reduce_values,
     unsupported_reason,
 )
 
@@ -47,7 +47,7 @@ def test_all_ranks_get_the_float32_sum_in_the_order_of_ranks(size, two_shots):
         results = []
         for turn, count in enumerate(counts):  # the second message overwrites the buffer of the first
             values = values_of(rank, count, torch.bfloat16, turn)
-            reduce_over(peers, buffer, values, two_shots)
+            reduce_values(peers, buffer, values, two_shots)
             results.append(values)
         found[rank] = results
 
@@ -166,7 +166,7 @@ def test_a_vector_in_symmetric_memory_is_made_once_for_a_group(monkeypatch):
         made.append(group)
         return torch.zeros(numel, dtype=dtype), None
 
-    monkeypatch.setattr(symmetric_memory, "allocated", allocated)
+    monkeypatch.setattr(symmetric_memory, "allocate_together", allocated)
     monkeypatch.setattr(symmetric_memory, "_buffers", {})
     group: Any = Group()
     device = torch.device("cuda")

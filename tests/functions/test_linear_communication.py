@@ -61,7 +61,7 @@ def events(monkeypatch, emulated) -> list[str]:
         result = gathered(x, axis) if collective == "all_gather" else x[: x.shape[0] // RANKS]
         return result, Handle(collective)
 
-    monkeypatch.setattr(communication, "_begun", begun)
+    monkeypatch.setattr(communication, "_begin_collective", begun)
     monkeypatch.setattr(linear_operands, "check_collective", lambda *arguments: None)
     return seen
 

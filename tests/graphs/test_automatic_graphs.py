@@ -11,7 +11,7 @@ import torch
 import transformer_engine.pytorch as te
 from tests.support.layers import RECIPES, layer_of
 from transformer_engine.pytorch.graphs import automatic
-from transformer_engine.pytorch.graphs.signature import SameObject, standing_of
+from transformer_engine.pytorch.graphs.signature import SameObject, module_standing
 
 HIDDEN, TOKENS, BATCH = 64, 16, 4
 
@@ -229,7 +229,7 @@ def test_results_that_a_layer_keeps_do_not_prevent_a_capture(rerun):
 
 
 @pytest.mark.parametrize(
-    ("kind", "part"), [(torch.nn.ReLU, standing_of), (_Settings, SameObject), (object, SameObject)]
+    ("kind", "part"), [(torch.nn.ReLU, module_standing), (_Settings, SameObject), (object, SameObject)]
 )
 def test_signature_does_not_accept_a_new_object_at_the_address_of_an_old_one(kind, part):
     value = kind()

@@ -902,7 +902,7 @@ def test_modules_and_tensors_outside_the_gpu_are_rejected():
     """A graph neither records nor replays work outside the GPU."""
 
     def asked(module, x):
-        samples = arguments.samples_of((x,), None, True, 1, False)
+        samples = arguments.list_samples((x,), None, True, 1, False)
         return arguments.CaptureRequest((module,), (0,), samples, (), None, (), None, (), True)
 
     module = _layer("Linear")

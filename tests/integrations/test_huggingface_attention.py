@@ -28,7 +28,7 @@ from transformer_engine.pytorch.integrations.huggingface import (
     sdpa,
 )
 from transformer_engine.pytorch.integrations.huggingface.interface import te_attention_forward
-from transformer_engine.pytorch.integrations.huggingface.layouts import HeadLayout, layout_of
+from transformer_engine.pytorch.integrations.huggingface.layouts import HeadLayout, module_layout
 
 HIDDEN, HEADS, GROUPS, SIZE, LENGTH = 32, 4, 2, 8, 12
 
@@ -407,7 +407,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_a_layout_is_read_from_projections(name):
     given, expected = LAYOUTS[name]
-    assert layout_of(given) == expected
+    assert module_layout(given) == expected
 
 
 def test_an_injected_model_compiles_as_one_graph():

@@ -62,7 +62,7 @@ def padded_queries(visible: torch.Tensor, shift: int) -> torch.Tensor:
 @pytest.mark.parametrize("queries, keys", [(8, 8), (3, 8), (8, 1000)])
 def test_a_canonical_mask_is_a_name_and_a_window(kind, window, queries, keys):
     visible = band(queries, keys, keys - queries, window, [(0, keys)]).expand(2, -1, -1, -1)
-    masking = masks.of_mask(visible if kind == torch.bool else additive(visible), 2)
+    masking = masks.mask_masking(visible if kind == torch.bool else additive(visible), 2)
     assert masking is not None
     assert not masking.arguments and not masking.packed
     assert masking.name.startswith("causal")
@@ -71,17 +71,17 @@ def test_a_canonical_mask_is_a_name_and_a_window(kind, window, queries, keys):
 
 
 def test_a_window_longer_than_all_queries_is_dropped():
-    masking = masks.of_mask(band(6, 6, 0, 6, [(0, 6)]), 1)
+    masking = masks.mask_masking(band(6, 6, 0, 6, [(0, 6)]), 1)
     assert masking == masks.CAUSAL
 
 
 @pytest.mark.parametrize("hidden", [-torch.inf, -1e9, -65504.0])
 def test_any_large_negative_number_hides(hidden):
-    assert masks.of_mask(additive(band(5, 5, 0, None, [(0, 5)]), hidden), 1) == masks.CAUSAL
+    assert masks.mask_masking(additive(band(5, 5, 0, None, [(0, 5)]), hidden), 1) == masks.CAUSAL
 
 
 def test_a_mask_with_all_keys_visible_is_dropped():
-    assert masks.of_mask(torch.ones(2, 1, 4, 6, dtype=torch.bool), 2) == masks.NO_MASK
+    assert masks.mask_masking(torch.ones(2, 1, 4, 6, dtype=torch.bool), 2) == masks.NO_MASK
 
 
 PADDING = {
@@ -97,7 +97,7 @@ PADDING = {
 def test_padding_of_a_causal_mask_is_lengths(side, window, queries):
     shift = 8 - queries
     visible = band(queries, 8, shift, window, PADDING[side])
-    masking = masks.of_mask(visible, 3)
+    masking = masks.mask_masking(visible, 3)
     assert masking is not None
     assert masking.name == ("padding_causal" if queries == 8 else "padding_causal_bottom_right")
     assert masking.packed == (side != "right" or (window is not None and queries < 8))
@@ -107,7 +107,7 @@ def test_padding_of_a_causal_mask_is_lengths(side, window, queries):
 @pytest.mark.parametrize("side", list(PADDING))
 def test_padding_of_an_encoder_hides_keys_alone(side):
     visible = band(8, 8, 8, None, PADDING[side])
-    masking = masks.of_mask(visible, 3)
+    masking = masks.mask_masking(visible, 3)
     assert masking is not None
     assert masking.name == "padding"
     assert_attends_as(visible, masking)
@@ -116,7 +116,7 @@ def test_padding_of_an_encoder_hides_keys_alone(side):
 @pytest.mark.parametrize("padding", [[(0, 8)], [(0, 8), (0, 5)], [(0, 8), (3, 8)]])
 def test_a_window_on_both_sides_is_one_of_an_encoder(padding):
     visible = band(8, 8, 2, 5, padding)
-    masking = masks.of_mask(visible, len(padding))
+    masking = masks.mask_masking(visible, len(padding))
     assert masking is not None
     assert (masking.window, "causal" in masking.name) == ((2, 2), False)
     assert_attends_as(visible, masking, padded_queries(visible, 0))
@@ -126,7 +126,7 @@ def test_a_window_on_both_sides_is_one_of_an_encoder(padding):
 @pytest.mark.parametrize("place", [0, 4])
 def test_a_static_cache_is_limited_to_its_written_keys(place, window):
     visible = band(4, 16, place, window, [(0, 16)])
-    masking = masks.of_mask(visible, 1)
+    masking = masks.mask_masking(visible, 1)
     assert masking is not None
     assert masking.keys is not None and masking.keys[1] == place + 4
     assert_attends_as(visible, masking)
@@ -135,7 +135,7 @@ def test_a_static_cache_is_limited_to_its_written_keys(place, window):
 def test_a_mask_of_one_query_is_not_read(monkeypatch):
     monkeypatch.setattr(masks, "_read", None)
     visible = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 0]], dtype=torch.bool)[:, None, None]
-    masking = masks.of_mask(visible, 3)
+    masking = masks.mask_masking(visible, 3)
     assert masking is not None
     assert_attends_as(visible, masking)
 
@@ -143,9 +143,9 @@ def test_a_mask_of_one_query_is_not_read(monkeypatch):
 def test_without_a_mask_a_causal_call_begins_in_the_first_key():
     """A static cache before its first step: torch's is_causal leaves the keys behind the queries out."""
     visible = band(4, 16, 0, None, [(0, 16)])
-    assert_attends_as(visible, masks.without_tensor(True, 4, 16, None))
-    assert_attends_as(band(6, 6, 0, 3, [(0, 6)]), masks.without_tensor(True, 6, 6, 3))
-    assert masks.without_tensor(False, 4, 16, 3) == masks.NO_MASK
+    assert_attends_as(visible, masks.maskless_masking(True, 4, 16, None))
+    assert_attends_as(band(6, 6, 0, 3, [(0, 6)]), masks.maskless_masking(True, 6, 6, 3))
+    assert masks.maskless_masking(False, 4, 16, 3) == masks.NO_MASK
 
 
 @pytest.mark.parametrize("lengths", [[(3, 5), (8,), (1, 1, 6)], [(4, 4), (4, 4), (4, 4)]])
@@ -157,7 +157,7 @@ def test_packed_sequences_are_lengths(lengths, shared):
         segments = segments[:1].expand(3, -1)
     same = segments[:, None, :, None] == segments[:, None, None, :]
     visible = same & band(8, 8, 0, None, [(0, 8)])
-    masking = masks.of_mask(visible[:1].expand(3, -1, -1, -1) if shared else visible, 3)
+    masking = masks.mask_masking(visible[:1].expand(3, -1, -1, -1) if shared else visible, 3)
     assert masking is not None
     assert (masking.name, masking.packed) == ("padding_causal", True)
     assert masking.arguments["cu_seqlens_q"] is masking.arguments["cu_seqlens_kv"]
@@ -192,7 +192,7 @@ def others() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", list(others()))
 def test_a_mask_that_no_type_describes_is_not_recognised(name):
-    assert masks.of_mask(others()[name], 2) is None
+    assert masks.mask_masking(others()[name], 2) is None
 
 
 def test_one_flipped_pair_is_seen_wherever_it_is():
@@ -201,7 +201,7 @@ def test_one_flipped_pair_is_seen_wherever_it_is():
     for place in range(visible.numel()):
         flipped = visible.clone()
         flipped.view(-1)[place] ^= True
-        masking = masks.of_mask(flipped, 2)
+        masking = masks.mask_masking(flipped, 2)
         if masking is not None:
             assert_attends_as(flipped, masking, padded_queries(flipped, 0))
 
@@ -225,7 +225,7 @@ def test_random_masks_are_rejected_or_right():
         ahead, window = drawn.randint(0, 9), drawn.choice([None, 1, 2, 3, 5])
         padding = [tuple(sorted((drawn.randint(0, keys), drawn.randint(0, keys)))) for _ in range(batch)]
         visible = band(queries, keys, ahead, window, padding)
-        masking = masks.of_mask(visible, batch)
+        masking = masks.mask_masking(visible, batch)
         if masking is None:
             continue
         recognised += 1
@@ -245,20 +245,20 @@ def test_layers_that_share_a_mask_read_it_once(monkeypatch):
     read = masks._read
     monkeypatch.setattr(masks, "_read", lambda *given: reads.append(1) or read(*given))
     mask = band(8, 8, 0, 3, [(0, 8), (0, 5)])
-    first = masks.of_mask(mask, 2)
-    assert masks.of_mask(mask, 2) is first and len(reads) == 1
+    first = masks.mask_masking(mask, 2)
+    assert masks.mask_masking(mask, 2) is first and len(reads) == 1
     mask[..., 0, 1] = True
-    assert masks.of_mask(mask, 2) is None and len(reads) == 2
+    assert masks.mask_masking(mask, 2) is None and len(reads) == 2
     del mask
     gc.collect()
-    masks.of_mask(band(8, 8, 0, 3, [(0, 8), (0, 5)]), 2)
+    masks.mask_masking(band(8, 8, 0, 3, [(0, 8), (0, 5)]), 2)
     assert len(reads) == 3
 
 
 def test_a_mask_that_is_expanded_over_the_batch_is_read_once_for_all():
     mask = band(8, 8, 0, None, [(0, 8)]).expand(64, -1, -1, -1)
     assert mask.stride(0) == 0
-    assert masks.of_mask(mask, 64) == masks.CAUSAL
+    assert masks.mask_masking(mask, 64) == masks.CAUSAL
 
 
 @pytest.mark.gpu
@@ -268,7 +268,7 @@ def test_padding_is_lengths_on_a_gpu(side, dtype):
     """Whichever backend takes the lengths: real tokens attend as under torch's mask."""
     long = [(begin * 64, end * 64) for begin, end in PADDING[side]]
     visible = band(512, 512, 0, None, long).cuda()
-    masking = masks.of_mask(visible, 3)
+    masking = masks.mask_masking(visible, 3)
     assert masking is not None and masking.name == "padding_causal"
     q, k, v = (torch.randn(3, 4, 512, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     core = te.DotProductAttention(4, 64, qkv_format="bshd")
@@ -291,10 +291,10 @@ def test_one_query_waits_for_nothing_on_a_gpu():
     visible[1, ..., :20] = False
     q, k, v = (torch.randn(2, HEADS, s, 64, device="cuda", dtype=torch.bfloat16) for s in (1, 64, 64))
     core = te.DotProductAttention(HEADS, 64, qkv_format="bshd", attn_mask_type="no_mask")
-    attend(core, q, k, v, masks.of_mask(visible, 2))
+    attend(core, q, k, v, masks.mask_masking(visible, 2))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = attend(core, q, k, v, masks.of_mask(visible, 2))
+        out = attend(core, q, k, v, masks.mask_masking(visible, 2))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     expected = F.scaled_dot_product_attention(q, k, v, visible).transpose(1, 2)

@@ -529,7 +529,7 @@ def test_a_context_parallel_rank_turns_its_tokens_by_their_own_angles(monkeypatc
     layer, own = self_attention(), angles()[LENGTH // 2 :]
     query, key, _ = layer.get_query_key_value_tensors(hidden(length=LENGTH // 2))
     expected = layer._rotated(query, key, (own, own), None, None)
-    monkeypatch.setattr(attention, "ranks_of", lambda group: 2)
+    monkeypatch.setattr(attention, "count_ranks", lambda group: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
     for ours, theirs in zip(layer._rotated(query, key, (own, own), None, None), expected, strict=True):
         assert torch.equal(ours, theirs)

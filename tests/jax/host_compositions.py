@@ -165,7 +165,7 @@ class DoubledAndSummed(kernels.Kernel):
 
 def kernel_case(mesh: Mesh) -> dict[str, float]:
     """A kernel on rows sharded over eight devices: results, all-gathers in the program, and rows per device."""
-    mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
+    mlir.register_lowering(kernels._kernel, kernels._lower_kernel, platform="cpu")
     x = normal(jax.random.key(0), (16, 24))
     step = jax.jit(lambda x: kernels.call(DoubledAndSummed(), x))
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))

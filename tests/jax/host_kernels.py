@@ -56,7 +56,7 @@ class Blocks(Kernel):
     @property
     def rule(self):
         k = extent("k", self.shape[1], 16)
-        return ShardingRule.of_extents(f"m {k.whole} -> m {k.blocks}", k)
+        return ShardingRule.from_extents(f"m {k.whole} -> m {k.blocks}", k)
 
     def results(self, *operands):
         (x,) = operands
@@ -74,7 +74,7 @@ class Product(Kernel):
 
     rule = ShardingRule("m k, n k -> m n", led_by_results=True, summed=(0,))
 
-    def under_vmap(self, mapped):
+    def vmap_kernel(self, mapped):
         return OverVmap(self, tuple(mapped)), (True,)
 
     def results(self, *operands):
@@ -250,7 +250,7 @@ class PackedProduct(decoded.DecodedProduct):
 
 
 def packed_product(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> jax.Array:
-    return block_scales.multiplied(PackedProduct, a, b, dtype)
+    return block_scales.multiply_codes(PackedProduct, a, b, dtype)
 
 
 DECODED = functools.partial(decoded.run, widens=False)
@@ -291,7 +291,7 @@ def products_of_codes(mesh: Mesh) -> dict[str, float]:
 
 def main() -> None:
     start_on_host_devices()
-    mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
+    mlir.register_lowering(kernels._kernel, kernels._lower_kernel, platform="cpu")
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     found = {"misnamed": misnamed(mesh)} | products_of_codes(mesh)
     wanted = jax.jit(lambda cases: {name: CASES[name][0].run(*arrays) for name, arrays in cases.items()})(

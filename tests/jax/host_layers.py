@@ -97,7 +97,7 @@ def as_on_cuda() -> None:
     scaled = Backend("scaled", unsupported_reason=unsupported_reason, bind=lambda request: float8.run_scaled)
     blocks = Backend("decoded", unsupported_reason=blocks_unsupported_reason, bind=decoded.BACKEND.bind)
     gemm.TABLE = Table("jax_gemm", (scaled, blocks, reference.DOT, reference.BACKEND))
-    mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
+    mlir.register_lowering(kernels._kernel, kernels._lower_kernel, platform="cpu")
 
 
 def exchanged(text: str) -> list[tuple[str, str, list[int]]]:

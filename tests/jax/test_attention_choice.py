@@ -56,7 +56,7 @@ def requests(platform: str) -> Iterator[AttentionRequest]:
 def h200(monkeypatch):
     """The libraries of an H200 with cuDNN 9.19, as far as choices ask for them."""
     monkeypatch.setattr(
-        triton, "unsupported_on", lambda platform, name: None if platform == "cuda" else "no GPU here"
+        triton, "platform_failure", lambda platform, name: None if platform == "cuda" else "no GPU here"
     )
     monkeypatch.setattr(cudnn, "hardware", lambda: nvidia(9, 0))
     for name, said in (("library_failure", None), ("failure", None), ("library_version", 91900)):

@@ -20,7 +20,7 @@ from transformer_engine.jax.attention import (
     fused_attn,
 )
 from transformer_engine.jax.primitives.attention import AttentionRequest, attention_parts
-from transformer_engine.jax.primitives.attention.cudnn_packed import cleared
+from transformer_engine.jax.primitives.attention.cudnn_packed import clear_unseen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -299,6 +299,8 @@ def test_padding_tokens_are_zeroed_and_others_unchanged(dtype):
     x = array(np.random.default_rng(1).standard_normal((2, 21, 6, 50)), dtype)
     seen = array(np.random.default_rng(2).random((2, 21)) < 0.7)
     seen = seen.at[1].set(True)
-    got = jax.jit(lambda x, seen: cleared(x + 0, seen, 3))(x.at[0, 0].set(jnp.nan), seen.at[0, 0].set(False))
+    got = jax.jit(lambda x, seen: clear_unseen(x + 0, seen, 3))(
+        x.at[0, 0].set(jnp.nan), seen.at[0, 0].set(False)
+    )
     want = jnp.where(seen.at[0, 0].set(False)[:, :, None, None], x, 0)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))

@@ -72,7 +72,7 @@ def state(value) -> dict[str, object]:
         "rules": nn.get_logical_axis_rules(),
         "kernels": dict(launching._switched),
         "experts": te.ep._bootstrap,
-        "backends": [dispatch.forced(name) for name in ("jax_gemm", "jax_quantize", "jax_norm")],
+        "backends": [dispatch.forced_backend(name) for name in ("jax_gemm", "jax_quantize", "jax_norm")],
         "environment": dict(os.environ),
         "settings of jax": dict(jax.config.values),
         "warnings": list(warnings.filters),

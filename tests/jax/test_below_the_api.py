@@ -33,7 +33,7 @@ from transformer_engine.jax.nnx import bridged, state_type, value_and_grad
 from transformer_engine.jax.platform import has_gpu
 from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.primitives.gemm import float8
-from transformer_engine.jax.primitives.launching import switched_off
+from transformer_engine.jax.primitives.launching import disabled_reason
 from transformer_engine.jax.version_utils import jax_version_meet_requirement
 
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
@@ -154,16 +154,16 @@ def test_enumerations_have_the_numbers_of_the_torch_side():
 
 
 def test_kernels_are_switched_off_by_their_names(monkeypatch):
-    assert switched_off("GemmPrimitive") is None
+    assert disabled_reason("GemmPrimitive") is None
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "GemmPrimitive=false,ActLuPrimitive=true")
-    assert "GemmPrimitive=false" in (switched_off("GemmPrimitive") or "")
-    assert switched_off("ActLuPrimitive") is None and switched_off("NormFwdPrimitive") is None
+    assert "GemmPrimitive=false" in (disabled_reason("GemmPrimitive") or "")
+    assert disabled_reason("ActLuPrimitive") is None and disabled_reason("NormFwdPrimitive") is None
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
-    assert switched_off("NormFwdPrimitive") == "NVTE_JAX_CUSTOM_CALLS=false"
+    assert disabled_reason("NormFwdPrimitive") == "NVTE_JAX_CUSTOM_CALLS=false"
     for wrong in ("maybe", "GemmPrimitive=no", "NormFwdPrimitive=no,GemmPrimitive=true"):
         monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", wrong)
         with pytest.raises(ValueError, match="neither true nor false"):
-            switched_off("GemmPrimitive")
+            disabled_reason("GemmPrimitive")
 
 
 def test_a_primitive_is_switched_off_by_its_class(monkeypatch):
@@ -171,7 +171,7 @@ def test_a_primitive_is_switched_off_by_its_class(monkeypatch):
     assert GemmPrimitive.enabled() and NormFwdPrimitive.enabled()
     GemmPrimitive.set_enabled(False)
     assert not GemmPrimitive.enabled() and NormFwdPrimitive.enabled()
-    assert switched_off("GemmPrimitive") == "GemmPrimitive.set_enabled(False) was called"
+    assert disabled_reason("GemmPrimitive") == "GemmPrimitive.set_enabled(False) was called"
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
     GemmPrimitive.set_enabled(True)
     assert GemmPrimitive.enabled() and not NormFwdPrimitive.enabled()

@@ -39,7 +39,7 @@ def test_a_placement_is_set_read_and_reset():
         ep_extension.get_ep_config()
     config = ep_extension.EpConfig(8, 2)
     ep_extension.set_ep_config(config)
-    assert ep_extension.get_ep_config() is config and ep.bootstrapped_capacity() is None
+    assert ep_extension.get_ep_config() is config and ep.bootstrap_capacity() is None
     layer = ep_extension.EpLayerConfig(top_k=2)
     assert layer.dispatch_output_per_expert_alignment == 0
     with pytest.raises(RuntimeError, match="largest number of tokens is unknown"):

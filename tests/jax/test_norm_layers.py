@@ -279,7 +279,7 @@ def test_sums_of_a_bias_are_rounded_once_to_its_own_dtype():
     )
     quantizer = QuantizerFactory.create(scaling_mode=ScalingMode.NVFP4_1D_SCALING, q_dtype=jnp.float4_e2m1fn)
     names, params = ("gelu",), ActivationParams()
-    *_, sums = ActivationSource(names, params).encoded_gradient(x, dy, quantizer, jnp.float32)
+    *_, sums = ActivationSource(names, params).encode_gradient(x, dy, quantizer, jnp.float32)
     dx = np.asarray(activation_backward(dy, x, names, params), np.float64)
     assert sums is not None and sums.dtype == jnp.float32
     np.testing.assert_allclose(sums, dx.sum(axis=0), rtol=0, atol=1e-5)

@@ -23,7 +23,7 @@ from transformer_engine.jax.quantize import (
     get_supported_scaling_modes,
     is_scaling_mode_supported,
 )
-from transformer_engine.jax.quantize.recipes import checked_family, make_quantizer
+from transformer_engine.jax.quantize.recipes import check_family, make_quantizer
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize, unpack_fp4
 
 SHAPE = (34, 48)
@@ -104,7 +104,7 @@ def test_a_dense_layer_computes_with_its_quantized_operands(name):
 
 def test_scopes_choose_modes_and_never_those_of_gradients():
     modes = {
-        name: [checked_family(recipe).modes(recipe, source) for source in TensorSource]
+        name: [check_family(recipe).modes(recipe, source) for source in TensorSource]
         for name, recipe in {
             "rows": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
             "all": NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all"),
@@ -130,4 +130,4 @@ def test_variants_are_supported_where_nvfp4_is():
 @pytest.mark.parametrize("variant", [{"row_scaled_activation": True}, {"nvfp4_4over6": "all"}])
 def test_variants_of_activations_need_the_transform_switched_off(variant):
     with pytest.raises(ValueError, match="disable_rht=True"):
-        checked_family(NVFP4BlockScaling(**variant))
+        check_family(NVFP4BlockScaling(**variant))

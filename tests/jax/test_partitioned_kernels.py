@@ -46,7 +46,7 @@ from transformer_engine.jax.primitives.partitioning import (
     ParsedRule,
     ShardingRule,
     extent,
-    in_order,
+    order_factors,
     placement,
     unknown_sizes,
 )
@@ -189,7 +189,7 @@ def test_a_rule_has_factors_and_the_sizes_that_no_axis_determines():
     assert extent("m", 256, 128).whole == "(m min)"
     assert extent("m", 200, 128).replicated == extent("m", 128, 128).replicated == ("m", "min", "mhalf")
     assert head_factors(1, 4) == "r", "Shardy rejects a factor of one element next to another"
-    assert in_order("b s (g r) d, b t -> b s", ("r", "d", "s", "t")) == ("s", "r", "d", "t"), (
+    assert order_factors("b s (g r) d, b t -> b s", ("r", "d", "s", "t")) == ("s", "r", "d", "t"), (
         "as Shardy demands"
     )
     assert extent("m", 200, 1).blocks == "m"
@@ -428,7 +428,7 @@ def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_sharded(kind, g
 
 def test_unsupported_attention_has_a_reason(monkeypatch):
     monkeypatch.setattr(
-        "transformer_engine.jax.primitives.attention.triton.unsupported_on", lambda platform, name: None
+        "transformer_engine.jax.primitives.attention.triton.platform_failure", lambda platform, name: None
     )
     request = AttentionRequest(
         jnp.dtype(jnp.bfloat16), QKVLayout.THD_THD_THD, AttnBiasType.NO_BIAS, AttnMaskType.PADDING_MASK,

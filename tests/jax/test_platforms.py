@@ -11,7 +11,7 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, PartitionSpec
 
-from transformer_engine.jax.primitives.platforms import by_platform, differentiable_by_platform
+from transformer_engine.jax.primitives.platforms import call_by_platform, differentiable_by_platform
 
 pytestmark = pytest.mark.usefixtures("cpu_alone")
 X = np.linspace(-2.0, 2.0, 12, dtype=np.float32).reshape(3, 4)
@@ -67,8 +67,8 @@ def test_only_the_expected_branch_is_traced_and_equal_calls_once():
     cuda, default = branches(Branch, "once")
 
     def run(x):
-        first, _ = by_platform(x, COUNT, cuda=cuda, default=default)
-        second, total = by_platform(x + 1, COUNT, cuda=replace(cuda), default=replace(default))
+        first, _ = call_by_platform(x, COUNT, cuda=cuda, default=default)
+        second, total = call_by_platform(x + 1, COUNT, cuda=replace(cuda), default=replace(default))
         return first + second, total
 
     made = jax.jit(run)(X)
@@ -79,7 +79,7 @@ def test_only_the_expected_branch_is_traced_and_equal_calls_once():
 
 def test_a_program_for_another_platform_traces_its_branch():
     cuda, default = branches(Branch, "other")
-    text = lowered_for_cuda(lambda x: by_platform(x, COUNT, cuda=cuda, default=default), X)
+    text = lowered_for_cuda(lambda x: call_by_platform(x, COUNT, cuda=cuda, default=default), X)
     assert CALLS["other cuda"] == [3.0]
     assert "3.000000e+00" in text and "2.000000e+00" not in text
 
@@ -87,15 +87,15 @@ def test_a_program_for_another_platform_traces_its_branch():
 def test_requested_kernels_make_cuda_the_expected_platform(monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     cuda, default = branches(Branch, "expected")
-    jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default)).trace(X)
+    jax.jit(lambda x: call_by_platform(x, COUNT, cuda=cuda, default=default)).trace(X)
     assert (CALLS["expected cuda"], CALLS["expected cpu"]) == ([3.0], [])
-    first, _ = jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default))(X)
+    first, _ = jax.jit(lambda x: call_by_platform(x, COUNT, cuda=cuda, default=default))(X)
     np.testing.assert_allclose(first, np.sin(2 * X), rtol=1e-6, atol=1e-6)
 
 
 def test_a_program_traced_before_kernels_were_requested_keeps_its_branches(monkeypatch):
     cuda, default = branches(Branch, "before")
-    traced = jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default)).trace(X)
+    traced = jax.jit(lambda x: call_by_platform(x, COUNT, cuda=cuda, default=default)).trace(X)
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     assert "2.000000e+00" in traced.lower(lowering_platforms=("cpu",)).as_text()
     assert "3.000000e+00" in traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -103,7 +103,7 @@ def test_a_program_traced_before_kernels_were_requested_keeps_its_branches(monke
 
 def test_an_exported_program_of_two_platforms_holds_both_branches():
     cuda, default = branches(Branch, "export")
-    run = jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default)[0])
+    run = jax.jit(lambda x: call_by_platform(x, COUNT, cuda=cuda, default=default)[0])
     program = export.export(run, platforms=("cpu", "cuda"))(X)
     assert all(number in program.mlir_module() for number in ("3.000000e+00", "2.000000e+00"))
     np.testing.assert_allclose(program.call(X), np.sin(2 * X), rtol=1e-6, atol=1e-6)
@@ -112,7 +112,7 @@ def test_an_exported_program_of_two_platforms_holds_both_branches():
 def test_symbolic_extents_and_shard_map_take_both_branches():
     cuda, default = branches(Branch, "both")
     (rows,) = export.symbolic_shape("r")
-    run = jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default)[0])
+    run = jax.jit(lambda x: call_by_platform(x, COUNT, cuda=cuda, default=default)[0])
     program = export.export(run)(jax.ShapeDtypeStruct((rows, 4), jnp.float32))
     np.testing.assert_allclose(program.call(X), np.sin(2 * X), rtol=1e-6, atol=1e-6)
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
@@ -126,12 +126,12 @@ def test_symbolic_extents_and_shard_map_take_both_branches():
 def test_a_call_outside_of_jit_takes_the_branch_of_its_arrays(disabled):
     cuda, default = branches(Branch, "eager")
     with jax.disable_jit(disabled):
-        first, total = by_platform(jnp.asarray(X), COUNT, cuda=cuda, default=default)
+        first, total = call_by_platform(jnp.asarray(X), COUNT, cuda=cuda, default=default)
     np.testing.assert_allclose(first, np.sin(2 * X), rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(total, X + 2)
 
 
-@pytest.mark.parametrize("choose", [by_platform, differentiable_by_platform])
+@pytest.mark.parametrize("choose", [call_by_platform, differentiable_by_platform])
 def test_vmap_maps_the_branch_of_every_platform(choose):
     cuda, default = branches(Sine, "vmap")
 
@@ -150,7 +150,7 @@ def test_derivatives_of_both_modes_are_those_of_the_branch():
     cuda, default = branches(Sine, "derivatives")
 
     def run(x):
-        return by_platform(x, COUNT, cuda=cuda, default=default).sum()
+        return call_by_platform(x, COUNT, cuda=cuda, default=default).sum()
 
     np.testing.assert_allclose(jax.jit(jax.grad(run))(X), 4 * np.cos(4 * X), rtol=1e-5, atol=1e-5)
     _, tangent = jax.jvp(run, (jnp.asarray(X),), (jnp.ones_like(X),))
@@ -183,4 +183,4 @@ def test_a_gradient_lowered_for_another_platform_recomputes_its_branch(monkeypat
 
 def test_branches_that_return_other_shapes_are_an_error():
     with pytest.raises(AssertionError, match="the other platform's branch"):
-        lowered_for_cuda(lambda x: by_platform(x, cuda=jnp.transpose, default=jnp.abs), X)
+        lowered_for_cuda(lambda x: call_by_platform(x, cuda=jnp.transpose, default=jnp.abs), X)

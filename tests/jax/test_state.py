@@ -33,7 +33,7 @@ from transformer_engine.jax.quantize import (
     noop_quantizer_set,
     recipes,
 )
-from transformer_engine.jax.quantize.sharing import over_devices
+from transformer_engine.jax.quantize.sharing import share_over_devices
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_unread_states_of_devices_are_ignored(read):
         following = jax.tree.map(lambda leaf: jnp.where(reads, leaf, 0), quantizer)
 
         def loss(quantizer):
-            over = over_devices(quantizer, ("devices",), merges=True)
+            over = share_over_devices(quantizer, ("devices",), merges=True)
             return sum(
                 (a * b).sum() for a, b in zip(jax.tree.leaves(over), jax.tree.leaves(following), strict=True)
             )

@@ -57,7 +57,7 @@ def to_codes(x: Tensor, element: Element, way: str) -> Tensor:
 
 
 def to_values(codes: Tensor, element: Element, way: str) -> Tensor:
-    launch = fp8_attention.values_of(codes.numel(), (0, 1), "float32")
+    launch = fp8_attention.value_launch(codes.numel(), (0, 1), "float32")
     launch = replace(launch, constants=(*launch.constants[:-1], way), handles={})
     values = torch.empty(codes.shape)
     start(launch, (codes, torch.ones(1), None, None, values), 0)

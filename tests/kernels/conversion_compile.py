@@ -43,7 +43,7 @@ def attention_casts() -> Iterator[Case]:
     sizes = (1 << 23, 1 << 21, 1 << 21)
     yield "three", fp8_attention.codes_of_three(sizes, (2, 3), "float8_e4m3fn"), pointers
     pointers = {"codes": CODES, "values": VALUES} | dict.fromkeys(("descale", "amaxes", "history"), SCALAR)
-    yield "values", fp8_attention.values_of(1 << 23, (8, 3), "bfloat16"), pointers
+    yield "values", fp8_attention.value_launch(1 << 23, (8, 3), "bfloat16"), pointers
 
 
 def launches(row: Hardware) -> Iterator[Case]:

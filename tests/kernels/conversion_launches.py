@@ -184,7 +184,7 @@ def others(element: Element) -> Iterator[tuple[str, Results]]:
     made = launching.run(fp8_attention.codes_of_three(sizes, (2, 3), dtype), (*three, scale, history))
     yield f"attention {element.name}", (*made[:3], made[3][:1], made[3][4:5], history)
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(made[0].dtype)
-    record = fp8_attention.values_of(256, (8, 3), "float32")
+    record = fp8_attention.value_launch(256, (8, 3), "float32")
     yield f"attention values {element.name}", launching.run(record, (codes, number(0.37), None, None))
 
 
@@ -279,7 +279,7 @@ def main() -> None:
     else:
         triton.knobs.compilation.listener = count_instructions
     if WAY in ROWS:
-        launch._hardware_of = lambda tensors: ROWS[WAY]
+        launch._tensor_hardware = lambda tensors: ROWS[WAY]
     everything = "--all" in OPTIONS
     part, parts = map(int, OPTIONS[-1].split("/")) if "/" in "".join(OPTIONS) else (0, 1)
     specs = SPECS

@@ -59,7 +59,7 @@ def values() -> dict[str, bool]:
     descale, amaxes, history = torch.tensor([0.37]), torch.tensor([3.0, 0.5]), torch.zeros(2, SLOTS)
     history[0, 8] = 0.75
     found = torch.empty(3000, dtype=torch.bfloat16)
-    record = fp8_attention.values_of(3000, (8, 3), "bfloat16")
+    record = fp8_attention.value_launch(3000, (8, 3), "bfloat16")
     start(record, (given, descale, amaxes, history, found), 0)
     expected = torch.zeros(2, SLOTS)
     expected[0, 3], expected[0, 8] = 3.0, 0.75

@@ -99,7 +99,7 @@ def casts() -> Iterator[Case]:
     by_tile = nvfp4.Options(hadamard=True, by_tile=True)
     yield "nvfp4 by tile", nvfp4.blocks(SHAPE, True, True, by_tile), (HALF, FLOAT, FLOAT, None, None)
     yield "row maxima", nvfp4.row_maxima(SHAPE), (HALF,)
-    yield "transformed maximum", nvfp4.transformed_maximum(SHAPE, True), (HALF,)
+    yield "transformed maximum", nvfp4.hadamard_maximum(SHAPE, True), (HALF,)
     yield "transpose", transpose.transpose(SHAPE), (BYTES,)
     yield "scale update", delayed_scaling.advance(4, 16, 3, True, True, 448.0, 0), (ADDRESS,)
     yield (
@@ -303,7 +303,7 @@ def grouped() -> Iterator[Case]:
                 launch,
                 (*codes, *factors, INDEX, table, *given),
             )
-    yield "layout", grouped_layout.layout_of(SHAPE[0], 4), (ADDRESS,)
+    yield "layout", grouped_layout.group_layout(SHAPE[0], 4), (ADDRESS,)
     yield "row sums", grouped_gemm.row_sums(SHAPE[1], 4), (HALF, INDEX)
     for by_address in (False, True):
         table = ADDRESS if by_address else None
@@ -451,7 +451,7 @@ def attentions() -> Iterator[Case]:
     yield "decode merging", merging, (FLOAT, FLOAT, FLOAT, INDEX, None)
     three = fp8_attention.codes_of_three((SHAPE[0] * SHAPE[1], 300, 200), (2, 3), "float8_e4m3fn")
     yield "codes of three", three, (HALF, HALF, HALF, FLOAT, FLOAT)
-    values = fp8_attention.values_of(math.prod(SHAPE), (8, 3), "bfloat16")
+    values = fp8_attention.value_launch(math.prod(SHAPE), (8, 3), "bfloat16")
     yield "values", values, (CODES, FLOAT, FLOAT, FLOAT)
     yield "values without a history", values, (CODES, FLOAT, None, None)
 

@@ -37,7 +37,7 @@ from transformer_engine.pytorch.distributed import faults, operands
 from transformer_engine.pytorch.functions import deferred_columns
 from transformer_engine.pytorch.primitives.gemm import cublaslt_library, cublaslt_swizzled
 from transformer_engine.pytorch.primitives.gemm.block_scales import block_scale_memory
-from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzle_operand_scale
 from transformer_engine.pytorch.tensor import current_scaling
 
 LAYERS = {
@@ -142,7 +142,7 @@ def scales_in_library_layout(operand: Any, shape: Any) -> torch.Tensor:
 
 def scales_in_tiles(operand: Any) -> torch.Tensor:
     """Return swizzled scales, which are a copy if they were row-major or float32."""
-    return named("swizzled", swizzled_scale(operand), operand.scale)
+    return named("swizzled", swizzle_operand_scale(operand), operand.scale)
 
 
 def scalars_of_levels(a: Any, b: Any, accumulates: bool) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import FrozenInstanceError, dataclass
 import pytest
 import torch
 
-from transformer_engine.pytorch.module.config import Config, configured, early
+from transformer_engine.pytorch.module.config import Config, configure_class, early
 
 writes: list[tuple[str, object]] = []
 
@@ -23,7 +23,7 @@ class InnerConfig(Config):
     scale: float = 1.0
 
 
-@configured(InnerConfig, written=note)
+@configure_class(InnerConfig, written=note)
 class Inner(torch.nn.Module):
     def __init__(self, scale=1.0):
         early_scale = early(self, "scale")
@@ -37,7 +37,7 @@ class OuterConfig(Config):
     depth: int = 1
 
 
-@configured(OuterConfig, fixed=frozenset({"depth"}), handed_down={"scale": ("inner.scale",)})
+@configure_class(OuterConfig, fixed=frozenset({"depth"}), handed_down={"scale": ("inner.scale",)})
 class Outer(torch.nn.Module):
     def __init__(self, scale=1.0, depth=1):
         super().__init__()
@@ -106,4 +106,4 @@ def test_a_record_with_field_equality_is_rejected():
         scale: float = 1.0
 
     with pytest.raises(TypeError, match="eq=False"):
-        configured(Compared)
+        configure_class(Compared)

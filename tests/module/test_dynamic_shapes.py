@@ -11,7 +11,7 @@ import torch
 import transformer_engine.pytorch as te
 from tests.support.cases import crossed
 from tests.support.layers import RECIPES, same_as_eager
-from transformer_engine.common.recipe import Float8CurrentScaling, MMParams, description_of
+from transformer_engine.common.recipe import Float8CurrentScaling, MMParams, recipe_description
 from transformer_engine.pytorch.attention import MultiheadAttention
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
 
@@ -92,7 +92,7 @@ def test_training_with_several_shapes_equals_eager_mode(kind, name, device):
 
 def test_a_recipe_describes_its_current_fields():
     recipe = Float8CurrentScaling()
-    assert description_of(recipe) == repr(recipe)
+    assert recipe_description(recipe) == repr(recipe)
     recipe.fp8_gemm_fprop = MMParams(use_split_accumulator=True)
-    assert description_of(recipe) == repr(recipe)
+    assert recipe_description(recipe) == repr(recipe)
     assert "use_split_accumulator=True" in repr(recipe)

@@ -17,7 +17,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
 from transformer_engine.common.hardware import nvidia
-from transformer_engine.pytorch.inspect.memory_ledger import GRANULE, Ledger, scratch_of, sum_over_rows
+from transformer_engine.pytorch.inspect.memory_ledger import GRANULE, Ledger, scratch_bytes, sum_over_rows
 from transformer_engine.pytorch.inspect.memory_plan import MIB, memory_plan
 from transformer_engine.pytorch.inspect.planned_backends import planning
 from transformer_engine.pytorch.primitives import activation, norm, quantize
@@ -453,7 +453,7 @@ def test_a_sum_over_rows_takes_the_memory_measured_on_132_multiprocessors(
 
 
 def test_scratch_is_counted_at_the_peak_and_given_back():
-    ledger = Ledger(lambda: "", lambda operation, arguments: scratch_of(operation, arguments, 132))
+    ledger = Ledger(lambda: "", lambda operation, arguments: scratch_bytes(operation, arguments, 132))
     with ledger:
         x = torch.empty(4096, 4096, dtype=BF16)
         other = x.sum(1, dtype=torch.float32)

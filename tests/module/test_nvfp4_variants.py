@@ -188,7 +188,7 @@ def test_offloading_lists_maxima_per_row_but_no_single_one():
     for rows in (True, False):
         operand = te.NVFP4Quantizer(row_scaled_nvfp4=rows).operands(x, True, False).rowwise
         assert isinstance(operand, Operand)
-        assert any(part is operand.amax for part in marks.tensors_of(operand)) is rows
+        assert any(part is operand.amax for part in marks.list_tensors(operand)) is rows
 
 
 @pytest.fixture(

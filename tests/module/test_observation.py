@@ -221,7 +221,7 @@ def test_recomputation_is_counted_once_and_changes_nothing(device: torch.device)
 def test_a_paused_observation_sees_nothing(device: torch.device):
     linear = te.Linear(64, 64, device=device)
     with te.observe(linear) as observation:
-        with observation.paused():
+        with observation.pause():
             linear(torch.randn(32, 64, device=device))
         assert observation.step().tensors == ()
 

@@ -22,7 +22,7 @@ from transformer_engine.common import recipe as recipes
 from transformer_engine.common.dispatch import observing
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.pytorch.inspect.memory_ledger import Ledger
-from transformer_engine.pytorch.inspect.memory_plan import MIB, _without_memory, memory_plan
+from transformer_engine.pytorch.inspect.memory_plan import MIB, _copy_without_memory, memory_plan
 from transformer_engine.pytorch.inspect.planned_backends import planning
 from transformer_engine.pytorch.primitives.gemm import GemmRequest, cublaslt_library, request
 from transformer_engine.pytorch.quantization import emulate
@@ -125,7 +125,7 @@ def test_gelu_frees_its_input_before_the_weight_gradients(compiles: bool, as_on_
 def test_a_forward_pass_without_gradients_keeps_nothing_for_a_backward(as_on_a_gpu: None):
     model = MODELS["layer"].make("meta")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    without = _without_memory(model, torch.device("cpu"), mode)
+    without = _copy_without_memory(model, torch.device("cpu"), mode)
     ledger = Ledger(lambda: "")
     with mode, planning(lambda x, result: None), emulate(), torch.no_grad(), ledger:
         x = torch.empty(TOKENS, 1, HIDDEN, dtype=BF16)

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.attention.rope import FusedQKVRoPEFunc, FusedRoP
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.functions.weight_gradient import WeightGradStore, _Pass
 from transformer_engine.pytorch.graphs import automatic
-from transformer_engine.pytorch.primitives.attention.dense import _dropped
+from transformer_engine.pytorch.primitives.attention.dense import _drop_weights
 from transformer_engine.pytorch.quantization import global_state
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
@@ -98,7 +98,9 @@ def test_names_of_buffers_that_share_one_storage_are_their_own():
     assert len(wanted) > 1 and tensor.fsdp_buffer_fields() == wanted
 
 
-@pytest.mark.parametrize("drop", [DropPath(1.0), lambda x: _dropped(x, 1.0, None)], ids=["path", "attention"])
+@pytest.mark.parametrize(
+    "drop", [DropPath(1.0), lambda x: _drop_weights(x, 1.0, None)], ids=["path", "attention"]
+)
 def test_dropping_all_elements_gives_zeros_and_zero_gradients(drop):
     x = torch.tensor([[1.0, float("inf"), float("nan")]]).requires_grad_()
     y = drop(x)

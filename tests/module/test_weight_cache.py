@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import transformer_engine.pytorch as te
 from tests.support.layers import QUANTIZED, RECIPES
 from transformer_engine.pytorch.module import weight_cache
-from transformer_engine.pytorch.module.weight_cache import parts_of
+from transformer_engine.pytorch.module.weight_cache import weight_parts
 
 HIDDEN, ROWS = 64, 64
 LAYERS = {
@@ -56,7 +56,7 @@ def sample(device):
 def cached(layer):
     """Return {name: tensors} of all cached weights of a layer and its parts."""
     return {
-        (prefix, name): parts_of(weight)[0]
+        (prefix, name): weight_parts(weight)[0]
         for prefix, module in layer.named_modules()
         if hasattr(module, "numerics")
         for name, weight in module.numerics.workspaces.items()

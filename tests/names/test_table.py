@@ -63,7 +63,7 @@ def test_a_served_name_has_its_kind(table):
 
 def test_an_absent_name_has_a_reason_and_a_replacement(table):
     missing = [
-        row.name for row in table.listed() if row.status == "absent" and absent._reason_for(row.name) is None
+        row.name for row in table.listed() if row.status == "absent" and absent._find_reason(row.name) is None
     ]
     assert not missing
 

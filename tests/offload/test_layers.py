@@ -78,7 +78,7 @@ def test_tensors_marked_as_ready_are_not_written_again(kind, recipe, monkeypatch
     seen = []
 
     def noted(saved):
-        seen.extend((values, values.clone()) for values in marks.tensors_of(saved))
+        seen.extend((values, values.clone()) for values in marks.list_tensors(saved))
         marks.mark_ready(saved)
 
     for module in (layers, chain):

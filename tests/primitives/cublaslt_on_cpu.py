@@ -162,10 +162,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
     monkeypatch.setattr(cublaslt_library, "bindings", lambda: stand_in)
     monkeypatch.setattr(cublaslt_library, "handle", lambda device: 7)
     monkeypatch.setattr(cublaslt_library, "workspace", lambda device, stream: 0)
-    monkeypatch.setattr(cublaslt_library, "device_of", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(cublaslt_library, "indexed_device", lambda device: torch.device("cpu"))
     monkeypatch.setattr(cublaslt_library, "current_stream", lambda device: 0)
     monkeypatch.setattr(cublaslt_library, "current_device", lambda: 0)
-    monkeypatch.setattr(cublaslt_plan, "_plans", Memory(cublaslt_plan._planned, 4096))
+    monkeypatch.setattr(cublaslt_plan, "_plans", Memory(cublaslt_plan._find_plan, 4096))
     return stand_in
 
 

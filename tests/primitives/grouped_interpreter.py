@@ -89,7 +89,7 @@ def layouts() -> dict[str, bool]:
     for splits in (SPLITS, (128, 0, 256, 1), (5,)):
         expected = groups_of(splits, sum(splits), torch.device("cpu")).layout
         made = torch.empty_like(expected)
-        record = grouped_layout.layout_of(sum(splits), len(splits))
+        record = grouped_layout.group_layout(sum(splits), len(splits))
         launch.start(record, (torch.tensor(splits), made), -1)
         results[f"layout {splits}"] = torch.equal(made, expected)
     return results

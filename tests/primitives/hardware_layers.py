@@ -176,7 +176,7 @@ def simulate_versions(hardware: Hardware, arguments: list[str]) -> None:
         release = int(major), int(minor)
     optional.release = lambda name: release if name == "triton" else found(name)
     if "--tested" in arguments:
-        self_tested._stored = lambda index: Passed()  # pyright: ignore[reportAttributeAccessIssue]
+        self_tested._read_stored = lambda index: Passed()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from transformer_engine.common import formats
 from transformer_engine.common.kernels import grouped_scaled, launch, swizzled_scales
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.gemm import Epilogue, triton
-from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzle_operand_scale
 from transformer_engine.pytorch.primitives.grouped_gemm import (
     GroupedColumns,
     GroupedMatrices,
@@ -31,7 +31,7 @@ from transformer_engine.pytorch.primitives.grouped_gemm import (
     Matrices,
     groups_of,
 )
-from transformer_engine.pytorch.primitives.grouped_gemm.pieces import operands_of
+from transformer_engine.pytorch.primitives.grouped_gemm.pieces import iterate_operands
 from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedProduct
 from transformer_engine.pytorch.primitives.grouped_quantize import (
     GroupedQuantized,
@@ -184,7 +184,7 @@ def orders() -> dict[str, float]:
     found = {}
     for rows, columns in ((128, 4), (300, 18), (1, 1), (129, 40)):
         scale = torch.randint(1, 256, (columns, rows), dtype=torch.uint8).t()
-        result = torch.full((swizzled_scales.swizzled_bytes(rows, columns),), 7, dtype=torch.uint8)
+        result = torch.full((swizzled_scales.scale_bytes(rows, columns),), 7, dtype=torch.uint8)
         launch.start(
             swizzled_scales.swizzle(rows, columns, (scale.stride(0), scale.stride(1))), (scale, result), -1
         )
@@ -196,7 +196,7 @@ def orders() -> dict[str, float]:
         x = operand(spec, rows, depth)
         assert x.scale is not None and x.format is not None and x.format.block is not None
         x.scale.view(-1)[0] = 2.0**-127
-        expected = swizzled_scale(x)
+        expected = swizzle_operand_scale(x)
         record = swizzled_scales.swizzle_exponents(rows, -(-depth // 32), x.scale.stride(), x.format.block[0])  # pyright: ignore
         result = torch.full((expected.numel(),), 7, dtype=torch.uint8)
         launch.start(record, (x.scale, result), -1)
@@ -277,7 +277,7 @@ def grouped(
     found = {}
     for product, (out, a, other, extents, of_groups) in products.items():
         offsets = [0.0] * count if of_groups is None else list(of_groups.double())
-        each = operands_of(GroupedProduct(a, other, groups, extents, out))
+        each = iterate_operands(GroupedProduct(a, other, groups, extents, out))
         errors = [
             error(part, left, right, offset)
             for (rows_of_group, left, right, part), offset in zip(each, offsets, strict=True)

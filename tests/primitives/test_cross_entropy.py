@@ -17,7 +17,7 @@ from transformer_engine.pytorch.primitives.cross_entropy import (
     reference,
     triton,
 )
-from transformer_engine.pytorch.primitives.cross_entropy.reference import strips_of
+from transformer_engine.pytorch.primitives.cross_entropy.reference import count_strips
 
 kernels = Kernels(cross_entropy, "cross_entropy")
 SHAPES = sized(
@@ -42,7 +42,7 @@ def drawn(shape, dtype, device, smoothing=0.1, first=0, total=None):
 def test_kernels_equal_the_reference_to_the_last_place(shape, dtype, smoothing):
     x, targets, labels = drawn(shape, dtype, DEVICE, smoothing)
     partials = kernels.cross_entropy_statistics(x, targets, labels)
-    assert partials.shape == (strips_of(*shape), shape[0], 4)
+    assert partials.shape == (count_strips(*shape), shape[0], 4)
     loss, statistics = kernels.cross_entropy_losses(partials, targets, labels)
     expected, of_rows = reference.losses(reference.statistics(x, targets, labels), targets, labels)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
@@ -103,13 +103,13 @@ def test_columns_of_two_ranks_make_the_loss_and_the_gradient_of_the_whole(device
 
 
 def test_few_rows_are_split_into_strips():
-    assert [strips_of(*shape) for shape in ((8192, 128256), (1024, 128256), (64, 128256), (1, 100))] == [
+    assert [count_strips(*shape) for shape in ((8192, 128256), (1024, 128256), (64, 128256), (1, 100))] == [
         1,
         1,
         16,
         1,
     ]
-    assert strips_of(1, 1 << 20) == 128
+    assert count_strips(1, 1 << 20) == 128
 
 
 def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():

@@ -27,7 +27,7 @@ from transformer_engine.pytorch.primitives.gemm import (
     plain,
     tuning,
 )
-from transformer_engine.pytorch.primitives.gemm.request import GemmRequest, MatrixLayout, wanted
+from transformer_engine.pytorch.primitives.gemm.request import GemmRequest, MatrixLayout, requests_tuning
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
 
@@ -154,7 +154,7 @@ def test_each_thread_that_runs_a_plan_uses_its_own_descriptors(library, monkeypa
 
     monkeypatch.setattr(library, "matmul", matmul)  # a plan keeps the function found at its creation
     # CPU tensors are aligned to 16 bytes, some of them to 256, which would select another plan in one thread.
-    plan = cublaslt_plan.plan_for(cublaslt.problem_of(request_of(a, b, epilogue))._replace(alignment=16))
+    plan = cublaslt_plan.build_plan(cublaslt.make_problem(request_of(a, b, epilogue))._replace(alignment=16))
     threads = [threading.Thread(target=plan.run, args=(a, b, epilogue)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -175,8 +175,8 @@ def test_a_deleted_plan_destroys_its_descriptors(library):
 def test_fast_accumulation_is_requested_only_if_fp8_allows_it(library):
     for pair, fast in (("float8", True), ("bf16", False), ("1d x 1d", False)):
         a, b = PAIRS[pair]()
-        assert cublaslt.problem_of(request_of(a, b, Epilogue(torch.bfloat16, exact=False))).fast is fast
-        assert not cublaslt.problem_of(request_of(a, b, Epilogue(torch.bfloat16, exact=True))).fast
+        assert cublaslt.make_problem(request_of(a, b, Epilogue(torch.bfloat16, exact=False))).fast is fast
+        assert not cublaslt.make_problem(request_of(a, b, Epilogue(torch.bfloat16, exact=True))).fast
 
 
 @pytest.mark.parametrize("spec", [None, FLOAT8], ids=["bf16", "float8"])
@@ -299,13 +299,13 @@ def test_a_small_gain_does_not_change_the_algorithm(timed, monkeypatch):
 def test_a_stored_algorithm_that_the_library_rejects_is_timed_again(timed, code):
     a, b = PAIRS["bf16"]()
     plan = cublaslt.plan_of(request_of(a, b, Epilogue(torch.bfloat16)))
-    tuning.CHOICES.write(tuning.file_of(plan), code)
+    tuning.CHOICES.write(tuning.algorithm_file(plan), code)
     assert tuned(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
 
 
 def test_a_damaged_choice_is_reported_and_replaced(timed, caplog):
     a, b = PAIRS["bf16"]()
-    path = tuning.file_of(cublaslt.plan_of(request_of(a, b, Epilogue(torch.bfloat16))))
+    path = tuning.algorithm_file(cublaslt.plan_of(request_of(a, b, Epilogue(torch.bfloat16))))
     path.parent.mkdir(mode=0o700)
     path.write_bytes(b"torn")
     assert tuned(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
@@ -332,12 +332,12 @@ def test_tuning_does_not_write_the_callers_output(timed, monkeypatch):
 
 def test_autotune_is_wanted_inside_the_block_or_by_the_environment(monkeypatch):
     monkeypatch.delenv("NVTE_AUTOTUNE", raising=False)
-    assert not wanted()
+    assert not requests_tuning()
     with autotune(), autotune():
-        assert wanted()
-    assert not wanted()
+        assert requests_tuning()
+    assert not requests_tuning()
     monkeypatch.setenv("NVTE_AUTOTUNE", "1")
-    assert wanted()
+    assert requests_tuning()
 
 
 def on_gpu(spec: QuantizeSpec | None, rows: int, depth: int) -> Operand:
@@ -465,7 +465,7 @@ def test_tuning_leaves_a_choice_behind(tmp_path, monkeypatch):
     a, b = on_gpu(None, 256, 512), on_gpu(None, 384, 512)
     skip_unless_taken(a, b, Epilogue(torch.bfloat16))
     monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cublaslt_plan, "_plans", Memory(cublaslt_plan._planned, 4096))
+    monkeypatch.setattr(cublaslt_plan, "_plans", Memory(cublaslt_plan._find_plan, 4096))
     TABLE.forget()
     tuning._library_and_gpu.cache_clear()
     out = torch.ones(256, 384, device="cuda")

@@ -35,7 +35,7 @@ def stream(monkeypatch):
     """Return a list whose element is the handle of the current stream."""
     handle = [1]
     for module in (device_tables, addresses):
-        monkeypatch.setattr(module, "stream_of", lambda device: handle[0])
+        monkeypatch.setattr(module, "stream_handle", lambda device: handle[0])
     return handle
 
 
@@ -91,13 +91,13 @@ def _group_table():
 
 def _address_table():
     x = [torch.ones(16)]
-    table = addresses.chunks_of([x], addresses.Extents([16]), 8)
+    table = addresses.chunk_table([x], addresses.Extents([16]), 8)
     return table.table, x
 
 
 def _history_table():
     histories, scales = [torch.zeros(4, 3)], [torch.ones(3)]
-    return scale_update._table_of(histories, scales), histories, scales
+    return scale_update._cached_table(histories, scales), histories, scales
 
 
 TABLES = {

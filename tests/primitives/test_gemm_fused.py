@@ -485,7 +485,7 @@ def test_problems_with_different_epilogues_have_different_keys(library):
         on_h200(CODES, a, b, Epilogue(BF16), False, None, torch.float8_e4m3fn),
         on_h200(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e4m3fn),
     ]
-    keys = {cublaslt_fused.problem_of(request).key for request in requests}
+    keys = {cublaslt_fused.fused_problem(request).key for request in requests}
     keys.add(cublaslt_fused.cublaslt.problem_of(requests[0].product).key)
     assert len(keys) == len(requests) + 1
 

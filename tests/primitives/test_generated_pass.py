@@ -12,7 +12,7 @@ from transformer_engine.common.kernels.launch import Handle, Launch, Output
 from transformer_engine.pytorch.fast.generated_pass import generate
 from transformer_engine.pytorch.fast.scratch_plan import Lifetime, plan_scratch
 from transformer_engine.pytorch.fast.symbols import Instructions, NotRecordable
-from transformer_engine.pytorch.runtime.launching import run, run_into
+from transformer_engine.pytorch.runtime.launching import run, run_program_into
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -137,7 +137,7 @@ def copied(x, y):
 
 
 def into(x, y):
-    run_into(SQUARED, (x, y), CPU)
+    run_program_into(SQUARED, (x, y), CPU)
     return (x,)
 
 

@@ -179,7 +179,7 @@ def test_layouts_made_on_device_and_host_are_equal(splits, device):
     for dtype in (torch.int32, torch.int64):
         made = groups_of(torch.tensor(splits, dtype=dtype, device=device), sum(splits), device)
         assert torch.equal(made.layout, listed.layout)
-        assert made.known_rows == splits
+        assert made.read_rows == splits
         assert made.padded >= listed.padded
 
 

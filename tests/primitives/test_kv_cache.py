@@ -150,7 +150,7 @@ def test_a_prompt_of_a_million_tokens_fits_the_grid(longest, heads):
         longest=longest,
         empty=False,
     )
-    launch = triton._launch(request._replace(longest=triton._rounded(longest)))
+    launch = triton._launch(request._replace(longest=triton._round_length(longest)))
     _, tokens, *_ = launch.constants
     assert longest <= launch.grid[0] * tokens <= longest * 9 // 8 + tokens
     assert launch.grid[1:] == (1, 1)

@@ -13,7 +13,7 @@ from transformer_engine.common.kernels import launch as records
 from transformer_engine.common.kernels.launch import Launch, Output
 from transformer_engine.common.kernels.program import Program, ProgramStep
 from transformer_engine.pytorch.runtime import device
-from transformer_engine.pytorch.runtime.launching import perform, run, run_into
+from transformer_engine.pytorch.runtime.launching import perform, run, run_program_into
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -89,7 +89,7 @@ def test_a_second_call_allocates_new_tensors(started, device):
 def test_a_launch_that_allocates_no_outputs_writes_those_of_the_caller(started, device):
     x, out = torch.ones(3, device=device), torch.empty(2, 2, device=device)
     launch = record("given", 1, Output(None, "float32"))
-    run_into(launch, (x, out), x.device)
+    run_program_into(launch, (x, out), x.device)
     assert started == [("given", [x, out])]
     with pytest.raises(AssertionError, match=r"use run_into"):
         run(launch, (x,))

@@ -196,10 +196,10 @@ def test_a_table_is_reused_while_the_addresses_of_its_tensors_are_unchanged(monk
     monkeypatch.setattr(addresses, "_addresses_equal", addresses_equal)
     lists = [[torch.zeros(40), torch.zeros(7)], [torch.ones(40), torch.ones(7)]]
     extents = addresses.Extents((40, 7))
-    first = addresses.chunks_of(lists, extents, 16)
-    assert addresses.chunks_of(lists, extents, 16) is first
+    first = addresses.chunk_table(lists, extents, 16)
+    assert addresses.chunk_table(lists, extents, 16) is first
     lists[1][0].data = torch.ones(40)
-    moved = addresses.chunks_of(lists, extents, 16)
+    moved = addresses.chunk_table(lists, extents, 16)
     assert first is not None and moved is not None
     assert moved.table[0].tolist() == [16, lists[0][0].data_ptr(), lists[1][0].data_ptr()]
     assert first.table[0, 2] != moved.table[0, 2]

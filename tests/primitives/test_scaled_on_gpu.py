@@ -13,7 +13,7 @@ import torch
 
 from transformer_engine.common import formats, optional
 from transformer_engine.pytorch.primitives.gemm import Epilogue, triton
-from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzle_operand_scale
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
 from transformer_engine.pytorch.primitives.scale_order import compact, swizzled
@@ -116,4 +116,4 @@ def test_exponents_are_swizzled_as_on_a_cpu(rows, depth):
         x = operand(spec, rows, depth)
         assert x.scale is not None
         on_cpu = x._replace(codes=x.codes.cpu(), scale=x.scale.cpu())
-        assert torch.equal(swizzled_scale(x).cpu(), swizzled_scale(on_cpu))
+        assert torch.equal(swizzle_operand_scale(x).cpu(), swizzle_operand_scale(on_cpu))

@@ -16,7 +16,7 @@ from transformer_engine.common.kernels import launch
 from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, cublaslt, torch_mm, triton
 from transformer_engine.pytorch.primitives.gemm.cublaslt_problem import POINTERS, make_descriptor
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
-from transformer_engine.pytorch.primitives.gemm.swizzle import second_level, swizzled_scale
+from transformer_engine.pytorch.primitives.gemm.swizzle import second_level, swizzle_operand_scale
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
 from transformer_engine.pytorch.primitives.scale_order import compact, swizzled
@@ -119,7 +119,7 @@ def test_descriptors_have_the_scale_modes_and_the_pointer_mode_of_the_library(li
     numbers = tuple(int(library.MatmulDescAttribute[name]) for name in POINTERS)
     for pair, mode, pointers in (("mxfp8", 2, None), ("nvfp4", 1, 1)):
         a, b = PAIRS[pair]()
-        problem = cublaslt.problem_of(request_of(a, b, Epilogue(torch.bfloat16), nvidia(10, 0)))
+        problem = cublaslt.make_problem(request_of(a, b, Epilogue(torch.bfloat16), nvidia(10, 0)))
         descriptor = library.alive[make_descriptor(library, problem, numbers).handle]
         assert (descriptor["A_SCALE_MODE"], descriptor["B_SCALE_MODE"]) == (mode, mode)
         assert descriptor.get("POINTER_MODE") == pointers
@@ -160,7 +160,7 @@ def test_scaled_mm_receives_swizzled_scales_and_their_recipes(monkeypatch, pair)
     for side, operand in (("a", a), ("b", b)):
         scales, level = seen[f"scale_{side}"], second_level(operand)
         assert operand.scale is not None
-        assert torch.equal(scales[0].view(torch.uint8), swizzled_scale(operand))
+        assert torch.equal(scales[0].view(torch.uint8), swizzle_operand_scale(operand))
         if pair == "nvfp4":
             assert seen[side].dtype == torch.float4_e2m1fn_x2 and scales[0].dtype == torch.float8_e4m3fn
             assert level is not None and torch.equal(scales[1], level)
@@ -213,9 +213,9 @@ def test_exponents_of_block_scales_are_repeated_for_rows_and_32_elements():
     codes = torch.zeros(300, 160).to(torch.float8_e4m3fn)
     square = Operand(codes, scale, formats.BLOCK_2D_POWERS)
     exponents = (scale.log2() + 127).to(torch.uint8).repeat_interleave(128, 0)[:300].repeat_interleave(4, 1)
-    assert torch.equal(swizzled_scale(square), swizzled(exponents[:, :5]))
+    assert torch.equal(swizzle_operand_scale(square), swizzled(exponents[:, :5]))
     rows = Operand(codes[:3], scale, formats.BLOCK_1D_POWERS)
-    assert torch.equal(swizzled_scale(rows), swizzled(exponents[[0, 128, 256], :5]))
+    assert torch.equal(swizzle_operand_scale(rows), swizzled(exponents[[0, 128, 256], :5]))
 
 
 @pytest.mark.parametrize("architecture", ["8.9", "9.0", "10.0", "12.0", "12.1"])
@@ -228,7 +228,7 @@ def test_blocks_are_multiplied_by_exponents_where_all_scales_are_powers_of_two(w
         assert request.power_of_two == (a is b)
         assert triton.unsupported_reason(request) is None
         assert triton.runner(request) is (triton.run_exponents if exact else triton.run_blocks)
-        found = cublaslt._by_exponents(request)
+        found = cublaslt._uses_exponents(request)
         assert found == exact
         expected = "blocks whose scales are powers of two" if a is not b else "has no mxfp8 products"
         reason = torch_mm._unsupported_swizzled_scales(request)

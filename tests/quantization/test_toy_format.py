@@ -46,7 +46,7 @@ from transformer_engine.pytorch.quantization import autocast, emulate, family, g
 from transformer_engine.pytorch.quantization.recipe_state import StatelessRecipeState
 from transformer_engine.pytorch.tensor import QuantizedTensor, Quantizer
 from transformer_engine.pytorch.tensor.block_scaling import BlockScalingQuantizer
-from transformer_engine.pytorch.tensor.elements import element_of
+from transformer_engine.pytorch.tensor.elements import find_element
 from transformer_engine.pytorch.tensor.storage.block_scaled import BlockScaledStorage
 
 # The row of the format table, and the functions that encode and decode it.
@@ -106,7 +106,7 @@ class ToyQuantizer(BlockScalingQuantizer):
         self.dtype = fp8_dtype
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
-        return QuantizeSpec(TOY, element_of(self.dtype), rowwise, columnwise)
+        return QuantizeSpec(TOY, find_element(self.dtype), rowwise, columnwise)
 
     def constants(self) -> dict[str, Any]:
         return {"fp8_dtype": self.dtype}

@@ -64,10 +64,10 @@ class RerunRecorder:
         self.warm_ups += 1
         return contextlib.nullcontext()
 
-    def on_capture_stream(self):
+    def capture_stream_context(self):
         return contextlib.nullcontext()
 
-    def hand_over(self, tensors):
+    def transfer(self, tensors):
         self.handed_over += tensors
 
     def in_pool(self, pool=None):

@@ -195,9 +195,9 @@ def _nothing(*_: Any) -> Iterator[None]:
 
 
 def _simulate_torch(hardware: Hardware, cudnn: tuple[int, int, int]) -> None:
-    from transformer_engine.common.hardware import number_of
+    from transformer_engine.common.hardware import capability_number
 
-    major, minor = divmod(number_of(hardware), 10)
+    major, minor = divmod(capability_number(hardware), 10)
     properties = SimpleNamespace(
         name=hardware.gpus[0] if hardware.gpus else hardware.title,
         multi_processor_count=MULTIPROCESSORS.get(hardware.architecture, 48),

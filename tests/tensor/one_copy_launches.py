@@ -20,7 +20,7 @@ LAYER = "TransformerLayer, RMSNorm, SwiGLU"
 
 def main(arguments: list[str]) -> None:
     simulation = hardware_layers.simulation(arguments)
-    self_tested._stored = lambda index: {PATH: "passed" in arguments}
+    self_tested._read_stored = lambda index: {PATH: "passed" in arguments}
     found = {}
     for name, make in {"delayed": recipes.DelayedScaling, "current": recipes.Float8CurrentScaling}.items():
         simulation.launches.clear()

@@ -108,6 +108,6 @@ def test_cublaslt_takes_codes_along_either_axis_where_the_hardware_does(hardware
     reason = cublaslt.unsupported_reason(request)
     assert reason is None if words is None else words in str(reason)
     if words is None:
-        problem = cublaslt.problem_of(request)
+        problem = cublaslt.make_problem(request)
         assert (problem.left_transposed, problem.right_transposed) == (True, True)
         assert (problem.left_leading, problem.right_leading) == (64, 128)

@@ -7,7 +7,7 @@ import torch
 
 from tests.tensor.quantizer_cases import DETERMINISTIC, State, quantizer_of
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.functions.linear_operands import operand_of
+from transformer_engine.pytorch.functions.linear_operands import to_operand
 from transformer_engine.pytorch.primitives.operand import COLS, ROWS, Operand
 from transformer_engine.pytorch.primitives.quantize import quantize_as
 from transformer_engine.pytorch.tensor import Float8Quantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer
@@ -46,7 +46,7 @@ def test_operands_equal_those_of_a_storage(device, name, directions):
         assert_equal(rowwise, storage.contract(COLS))
     if directions[1]:
         assert columnwise is not None
-        assert_equal(operand_of(columnwise), storage.contract(ROWS))
+        assert_equal(to_operand(columnwise), storage.contract(ROWS))
 
 
 def test_delayed_scaling_records_the_maximum_in_its_slot(device):

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.functions import linear_operands
 from transformer_engine.pytorch.functions.saving import pack, unpack
 from transformer_engine.pytorch.primitives.gemm import Epilogue, GemmRequest, gemm
-from transformer_engine.pytorch.primitives.gemm.swizzle import swizzled_scale
+from transformer_engine.pytorch.primitives.gemm.swizzle import swizzle_operand_scale
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import dequantize, quantize
 from transformer_engine.pytorch.primitives.scale_order import compact, row_major, swizzled
@@ -46,7 +46,7 @@ def test_operands_in_tiles_hold_the_scales_of_those_in_rows(name):
         assert tile.format is formats.TILED_FORMATS[row.format] and tile.format.in_tiles  # pyright: ignore
         assert torch.equal(tile.codes.view(torch.uint8), row.codes.view(torch.uint8))
         assert torch.equal(tile.scale.view(torch.uint8), swizzled(row.scale))  # pyright: ignore
-        assert torch.equal(swizzled_scale(tile), swizzled_scale(row))
+        assert torch.equal(swizzle_operand_scale(tile), swizzle_operand_scale(row))
         back = row_major(tile)
         assert back.format is row.format and torch.equal(
             back.scale.view(torch.uint8), row.scale.view(torch.uint8)

@@ -23,7 +23,7 @@ CPU_DEVICES = 2  # default number of processes on a CPU
 TIMEOUT = timedelta(minutes=5)  # per collective
 
 
-def under_torchrun() -> bool:
+def is_torchrun_rank() -> bool:
     """Whether this process is a rank that a launcher has started."""
     return all(name in os.environ for name in VARIABLES)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from .demo.config import HIGH_PRECISION, RunConfig, saved_config
+from .demo.config import HIGH_PRECISION, RunConfig, read_saved_config
 from .failure import fitting, reporting
 from .options import add_device, add_flag, torch_device
 from .progress import printable
@@ -129,7 +129,7 @@ def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, RunCon
 
     device_type = torch_device(device).type
     state: dict[str, Any] = checkpoint.load(path)
-    config = replace(saved_config({**state["config"], "device": "cpu"}, str(path)), device=device_type)
+    config = replace(read_saved_config({**state["config"], "device": "cpu"}, str(path)), device=device_type)
     run = HIGH_PRECISION if high_precision else config.runs[0]
     model = ByteGPT(config)
     saved = state["runs"].get(run)

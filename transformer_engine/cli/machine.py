@@ -100,8 +100,8 @@ def machine() -> MachineReport:
     versions["torch"] = str(
         torch.__version__
     )  # with its build, which the distribution's metadata may leave out
-    versions["CUDA"] = _dotted(cuda_version(), "none: this torch is built without CUDA")
-    versions["cuDNN"] = _dotted(get_cudnn_version(), "none: torch loads it with a CUDA device only")
+    versions["CUDA"] = _format_version(cuda_version(), "none: this torch is built without CUDA")
+    versions["cuDNN"] = _format_version(get_cudnn_version(), "none: torch loads it with a CUDA device only")
     # JAX makes the last GPU that it finds the current device of the thread.
     with torch.cuda.device(torch.cuda.current_device()) if has_cuda() else nullcontext():
         of_jax = jax_machine()
@@ -143,7 +143,7 @@ def _version(name: str, sentence: str) -> str:
         return sentence
 
 
-def _dotted(version: tuple[int, ...], sentence: str) -> str:
+def _format_version(version: tuple[int, ...], sentence: str) -> str:
     return ".".join(map(str, version)) if any(version) else sentence
 
 

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message.removeprefix('argument ')}; {self.prog} --help lists all options\n")
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
+def minimum_converter(minimum: int) -> Callable[[str], int]:
     """Build a converter to an integer >= `minimum`, for an argument's `type`."""
 
     def convert(text: str) -> int:

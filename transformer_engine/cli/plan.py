@@ -14,11 +14,11 @@ from rich.table import Table
 
 from ..common.planning import FORMATS, GPUS, MODELS, TrainingPlan, search
 from ..common.planning import plan as predicted
-from ..common.planning.hardware import GIB, OWN_RATES, gpu_named, links_of
+from ..common.planning.hardware import GIB, OWN_RATES, gpu_named, host_links
 from ..common.planning.layer import Scheme
 from ..common.planning.training import Recompute
 from .failure import FAILED, reporting
-from .options import add_flag, at_least
+from .options import add_flag, minimum_converter
 
 # Options without their own value: if they are left out, the model's or the planner's value applies.
 _AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep", "micro_batch", "global_batch")
@@ -108,7 +108,7 @@ def _add_mesh(group: argparse._ArgumentGroup) -> None:
     )
     add_flag(group, "--search", "find the fastest mesh that fits; axes with a value are fixed")
     group.add_argument(
-        "--count", type=at_least(1), default=5, help="number of plans of a search (default: 5)"
+        "--count", type=minimum_converter(1), default=5, help="number of plans of a search (default: 5)"
     )
 
 
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
             "scheme": args.scheme,
             "attention": args.attention,
             "graphs": args.graphs,
-            "links": links_of(
+            "links": host_links(
                 gpu_named(args.gpu), devices_per_host=args.devices_per_host, network=1e6 * args.network
             ),
         }

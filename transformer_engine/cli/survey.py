@@ -9,7 +9,7 @@ import torch
 
 from .. import pytorch as te
 from ..common.dispatch import Verdict, observing, tables
-from ..common.explanation import chosen_of
+from ..common.explanation import chosen_name
 from ..pytorch.primitives.gemm import DEQUANTIZING
 from ..pytorch.quantization import all_families, support_of
 from .demo.config import RECIPES, make_recipe
@@ -44,7 +44,7 @@ class OperationUse:
 
     @property
     def chosen(self) -> str | None:
-        return chosen_of(self.verdicts)
+        return chosen_name(self.verdicts)
 
 
 @dataclass(frozen=True)

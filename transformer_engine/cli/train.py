@@ -21,13 +21,13 @@ from .demo.config import (
     RECIPES,
     Execution,
     default_framework,
-    missing_for,
+    missing_libraries,
     resolve,
     restore,
 )
 from .failure import Failure, fitting, reporting, reporting_failures, writing
 from .invocation import program
-from .options import add_choice, add_device, add_flag, add_switch, at_least
+from .options import add_choice, add_device, add_flag, add_switch, minimum_converter
 from .progress import check_tensorboard, describe, printable, results_table, train_with_progress
 
 if TYPE_CHECKING:
@@ -112,14 +112,16 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_devices(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--devices", type=at_least(1), help="number of GPUs, or of CPU processes, to train on")
+    group.add_argument(
+        "--devices", type=minimum_converter(1), help="number of GPUs, or of CPU processes, to train on"
+    )
     add_flag(group, "--distributed", "train on the processes that torchrun has started")
     for option, text in (
         ("--tp", "ranks that shard the weights of each layer"),
         ("--cp", "ranks that shard each sequence"),
         ("--fsdp", "ranks that shard parameters and optimizer states"),
     ):
-        group.add_argument(option, type=at_least(1), default=1, help=f"{text} (default: 1)")
+        group.add_argument(option, type=minimum_converter(1), default=1, help=f"{text} (default: 1)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -202,7 +204,7 @@ def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
 def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execution, resume: bool) -> Trainer:
     """Prepare a trainer at its first step, or at the step in the folder's checkpoint."""
     from .demo.data import load_corpus
-    from .demo.trainer import Trainer, runs_of
+    from .demo.trainer import Trainer, framework_runs
 
     if not resume:
         _demand(given["framework"] or default_framework())  # before its devices are queried
@@ -211,7 +213,7 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
         with writing(folder, ELSEWHERE):
             folder.mkdir(parents=True, exist_ok=True)
             trainer.metrics_path.unlink(missing_ok=True)
-            trainer.observed_path.unlink(missing_ok=True)
+            trainer.observation_path.unlink(missing_ok=True)
         return trainer
     path = folder / "checkpoint"
     if path.with_name("checkpoints").is_dir():
@@ -226,7 +228,7 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
     else:
         framework = given["framework"] or default_framework()
     _demand(framework)
-    state = runs_of(framework).load(path)
+    state = framework_runs(framework).load(path)
     config = restore(state["config"], device, given, str(path), state["step"])
     trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
     trainer.load(state)
@@ -235,7 +237,7 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
 
 def _demand(framework: str) -> None:
     """Exit with an error unless everything that a run in the framework needs is installed."""
-    missing = missing_for(framework)
+    missing = missing_libraries(framework)
     if missing is not None:
         raise Failure(missing)
 

@@ -22,7 +22,7 @@ from .demo.data import load_corpus
 from .demo.parallel import Parallelism, Ranks
 from .demo.plot import plot_losses
 from .demo.trainer import Trainer
-from .devices import joined, launch, under_torchrun
+from .devices import is_torchrun_rank, joined, launch
 from .failure import reporting_failures, writing
 from .invocation import program
 from .options import torch_device
@@ -59,7 +59,7 @@ def train_on_devices(request: TrainRequest, devices: int | None, distributed: bo
         ValueError: The options contradict each other, the model, or the number of processes.
         Failure: A rank failed more often than it is started again.
     """
-    if distributed and not under_torchrun():
+    if distributed and not is_torchrun_rank():
         raise ValueError(
             "--distributed needs the processes of torchrun; start it with torchrun, or give --devices N"
         )
@@ -98,7 +98,7 @@ def train_on_ranks(request: TrainRequest, clears: bool) -> None:
         reporting_failures(console),
         _interrupts(device) as stop,
     ):
-        trainer = _prepared(request, Ranks(request.parallelism(dist.get_world_size()), device), clears)
+        trainer = _prepare_trainer(request, Ranks(request.parallelism(dist.get_world_size()), device), clears)
         describe(console, trainer)
         console.print(
             f"ranks   {dist.get_world_size()}: tp {request.tp}, cp {request.cp}, fsdp {request.fsdp}"
@@ -119,7 +119,7 @@ def train_on_ranks(request: TrainRequest, clears: bool) -> None:
             )
 
 
-def _prepared(request: TrainRequest, ranks: Ranks, clears: bool) -> Trainer:
+def _prepare_trainer(request: TrainRequest, ranks: Ranks, clears: bool) -> Trainer:
     """Prepare a trainer at its first step, or at the last checkpoint's step."""
     folder = request.folder
     if clears and ranks.leads:

@@ -15,7 +15,7 @@ from rich.console import Console
 from ..common.documentation import page
 from .demo.config import RECIPES, make_recipe
 from .failure import FAILED, reporting
-from .options import add_choice, add_device, add_flag, at_least, torch_device
+from .options import add_choice, add_device, add_flag, minimum_converter, torch_device
 
 REQUIRED = ("model_fn", "batch")
 OPTIONAL = ("loss_fn", "shard_fn", "reduce_fn")
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--cp", "context-parallel ranks"),
         ("--tp", "tensor-parallel ranks"),
     ):
-        parser.add_argument(option, type=at_least(1), default=1, help=f"{text} (default: 1)")
+        parser.add_argument(option, type=minimum_converter(1), default=1, help=f"{text} (default: 1)")
     add_flag(parser, "--sequence-parallel", "inputs and outputs are sharded along the tokens over tp")
     add_device(parser)
 

@@ -126,7 +126,7 @@ ABSENT = {
 
 def sentence(name: str) -> str:
     """Error message for an absent dotted name: the reason and the replacement."""
-    reason = _reason_for(name)
+    reason = _find_reason(name)
     if reason is not None:
         return f"{name} is not in this package, {__version__}: {reason}"
     place, _, last = name.rpartition(".")
@@ -142,7 +142,7 @@ def sentence(name: str) -> str:
     )
 
 
-def _reason_for(name: str) -> str | None:
+def _find_reason(name: str) -> str | None:
     """Text of the row that covers a name, or of a row for the same framework with the same last part."""
     for start, words in ABSENT.items():
         if f"{name}.".startswith(f"{start}.") or fnmatchcase(name, start):

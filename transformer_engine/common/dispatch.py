@@ -267,7 +267,7 @@ class Table(Generic[Request]):
         forced = _forced.get(self.operation)
         verdicts: list[Verdict] = []
         for backend in self.candidates(request):
-            reason = self._known_reason(backend, request)
+            reason = self._find_reason_before_planning(backend, request)
             if reason is None and forced is not None and backend.name != forced:
                 reason = f"use_backend({self.operation}={forced!r}) is in force"
             if reason is None and any(verdict.chosen for verdict in verdicts):
@@ -299,11 +299,11 @@ class Table(Generic[Request]):
     def _taker(self, backends: tuple[Backend[Request], ...], request: Request) -> Backend[Request]:
         """Find the first of these backends that supports the request, without planning."""
         for backend in backends:
-            if self._known_reason(backend, request) is None:
+            if self._find_reason_before_planning(backend, request) is None:
                 return backend
         raise self._unsupported(request)
 
-    def _known_reason(self, backend: Backend[Request], request: Request) -> str | None:
+    def _find_reason_before_planning(self, backend: Backend[Request], request: Request) -> str | None:
         """Reason before planning, or the reason of a planning failure in the cache, or None."""
         reason = backend.rejection_reason(request)
         known = None if reason is not None or _tracing() else self._plans.get((backend.name, request))
@@ -314,10 +314,12 @@ class Table(Generic[Request]):
         if forced is not None:
             return Unsupported(
                 f"{self.operation}: backend {forced!r} is forced but does not support this request: "
-                f"{self._known_reason(self.named(forced), request)}; "
+                f"{self._find_reason_before_planning(self.named(forced), request)}; "
                 f"remove use_backend({self.operation}={forced!r}) to choose another backend"
             )
-        reasons = "; ".join(f"{b.name}: {self._known_reason(b, request)}" for b in self.candidates(request))
+        reasons = "; ".join(
+            f"{b.name}: {self._find_reason_before_planning(b, request)}" for b in self.candidates(request)
+        )
         return Unsupported(f"no backend of {self.operation} takes this request ({reasons})")
 
 
@@ -344,12 +346,12 @@ def _name(table: Table[Any], key: tuple[Any, ...]) -> str:
 tables: dict[str, Table[Any]] = {}
 
 
-def undisturbed() -> bool:
+def is_undisturbed() -> bool:
     """Whether cached choices apply: no backend is forced and no callback observes or binds."""
     return not disturbances
 
 
-def forced(operation: str) -> str | None:
+def forced_backend(operation: str) -> str | None:
     """Name of an operation's forced backend, or None."""
     return _forced.get(operation)
 

@@ -9,7 +9,7 @@ from typing import Any
 from .dispatch import Verdict, observing, tables
 
 
-def chosen_of(verdicts: Iterable[Verdict]) -> str | None:
+def chosen_name(verdicts: Iterable[Verdict]) -> str | None:
     """Name of the chosen backend."""
     return next((verdict.backend for verdict in verdicts if verdict.chosen), None)
 
@@ -26,7 +26,7 @@ class Decision:
     @property
     def chosen(self) -> str | None:
         """Name of the backend that was used."""
-        return chosen_of(self.verdicts)
+        return chosen_name(self.verdicts)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def note(text: str) -> None:
         notes[text] = None
 
 
-def explained(call: Callable[[], Any]) -> Explanation:
+def explain_call(call: Callable[[], Any]) -> Explanation:
     """Run the call and report its requests to every table, with their verdicts, and its notes."""
     notes: dict[str, None] = {}
     counts: dict[tuple[str, Any], int] = {}

@@ -133,7 +133,7 @@ class Hardware:
     @property
     def target(self) -> int | str:
         """Architecture in Triton's notation: 90 for compute capability 9.0."""
-        return number_of(self) if self.vendor == "nvidia" else self.architecture
+        return capability_number(self) if self.vendor == "nvidia" else self.architecture
 
     def __reduce__(self) -> tuple[object, ...]:
         return hardware_named, (self.vendor, self.architecture)
@@ -322,12 +322,12 @@ def hardware_of_gpu(name: str) -> Hardware | None:
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def rows_with(capability: Capability) -> tuple[Hardware, ...]:
+def find_rows(capability: Capability) -> tuple[Hardware, ...]:
     """NVIDIA rows that have a capability, in order of compute capability."""
     return tuple(row for row in _NVIDIA if row.has(capability))
 
 
-def number_of(row: Hardware) -> int:
+def capability_number(row: Hardware) -> int:
     """Ten times a compute capability: 90 for 9.0; 94 for gfx942, as ROCm reports it."""
     if row.vendor == "amd":
         return int(row.architecture[3:-1])
@@ -335,9 +335,9 @@ def number_of(row: Hardware) -> int:
     return 10 * major + minor
 
 
-def limits_of(capability: Capability) -> tuple[Hardware, Hardware | None]:
+def capability_limits(capability: Capability) -> tuple[Hardware, Hardware | None]:
     """Oldest NVIDIA row with a capability, and the first row after the newest one with it, or None."""
-    having = rows_with(capability)
+    having = find_rows(capability)
     later = _NVIDIA[_NVIDIA.index(having[-1]) + 1 :]
     return having[0], later[0] if later else None
 
@@ -375,7 +375,7 @@ def _version(architecture: str) -> tuple[int, int]:
 def _reason(row: Hardware, capability: Capability) -> str:
     if row is NO_GPU:
         return f"there is no GPU, which {capability} need"
-    having = [each.architecture for each in rows_with(capability)]
+    having = [each.architecture for each in find_rows(capability)]
     every = [each.architecture for each in _NVIDIA]
     begin, end = every.index(having[0]), every.index(having[-1]) + 1
     if having != every[begin:end]:

@@ -45,14 +45,14 @@ def _failure(module: str, names: tuple[str, ...]) -> str | None:
     try:
         imported = importlib.import_module(module)
     except FAILURES as error:
-        return failed_import(module, error)
+        return import_failure(module, error)
     for name in names:
         if not hasattr(imported, name):
             return f"{module} has no {name}; install a version that has, or uninstall it"
     return None
 
 
-def failed_import(module: str, error: BaseException) -> str:
+def import_failure(module: str, error: BaseException) -> str:
     """Error message for a module's failed import."""
     said = " ".join(str(error).split())
     return f"importing {module} failed: {type(error).__name__}: {said}; repair the package or uninstall it"

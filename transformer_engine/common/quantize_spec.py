@@ -75,12 +75,12 @@ class QuantizeSpec:
             raise ValueError(f"tiled=True is for scales of one byte, which {form.name} has not; leave it out")
         if self.two_dimensional and not form.two_dimensional:
             raise ValueError(
-                f"two_dimensional is a choice of {_formats_with('two_dimensional')}, not of {form.name}; "
+                f"two_dimensional is a choice of {_formats_by_option('two_dimensional')}, not of {form.name}; "
                 "block scaling has the format BLOCK_2D"
             )
         if (self.hadamard and not form.hadamard) or (self.stochastic and not form.stochastic):
             raise ValueError(
-                f"hadamard and stochastic belong to {_formats_with('hadamard')}, not to {form.name}; drop them"
+                f"hadamard and stochastic belong to {_formats_by_option('hadamard')}, not to {form.name}; drop them"
             )
         if self.two_dimensional and self.hadamard:
             raise ValueError(
@@ -95,7 +95,7 @@ class QuantizeSpec:
                 )
             if not self.format.four_over_six:
                 raise ValueError(
-                    f"four_over_six belongs to {_formats_with('four_over_six')}, not to {self.format.name}; "
+                    f"four_over_six belongs to {_formats_by_option('four_over_six')}, not to {self.format.name}; "
                     "leave it empty"
                 )
             if self.hadamard or self.stochastic:
@@ -135,5 +135,5 @@ class QuantizeSpec:
         return tile is None or tile[0] == tile[1]
 
 
-def _formats_with(option: str) -> str:
+def _formats_by_option(option: str) -> str:
     return " and ".join(form.name for form in TENSOR_FORMATS if getattr(form, option))

@@ -129,13 +129,13 @@ def required_parameters(function: Callable[..., Any]) -> int | None:
         if owner in _REQUIRED:
             count = _REQUIRED[owner]
         else:
-            count = _REQUIRED[owner] = _inspected(owner)
+            count = _REQUIRED[owner] = _inspect_function(owner)
     except TypeError:  # an object that cannot be hashed or weakly referenced
-        return _inspected(function)
+        return _inspect_function(function)
     return count if count is None or owner is function else count - 1
 
 
-def _inspected(function: Callable[..., Any]) -> int | None:
+def _inspect_function(function: Callable[..., Any]) -> int | None:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

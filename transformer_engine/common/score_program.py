@@ -235,18 +235,18 @@ class _Recorder:
         result = receiver
         if result is None:
             result, self._next = self._next, self._next + 1
-        positional = tuple(_recorded(argument) for argument in arguments)
-        keywords = tuple((name, _recorded(value)) for name, value in named.items() if name != "name")
+        positional = tuple(_record_argument(argument) for argument in arguments)
+        keywords = tuple((name, _record_argument(value)) for name, value in named.items() if name != "name")
         self._steps.append(GraphCall(method, receiver, result, positional, keywords))
         return _RecordedTensor(self, result)
 
 
-def _recorded(argument: Any) -> Any:
+def _record_argument(argument: Any) -> Any:
     """Convert an argument to hashable data."""
     if isinstance(argument, _RecordedTensor):
         return Value(argument._number)
     if isinstance(argument, (list, tuple)):
-        return tuple(_recorded(item) for item in argument)
+        return tuple(_record_argument(item) for item in argument)
     if argument is None or type(argument) in (bool, int, float, str):
         return argument
     if type(argument).__name__ in ("data_type", "dtype"):  # from cuDNN's frontend or an array library

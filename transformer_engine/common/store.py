@@ -65,7 +65,7 @@ class Store:
                 return None
             # Not blocking: the path could be a pipe without a writer.
             with open(path, "rb", opener=_open_without_blocking) as file:
-                flaw = _untrusted(os.fstat(file.fileno()))
+                flaw = _untrusted_reason(os.fstat(file.fileno()))
                 data = b"" if flaw else file.read()
         except FileNotFoundError:
             return None
@@ -121,7 +121,7 @@ class Store:
     def _is_private(self, folder: Path) -> bool:
         """Whether only the user can write to a folder; log the reason if not. FileNotFoundError if absent."""
         try:
-            flaw = _untrusted(folder.stat())
+            flaw = _untrusted_reason(folder.stat())
         except PermissionError as error:
             flaw = str(error)
         if flaw:
@@ -135,7 +135,7 @@ def _open_without_blocking(name: str, flags: int) -> int:
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # absent on Windows
 
 
-def _untrusted(status: os.stat_result) -> str | None:
+def _untrusted_reason(status: os.stat_result) -> str | None:
     """Reason why another user may have written a file or a folder, or None."""
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         return "it is not a regular file"

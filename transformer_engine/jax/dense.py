@@ -91,7 +91,7 @@ def dense(
     kernel = kernel if kernel.ndim > contracted else kernel[..., None]
     if quantizer_set.is_noop:
         kernel = kernel.astype(x.dtype)
-    y = product_of(ValuesSource(), (x,), kernel, quantizer_set, contracted).reshape(shape)
+    y = multiply_source(ValuesSource(), (x,), kernel, quantizer_set, contracted).reshape(shape)
     return with_sharding_constraint_by_logical_axes(biased(y, bias), output_axes)
 
 
@@ -124,7 +124,7 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
     return found[0], found[1]
 
 
-def product_of(
+def multiply_source(
     source: OperandSource, given: tuple[Any, ...], kernel: Array, quantizer_set: QuantizerSet, contracted: int
 ) -> Array:
     """Compute y [*batch, *features] = operand @ kernel.

@@ -15,7 +15,7 @@ from jax import Array
 from ..common.checks import described, integer, switch, whole
 from ..common.numbers import with_article
 from .checks import check_dtype, check_instance, check_integers, check_sizes, check_values
-from .ep_exchange import EpConfig, EpHandle, check_routed, dispatched, planned, returned
+from .ep_exchange import EpConfig, EpHandle, check_routed, dispatch_tokens, planned, returned
 from .permutation import aligned
 from .sharding import (
     get_mesh_axis_size,
@@ -157,7 +157,7 @@ def get_ep_config() -> EpConfig:
     return _bootstrap.config
 
 
-def bootstrapped_capacity() -> int | None:
+def bootstrap_capacity() -> int | None:
     """Receive-buffer rows passed to `ep_bootstrap`; None without a call."""
     return None if _bootstrap is None else _bootstrap.limits.get("capacity")
 
@@ -203,10 +203,10 @@ def ep_dispatch(
     check_routed(topk_idx, tokens, topk_weights)
     align_size = _alignment(cfg, topk_idx)
     check_sizes_of_bootstrap(topk_idx.shape[0], recv_capacity_per_rank, tokens.shape[-1])
-    recv, recv_weights, handle, counts, total = dispatched(
+    recv, recv_weights, handle, counts, total = dispatch_tokens(
         placement, topk_idx, tokens, topk_weights, recv_capacity_per_rank, align_size, recv_capacity_per_rank
     )
-    return recv, recv_weights, handle, _rows_within(counts, align_size, recv_capacity_per_rank), total
+    return recv, recv_weights, handle, _count_rows(counts, align_size, recv_capacity_per_rank), total
 
 
 def ep_prepare(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> tuple[Array, Array, EpHandle]:
@@ -226,14 +226,14 @@ def ep_prepare(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> tuple[Array, A
     placement = placement_of(cfg)
     check_integers("topk_idx", topk_idx)
     align_size = _alignment(cfg, topk_idx)
-    capacity = bootstrapped_capacity()
+    capacity = bootstrap_capacity()
     if capacity is None:
         raise RuntimeError(
             "ep_prepare requires the rows of the receive buffer; call ep_bootstrap first, or ep_dispatch with them"
         )
     check_sizes_of_bootstrap(topk_idx.shape[0], capacity, 1)
     handle, counts = planned(placement, topk_idx, align_size)
-    return _rows_within(counts, align_size, capacity), counts.sum(), handle
+    return _count_rows(counts, align_size, capacity), counts.sum(), handle
 
 
 def ep_handle_mem_size(cfg: EpLayerConfig) -> int:
@@ -257,7 +257,7 @@ def ep_handle_mem_size(cfg: EpLayerConfig) -> int:
     return jnp.dtype(jnp.int32).itemsize * (tokens * cfg.top_k + slots + 2 * placement.devices)
 
 
-def _rows_within(counts: Array, align_size: int, capacity: int) -> Array:
+def _count_rows(counts: Array, align_size: int, capacity: int) -> Array:
     """Per-expert rows within a buffer, including alignment, int32 [local experts]."""
     ends = jnp.minimum(jnp.cumsum(aligned(counts, align_size)), capacity)
     return jnp.diff(ends, prepend=0).astype(jnp.int32)

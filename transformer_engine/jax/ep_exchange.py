@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .checks import check_array, check_integers, check_values
-from .permutation import aligned, room_for
+from .permutation import aligned, sufficient_rows
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def planned(cfg: EpConfig, topk_idx: Array, align_size: int = 1) -> tuple[EpHand
     return EpHandle(sent, arrived, sizes), counts[:-1]
 
 
-def dispatched(
+def dispatch_tokens(
     cfg: EpConfig, topk_idx: Array, tokens: Array, topk_weights: Array, capacity: int, align_size: int = 1,
     rows_of_buffer: int | None = None,
 ) -> tuple[Array, Array, EpHandle, Array, Array]:  # fmt: skip
@@ -114,7 +114,7 @@ def dispatched(
         As `ep_dispatch`.
     """
     check_routed(topk_idx, tokens, topk_weights)
-    room = rows_of_buffer or room_for(capacity, cfg.local_experts, align_size)
+    room = rows_of_buffer or sufficient_rows(capacity, cfg.local_experts, align_size)
     handle, counts = planned(cfg, topk_idx, align_size)
     recv = send_tokens(cfg, handle, jnp.asarray(tokens), room)
     return recv, send_weights(cfg, handle, topk_weights, room), handle, counts, counts.sum()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..common.checks import function as checked_function
 from ..common.checks import switch
-from ..common.explanation import Explanation, explained
+from ..common.explanation import Explanation, explain_call
 
 __all__ = ["Explanation", "explain"]
 
@@ -51,4 +51,4 @@ def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **k
         out, pullback = jax.vjp(first, *(leaves[place] for place in floats))
         return pullback(jnp.ones_like(out))
 
-    return explained(lambda: jax.eval_shape(run, *args))
+    return explain_call(lambda: jax.eval_shape(run, *args))

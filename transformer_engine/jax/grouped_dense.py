@@ -205,7 +205,7 @@ def _have_block_scales(a: Any, b: Any) -> bool:
     return both and a.scales is None and b.scales is None
 
 
-def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool) -> Array:
+def _multiply_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool) -> Array:
     """Compute (rows of group g in x [M, K]) @ kernel[g] [K, N]; backward: x is dy [M, N], contracted over N.
 
     Partial sums over codes are promoted to float32 as in products of one matrix, see `products`.
@@ -223,7 +223,7 @@ def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool
     return grouped_gemm(rows.codes, stack.codes, group_sizes, dtype, scales, features_first=True, exact=exact)
 
 
-def _of_columns(x: Any, dy: Any, group_sizes: Array, dtype: Any) -> Array:
+def _contract_rows(x: Any, dy: Any, group_sizes: Array, dtype: Any) -> Array:
     """Compute dkernel [G, K, N]: (rows of group g in x).T @ (rows of group g in dy)."""
     if _have_block_scales(x, dy):
         return grouped_block_contraction(x, dy, group_sizes, dtype)
@@ -247,7 +247,7 @@ def _forward(
         (x, kernel), quantizers = constant((of, quantizers))
     x_codes, x_amax = _encode(quantizers.x, x, group_sizes, spec)
     kernel_codes, kernel_amax = _encode(quantizers.kernel, kernel, None)
-    y = _of_rows(x_codes, kernel_codes, group_sizes, x.dtype, backward=False)
+    y = _multiply_rows(x_codes, kernel_codes, group_sizes, x.dtype, backward=False)
     saved = codes_to_bits((x_codes.get_tensor(COLUMNS), kernel_codes.get_tensor(ROWS)))
     if not quantizers.is_noop:
         y = undifferentiated(y, of)
@@ -261,8 +261,8 @@ def _backward(spec: RowsSpec, residuals: tuple[Any, ...], dy: Array) -> tuple[An
     if not quantizers.is_noop:
         dy = constant(dy)
     codes, amax = _encode(quantizers.dgrad, dy, group_sizes, spec)
-    dx = _of_rows(codes, kernel_codes, group_sizes, x_like.dtype, backward=True)
-    dkernel = _of_columns(
+    dx = _multiply_rows(codes, kernel_codes, group_sizes, x_like.dtype, backward=True)
+    dkernel = _contract_rows(
         x_codes.get_tensor(COLUMNS), codes.get_tensor(COLUMNS), group_sizes, kernel_like.dtype
     )
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)

@@ -6,7 +6,7 @@ from jax import Array
 
 from ..common.checks import switch
 from .checks import check_axis_names, check_bias, check_values
-from .dense import check_contraction, dense, product_of
+from .dense import check_contraction, dense, multiply_source
 from .layernorm import check_norm, layernorm
 from .products import biased
 from .quantize.grouped import check_ungrouped
@@ -66,7 +66,7 @@ def layernorm_dense(
         how = (name == "layernorm", zero_centered_gamma, float(epsilon), dot_input_axes)
         norm = NormSource(*how, passes=is_bypassed(x))
         kernel = with_sharding_constraint_by_logical_axes(kernel, kernel_axes)
-        return biased(product_of(norm, (x, gamma, beta), kernel, quantizer_set, 1), bias)
+        return biased(multiply_source(norm, (x, gamma, beta), kernel, quantizer_set, 1), bias)
     normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     return dense(
         normalized,

@@ -14,21 +14,21 @@ def align_manual_axes(*arrays: Any) -> Any:
     this package return each device's part, even for a parameter that all devices share; JAX adds the parts of a
     parameter that was cast.
     """
-    axes = varies_over(arrays)
-    return vary_over(axes, arrays) if axes else arrays
+    axes = varying_axes(arrays)
+    return cast_varying(axes, arrays) if axes else arrays
 
 
-def vary_over(axes: frozenset[str], arrays: Any) -> Any:
+def cast_varying(axes: frozenset[str], arrays: Any) -> Any:
     """Cast an array pytree to vary over these manual axes."""
 
     def cast(leaf: Any) -> Any:
-        missing = tuple(sorted(axes - varies_over(leaf)))
+        missing = tuple(sorted(axes - varying_axes(leaf)))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(cast, arrays)
 
 
-def varies_over(arrays: Any) -> frozenset[str]:
+def varying_axes(arrays: Any) -> frozenset[str]:
     """Manual axes over which an array in a pytree varies, if shard_map tracks them (check_vma)."""
     return frozenset[str]().union(*(manual_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays)))
 

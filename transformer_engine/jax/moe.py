@@ -20,15 +20,15 @@ from ..common.checks import described, number, switch, text_or_none, whole
 from ..common.formats import ceil_div, round_up
 from .activation import check_activation
 from .checks import check_axis_names, check_floating, check_instance, check_shaped, check_values
-from .ep import bootstrapped_capacity, check_sizes_of_bootstrap
-from .ep_exchange import EpConfig, dispatched, returned
+from .ep import bootstrap_capacity, check_sizes_of_bootstrap
+from .ep_exchange import EpConfig, dispatch_tokens, returned
 from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from .moe_experts import ALIGN_SIZE, Experts, Routing
 from .permutation import aligned, routing_map_to_selected_experts, token_combine, token_dispatch
 from .quantize.grouped import GroupedQuantizer
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
-from .quantize.settings import key_of
-from .quantize.sharing import over_devices
+from .quantize.settings import random_key
+from .quantize.sharing import share_over_devices
 from .sharding import (
     automatic_axes,
     check_axis,
@@ -172,9 +172,11 @@ def moe(
         gate_kernel = with_sharding_constraint_by_logical_axes(gate_kernel, gate_kernel_axes or None)
         experts = Experts(activation_type, apply_topk_weights_early, sets)
         if ep_axis is None or devices == 1:
-            return _on_one_device(x, gate_kernel, bias, _constrained(params, kernel_axes), routing, experts)
+            return _run_on_one_device(
+                x, gate_kernel, bias, _constrain_kernels(params, kernel_axes), routing, experts
+            )
         cfg = EpConfig(num_experts, devices, ep_axis)
-        return _on_several_devices(
+        return _run_on_several_devices(
             x, gate_kernel, bias, params, routing, experts, cfg, tuple(data_parallelism_axes),
             recv_capacity_per_rank,
         )  # fmt: skip
@@ -272,7 +274,7 @@ def _check_capacity(recv_capacity_per_rank: int | None) -> None:
             f"recv_capacity_per_rank={recv_capacity_per_rank} is not a multiple of {ALIGN_SIZE}; "
             "get_moe_recv_capacity_per_rank returns one"
         )
-    capacity = bootstrapped_capacity()
+    capacity = bootstrap_capacity()
     if capacity not in (None, recv_capacity_per_rank):
         raise ValueError(
             f"recv_capacity_per_rank={recv_capacity_per_rank}, and ep_bootstrap was called for {capacity}; pass the "
@@ -280,7 +282,7 @@ def _check_capacity(recv_capacity_per_rank: int | None) -> None:
         )
 
 
-def _constrained(params: dict[str, Any], names: dict[str, Axes]) -> dict[str, Any]:
+def _constrain_kernels(params: dict[str, Any], names: dict[str, Axes]) -> dict[str, Any]:
     """Constrain the expert kernels that have a logical axis with a Flax rule."""
     from flax import linen
 
@@ -292,12 +294,12 @@ def _constrained(params: dict[str, Any], names: dict[str, Axes]) -> dict[str, An
     }
 
 
-def _on_one_device(
+def _run_on_one_device(
     x: Array, gate_kernel: Array, expert_bias: Array | None, params: Any, routing: Routing, experts: Experts
 ) -> tuple[Array, Array | None, Array]:
     """Choose experts for all tokens, and compute the experts without a token exchange."""
     tokens = x.reshape(-1, x.shape[-1])
-    logits, weights, chosen = _routed(tokens, gate_kernel, expert_bias, routing)
+    logits, weights, chosen = _route_tokens(tokens, gate_kernel, expert_bias, routing)
     slots = tokens.shape[0] * routing.topk
     rows, row_weights, row_id_map, pads, _ = token_dispatch(tokens, chosen, slots, weights, ALIGN_SIZE)
     assert row_weights is not None
@@ -306,7 +308,7 @@ def _on_one_device(
     return y.reshape(x.shape), routing.aux_loss(logits, chosen, ()), jnp.asarray(slots, jnp.int32)
 
 
-def _routed(
+def _route_tokens(
     x: Array, gate_kernel: Array, expert_bias: Array | None, routing: Routing
 ) -> tuple[Array, Array, Array]:
     """Compute (logits, weights, choice) [T, E] for tokens [T, h], in float32: rounding must not change the choice."""
@@ -316,7 +318,7 @@ def _routed(
     return logits, *routing(logits, expert_bias)
 
 
-def _on_several_devices(
+def _run_on_several_devices(
     x: Array,
     gate_kernel: Array,
     expert_bias: Array | None,
@@ -341,21 +343,21 @@ def _on_several_devices(
             lambda leaf: (
                 leaf
                 if jnp.issubdtype(leaf.dtype, jnp.floating)
-                else jax.random.key_data(jax.random.fold_in(key_of(leaf), place[0]))
+                else jax.random.key_data(jax.random.fold_in(random_key(leaf), place[0]))
             ),
             sets,
         )
         own = replace(
             experts,
-            quantizer_sets=tuple(_of_own(s, cfg.local_experts, data_axes) for s in sets),
+            quantizer_sets=tuple(_local_quantizers(s, cfg.local_experts, data_axes) for s in sets),
             over=data_axes,
         )
         tokens = x.reshape(-1, x.shape[-1])
-        logits, weights, chosen = _routed(tokens, gate_kernel, bias, routing)
+        logits, weights, chosen = _route_tokens(tokens, gate_kernel, bias, routing)
         picked, of_picked = routing_map_to_selected_experts(weights, chosen, routing.topk)
         capacity = tokens.shape[0] * cfg.devices * min(routing.topk, cfg.local_experts)
         check_sizes_of_bootstrap(tokens.shape[0], recv_capacity or capacity, tokens.shape[1])
-        rows, row_weights, handle, counts, total = dispatched(
+        rows, row_weights, handle, counts, total = dispatch_tokens(
             cfg, picked, tokens, of_picked, recv_capacity or capacity, ALIGN_SIZE, recv_capacity
         )
         if recv_capacity is not None:
@@ -389,8 +391,8 @@ def _on_several_devices(
     return jax.jit(mapped)(places, x, gate_kernel, expert_bias, params, experts.quantizer_sets)
 
 
-def _of_own(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> QuantizerSet:
+def _local_quantizers(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> QuantizerSet:
     """Select the part of a set for this device's experts, whose states the devices along axes share."""
     parts = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     own = [None if part is None else GroupedQuantizer(part.quantizer, count) for part in parts]
-    return over_devices(QuantizerSet(*own), axes, merges=False)
+    return share_over_devices(QuantizerSet(*own), axes, merges=False)

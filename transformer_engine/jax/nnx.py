@@ -70,13 +70,15 @@ def value_and_grad(
         kwargs: Keyword arguments of the loss.
     """
 
-    def of_one_step(model: Any, keywords: Any, *args: Any) -> Any:
+    def one_step_loss(model: Any, keywords: Any, *args: Any) -> Any:
         with one_step():
             return loss(model, *args, **keywords)
 
     states = (state_type(), state_type(OVERWRITE_WITH_GRADIENT))
     wanted = nnx.DiffState(0, nnx.Any(nnx.Param, *states))
-    value, gradients = nnx.value_and_grad(of_one_step, argnums=wanted, has_aux=has_aux)(model, kwargs, *args)
+    value, gradients = nnx.value_and_grad(one_step_loss, argnums=wanted, has_aux=has_aux)(
+        model, kwargs, *args
+    )
     parameters, following, _ = nnx.split_state(gradients, nnx.Param, nnx.Any(*states), ...)
     if jax.tree.leaves(following):
         nnx.update(model, following)

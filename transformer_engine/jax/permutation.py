@@ -88,7 +88,7 @@ def token_dispatch(
     pad_offsets, size = None, num_out_tokens
     if align_size is not None:
         whole("align_size", align_size)
-        size = room_for(num_out_tokens, experts, align_size)
+        size = sufficient_rows(num_out_tokens, experts, align_size)
         padded = aligned(counts, align_size)
         pad_offsets = jnp.cumsum(padded) - padded - starts
         rows, counts = jnp.where(rows < 0, -1, rows + pad_offsets[None]), padded
@@ -106,7 +106,7 @@ def aligned(counts: Array, align_size: int) -> Array:
     return -(-counts // align_size) * align_size
 
 
-def room_for(tokens: int, groups: int, align_size: int) -> int:
+def sufficient_rows(tokens: int, groups: int, align_size: int) -> int:
     """Row count that suffices for all group sizes with this total, each aligned to a multiple of align_size."""
     return (tokens + groups * (align_size - 1)) // align_size * align_size
 

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from ..common import env
 from ..common.checks import whole
-from ..common.hardware import Hardware, hardware_named, number_of, nvidia
+from ..common.hardware import Hardware, capability_number, hardware_named, nvidia
 
 WITHOUT_GPU = nvidia(9, 0)  # its rules apply on a CPU, which emulates all formats
 
@@ -39,7 +39,7 @@ def compute_capability(gpu_id: int = 0) -> int:
         TypeError: gpu_id is not an integer.
         ValueError: The process has no GPU with that number.
     """
-    return number_of(hardware(gpu_id))
+    return capability_number(hardware(gpu_id))
 
 
 def hardware(gpu_id: int = 0) -> Hardware:

@@ -124,7 +124,7 @@ def _backward(spec: MLPSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]
     )
     quantizer, transposes_late = gradient_quantizer(sets[0].dgrad, hidden)
     bias_dtype = None if bias_like is None else bias_like.dtype
-    codes_1, amax_1, d_bias = spec.activation.encoded_gradient(hidden, d_activated, quantizer, bias_dtype)
+    codes_1, amax_1, d_bias = spec.activation.encode_gradient(hidden, d_activated, quantizer, bias_dtype)
     dx, d_kernel_1 = gradient_products(
         codes_1, transposes_late, batch, rows[0], columns[0], (dtype, likes[0].dtype)
     )

@@ -71,9 +71,9 @@ def fused_topk_with_score_function(
     switch("compute_aux_scores", compute_aux_scores)
     wide = logits.astype(jnp.float32)
     if compute_aux_scores:
-        scores = _normalised(wide, function)
-        chosen = _chosen(scores, topk)
-        return scores.astype(logits.dtype), _stored(chosen, form)
+        scores = _normalize_logits(wide, function)
+        chosen = _choice_mask(scores, topk)
+        return scores.astype(logits.dtype), _store_choice(chosen, form)
     if softmax:
         scores = jax.nn.softmax(wide) if use_pre_softmax else wide
     else:
@@ -84,16 +84,16 @@ def fused_topk_with_score_function(
         tokens, experts = judged.shape
         grouped = lax.stop_gradient(judged).reshape(tokens, num_groups, experts // num_groups)
         best, _ = lax.top_k(grouped, topk // group_topk)
-        kept = jnp.repeat(_chosen(best.sum(axis=-1), group_topk), experts // num_groups, axis=-1)
+        kept = jnp.repeat(_choice_mask(best.sum(axis=-1), group_topk), experts // num_groups, axis=-1)
         judged = jnp.where(kept, judged, -jnp.inf)
-    chosen = _chosen(judged, topk)
+    chosen = _choice_mask(judged, topk)
     if softmax and not use_pre_softmax:
         weights = jax.nn.softmax(jnp.where(chosen, scores, -jnp.inf))
     else:
         weights = jnp.where(chosen, scores, 0.0)
     if not softmax and topk > 1:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + _TINY)
-    return (weights * scaling_factor).astype(logits.dtype), _stored(chosen, form)
+    return (weights * scaling_factor).astype(logits.dtype), _store_choice(chosen, form)
 
 
 def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff: float) -> Array:
@@ -124,7 +124,7 @@ def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff:
     return (share.sum() * (experts * coeff / (topk * tokens * tokens))).astype(probs.dtype)
 
 
-def _stored(chosen: Array, form: RoutingMapFormat) -> Array:
+def _store_choice(chosen: Array, form: RoutingMapFormat) -> Array:
     return jnp.packbits(chosen, axis=-1, bitorder="little") if form is RoutingMapFormat.BITMAP_U8 else chosen
 
 
@@ -139,14 +139,14 @@ def _scores(logits: Array, function: ScoreFunction) -> Array:
     return jnp.where(usable, jnp.sqrt(jnp.where(usable, positive, 1.0)), 0.0)
 
 
-def _normalised(logits: Array, function: ScoreFunction) -> Array:
+def _normalize_logits(logits: Array, function: ScoreFunction) -> Array:
     if function is ScoreFunction.SOFTMAX:
         return jax.nn.softmax(logits)
     scores = _scores(logits, function)
     return scores / (scores.sum(axis=-1, keepdims=True) + _TINY)
 
 
-def _chosen(scores: Array, topk: int) -> Array:
+def _choice_mask(scores: Array, topk: int) -> Array:
     """Select the topk largest scores in every row, bool [T, E]; ties go to the lower index."""
     _, places = lax.top_k(lax.stop_gradient(scores), topk)
     return jax.nn.one_hot(places, scores.shape[-1], dtype=jnp.bool_).any(axis=-2)

@@ -304,18 +304,18 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     if explicit := explicit_axes():
         # The sharding over Explicit axes is part of the array's type; a constraint would only assert it.
         x = jax.sharding.reshard(x, _explicit_spec(spec, explicit_entries(x), explicit))
-        spec = PartitionSpec(*(_without(entry, explicit) for entry in spec))
+        spec = PartitionSpec(*(_drop_axes(entry, explicit) for entry in spec))
         if all(entry is None for entry in spec):
             return x
     # A concrete array needs a device mesh, which JAX does not provide in a trace.
     devices = None if isinstance(x, Tracer) else mesh_of_devices()
     if devices is not None:
         return jax.lax.with_sharding_constraint(x, NamedSharding(devices, spec))
-    return _constrained(x, NamedSharding(mesh, spec))
+    return _constrain_array(x, NamedSharding(mesh, spec))
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
-def _constrained(x: Array, sharding: NamedSharding) -> Array:
+def _constrain_array(x: Array, sharding: NamedSharding) -> Array:
     """Constrain an array over an abstract mesh in a program, since an eager gradient's tracers are outside programs."""
     return jax.lax.with_sharding_constraint(x, sharding)
 
@@ -330,7 +330,7 @@ def _explicit_spec(spec: PartitionSpec, current: Sequence[Any], explicit: Sequen
     return PartitionSpec(*entries)
 
 
-def _without(entry: Any, axes: Sequence[str]) -> Any:
+def _drop_axes(entry: Any, axes: Sequence[str]) -> Any:
     """Remove these axes from a spec entry."""
     if entry is PartitionSpec.UNCONSTRAINED:
         return entry
@@ -399,7 +399,7 @@ def with_sharding_constraint_by_logical_axes(
         spec: Any = linen.logical_to_mesh_axes(tuple(logical_axis_names))
         if isinstance(x, Tracer) and all(kind is AxisType.Auto for kind in mesh.axis_types):
             # As flax.linen.with_logical_constraint does in a program; a spec without axes replicates the array.
-            return _constrained(x, NamedSharding(mesh, spec))
+            return _constrain_array(x, NamedSharding(mesh, spec))
         return with_sharding_constraint(x, spec)
     names = [name for name in logical_axis_names if name is not None and name.startswith(_PREFIX)]
     if mesh is None or not names:
@@ -476,7 +476,7 @@ def all_reduce_max_along_all_axes_except_PP(x: Array, mesh: Mesh | None = None) 
     """
     resource = global_mesh_resource()
     axes = [axis for name, axis in vars(resource).items() if name != "pp_resource"]
-    return _reduced(jax.lax.pmax, x, axes, mesh)
+    return _reduce_over_axes(jax.lax.pmax, x, axes, mesh)
 
 
 def all_reduce_sum_along_dp_fsdp(x: Array, mesh: Mesh | None = None) -> Array:
@@ -487,7 +487,7 @@ def all_reduce_sum_along_dp_fsdp(x: Array, mesh: Mesh | None = None) -> Array:
         mesh: Device mesh; None is the mesh in use.
     """
     resource = global_mesh_resource()
-    return _reduced(jax.lax.psum, x, [resource.dp_resource, resource.fsdp_resource], mesh)
+    return _reduce_over_axes(jax.lax.psum, x, [resource.dp_resource, resource.fsdp_resource], mesh)
 
 
 def all_reduce_sum_along_dp_fsdp_tpsp(x: Array, mesh: Mesh | None = None) -> Array:
@@ -499,10 +499,10 @@ def all_reduce_sum_along_dp_fsdp_tpsp(x: Array, mesh: Mesh | None = None) -> Arr
     """
     resource = global_mesh_resource()
     axes = [resource.dp_resource, resource.fsdp_resource, resource.tpsp_resource]
-    return _reduced(jax.lax.psum, x, axes, mesh)
+    return _reduce_over_axes(jax.lax.psum, x, axes, mesh)
 
 
-def _reduced(
+def _reduce_over_axes(
     operation: Callable[..., Array], x: Array, axes: Sequence[str | None], mesh: Mesh | None
 ) -> Array:
     """Apply operation(x) over each axis that has several devices."""

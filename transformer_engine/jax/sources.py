@@ -121,7 +121,7 @@ class ActivationSource(OperandSource):
         gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
         return (activation_backward(gradient, saved, self.names, self.params),)
 
-    def encoded_gradient(
+    def encode_gradient(
         self, saved: Array, gradient: Array, quantizer: Quantizer | None, sums: Any | None
     ) -> tuple[Tensor, Array | None, Array | None]:
         """Quantize the gradient of x; also return its maximum, and its sums over the batch [n, F] in dtype sums, if

@@ -28,7 +28,7 @@ def undifferentiated(made: Tree, of: Any) -> Tree:
         NotImplementedError: A cotangent reaches the arrays, and `of` is differentiated. Arrays after `stop_gradient`,
             or outside the differentiated function, do not raise.
     """
-    tied: Any = _tied(made, of)
+    tied: Any = _tie_arrays(made, of)
     return tied
 
 
@@ -39,7 +39,7 @@ def like(array: Array) -> Array:
 
 
 @jax.custom_vjp
-def _tied(made: Any, of: Any) -> Any:
+def _tie_arrays(made: Any, of: Any) -> Any:
     return made
 
 
@@ -52,4 +52,4 @@ def _raise(of: Any, cotangent: Any) -> Any:
     )
 
 
-_tied.defvjp(lambda made, of: (made, of), _raise)
+_tie_arrays.defvjp(lambda made, of: (made, of), _raise)

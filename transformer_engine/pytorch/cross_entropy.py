@@ -95,12 +95,12 @@ def parallel_cross_entropy(
         )
     size = 1 if dist_process_group is None else world_size(dist_process_group)
     first = 0 if size == 1 else rank(dist_process_group) * inp.shape[-1]
-    target = _by_row(target, inp.shape[:-1])
+    target = _flatten_targets(target, inp.shape[:-1])
     labels = _labels(target, inp.shape, label_smoothing, ignore_idx, first, size * inp.shape[-1])
     same_device("target", target, "inp", inp.device)
     rows = inp.contiguous().view(-1, inp.shape[-1])
     if rows.numel() == 0:
-        return _of_nothing(inp, reduce_loss)
+        return _empty_loss(inp, reduce_loss)
     group = None if size == 1 else dist_process_group
     how = CrossEntropy(labels, group, reduce_loss, overwrite_input)
     loss = cross_entropy(rows, _ids(target), how)
@@ -158,7 +158,7 @@ def fused_linear_cross_entropy(
     labels = _labels(target, shape, label_smoothing, ignore_idx, 0, weight.shape[0])
     same_device("target", target, "hidden", hidden.device)
     if math.prod(shape) == 0:
-        return _of_nothing(hidden, reduce_loss, weight, bias)
+        return _empty_loss(hidden, reduce_loss, weight, bias)
     if hidden.shape[-1] == 0:  # the logits are the bias alone, as for features that are 0
         hidden, weight = (torch.nn.functional.pad(part, (0, _NO_FEATURES)) for part in (hidden, weight))
     rows = hidden.contiguous().view(-1, hidden.shape[-1])
@@ -191,7 +191,7 @@ def _labels(
     return Labels(ignored, smoothing, first, total)
 
 
-def _by_row(target: Any, rows: torch.Size) -> Any:
+def _flatten_targets(target: Any, rows: torch.Size) -> Any:
     """Return targets with one id per row, in any shape, as targets of the rows in row-major order."""
     if not isinstance(target, Tensor) or target.numel() != math.prod(rows):
         return target  # _labels raises
@@ -222,7 +222,7 @@ def _ids(target: Tensor) -> Tensor:
     return target.detach().to(torch.int64).reshape(-1).contiguous()
 
 
-def _of_nothing(inp: Tensor, mean: bool, *others: Tensor | None) -> Tensor:
+def _empty_loss(inp: Tensor, mean: bool, *others: Tensor | None) -> Tensor:
     """Return the loss for no rows, in the graph of inp and others, whose gradients are 0."""
     nothing = inp.to(torch.float32).sum(-1) * 0.0
     for other in others:

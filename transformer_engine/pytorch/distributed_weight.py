@@ -92,15 +92,15 @@ def materialize_weight_for_forward(weights: Tensor | Sequence[Tensor]) -> list[T
     Raises:
         ValueError: The group returns another weight count.
     """
-    return _materialized(weights, "materialize_group_for_forward")
+    return _materialize(weights, "materialize_group_for_forward")
 
 
 def materialize_weight_for_backward(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Return the whole weights of a group for a backward pass; see `materialize_weight_for_forward`."""
-    return _materialized(weights, "materialize_group_for_backward")
+    return _materialize(weights, "materialize_group_for_backward")
 
 
-def _materialized(weights: Tensor | Sequence[Tensor], method: str) -> list[Tensor]:
+def _materialize(weights: Tensor | Sequence[Tensor], method: str) -> list[Tensor]:
     weights = [weights] if isinstance(weights, Tensor) else weights
     if not weights or not is_distributed_weight(weights[0]):
         return list(weights)

@@ -23,10 +23,10 @@ from .graphs.step import graphed
 from .module.base import TransformerEngineBaseModule
 from .runtime.capture import (
     CudaRecorder,
+    alias_unowned,
     is_graph_capturing,
     set_capture_end,
     set_capture_start,
-    unowned,
 )
 
 __all__ = [
@@ -55,7 +55,7 @@ def make_weak_ref(x: Any) -> Any:
         TypeError: x holds an object of another type.
     """
     if isinstance(x, torch.Tensor):
-        return unowned(x) if x.is_cuda else x
+        return alias_unowned(x) if x.is_cuda else x
     if isinstance(x, tuple | list):
         return type(x)(make_weak_ref(item) for item in x)
     if isinstance(x, dict):
@@ -133,7 +133,7 @@ def make_graphed_callables(
         ),
     }
     chosen = {name: option.chosen() for name, option in options.items()}
-    request = _checked_request(
+    request = _check_request(
         modules,
         sample_args,
         sample_kwargs,
@@ -155,7 +155,7 @@ def make_graphed_callables(
     recorder = build.graph_recorder(pool)
     if isinstance(recorder, CudaRecorder):
         arguments.check_places(request)
-    blocks = build.blocks_of(request)
+    blocks = build.build_blocks(request)
     if recorder is None:
         warnings.warn(
             "CUDA graphs need a GPU, and there is none here: the callables run eagerly", stacklevel=2
@@ -180,7 +180,7 @@ def make_graphed_callables(
     return results[0] if request.single else tuple(results)
 
 
-def _checked_request(
+def _check_request(
     modules: Any,
     sample_args: Any,
     sample_kwargs: Any,
@@ -190,17 +190,17 @@ def _checked_request(
     hooks: Any,
 ) -> CaptureRequest:
     """Validate the arguments of make_graphed_callables."""
-    callables, single = arguments.callables_of(modules)
+    callables, single = arguments.list_callables(modules)
     training = all(c.training for c in callables if isinstance(c, torch.nn.Module))
     options = arguments.check_options(options, schedule[0], training)
-    steps, chunks, which = arguments.schedule_of(*schedule, len(callables))
-    samples = arguments.samples_of(
+    steps, chunks, which = arguments.build_schedule(*schedule, len(callables))
+    samples = arguments.list_samples(
         sample_args, sample_kwargs, single and chunks is None, len(which), sample_kwargs is not None
     )
-    quantizations = arguments.quantizations_of(
+    quantizations = arguments.list_quantizations(
         chosen["enabled"], chosen["calibrating"], chosen["recipe"], chosen["group"], len(callables)
     )
-    watching = arguments.hooks_of(hooks, len(callables))
+    watching = arguments.list_hooks(hooks, len(callables))
     return CaptureRequest(callables, which, samples, steps, chunks, quantizations, options, watching, single)
 
 

@@ -73,7 +73,7 @@ def moe_permute(
     if inp.numel() == 0:
         return inp.clone(), _no_map(inp)
     if map_type == MASK:
-        routes, rows = _by_mask(routing_map, rows)
+        routes, rows = _mask_routes(routing_map, rows)
         return permute(inp, routes, rows)[0], routes.map
     tokens, places = routing_map.shape
     if routing_map.dtype != torch.int32:
@@ -107,7 +107,7 @@ def moe_permute_with_probs(
     check_probs("probs", probs, inp, routing_map.shape)
     if inp.numel() == 0:
         return inp.clone(), probs.reshape(-1)[:0], _no_map(inp)
-    routes, rows = _by_mask(routing_map, rows)
+    routes, rows = _mask_routes(routing_map, rows)
     y, permuted_probs = permute(inp, routes, rows, probs)
     assert permuted_probs is not None
     return y, permuted_probs, routes.map
@@ -154,7 +154,7 @@ def moe_permute_and_pad_with_probs(
     pads = target - counts
     routed, rows = torch.stack((counts.sum(), target.sum())).tolist()
     pad_offsets = None if routed == rows else pads.cumsum(0) - pads
-    mask = _counted(routing_map)
+    mask = _countable_mask(routing_map)
     row_id_map = rows_of_mask(mask)
     demand(check_counts, (tokens_per_expert, (mask != 0).sum(0) if inp.is_cpu else None))
     routes = Routes(row_id_map, MASK, tokens, experts, pad_offsets)
@@ -206,7 +206,7 @@ def moe_unpermute(
         if map_type == INDEX or not merging_probs.is_floating_point():
             merging_probs = merging_probs.float()
     places = _places(row_id_map, merging_probs, shape) if map_type == INDEX else 0
-    routes = _routes_of(row_id_map, map_type, places, pad_offsets)
+    routes = _load_map_routes(row_id_map, map_type, places, pad_offsets)
     if merging_probs is not None:
         check_probs("merging_probs", merging_probs, inp, torch.Size((routes.tokens, routes.columns)))
     if shape is not None and shape != (routes.tokens, inp.shape[1]):
@@ -229,7 +229,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
     split_sizes, sorted_index = checked_chunks(inp, split_sizes, sorted_index)
     if inp.numel() == 0:
         return inp.clone()
-    return permute(inp, _by_chunks(inp, split_sizes, sorted_index), inp.shape[0], every_row=True)[0]
+    return permute(inp, _chunk_routes(inp, split_sizes, sorted_index), inp.shape[0], every_row=True)[0]
 
 
 @suggests_keywords
@@ -252,16 +252,16 @@ def moe_sort_chunks_by_index_with_probs(
     check_probs("probs", probs, inp, inp.shape[:1])
     if inp.numel() == 0:
         return inp.clone(), probs.clone()
-    routes = _by_chunks(inp, split_sizes, sorted_index)
+    routes = _chunk_routes(inp, split_sizes, sorted_index)
     y = permute(inp, routes, inp.shape[0], every_row=True)[0]
     moved = permute(probs[:, None], routes, inp.shape[0], every_row=True)[0]
     return y, moved[:, 0]
 
 
-def _by_mask(routing_map: Tensor, num_out_tokens: int) -> tuple[Routes, int]:
+def _mask_routes(routing_map: Tensor, num_out_tokens: int) -> tuple[Routes, int]:
     """Return the routes of a mask and the row count, counted for -1."""
     tokens, experts = routing_map.shape
-    routes = Routes(rows_of_mask(_counted(routing_map)), MASK, tokens, experts)
+    routes = Routes(rows_of_mask(_countable_mask(routing_map)), MASK, tokens, experts)
     numbers = routes.map[:, 2 * experts]
     if num_out_tokens >= 0:
         demand(check_row_count, (numbers,), num_out_tokens)
@@ -274,12 +274,12 @@ def _by_mask(routing_map: Tensor, num_out_tokens: int) -> tuple[Routes, int]:
     return routes, int(numbers.sum())
 
 
-def _counted(routing_map: Tensor) -> Tensor:
+def _countable_mask(routing_map: Tensor) -> Tensor:
     """Return the mask in a dtype that can be counted."""
     return routing_map if routing_map.dtype in _COUNTED else routing_map.int()
 
 
-def _by_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Routes:
+def _chunk_routes(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Routes:
     demand(check_chunks, (split_sizes, sorted_index), inp.shape[0])
     return Routes(rows_of_chunks(split_sizes, sorted_index, inp.shape[0]), INDEX, inp.shape[0], 1)
 
@@ -321,7 +321,7 @@ def _places(row_id_map: Tensor, probs: Tensor | None, shape: tuple[int, int] | N
     return max(1, row_id_map.shape[0] // shape[0])
 
 
-def _routes_of(row_id_map: Tensor, map_type: str, places: int, pad_offsets: Tensor | None) -> Routes:
+def _load_map_routes(row_id_map: Tensor, map_type: str, places: int, pad_offsets: Tensor | None) -> Routes:
     """Return the routes of a map; `places` is k of a map by index."""
     if map_type == MASK:
         tokens, cells = row_id_map.shape if row_id_map.dim() == 2 else (0, 0)

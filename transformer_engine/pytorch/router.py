@@ -187,13 +187,13 @@ def fused_moe_aux_loss(
         )
     same_device("tokens_per_expert", tokens_per_expert, "probs", probs.device)
     tokens, factor = tokens_per_expert.reshape(-1), num_experts * coeff / topk
-    total = total_of(total_num_tokens, probs.device)
+    total = token_total(total_num_tokens, probs.device)
     if not isinstance(total, Tensor):
         factor, total = factor / total**2, None
     return BalancingLoss.apply(probs, tokens, factor, total)  # pyright: ignore[reportReturnType]
 
 
-def total_of(given: int | Tensor, device: torch.device) -> int | Tensor:
+def token_total(given: int | Tensor, device: torch.device) -> int | Tensor:
     """Return `total_num_tokens` as an int, or as a one-element tensor on the device."""
     if isinstance(given, Tensor):
         if given.numel() != 1:

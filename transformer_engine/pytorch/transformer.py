@@ -14,13 +14,13 @@ from .attention.dot_product_attention.settings import AttentionArguments, pack_a
 from .attention.inference import InferenceParams
 from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
-from .compat.argument_orders import accepts_older_orders, call_of
+from .compat.argument_orders import accepts_older_orders, declare_call
 from .compat.replaceable import is_bare
 from .constants import ActivationName, CPLoadBalancingStrategy, NormalizationName, SoftmaxType, TensorFormat
 from .distributed.tensor_parallel import OverlapFlags, warn_of_unused_overlap
 from .functions.dropout import bias_dropout_add, dropout
 from .module.arguments import accepts, size_or_none, window
-from .module.config import configured
+from .module.config import configure_class
 from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
@@ -72,12 +72,14 @@ _OF_ATTENTIONS = (
 _OF_MLP = ("activation", "activation_params", "ffn_hidden_size")
 
 
-def _written(layer: TransformerLayer, name: str, value: Any) -> None:
+def _write_setting(layer: TransformerLayer, name: str, value: Any) -> None:
     if name == "attn_input_format" and "drop_path" in (layer.__dict__.get("_modules") or ()):
         layer.drop_path.batch_dim = batch_dimension(value)
 
 
-@configured(TransformerLayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_written, rules=RULES)
+@configure_class(
+    TransformerLayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_write_setting, rules=RULES
+)
 class TransformerLayer(CheckedLoading):
     """One layer of "Attention Is All You Need" on x [s, b, hidden], [b, s, hidden] or [t, hidden].
 
@@ -326,7 +328,7 @@ class TransformerLayer(CheckedLoading):
 
     if TYPE_CHECKING:
 
-        @call_of(forward)
+        @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _check_cross(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ...pytorch.quantization import FP8GlobalStateManager
 from .distributed_cases import RanksCase
 from .distributed_steps import build_step
-from .measure import Effort, covered, peak_mib
+from .measure import Effort, peak_mib, span_length
 
 MEANING = (
     "one_ms: a step of one device (mean over the ranks); eager_ms: a step of the ranks in a loop of steps (the slowest "
@@ -82,7 +82,7 @@ class Groups:
     control: Group
 
     @classmethod
-    def of_all_ranks(cls) -> Groups:
+    def create_groups(cls) -> Groups:
         """Create the groups; every rank calls this once."""
         # Importing this module registers torch's backend "fake".
         import torch.testing._internal.distributed.fake_pg  # noqa: F401
@@ -123,11 +123,11 @@ def run_on_ranks(
 def _figures(case: RanksCase, groups: Groups, device: torch.device, effort: Effort) -> dict[str, Any]:
     if case.family == "collective":
         step = build_step(case, groups.world, device)
-        (times,) = _in_turns([step], groups, device, effort)
+        (times,) = _time_in_turns([step], groups, device, effort)
         slowest = max(groups.gathered(times))
         return {"eager_ms": slowest, "rate": case.moved / slowest / 1e6, "unit": "GB/s"}
     steps = [build_step(case, group, device) for group in (None, groups.world, groups.silent)]
-    times = _in_turns(steps, groups, device, effort)
+    times = _time_in_turns(steps, groups, device, effort)
     peaks = [peak_mib(step, device) for step in steps[:2]]
     traced = traced_exposure(steps[1]) if device.type == "cuda" else None
     gathered = groups.gathered((times, peaks, traced))
@@ -146,7 +146,7 @@ def _figures(case: RanksCase, groups: Groups, device: torch.device, effort: Effo
     return figures
 
 
-def _in_turns(
+def _time_in_turns(
     steps: Sequence[Callable[[], object]], groups: Groups, device: torch.device, effort: Effort
 ) -> list[float]:
     """Measure this rank's median milliseconds per step; all ranks run the same number of steps."""
@@ -221,4 +221,4 @@ def exposure(kernels: Iterable[tuple[str, float, float]]) -> float | None:
     if not everything:
         return None
     total = max(end for _, end in everything) - min(start for start, _ in everything)
-    return (covered(everything) - covered(spans[False])) / total
+    return (span_length(everything) - span_length(spans[False])) / total

@@ -128,16 +128,16 @@ def _sharded(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[Rank
             )
 
 
-def _layer_of(family: str) -> Families:
+def _family_layer(family: str) -> Families:
     return lambda recipes, quick, ranks: _layer(recipes, quick, ranks, family)
 
 
 RANKS_FAMILIES: dict[str, Families] = {
     "collective": _collective,
     "attention_cp": _attention,
-    "layer_tp": _layer_of("layer_tp"),
-    "layer_sp": _layer_of("layer_sp"),
-    "layer_ub": _layer_of("layer_ub"),
-    "layer_cp": _layer_of("layer_cp"),
+    "layer_tp": _family_layer("layer_tp"),
+    "layer_sp": _family_layer("layer_sp"),
+    "layer_ub": _family_layer("layer_ub"),
+    "layer_cp": _family_layer("layer_cp"),
     "layers_fsdp": _sharded,
 }

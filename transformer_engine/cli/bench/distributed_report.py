@@ -74,7 +74,7 @@ def measure_on_ranks(request: RanksRequest) -> None:
     console = Console(highlight=False)
     rows: list[RanksRow] = []
     with joined(request.device) as device:
-        groups = Groups.of_all_ranks()
+        groups = Groups.create_groups()
         ranks, first = dist.get_world_size(), dist.get_rank() == 0
         if first:
             console.print(f"{ranks} ranks on {_device_name(device)}, {dist.get_backend()}")

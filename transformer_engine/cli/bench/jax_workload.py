@@ -26,7 +26,7 @@ import torch
 from jax import Array
 from jax.experimental.compilation_cache import compilation_cache
 
-from .measure import EVICTING, SLEEP, Effort, Figures, Timing, covered, pause
+from .measure import EVICTING, SLEEP, Effort, Figures, Timing, pause, span_length
 
 # A product with FP8 operands that XLA has handed to cuBLASLt.
 FP8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
@@ -78,7 +78,7 @@ class JaxWorkload:
                 returned.append(1e3 * (time.perf_counter() - start))
                 jax.block_until_ready(results)
             cpu = statistics.median(returned)
-            timing = Timing(_on_the_gpu(call, 1e-3 * cpu), cpu, wall)
+            timing = Timing(_profile_gpu(call, 1e-3 * cpu), cpu, wall)
         plan = call.program.memory_analysis()
         beyond = plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
         return Figures(
@@ -147,7 +147,7 @@ class _CompiledCall:
         return results
 
 
-def _on_the_gpu(call: _CompiledCall, host: float) -> float | None:
+def _profile_gpu(call: _CompiledCall, host: float) -> float | None:
     """Measure the median kernel time of a call in milliseconds; None if the profiler recorded no kernels.
 
     Args:
@@ -182,9 +182,9 @@ def _calls(profile: Any) -> list[float]:
     if not spans:
         return []
     if not sleeps:
-        return [covered(spans) / PROFILED]
+        return [span_length(spans) / PROFILED]
     ends = [*sorted(sleeps)[1:], float("inf")]
     return [
-        covered(span for span in spans if begin <= span[0] < end)
+        span_length(span for span in spans if begin <= span[0] < end)
         for begin, end in zip(sorted(sleeps), ends, strict=True)
     ]

@@ -89,9 +89,7 @@ def measure(call: Callable[[], object], device: torch.device, effort: Effort = F
     torch.cuda.synchronize()
     runs = effort.runs(1e3 * (time.perf_counter() - start))
     other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
-    gpu, cpu = map(
-        statistics.median, zip(*[_queued_once(call, other, host) for _ in range(runs)], strict=True)
-    )
+    gpu, cpu = map(statistics.median, zip(*[_time_once(call, other, host) for _ in range(runs)], strict=True))
     del other
     start = time.perf_counter()
     for _ in range(runs):
@@ -115,7 +113,7 @@ def measure_in_turns(calls: Sequence[Callable[[], object]], runs: int) -> list[f
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(runs):
         for call, seen in list(zip(calls, times, strict=True))[:: 1 if turn % 2 else -1]:
-            seen.append(_queued_once(call, other, host)[0])
+            seen.append(_time_once(call, other, host)[0])
     return [statistics.median(seen) for seen in times]
 
 
@@ -130,7 +128,7 @@ def pause(other: torch.Tensor, host: float) -> None:
     torch.cuda._sleep(int(min(2.5 * host + 2e-4, 0.04) * CYCLES))
 
 
-def _queued_once(call: Callable[[], object], other: torch.Tensor, host: float) -> tuple[float, float]:
+def _time_once(call: Callable[[], object], other: torch.Tensor, host: float) -> tuple[float, float]:
     """Measure (GPU ms, host ms) for one call."""
     pause(other, host)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -156,7 +154,7 @@ def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
+def span_length(spans: Iterable[tuple[float, float]]) -> float:
     """Compute the length of the union of spans (start, end)."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from ...common import optional
 from ...pytorch.quantization import support_of
-from ..devices import default_devices, launch, under_torchrun
+from ..devices import default_devices, is_torchrun_rank, launch
 from ..failure import reporting, reporting_failures, writing
 from ..options import torch_device
 from ..survey import KINDS
@@ -83,13 +83,13 @@ def measure(
             raise ValueError("--devices has no effect without --distributed; add it, or leave --devices out")
     if ranks is not None:
         with reporting(console):
-            if under_torchrun():
+            if is_torchrun_rank():
                 measure_on_ranks(ranks)
             else:
                 launch(measure_on_ranks, devices or default_devices(), ranks)
         return
     with reporting(console):
-        chosen = _chosen(_recipes(request.recipes, device), quick, request.families, request.only)
+        chosen = _choose_cases(_recipes(request.recipes, device), quick, request.families, request.only)
         providers = _providers(request.providers)
         if plot_dir is not None and plot_dir.exists() and not plot_dir.is_dir():
             raise ValueError(f"--plot-dir {plot_dir} is a file; pass a folder")
@@ -112,14 +112,14 @@ def _check_distributed(devices: int | None, provider: list[str] | None, plot_dir
     for name, value in (("--provider", provider), ("--plot-dir", plot_dir)):
         if value:
             raise ValueError(f"{name} has no effect with --distributed; remove one of the two")
-    if devices is not None and under_torchrun():
+    if devices is not None and is_torchrun_rank():
         raise ValueError("--devices has no effect under torchrun, which starts the ranks; leave it out")
     if devices is not None and devices < 2:
         raise ValueError(f"--devices {devices} is below 2; a comparison with one device needs more")
     available = torch.cuda.device_count()
     if torch.cuda.is_available() and (devices or available) > available:
         raise ValueError(f"--devices {devices} exceeds the {available} GPUs of this machine; give fewer")
-    if torch.cuda.is_available() and available < 2 and not under_torchrun():
+    if torch.cuda.is_available() and available < 2 and not is_torchrun_rank():
         raise ValueError(
             "--distributed needs two GPUs, this machine has one; use torchrun on several machines"
         )
@@ -150,7 +150,7 @@ def _providers(given: list[str] | None) -> list[Provider]:
     return [provider for provider in known.values() if not provider.on_request]
 
 
-def _chosen(recipes: tuple[str, ...], quick: bool, family: list[str] | None, only: str) -> list[Case]:
+def _choose_cases(recipes: tuple[str, ...], quick: bool, family: list[str] | None, only: str) -> list[Case]:
     wanted = [part for part in only.split(",") if part]
     found = [
         case

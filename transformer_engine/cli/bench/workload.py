@@ -64,7 +64,7 @@ class Workload:
         return forward_step
 
 
-def routed_tokens(case: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def draw_routed_tokens(case: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Draw tokens [T, hidden], the routing map bool [T, experts] of a case, and probabilities [T, experts]."""
     a = case.arguments
     shape = (a["tokens"], a["experts"])

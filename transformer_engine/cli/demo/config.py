@@ -32,7 +32,7 @@ def default_framework() -> str:
     return "jax" if optional.installed("jax") and not optional.installed("torch") else "torch"
 
 
-def missing_for(framework: str) -> str | None:
+def missing_libraries(framework: str) -> str | None:
     """Libraries that a run lacks and the command that installs them, or None."""
     names, extra = NEEDED[framework]
     missing = [name for name in names if not optional.installed(name)]
@@ -50,7 +50,7 @@ def has_gpu(framework: str) -> bool:
     return import_module("transformer_engine.jax.platform").has_gpu()
 
 
-def installed_recipes() -> dict[str, type[recipes.Recipe]]:
+def list_recipes() -> dict[str, type[recipes.Recipe]]:
     """Map {name on the command line: recipe} for the installed framework, for torch if both are installed."""
     if optional.installed("torch"):
         families: Any = import_module("transformer_engine.pytorch.quantization").all_families()
@@ -102,7 +102,7 @@ CUDA_SIZES: dict[str, Any] = {
 }
 
 
-def option_of(field: str) -> str:
+def option_name(field: str) -> str:
     """The `te train` option that sets a RunConfig field."""
     return {"sequence": "--seq", "learning_rate": "--lr"}.get(field, f"--{field}")
 
@@ -153,7 +153,7 @@ class RunConfig:
             size = getattr(self, name)
             if size < 32 or size % 32:
                 raise ValueError(
-                    f"{option_of(name)} {size} is not a positive multiple of 32; try {max(32, round(size / 32) * 32)}"
+                    f"{option_name(name)} {size} is not a positive multiple of 32; try {max(32, round(size / 32) * 32)}"
                 )
         if self.hidden % self.heads or (self.hidden // self.heads) % 16:
             raise ValueError(
@@ -268,7 +268,7 @@ def restore(
     Raises:
         ValueError: Another option contradicts the checkpoint, so the continuation would not be exact.
     """
-    config = saved_config(saved, source)
+    config = read_saved_config(saved, source)
     asked = {**given, "device": None if device == "auto" else device}
     steps = asked.get("steps")
     if steps is not None and step >= config.steps and steps > config.steps:
@@ -277,13 +277,13 @@ def restore(
         if value is not None and value != getattr(config, name):
             extended = "; a larger number extends a run that has finished" if name == "steps" else ""
             raise ValueError(
-                f"{option_of(name)} {value} contradicts the checkpoint, which has {getattr(config, name)}; leave "
+                f"{option_name(name)} {value} contradicts the checkpoint, which has {getattr(config, name)}; leave "
                 f"the option out to continue, or start another run with --name{extended}"
             )
     return config
 
 
-def saved_config(saved: dict[str, Any], source: str) -> RunConfig:
+def read_saved_config(saved: dict[str, Any], source: str) -> RunConfig:
     """Read the RunConfig in source without fields of other versions; the ValueError for others names the source."""
     known = {field.name for field in fields(RunConfig)}
     missing = sorted(known - set(saved) - {"seed", "data", "experts", "optimizer", "framework"})
@@ -301,4 +301,4 @@ def make_recipe(name: str) -> recipes.Recipe | None:
         return None
     # A short window: the activations of a new model grow quickly in its first steps.
     options = {"amax_history_len": 16} if name == "delayed" else {}
-    return installed_recipes()[name](**options)
+    return list_recipes()[name](**options)

@@ -51,11 +51,11 @@ class Corpus:
     def validation_batches(self, count: int, batch: int, sequence: int) -> list[Batch]:
         """Cut count batches at evenly spaced places in the validation text."""
         last = self.validation.size - sequence - 1
-        starts = _spaced(last, count * batch).reshape(count, batch)
+        starts = _place_evenly(last, count * batch).reshape(count, batch)
         return [_windows(self.validation, row, sequence) for row in starts]
 
 
-def _spaced(last: int, count: int) -> np.ndarray:
+def _place_evenly(last: int, count: int) -> np.ndarray:
     """Compute count places from 0 to last, rounded in float32 exactly as by torch.linspace(0, last, count)."""
     step = np.float64(np.float32(last) / np.float32(count - 1))
     index = np.arange(count)

@@ -97,14 +97,14 @@ def _sibling(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}.{suffix}")
 
 
-def flattened(tree: Any) -> dict[str, Any]:
+def flatten(tree: Any) -> dict[str, Any]:
     """Flatten a tree to {path: leaf}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def rebuilt(leaves: Mapping[str, Any], like: T) -> T:
-    """Rebuild a tree with another one's structure and dtypes and the leaves from `flattened`."""
+    """Rebuild a tree with another one's structure and dtypes and the leaves from `flatten`."""
 
     def leaf(path: Any, own: Any) -> Any:
         return jax.numpy.asarray(leaves[jax.tree_util.keystr(path, simple=True, separator=".")], own.dtype)

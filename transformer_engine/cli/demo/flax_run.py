@@ -62,7 +62,12 @@ class FlaxRun:
             for step, (batch, rate) in enumerate(zip(batches, rates, strict=True), start=first):
                 key = jax.random.fold_in(self.key, step)
                 self.state, loss = _step(
-                    self.state, *_placed(batch), jnp.float32(rate), key, config=self.config, name=self.name
+                    self.state,
+                    *_place_batch(batch),
+                    jnp.float32(rate),
+                    key,
+                    config=self.config,
+                    name=self.name,
                 )
                 losses.append(loss)
         return [float(loss) for loss in losses]
@@ -72,7 +77,7 @@ class FlaxRun:
         params, scaling, _ = self.state
         with self._device():
             losses = [
-                _loss(params, scaling, *_placed(batch), self.key, config=self.config, name=self.name)
+                _loss(params, scaling, *_place_batch(batch), self.key, config=self.config, name=self.name)
                 for batch in batches
             ]
         return float(np.mean([np.float32(loss) for loss in losses]))
@@ -100,7 +105,7 @@ class FlaxRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Collect {path: array}."""
-        return flax_checkpoint.flattened(self.state)
+        return flax_checkpoint.flatten(self.state)
 
     def mismatch(self, state: dict[str, Any] | None) -> str | None:
         """Reason why a state does not belong to this model and optimizer, or None."""
@@ -142,14 +147,14 @@ def _initial_state(key: Array, *, config: RunConfig, name: str) -> TrainingState
     return TrainingState(params, variables, _adamw().init(params))
 
 
-def _loss_of(
+def _compute_loss(
     params: Any, scaling: Any, inputs: Array, targets: Array, key: Array, config: RunConfig, name: str
 ) -> Array:
     with _precision(name):
         return mean_loss(config, {"params": params, **scaling}, inputs, targets, key)
 
 
-_loss = jax.jit(_loss_of, static_argnames=("config", "name"))
+_loss = jax.jit(_compute_loss, static_argnames=("config", "name"))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "name"), donate_argnums=0)
@@ -164,7 +169,7 @@ def _step(
     name: str,
 ) -> tuple[TrainingState, Array]:
     """Compute the next state and the loss before it; scales and histories have their next value as gradient."""
-    differentiated = jax.value_and_grad(_loss_of, argnums=(0, 1))
+    differentiated = jax.value_and_grad(_compute_loss, argnums=(0, 1))
     loss, (gradients, scaling) = differentiated(
         state.params, state.scaling, inputs, targets, key, config, name
     )
@@ -181,6 +186,6 @@ def _following(params: Any, cache: Any, byte: Array, key: Array, *, config: RunC
     return changed["cache"], jax.random.categorical(key, jnp.float32(logits[0, 0]) / TEMPERATURE)
 
 
-def _placed(batch: Batch) -> tuple[Array, Array]:
+def _place_batch(batch: Batch) -> tuple[Array, Array]:
     inputs, targets = (jnp.asarray(part.astype(np.int32)) for part in batch)
     return inputs, targets

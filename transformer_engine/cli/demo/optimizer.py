@@ -30,7 +30,7 @@ class MasterAdamW:
             {"params": matrices, "weight_decay": DECAY},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self.gpu = _gpu_of(self.parameters)
+        self.gpu = _find_gpu(self.parameters)
         self.adam = torch.optim.AdamW(groups, betas=BETAS, fused=True, capturable=self.gpu is not None)
         _keep_rates_on_device(self.adam, self.gpu)
 
@@ -84,7 +84,7 @@ class FusedAdamW:
             {"params": vectors, "weight_decay": 0.0},
         ]
         narrow = any(parameter.dtype != torch.float32 for parameter in self.parameters)
-        self.gpu = _gpu_of(self.parameters)
+        self.gpu = _find_gpu(self.parameters)
         self.adam = FusedAdam(groups, betas=BETAS, master_weights=narrow, capturable=self.gpu is not None)
 
     def set_rate(self, rate: float) -> None:
@@ -124,7 +124,7 @@ def _set_rate(adam: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def _gpu_of(parameters: list[nn.Parameter]) -> torch.device | None:
+def _find_gpu(parameters: list[nn.Parameter]) -> torch.device | None:
     """GPU of the parameters, or None."""
     return next((parameter.device for parameter in parameters if parameter.is_cuda), None)
 

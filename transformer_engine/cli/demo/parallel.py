@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ... import pytorch as te
-from ...pytorch.inspect.verified_parameters import parameters_of
+from ...pytorch.inspect.verified_parameters import model_parameters
 from ...pytorch.inspect.verified_shards import RankPlace, shard_parts, sharded_dim
 from ...pytorch.optimizers import FusedAdam
 from ...pytorch.quantization import check_recipe_support
@@ -168,11 +168,11 @@ class ParallelRun:
     def _share_weights(self, config: RunConfig) -> None:
         """Replace the model by this rank's columns and rows of its weights."""
         place, group = self.ranks.place.tensor, self.ranks.tensor_group
-        whole = parameters_of(self.model)
+        whole = model_parameters(self.model)
         self.model = ByteGPT(config, set_parallel_mode=True, tp_group=group, tp_size=place[1])
         sharded = []
         with torch.no_grad():
-            for name, own in parameters_of(self.model).items():
+            for name, own in model_parameters(self.model).items():
                 source = whole[name]
                 value: Tensor = source.value
                 dim = sharded_dim(value.shape, own.value.shape, place[1])

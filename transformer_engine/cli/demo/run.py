@@ -78,7 +78,7 @@ class Run:
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Compute the mean loss over batches."""
         self.model.eval()
-        paused = nullcontext() if self.observation is None else self.observation.paused()
+        paused = nullcontext() if self.observation is None else self.observation.pause()
         with paused, self.precision():
             losses = [self.model.loss(*self._placed(batch)) for batch in batches]
         self.model.train()

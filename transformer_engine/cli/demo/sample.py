@@ -56,7 +56,7 @@ def generate(
     text = torch.tensor([list(prompt)], device=device)
     step = None
     if cached:
-        step = CachedStep(model, cache_of(config, page_size))
+        step = CachedStep(model, create_cache(config, page_size))
     fresh = text
     for _ in range(count):
         logits = model(text)[:, -1] if step is None else step(fresh)
@@ -72,7 +72,7 @@ def generate(
     return bytes(text[0, len(prompt) :].tolist())
 
 
-def cache_of(config: RunConfig, page_size: int | None) -> te.InferenceParams:
+def create_cache(config: RunConfig, page_size: int | None) -> te.InferenceParams:
     """Create a key and value cache for one text, in pages with `page_size` bytes unless it is None."""
     return te.InferenceParams(
         max_batch_size=1,

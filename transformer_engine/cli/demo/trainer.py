@@ -80,7 +80,7 @@ class Runs(Protocol):
 _MODULES = {"torch": ".run", "jax": ".flax_run"}
 
 
-def runs_of(framework: str) -> Runs:
+def framework_runs(framework: str) -> Runs:
     """Load the runs of a framework, which is imported here: the other one need not be installed."""
     return cast(Runs, import_module(_MODULES[framework], __package__))
 
@@ -110,7 +110,7 @@ class Trainer:
         self.config, self.corpus, self.folder, self.execution = config, corpus, folder, execution
         self.step = 0
         self.history: list[Progress] = []
-        self.framework: Any = runs or runs_of(config.framework)
+        self.framework: Any = runs or framework_runs(config.framework)
         self.runs = {name: self.framework.Run(name, config, execution) for name in config.runs}
         self.validation = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
 
@@ -123,7 +123,7 @@ class Trainer:
         return self.folder / "metrics.jsonl"
 
     @property
-    def observed_path(self) -> Path:
+    def observation_path(self) -> Path:
         return self.folder / "observed.jsonl"
 
     @property
@@ -142,9 +142,9 @@ class Trainer:
     ) -> bool:
         """Train to the last step or until stop() is true, and save a checkpoint; return True if finished."""
         if self.execution.observe and self.observation is None:
-            with writing(self.observed_path, "free some space there, or choose another --out"):
+            with writing(self.observation_path, "free some space there, or choose another --out"):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self.runs[self.config.runs[0]].observe(self.observed_path)
+                self.runs[self.config.runs[0]].observe(self.observation_path)
         while not self.finished and not stop():
             records = self._advance()
             with writing(

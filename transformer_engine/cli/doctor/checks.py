@@ -65,17 +65,17 @@ def healthy(findings: list[Finding]) -> bool:
     return all(finding.status != "problem" for finding in findings)
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def _format_version(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
 def _python(e: Installation) -> Results:
     least, most = PYTHONS
     if not least <= e.python <= most:
-        words = f"Python {_dotted(e.python)}; {_dotted(least)} to {_dotted(most)} is supported"
-        yield "problem", words, f"create an environment with Python {_dotted(most)}"
+        words = f"Python {_format_version(e.python)}; {_format_version(least)} to {_format_version(most)} is supported"
+        yield "problem", words, f"create an environment with Python {_format_version(most)}"
     else:
-        yield "good", f"Python {_dotted(e.python)}", ""
+        yield "good", f"Python {_format_version(e.python)}", ""
 
 
 def _package(e: Installation) -> Results:
@@ -133,7 +133,9 @@ def _framework(e: Installation, framework: frameworks.Framework) -> Results:
     remedy = optional.install_command(framework.extra)
     missing = [package.name for package in framework.packages if e.version_of(package.name) is None]
     if missing and e.python < framework.python:
-        words = f"transformer_engine.{framework.module} needs Python {_dotted(framework.python)} or newer"
+        words = (
+            f"transformer_engine.{framework.module} needs Python {_format_version(framework.python)} or newer"
+        )
         yield "note", words, f"make an environment with a newer Python, and {remedy}"
         return
     if missing:
@@ -156,7 +158,7 @@ def _gpu(e: Installation) -> Results:
         yield "problem", e.failures["torch.cuda"], "check the driver: nvidia-smi must list the GPU"
     elif e.gpu.name is not None:
         words = f"{e.gpu.name}, {e.gpu.hardware.title}, driver {e.driver}"
-        yield "good", f"{words}, CUDA {_dotted(e.gpu.build)}", ""
+        yield "good", f"{words}, CUDA {_format_version(e.gpu.build)}", ""
         if not e.gpu.hardware.has("fp8 products"):
             yield "note", "this GPU has no FP8 matrix products", "set TE_EMULATE=1 to emulate the recipes"
     elif e.driver is None:
@@ -165,7 +167,7 @@ def _gpu(e: Installation) -> Results:
         words = f"the NVIDIA driver {e.driver} is installed, but this torch is built without CUDA"
         yield "problem", words, "install a CUDA build of torch, as pytorch.org describes"
     else:
-        words = f"torch for CUDA {_dotted(e.gpu.build)} finds no device under driver {e.driver}"
+        words = f"torch for CUDA {_format_version(e.gpu.build)} finds no device under driver {e.driver}"
         yield (
             "problem",
             words,
@@ -222,10 +224,10 @@ def _libraries(e: Installation) -> Results:
         else:
             yield "good", f"{name} {version}", ""
     if e.gpu.cudnn < (9, 13, 1):
-        words = f"cuDNN {_dotted(e.gpu.cudnn)}; cuDNN attention needs 9.13.1"
+        words = f"cuDNN {_format_version(e.gpu.cudnn)}; cuDNN attention needs 9.13.1"
         yield "note", words, "pip install --upgrade nvidia-cudnn-cu13 (or -cu12, as torch's build)"
     else:
-        yield "good", f"cuDNN {_dotted(e.gpu.cudnn)}", ""
+        yield "good", f"cuDNN {_format_version(e.gpu.cudnn)}", ""
 
 
 def _flash(e: Installation) -> Results:

@@ -111,7 +111,7 @@ def gather() -> Installation:
         try:
             reason = optional.failure(module)
         except Exception as error:  # a damaged package may raise anything
-            reason = optional.failed_import(module, error)
+            reason = optional.import_failure(module, error)
         if reason is not None:
             failures[module] = reason
     extension = importlib.util.find_spec("transformer_engine_torch")

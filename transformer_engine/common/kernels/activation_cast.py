@@ -14,7 +14,7 @@ from . import tile
 from .activation import CURVES, curve, curve_and_slope, gated, gated_gradients
 from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
-from .norm import maximum_before, multiplier_of, record_maximum
+from .norm import load_multiplier, maximum_before, record_maximum
 from .rounding import magnitude_bits, to_codes
 
 
@@ -116,7 +116,7 @@ def forward_kernel(
 ):
     """Compute a tile of y [M, width]."""
     program = tl.program_id(0)
-    factor = multiplier_of(multiplier, scale, program, ZERO_IS_ONE)
+    factor = load_multiplier(multiplier, scale, program, ZERO_IS_ONE)
     known = maximum_before(amax)
     tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, BLOCK_N), BAND)
     half = tl.arange(0, BLOCK_M // 2)
@@ -216,7 +216,7 @@ def backward_kernel(
     "identity": dx = dy. Column sums are accumulated over a whole strip: a reduction per tile costs as much as the tile.
     """
     program = tl.program_id(0)
-    factor = multiplier_of(multiplier, scale, program, ZERO_IS_ONE)
+    factor = load_multiplier(multiplier, scale, program, ZERO_IS_ONE)
     known = maximum_before(amax)
     strip, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M * TILES), tl.cdiv(width, BLOCK_N), BAND)
     half = tl.arange(0, BLOCK_M // 2)
@@ -285,7 +285,7 @@ def forward(
         zero_is_one: Read a zero multiplier as 1.
     """
     tile, warps = _forward_tile(shape[0] * shape[1], gated, columnwise)
-    tiling, grid = tiling_of(shape, tile)
+    tiling, grid = tile_layout(shape, tile)
     outputs = made(shape, dtype, element, columnwise)
     if measures:
         outputs = (MEASURED, *outputs)
@@ -316,7 +316,7 @@ def backward(
     """
     rows, width = shape
     tile, warps = backward_tile(rows * width, name, gated, columnwise, sums_columns)
-    tiling, grid = tiling_of(shape, tile)
+    tiling, grid = tile_layout(shape, tile)
     columns = 2 * width if gated else width
     outputs = (
         *((MEASURED,) if measures else ()),
@@ -344,7 +344,7 @@ def made(
     return codes, codes_t, Output((1,), "float32"), None
 
 
-def tiling_of(
+def tile_layout(
     shape: tuple[int, int], tile: tuple[int, int, int, int]
 ) -> tuple[tuple[int, int, int, bool, bool], tuple[int, int, int]]:
     """Tiling (rows, columns, tiles per band, whether M is even, whether tiles are complete) and the grid."""

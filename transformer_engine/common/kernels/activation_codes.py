@@ -31,7 +31,7 @@ def forward(
     plain = (name, gated, shape, x_stride, dtype, constants, *codes)
     launch = activation_cast.forward(*plain, measures=not how.records, zero_is_one=how.zero_is_one)
     given = ("x", "multiplier", "record")
-    return Program(given, _coded(launch, given, shape, how, ()), how.results)
+    return Program(given, _code_steps(launch, given, shape, how, ()), how.results)
 
 
 def backward(
@@ -53,7 +53,7 @@ def backward(
     launch = activation_cast.backward(*plain, measures=not how.records, zero_is_one=how.zero_is_one)
     given = ("dy", "x", "multiplier", "record")
     whole = (shape[0], 2 * shape[1] if gated else shape[1])
-    steps = _coded(launch, given, whole, how, ("partials",))
+    steps = _code_steps(launch, given, whole, how, ("partials",))
     return _with_sums(given, steps, how.results, launch, sums)
 
 
@@ -88,7 +88,7 @@ def backward_blocks(
     return _with_sums(("dy", "x"), (first,), (*first.outputs[:4], None), launch, sums)
 
 
-def _coded(
+def _code_steps(
     launch: Launch, given: tuple[str, ...], shape: tuple[int, int], how: OneScale, rest: tuple[str, ...]
 ) -> tuple[ProgramStep, ...]:
     """The kernel's step, and a cast of the stored values if the scale depends on their maximum."""

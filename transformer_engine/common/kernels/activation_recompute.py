@@ -14,11 +14,11 @@ import triton.language as tl
 from ..formats import Element
 from . import tile
 from .activation import CURVES, curve, curve_and_slope, gated, gated_gradients
-from .activation_cast import MEASURED, backward_tile, load_tile, made, store_tile, tiling_of
+from .activation_cast import MEASURED, backward_tile, load_tile, made, store_tile, tile_layout
 from .cast import resolve_multiplier
 from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
-from .norm import maximum_before, multiplier_of, record_maximum
+from .norm import load_multiplier, maximum_before, record_maximum
 from .program import Program, step
 from .rounding import to_codes
 
@@ -34,7 +34,7 @@ class OutputCodes(NamedTuple):
 
 
 @triton.jit
-def _decoded(codes, scale, M, first_m, first_n, rows, element: tl.constexpr):
+def _decode_block(codes, scale, M, first_m, first_n, rows, element: tl.constexpr):
     """Decode one block of 128 columns, rounded; scales [M, blocks] are column-major."""
     pointers = scale + (first_n // _BLOCK) * M + first_m + rows
     factor = tl.load(pointers, mask=first_m + rows < M, other=0.0)
@@ -51,11 +51,11 @@ def _gradients_and_output(
     gradient = load_tile(dy, M, width, dy_stride, first_m, first_n, rows, column, EVEN)
     a = load_tile(x, M, width, x_stride, first_m, first_n, rows, column, EVEN)
     if x_scale is not None:
-        a = _decoded(a, x_scale, M, first_m, first_n, rows, element)
+        a = _decode_block(a, x_scale, M, first_m, first_n, rows, element)
     if GATED:
         b = load_tile(x + width, M, width, x_stride, first_m, first_n, rows, column, EVEN)
         if x_scale is not None:
-            b = _decoded(b, x_scale, M, first_m, first_n + width, rows, element)
+            b = _decode_block(b, x_scale, M, first_m, first_n + width, rows, element)
         wide_da, wide_db = gated_gradients(gradient, a, b, limit, alpha, offset, CURVE)
         da = wide_da.to(element)
         db = wide_db.to(element)
@@ -80,7 +80,7 @@ def recompute_kernel(
 ):  # fmt: skip
     """Compute one tile of dx [M, width], of dx's second half if gated, and of the f(x) codes [width, M]."""
     program = tl.program_id(0)
-    factor = multiplier_of(multiplier, scale, program, False)
+    factor = load_multiplier(multiplier, scale, program, False)
     output_factor = resolve_multiplier(
         program, output_multiplier, output_amax, output_scale, MAXIMUM, EPSILON, POWER_OF_TWO, False
     )
@@ -139,7 +139,7 @@ def backward(
     rows, width = shape
     # The tile from `activation_cast` for codes in both directions.
     block, warps = backward_tile(rows * width, name, gated, True, False)
-    tiling, grid = tiling_of(shape, block)
+    tiling, grid = tile_layout(shape, block)
     outputs = (
         *((MEASURED,) if element is None else ()),
         *made((rows, 2 * width if gated else width), dtype, element, columnwise),

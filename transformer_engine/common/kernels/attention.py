@@ -40,7 +40,7 @@ def extent(lengths, starts, masked, size, sequence):
 
 
 @triton.jit
-def owned(lengths, program, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
+def owned_tile(lengths, program, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
     """Map a program to (tile, sequence); a program without work gets a tile behind all rows.
 
     Args:
@@ -123,7 +123,7 @@ def store_rows(
 
 
 @triton.jit
-def capped(value, cap, EXACT: tl.constexpr):
+def cap_value(value, cap, EXACT: tl.constexpr):
     """Compute cap * tanh(value / cap) and its derivative; EXACT: small values have the relative error of float32."""
     ratio = value * (1.0 / cap)
     size = tl.abs(ratio)
@@ -151,12 +151,12 @@ def logits(
     value, derivative = product * scale, 1.0
     inside = (row < limit_q) & (column < limit_kv)
     if CAP == 1:
-        value, derivative = capped(value, cap, EXACT)
+        value, derivative = cap_value(value, cap, EXACT)
     if bias is not None:
         pointers = bias + tl.cast(row, tl.int64) * bias_row + tl.cast(column, tl.int64) * bias_column
         value += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * bias_scale
     if CAP == 2:
-        value, derivative = capped(value, cap, EXACT)
+        value, derivative = cap_value(value, cap, EXACT)
     if slope is not None:
         value -= slope * tl.abs(column - row - shift).to(tl.float32)
     if EDGE:
@@ -269,7 +269,7 @@ def attend(
 ):  # fmt: skip
     """Compute out and lse for ROWS queries in one head, and in tops every tile's largest logit."""
     last = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask, the last tile has the most work
-    block, sequence = owned(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
+    block, sequence = owned_tile(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)

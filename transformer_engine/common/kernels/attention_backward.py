@@ -13,7 +13,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention import LN_2, LOG2_E, at, extent, load_rows, logits, owned, store_rows, survives, visible_keys
+from .attention import (
+    LN_2,
+    LOG2_E,
+    at,
+    extent,
+    load_rows,
+    logits,
+    owned_tile,
+    store_rows,
+    survives,
+    visible_keys,
+)
 from .attention_problem import AttentionProblem, keys_tile, queries_tile
 from .launch import Launch, Output
 
@@ -94,7 +105,7 @@ def grad_keys(
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv for KEYS keys in one head, summed over the group's `members` query heads."""
-    block, sequence = owned(lengths_kv, tl.program_id(0), seqlen_kv, KEYS, SEQUENCES)
+    block, sequence = owned_tile(lengths_kv, tl.program_id(0), seqlen_kv, KEYS, SEQUENCES)
     kv_head, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)
@@ -245,7 +256,7 @@ def grad_queries(
 ):  # fmt: skip
     """Compute dq for ROWS queries in one head."""
     last = tl.num_programs(0) - 1 - tl.program_id(0)
-    block, sequence = owned(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
+    block, sequence = owned_tile(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)

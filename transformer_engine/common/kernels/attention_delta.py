@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..formats import ceil_div
-from .attention import LOG2_E, at, extent, load_rows, owned
+from .attention import LOG2_E, at, extent, load_rows, owned_tile
 from .attention_problem import AttentionProblem
 from .launch import Launch, Output
 
@@ -21,7 +21,7 @@ def row_products(
     V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """Compute delta [.., i] = sum_d do o, and grad_sink [b, h, blocks] = -sum_i p_sink delta."""
-    block, sequence = owned(lengths_q, tl.program_id(0), seqlen_q, ROWS, SEQUENCES)
+    block, sequence = owned_tile(lengths_q, tl.program_id(0), seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
     limit, start, _ = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     first = block * ROWS

@@ -76,7 +76,9 @@ def fetch(
 
 
 @gluon.jit
-def multiplied(a, b, product, never, turns, GROUP: gl.constexpr, PHASE: gl.constexpr, BY_ROW: gl.constexpr):
+def start_product(
+    a, b, product, never, turns, GROUP: gl.constexpr, PHASE: gl.constexpr, BY_ROW: gl.constexpr
+):
     """Start a @ b; if alternating is faster, wait for this group's turn and give the turn to the other group."""
     if not BY_ROW:
         mbarrier.wait(turns.index(GROUP), PHASE)
@@ -139,7 +141,7 @@ def multiply(
             rows = scale_a_stages.index(place)
             first = rows.slice(GROUP * 2 * HALF, HALF).load(RIGHT) * square
             second = rows.slice(GROUP * 2 * HALF + HALF, HALF).load(RIGHT) * square
-            product = multiplied(
+            product = start_product(
                 codes.slice(GROUP * 2 * HALF, HALF), b, product, never, turns, GROUP, 1 - GROUP, BY_ROW
             )
             if not BY_ROW:
@@ -149,7 +151,7 @@ def multiply(
             if BY_ROW:
                 by_column = scale_b_stages.index(place).load(BELOW)
             upper = added(upper, product, first, by_column, BY_ROW)
-            product = multiplied(
+            product = start_product(
                 codes.slice(GROUP * 2 * HALF + HALF, HALF), b, product, never, turns, GROUP, GROUP, BY_ROW
             )
             product = hopper.warpgroup_mma_wait(0, deps=[product])

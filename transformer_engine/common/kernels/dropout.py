@@ -21,7 +21,7 @@ ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
-def _kept(seed, byte, THRESHOLD):
+def _keep_mask(seed, byte, THRESHOLD):
     """Compute the mask bytes with these indices as int32 [bytes]."""
     counter = byte.to(tl.uint32)
     zero = counter * 0
@@ -79,7 +79,7 @@ def forward_kernel(
     result = value
     if mask is not None:
         byte = first // 8 + number
-        bits = _kept(seed, byte, THRESHOLD)
+        bits = _keep_mask(seed, byte, THRESHOLD)
         if not EVEN:
             rest = tl.minimum(tl.maximum(SIZE - byte * 8, 0), 8).to(tl.int32)
             bits = bits & ((1 << rest) - 1)

@@ -20,7 +20,7 @@ ERRORS = {"": 0, MAE: 1, MSE: 2, FAST_MAE: 3, FAST_MSE: 4}
 
 
 @triton.jit
-def codes_of(scaled, random, STOCHASTIC: tl.constexpr):
+def select_codes(scaled, random, STOCHASTIC: tl.constexpr):
     """Encode float32 values to E2M1: nearest, ties to even, or floor(|x| + random * gap); NaN becomes +6."""
     number = scaled == scaled
     magnitude = tl.where(number, tl.abs(scaled), 6.0)
@@ -42,7 +42,7 @@ def codes_of(scaled, random, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def values_of(code):
+def decode_codes(code):
     """Decode E2M1 codes to float32 values."""
     index = (code & 7).to(tl.float32)
     magnitude = tl.where(index < 4.0, index * 0.5, tl.where(index < 6.0, index - 2.0, index * 2.0 - 8.0))
@@ -117,7 +117,9 @@ def block_error(
 ):  # fmt: skip
     """Compute the error [ROWS, COLUMNS / 16] of coding x's blocks with these scales; ERROR is one of `ERRORS`."""
     scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS, CONVERSION)
-    values = values_of(codes_of(scaled, scaled, False)) * to_values(block_scale, CONVERSION)[:, :, None]
+    values = (
+        decode_codes(select_codes(scaled, scaled, False)) * to_values(block_scale, CONVERSION)[:, :, None]
+    )
     exact = x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP)
     if PER_ROW:
         amax, encode_scale = amax[:, :, None], encode_scale[:, :, None]

@@ -119,7 +119,7 @@ def codes_of_three(sizes: tuple[int, int, int], slots: tuple[int, int], dtype: s
 
 
 @functools.lru_cache(maxsize=256)
-def values_of(size: int, slots: tuple[int, int], dtype: str) -> Launch:
+def value_launch(size: int, slots: tuple[int, int], dtype: str) -> Launch:
     """Launch (codes [size], descale [1], amaxes [2], history [rows, n] | None) -> values [size].
 
     The launch updates `history` in place. `slots` are the softmax's and the output's slot.

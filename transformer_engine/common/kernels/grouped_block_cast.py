@@ -15,7 +15,7 @@ from ..formats import Element, ceil_div
 from . import tile
 from .block_cast import _row_blocks
 from .conversion import NATIVE
-from .grouped_cast import codes_of, grid_of, place_of, store_transposed, tables_of
+from .grouped_cast import address_tables, cast_codes, cast_grid, locate_program, store_transposed
 from .grouped_layout import TILE_ROWS
 from .launch import Launch, Output
 from .rounding import as_float, magnitude_bits, scale_from_amax, to_codes
@@ -44,7 +44,7 @@ def row_block_kernel(
     CONVERSION: tl.constexpr,
 ):
     """Quantize 1 x 128 blocks in row groups: along rows unless codes is None, along columns unless codes_t is."""
-    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
+    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = locate_program(
         tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, True, WIDTH
     )
     if group < GROUPS:
@@ -97,7 +97,7 @@ def square_block_kernel(
     CONVERSION: tl.constexpr,
 ):
     """Quantize 128 x 128 blocks in matrices [M, K] by address: scale [GROUPS, M tiles, K tiles], scale_t transposed."""
-    _, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
+    _, matrix, rows, first_m, tile_k, start, first_tile, tiles = locate_program(
         tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, False, WIDTH
     )
     first_k = (tile_k * WIDTH).to(tl.int64)
@@ -135,9 +135,9 @@ def row_blocks(
     columnwise: bool,
 ) -> Launch:
     """Launch (x [total, K], None, layout) -> codes, scale if rowwise, codes_t, scale_t if columnwise."""
-    grid, scalars, even = grid_of(shape, groups, True, TILE_ROWS, TILE_ROWS)
+    grid, scalars, even = cast_grid(shape, groups, True, TILE_ROWS, TILE_ROWS)
     steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even, NATIVE)
-    codes, codes_t = codes_of(shape, groups, True, element, rowwise, columnwise)
+    codes, codes_t = cast_codes(shape, groups, True, element, rowwise, columnwise)
     scale = Output((shape[0] * ceil_div(shape[1], TILE_ROWS),), "float32") if rowwise else None
     scale_t = Output(None, "float32") if columnwise else None
     outputs = (codes, scale, codes_t, scale_t)
@@ -158,9 +158,9 @@ def square_blocks(
     """Launch (a matrix [M, K] with even M, the table, None) -> codes, scale, codes_t, scale_t.
 
     codes and scale are present if rowwise, codes_t and scale_t if columnwise."""
-    grid, scalars, even = grid_of(shape, groups, False, TILE_ROWS, TILE_ROWS)
+    grid, scalars, even = cast_grid(shape, groups, False, TILE_ROWS, TILE_ROWS)
     steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even, NATIVE)
-    codes, codes_t = codes_of(shape, groups, False, element, rowwise, columnwise)
+    codes, codes_t = cast_codes(shape, groups, False, element, rowwise, columnwise)
     tiles = (ceil_div(shape[0], TILE_ROWS), ceil_div(shape[1], TILE_ROWS))
     outputs = (
         codes,
@@ -169,7 +169,7 @@ def square_blocks(
         Output((groups, *tiles[::-1]), "float32") if columnwise else None,
     )
     return Launch(
-        square_block_kernel, grid, outputs, scalars, steps, _warps(shape[1]), tables=tables_of(False)
+        square_block_kernel, grid, outputs, scalars, steps, _warps(shape[1]), tables=address_tables(False)
     )
 
 

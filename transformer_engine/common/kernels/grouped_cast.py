@@ -18,7 +18,7 @@ from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
 from .cast import _record
 from .conversion import NATIVE
-from .grouped_gemm import SCALE_SLOT, SLOT, base_of
+from .grouped_gemm import SCALE_SLOT, SLOT, matrix_base
 from .grouped_layout import (
     TILE_ROWS,
     first_padding_row,
@@ -36,7 +36,7 @@ VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
 
 
 @triton.jit
-def place_of(
+def locate_program(
     program,
     x,
     table,
@@ -74,7 +74,7 @@ def place_of(
         group = program // (parts * TILES_K)
         within = program % (parts * TILES_K)
         tile_k = within // parts
-        matrix = base_of(x, table, group, M.to(tl.int64) * K)
+        matrix = matrix_base(x, table, group, M.to(tl.int64) * K)
         first_m = within % parts * HEIGHT
         rows = M
         start = group * M
@@ -108,7 +108,7 @@ def maximum_kernel(
     EVEN: tl.constexpr,
 ):
     """Compute amax[group] = max(amax[group], max|x|) over the group's elements, one tile per program."""
-    group, matrix, rows, first_m, tile_k, _, _, _ = place_of(
+    group, matrix, rows, first_m, tile_k, _, _, _ = locate_program(
         tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M
     )
     if group < GROUPS:
@@ -135,7 +135,7 @@ def cast_kernel(
     """
     program = tl.program_id(0)
     if program < GROUPS:
-        _scale_of(
+        _group_scale(
             program,
             multiplier,
             amax,
@@ -148,11 +148,11 @@ def cast_kernel(
             ZERO_IS_ONE,
             True,
         )
-    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
+    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = locate_program(
         program, x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M, REST
     )
     if group < GROUPS:
-        factor = _scale_of(
+        factor = _group_scale(
             group, multiplier, amax, scale, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE, False
         )
         first_k = (tile_k * BLOCK_K).to(tl.int64)
@@ -203,7 +203,7 @@ def _cast_padding(
 
 
 @triton.jit
-def _scale_of(
+def _group_scale(
     group,
     multiplier,
     amax,
@@ -263,10 +263,10 @@ def store_transposed(
 def maximum(shape: tuple[int, int], groups: int, by_rows: bool) -> Launch:
     """Launch (x [total, K] or one matrix [M, K], table | None, layout | None) -> amax float32 [groups]."""
     block_m, block_k, warps = _MAXIMUM_TILE
-    grid, scalars, even = grid_of(shape, groups, by_rows, block_m, block_k)
+    grid, scalars, even = cast_grid(shape, groups, by_rows, block_m, block_k)
     outputs = (Output((groups,), "float32", begins=0.0),)
     steps = (groups, by_rows, block_m, block_k, even)
-    return Launch(maximum_kernel, grid, outputs, scalars, steps, warps, tables=tables_of(by_rows))
+    return Launch(maximum_kernel, grid, outputs, scalars, steps, warps, tables=address_tables(by_rows))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -289,13 +289,13 @@ def cast(
     """
     assert not (rest and (columnwise or not by_rows)), "rows that are no group's have codes by rows alone"
     block_m, block_k, warps = _CAST_TILE
-    grid, scalars, even = grid_of(shape, groups, by_rows, block_m, block_k)
+    grid, scalars, even = cast_grid(shape, groups, by_rows, block_m, block_k)
     if rest:
         tiles_k = ceil_div(shape[1], block_k)
         grid, scalars = (grid[0] + TILE_ROWS // block_m * tiles_k, 1, 1), (shape[0], *scalars[1:])
     scale = (element.maximum, epsilon, power_of_two, zero_is_one)
     steps = (groups, by_rows, *scale, block_m, block_k, even, rest, tiled, NATIVE)
-    codes, codes_t = codes_of(shape, groups, by_rows, element, rowwise, columnwise)
+    codes, codes_t = cast_codes(shape, groups, by_rows, element, rowwise, columnwise)
     return Launch(
         cast_kernel,
         grid,
@@ -304,11 +304,11 @@ def cast(
         steps,
         warps,
         in_place=(4,) if records else (),
-        tables=tables_of(by_rows),
+        tables=address_tables(by_rows),
     )
 
 
-def by_tensor(
+def tensor_scaled(
     shape: tuple[int, int], groups: int, by_rows: bool, element: Element, power_of_two: bool, epsilon: float,
     rowwise: bool, columnwise: bool, slots: tuple[int, int] | None, tiled: bool = False,
 ) -> Program:  # fmt: skip
@@ -335,12 +335,12 @@ def by_tensor(
     return Program(given, steps, (), made)
 
 
-def tables_of(by_rows: bool) -> tuple[AddressTable, ...]:
+def address_tables(by_rows: bool) -> tuple[AddressTable, ...]:
     """Address table through which matrices are read; row groups need none."""
     return () if by_rows else (AddressTable(1, (READ,)),)
 
 
-def codes_of(
+def cast_codes(
     shape: tuple[int, int], groups: int, by_rows: bool, element: Element, rowwise: bool, columnwise: bool
 ) -> tuple[Output | None, Output | None]:
     """Codes and transposed codes as outputs; the rounded-up row count depends on the groups."""
@@ -356,7 +356,7 @@ _MAXIMUM_TILE = (128, 128, 8)  # rows, columns, warps
 _CAST_TILE = (128, 64, 8)
 
 
-def grid_of(
+def cast_grid(
     shape: tuple[int, int], groups: int, by_rows: bool, block_m: int, block_k: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int], bool]:
     """Compute (grid, the kernels' scalars, whether every tile ends with the matrix's columns, and rows by address)."""

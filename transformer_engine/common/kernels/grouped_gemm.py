@@ -35,7 +35,7 @@ _BY_BLOCK = tl.constexpr(BLOCK_SCALES)
 
 
 @triton.jit
-def base_of(matrices, table, group, size):
+def matrix_base(matrices, table, group, size):
     """Address of matrix `group` in a stack, or in an address table if there is one."""
     if table is None:
         base = matrices + group.to(tl.int64) * size
@@ -102,7 +102,7 @@ def rows_kernel(
     read_n = tl.minimum(n, N - 1)
     # A matrix can have more than 2^31 elements. The tiles' first offsets are computed outside the loop.
     a_tile = a + corner * K + (read_m.to(tl.int64)[:, None] * K + k[None, :])
-    b_base = base_of(b, table, group, tl.cast(N, tl.int64) * K)
+    b_base = matrix_base(b, table, group, tl.cast(N, tl.int64) * K)
     if TRANSPOSED:
         b_tile = b_base + (k.to(tl.int64)[:, None] * N + n[None, :])
     else:
@@ -220,7 +220,7 @@ def columns_kernel(
         if SCALING == _BY_TENSOR:
             total = total * tl.load(scale_a + group * SLOT) * tl.load(scale_b + group * SLOT)
     corner = tl.cast(tile_n * BLOCK_N, tl.int64) * K + tile_k * BLOCK_K
-    places = base_of(out, table, group, tl.cast(N, tl.int64) * K) + corner
+    places = matrix_base(out, table, group, tl.cast(N, tl.int64) * K) + corner
     places += tl.arange(0, BLOCK_N)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     inside = (n < N)[:, None] & (k < K)[None, :]
     if ACCUMULATE:

@@ -75,7 +75,7 @@ def rows_of_group(layout, group, GROUPS: tl.constexpr):
 
 
 @functools.lru_cache(maxsize=256)
-def layout_of(total: int, groups: int) -> Launch:
+def group_layout(total: int, groups: int) -> Launch:
     """Launch (splits [groups] with any integer type) -> layout int32 [layout_size]."""
     tiles = tiles_at_most(total, groups)
     width = triton.next_power_of_2(groups)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from . import tile
-from .grouped_gemm import base_of
+from .grouped_gemm import matrix_base
 from .grouped_layout import (
     ROWS,
     first_padding_row,
@@ -240,7 +240,7 @@ def columns_kernel(
         total *= RANGE
         total *= tl.load(level_a + group) * tl.load(level_b + group)
     corner = tl.cast(tile_n * BLOCK_N, tl.int64) * K + tile_k * BLOCK_K
-    places = base_of(out, table, group, tl.cast(N, tl.int64) * K) + corner
+    places = matrix_base(out, table, group, tl.cast(N, tl.int64) * K) + corner
     places += tl.arange(0, BLOCK_N)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     inside = (n < N)[:, None] & (k < K)[None, :]
     if ACCUMULATE:

@@ -233,7 +233,7 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     _check(launch, tensors)
     dtypes = [None if tensor is None else str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     names = launch.kernel.arg_names
-    constants, as_bytes = conversion.resolve(names, launch.constants, _hardware_of(tensors), dtypes)
+    constants, as_bytes = conversion.resolve(names, launch.constants, _tensor_hardware(tensors), dtypes)
     arguments = (*launch.scalars, *constants)
     options = compile_options(launch.warps, launch.registers, launch.fuses)
     if launch.dependent:
@@ -254,10 +254,10 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     run = compiled.run  # reading it loads the module; `function` is unset before
     before = (compiled.function,)
     after = (compiled.packed_metadata, None, None, None)
-    if direct := _without_wrapper(run):
+    if direct := _unwrap_launcher(run):
         run, *flags = direct
         before = (*before, *flags)
-    handle = Handle(run, launch.grid, _stream_of(), (*before, *after), arguments)
+    handle = Handle(run, launch.grid, _find_stream(), (*before, *after), arguments)
     return _with_scratch(handle) if compiled.metadata.global_scratch_size else handle
 
 
@@ -283,7 +283,7 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-def _hardware_of(tensors: Tensors) -> Hardware:
+def _tensor_hardware(tensors: Tensors) -> Hardware:
     """Hardware row for the tensors' GPU, which is the current one; a row without a GPU in the interpreter."""
     first = next((tensor for tensor in tensors if tensor is not None), None)
     if first is None or first.device.type != "cuda":
@@ -368,7 +368,7 @@ def _check(launch: Launch, tensors: Tensors) -> None:
             )
 
 
-def _without_wrapper(launcher: Any) -> tuple[Any, ...] | None:
+def _unwrap_launcher(launcher: Any) -> tuple[Any, ...] | None:
     """Triton 3.6's compiled launcher and the arguments of its Python wrapper; None for other versions.
 
     The wrapper allocates scratch memory, which few kernels use.
@@ -390,11 +390,11 @@ def _calling_convention_is_known() -> bool:
 
 def current_stream(device: int) -> int:
     """Handle of the device's current CUDA stream."""
-    return _stream_of()(device)
+    return _find_stream()(device)
 
 
 @functools.cache
-def _stream_of() -> Any:
+def _find_stream() -> Any:
     from triton.runtime import driver
 
     return driver.active.get_current_stream

@@ -55,7 +55,7 @@ def _count(table, flag, columns: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _stepped(
+def _chunk_addresses(
     table,
     flag,
     G: tl.constexpr,
@@ -122,7 +122,7 @@ def _squares(
 
 
 @triton.jit
-def _joined(upper, lower):
+def _join_halves(upper, lower):
     """Join a rounded upper half, decremented if it was rounded up, and a lower half to float32 numbers."""
     high = upper.to(tl.int32)
     low = lower.to(tl.int32)
@@ -151,7 +151,7 @@ def _adam(
     Args:
         rates: lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, gradient multiplier.
     """
-    count, g_ptr, p_ptr, m_ptr = _stepped(table, flag, G, P, M, COLUMNS, ALIGNED)
+    count, g_ptr, p_ptr, m_ptr = _chunk_addresses(table, flag, G, P, M, COLUMNS, ALIGNED)
     v_ptr = _tensor(table, 4, COLUMNS, V, ALIGNED)
     master_ptr = p_ptr
     if MASTER is not None:
@@ -174,7 +174,7 @@ def _adam(
         v = tl.load(v_ptr + place, mask=inside, other=0.0).to(tl.float32)
         if MASTER == "int16":
             upper = tl.load(p_ptr + place, mask=inside, other=0)
-            p = _joined(upper, tl.load(master_ptr + place, mask=inside, other=0))
+            p = _join_halves(upper, tl.load(master_ptr + place, mask=inside, other=0))
         else:
             p = tl.load(master_ptr + place, mask=inside, other=0.0).to(tl.float32)
         if not DECOUPLED:
@@ -223,7 +223,7 @@ def _sgd(
     Args:
         rates: decay, momentum, 1 - dampening, lr, scale.
     """
-    count, g_ptr, p_ptr, m_ptr = _stepped(table, flag, G, P, M, COLUMNS, ALIGNED)
+    count, g_ptr, p_ptr, m_ptr = _chunk_addresses(table, flag, G, P, M, COLUMNS, ALIGNED)
     copy_ptr = p_ptr
     if COPY is not None:
         copy_ptr = _tensor(table, 4, COLUMNS, COPY, ALIGNED)

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..formats import Element, ceil_div, round_up
 from . import tile
 from .conversion import NATIVE
-from .grouped_gemm import base_of
+from .grouped_gemm import matrix_base
 from .launch import READ, AddressTable, Launch, Output, codes_dtype
 from .rounding import as_float, magnitude_bits, to_codes
 from .swizzled_scales import TILE_COLUMNS, TILE_ROWS, store_in_tiles
@@ -232,7 +232,7 @@ def matrices_kernel(
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(K, BLOCK_K)
     group = tl.program_id(0) // tiles
     size = tl.cast(M, tl.int64) * K
-    x = base_of(x, table, group, size)
+    x = matrix_base(x, table, group, size)
     place = group.to(tl.int64)
     if codes is not None:
         codes += place * size

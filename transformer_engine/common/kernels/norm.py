@@ -28,7 +28,7 @@ WIDTH = tl.constexpr(128)  # elements per block
 
 
 @triton.jit
-def multiplier_of(multiplier, scale, program, ZERO_IS_ONE: tl.constexpr):
+def load_multiplier(multiplier, scale, program, ZERO_IS_ONE: tl.constexpr):
     """Code multiplier, 1 without codes; program 0 stores its inverse."""
     factor = 1.0
     if multiplier is not None:
@@ -147,7 +147,7 @@ def forward_rows(
     CONVERSION: tl.constexpr,
 ):
     """Normalize BLOCK_ROWS whole rows per program, in registers."""
-    factor = multiplier_of(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
+    factor = load_multiplier(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
     known = maximum_before(amax)
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = column < width
@@ -196,7 +196,7 @@ def forward_streamed(
     CONVERSION: tl.constexpr,
 ):
     """Normalize one row after another in registers, while the next rows are loaded to shared memory."""
-    factor = multiplier_of(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
+    factor = load_multiplier(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
     known = maximum_before(amax)
     greatest = 0
     column = tl.arange(0, BLOCK_WIDTH)
@@ -257,7 +257,7 @@ def forward_wide(
     """Normalize one row per program, with any length: one read per statistic and one to scale; later reads hit the
     cache."""
     row = tl.program_id(0)
-    factor = multiplier_of(multiplier, scale, row, ZERO_IS_ONE)
+    factor = load_multiplier(multiplier, scale, row, ZERO_IS_ONE)
     known = maximum_before(amax)
     greatest = tl.zeros([BLOCK_WIDTH], tl.int32)
     source = x + row.to(tl.int64) * x_stride
@@ -613,7 +613,7 @@ def backward(
         first = Launch(backward_wide, (rows, 1, 1), (dx,), scalars, (zero_centered, 4096), warps=16)
         constants = (32, 128, fitting(3, 32 * 128))
         second = Launch(column_sums, grid, (workspace,), scalars[:4], constants, warps=4)
-        return _summed(
+        return _sum_steps(
             ProgramStep(first, _GIVEN, ("dx",)),
             ProgramStep(second, ("dy", "x", "mean", "rstdev"), ("workspace",)),
             sums=_sum_partials(programs, width, weight_dtype, centered),
@@ -624,7 +624,7 @@ def backward(
     workspace = Output((kinds, programs, width), "float32")
     constants = (zero_centered, block_rows, block, fitting(stages, block_rows * block), width <= 8192)
     first = Launch(backward_rows, (programs, 1, 1), (dx, workspace), scalars, constants, warps)
-    return _summed(
+    return _sum_steps(
         ProgramStep(first, _GIVEN, ("dx", "workspace")),
         sums=_sum_partials(programs, width, weight_dtype, centered),
     )
@@ -633,7 +633,7 @@ def backward(
 _GIVEN = ("dy", "x", "add", "gamma", "mean", "rstdev")
 
 
-def _summed(*steps: ProgramStep, sums: Launch) -> Program:
+def _sum_steps(*steps: ProgramStep, sums: Launch) -> Program:
     """Append the workspace's sums to the steps, which compute dx and a workspace."""
     gradients = ("dgamma", None if sums.outputs[1] is None else "dbeta")
     return Program(_GIVEN, (*steps, ProgramStep(sums, ("workspace",), gradients)), ("dx", *gradients))

@@ -24,9 +24,9 @@ from .fp4_blocks import (
     LARGEST,
     as_block_scale,
     candidates,
-    codes_of,
     encode_scale_of,
     scaled_blocks,
+    select_codes,
     takes_four,
 )
 from .launch import Launch, Output
@@ -124,7 +124,7 @@ def _store_direction(
         inside = inside_r[:, None] & (first_c + c < C)[None, :]
         corner = random + (first_r * C + first_c)
         uniform = tile.load(corner + (r[:, None] * C + c[None, :]), inside, EVEN)
-    code = codes_of(scaled, uniform, random is not None)
+    code = select_codes(scaled, uniform, random is not None)
     low, high = tl.split(code.reshape(ROWS, COLUMNS // 2, 2))
     byte = tl.arange(0, COLUMNS // 2)
     inside = inside_r[:, None] & (first_c + byte * 2 < C)[None, :]
@@ -157,7 +157,7 @@ def _square_tile(x, M, K, TILE: tl.constexpr, EVEN: tl.constexpr, TILED: tl.cons
 
 
 @triton.jit
-def _on_every_row(square, TILE: tl.constexpr):
+def _expand_square(square, TILE: tl.constexpr):
     """Expand [TILE / 16, TILE / 16], one number per square tile, to [TILE, TILE / 16]."""
     GROUPS: tl.constexpr = TILE // GROUP
     return square[:, None, :].broadcast_to(GROUPS, GROUP, GROUPS).reshape(TILE, GROUPS)
@@ -203,7 +203,7 @@ def block_kernel(
     four, square_four = None, None
     if SQUARE:
         square = tl.max(bits.reshape(GROUPS, GROUP, GROUPS), 1)
-        bits = _on_every_row(square, TILE)
+        bits = _expand_square(square, TILE)
         if ERROR > 0:
             # Both directions use the rowwise choice, because the summation order matters.
             if BY_TILE and codes is None:
@@ -218,7 +218,7 @@ def block_kernel(
         maximum = _maxima(amax, first_m, M, TILE, PER_ROW or BY_TILE)
         if ERROR > 0:
             if SQUARE:
-                four = _on_every_row(square_four, TILE)
+                four = _expand_square(square_four, TILE)
             else:
                 four = takes_four(
                     values, bits, maximum, RANGE, ERROR, PER_ROW or BY_TILE, False, TILE, TILE, CONVERSION
@@ -236,13 +236,13 @@ def block_kernel(
         if HADAMARD:
             turned = _transform(turned, RANDOM_SIGN, TILE, TILE)
         if SQUARE:
-            bits_t = _on_every_row(tl.trans(square), TILE)
+            bits_t = _expand_square(tl.trans(square), TILE)
         else:
             bits_t = tl.max(magnitude_bits(turned).reshape(TILE, GROUPS, GROUP), 2)
         four_t = None
         if ERROR > 0:
             if SQUARE:
-                four_t = _on_every_row(tl.trans(square_four), TILE)
+                four_t = _expand_square(tl.trans(square_four), TILE)
             else:
                 four_t = takes_four(
                     turned, bits_t, maximum_t, RANGE, ERROR, BY_TILE, False, TILE, TILE, CONVERSION
@@ -268,7 +268,7 @@ def _grid(shape: tuple[int, int]) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
+def hadamard_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
     """Launch (x [M, K] contiguous, M a multiple of 16) -> amax float32 [1]."""
     constants = (random_sign, _TILE, shape[0] % _TILE == 0 and shape[1] % _TILE == 0)
     outputs = (Output((1,), "float32", begins=0.0),)
@@ -381,7 +381,7 @@ def program(
     if columnwise and not options.square and (amax_t_given or options.hadamard or options.per_row):
         amax_t = "amax_t"
         if not amax_t_given:
-            measure = transformed_maximum(shape, options.random_sign) if options.hadamard else tensor_maximum
+            measure = hadamard_maximum(shape, options.random_sign) if options.hadamard else tensor_maximum
             steps.append(ProgramStep(measure, ("x",), ("amax_t",)))
     names = ("codes", "scale", "codes_t", "scale_t")
     last = step(blocks(shape, rowwise, columnwise, options), ("x", amax, amax_t, "random", "random_t"), names)

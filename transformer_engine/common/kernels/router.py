@@ -48,13 +48,13 @@ def ranks(x):
 
 
 @triton.jit
-def value_of(rank):
+def rank_value(rank):
     """Convert a rank to its number."""
     return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _over(x):
+def _sum_experts(x):
     """Sum over the experts [rows, groups, experts], keeping the axes."""
     return tl.expand_dims(tl.expand_dims(tl.sum(tl.sum(x, 2), 1), 1), 2)
 
@@ -67,7 +67,7 @@ def _greatest(x):
 @triton.jit
 def _softmax(x):
     weight = tl.exp(x - _greatest(x))
-    return weight / _over(weight)
+    return weight / _sum_experts(weight)
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def _best_groups(rank, group, groups, PLACES: tl.constexpr, KEPT: tl.constexpr):
     total = tl.zeros([rank.shape[0], rank.shape[1]], tl.float32)
     for _ in range(PLACES):
         best = tl.max(rank, 2)
-        total += value_of(best)
+        total += rank_value(best)
         first = tl.min(tl.where(rank == best[:, :, None], expert, _NONE), 2)
         rank = tl.where(expert == first[:, :, None], LOWEST, rank)
     of_group = tl.where(group < groups, ranks(total), LOWEST)
@@ -186,7 +186,7 @@ def choose_kernel(
     if WHOLE:
         weight = score
         if KIND != _SOFTMAX:
-            weight = score / (_over(score) + EPSILON)
+            weight = score / (_sum_experts(score) + EPSILON)
     else:
         if KIND == _AFTER:
             weight = _softmax(tl.where(chosen, x, float("-inf")))
@@ -195,7 +195,7 @@ def choose_kernel(
             weight = tl.where(chosen, score, 0.0)
         else:
             weight = tl.where(chosen, score, 0.0)
-            weight = weight / (_over(weight) + EPSILON)
+            weight = weight / (_sum_experts(weight) + EPSILON)
         weight *= scale
     if KIND == _SQRTSOFTPLUS:
         saved = x

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from .launch import Launch
-from .router import LOWEST, ranks, tokens_of_program, value_of
+from .router import LOWEST, rank_value, ranks, tokens_of_program
 
 NONE = tl.constexpr(1 << 30)  # above every expert index
 
@@ -42,7 +42,7 @@ def margins_kernel(
         best = tl.max(rank, 1)[:, None]
         first = tl.min(tl.where(rank == best, expert, NONE), 1)[:, None]
         rank = tl.where(expert == first, LOWEST, rank)
-    cutoff = value_of(tl.max(rank, 1))[:, None]
+    cutoff = rank_value(tl.max(rank, 1))[:, None]
     lower = tl.load(bounds)
     place = tl.floor((cutoff - score - lower) * bins.to(tl.float32) / (tl.load(bounds + 1) - lower))
     # NaN falls into the first bin, like values below it.

@@ -113,7 +113,7 @@ def _scales_of_tile(
 
 
 @triton.jit
-def _of_strip(
+def _strip_statistics(
     x,
     codes,
     scales,
@@ -242,13 +242,13 @@ def statistics_kernel(
     tiles_k = tl.cdiv(K, BLOCK_K)
     first_row = (tl.program_id(0) // tiles_k).to(tl.int64) * (TILES * BLOCK_M)
     column = (tl.program_id(0) % tiles_k).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    greatest, underflow, saturation, signal, noise, nonfinite = _of_strip(
+    greatest, underflow, saturation, signal, noise, nonfinite = _strip_statistics(
         x, codes, scales, second, first_row, column, M, K, x_row, x_column, code_row, code_column, scale_row,
         scale_column, SCALING, PACKED, ROWS, COLUMNS, GREATEST, BEYOND, BLOCK_M, BLOCK_K, TILES, WHOLE, False,
         CONVERSION,
     )  # fmt: skip
     if not (signal < float("inf")):
-        greatest, underflow, saturation, signal, noise, nonfinite = _of_strip(
+        greatest, underflow, saturation, signal, noise, nonfinite = _strip_statistics(
             x, codes, scales, second, first_row, column, M, K, x_row, x_column, code_row, code_column, scale_row,
             scale_column, SCALING, PACKED, ROWS, COLUMNS, GREATEST, BEYOND, BLOCK_M, BLOCK_K, TILES, WHOLE, True,
             CONVERSION,

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .hardware import FORMATS as FORMATS
-from .hardware import GIB, HIGH_PRECISION, FormatCost, GpuRates, LinkRates, format_named, gpu_named, links_of
+from .hardware import (
+    GIB,
+    HIGH_PRECISION,
+    FormatCost,
+    GpuRates,
+    LinkRates,
+    format_named,
+    gpu_named,
+    host_links,
+)
 from .hardware import GPUS as GPUS
 from .layer import MicroBatch, Scheme
 from .models import MODELS as MODELS
@@ -113,7 +122,7 @@ def plan(
             f"global_batch={global_batch} is not divisible by dp * fsdp * micro_batch = {ranks * micro_batch}; use "
             f"{math.ceil(global_batch / (ranks * micro_batch)) * ranks * micro_batch}"
         )
-    links = links_of(device) if links is None else links
+    links = host_links(device) if links is None else links
     step = TrainingStep(
         shape,
         RankMachine(device, row, links, tp, tp > 1, attention),
@@ -195,7 +204,7 @@ def search(
     """
     _check_counts(devices=devices, count=count)
     shape = model_shape(model, **{name: options.pop(name) for name in list(options) if name in _SIZES})
-    links = options.get("links") or links_of(gpu_named(options.get("gpu", "h100")))
+    links = options.get("links") or host_links(gpu_named(options.get("gpu", "h100")))
     found: list[TrainingPlan] = []
     reasons: list[str] = []
     for candidate in _candidates(shape, devices, links, options):

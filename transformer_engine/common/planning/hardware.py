@@ -230,7 +230,7 @@ class LinkRates:
 DEFAULT_LINKS = LinkRates()
 
 
-def links_of(gpu: GpuRates, **changes: Any) -> LinkRates:
+def host_links(gpu: GpuRates, **changes: Any) -> LinkRates:
     """Links for hosts with a GPU, measured on H100 and scaled to its NVLink, with other fields changed."""
     ring, exchange = (rate * gpu.nvlink for rate in (DEFAULT_LINKS.ring, DEFAULT_LINKS.exchange))
     return replace(DEFAULT_LINKS, **{"ring": ring, "exchange": exchange, **changes})
@@ -279,7 +279,7 @@ class FormatCost:
     row_codes: bool = False
 
 
-def _of_blocks(form: TensorFormat) -> FormatCost:
+def _block_costs(form: TensorFormat) -> FormatCost:
     """Costs for a format with a one-byte scale for each row block."""
     assert form.block is not None and form.block_products is not None
     length = form.block[1]
@@ -305,7 +305,7 @@ FORMATS = {
             1 + 4 / 128,
             efficiency=(0.97, 0.83),
         ),
-        *[_of_blocks(form) for form in TENSOR_FORMATS if form.scale != "float32"],
+        *[_block_costs(form) for form in TENSOR_FORMATS if form.scale != "float32"],
     )
 }
 

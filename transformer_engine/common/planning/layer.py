@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from ..memory import Memory
 from .hardware import HIGH_PRECISION
 from .models import ModelShape
-from .simulate import VALUE, Cost, Extent, LinearSize, PassRun, RankMachine, passes_of
+from .simulate import VALUE, Cost, Extent, LinearSize, PassRun, RankMachine, layer_passes
 
 Scheme = Literal["p2p", "all_gather", "a2a"]
 # Additional keys for each query: blocks at the diagonal of a causal mask are computed whole, and rows end unevenly.
@@ -130,7 +130,7 @@ def linears(
     mode: str | None = None,
     bias: bool = False,
 ) -> Both:
-    """Compute the costs for a layer from `passes_of`.
+    """Compute the costs for a layer from `layer_passes`.
 
     Args:
         machine: The machine.
@@ -141,7 +141,7 @@ def linears(
         mode: "column" or "row" for a tensor-parallel "linear".
         bias: The products add a bias.
     """
-    forward, backward = passes_of(kind, machine, activation, mode, bias)
+    forward, backward = layer_passes(kind, machine, activation, mode, bias)
     extents = dict(inputs)
     for name, size in sizes.items():
         prefix = f"{name}_" if kind == "norm_mlp" else ""
@@ -211,7 +211,7 @@ def layer(machine: RankMachine, shape: ModelShape, work: MicroBatch) -> Both:
     return _LAYERS[machine, shape, work]
 
 
-def _simulated(key: tuple[RankMachine, ModelShape, MicroBatch]) -> Both:
+def _simulate_key(key: tuple[RankMachine, ModelShape, MicroBatch]) -> Both:
     machine, shape, work = key
     costs = no_costs()
     tp, rows = machine.tp, work.tokens
@@ -253,4 +253,4 @@ def _simulated(key: tuple[RankMachine, ModelShape, MicroBatch]) -> Both:
     return costs
 
 
-_LAYERS: Memory[tuple[RankMachine, ModelShape, MicroBatch], Both] = Memory(_simulated, 4096)
+_LAYERS: Memory[tuple[RankMachine, ModelShape, MicroBatch], Both] = Memory(_simulate_key, 4096)

@@ -51,7 +51,7 @@ class Pass(NamedTuple):
     saved: tuple[str, ...]
     steps: tuple[Step, ...]
 
-    def freed_after(self) -> tuple[tuple[str, ...], ...]:
+    def free_after(self) -> tuple[tuple[str, ...], ...]:
         """Of each step, the buffers that no later step reads and that the pass neither returns nor saves."""
         last = {name: i for i, step in enumerate(self.steps) for name in (*step.makes(), *step.reads())}
         order = [*self.inputs, *[name for step in self.steps for name in step.makes()]]
@@ -239,14 +239,14 @@ def linear_passes(facts: LinearFacts) -> tuple[Pass, Pass]:
 def grouped_passes(facts: LinearFacts) -> tuple[Pass, Pass]:
     """Both passes for a linear layer with one weight per row group."""
 
-    def over_groups(pass_: Pass) -> Pass:
+    def group_passes(pass_: Pass) -> Pass:
         steps = [
             step if step.op == "dense" else replace(step, op="grouped_" + step.op) for step in pass_.steps
         ]
         return pass_._replace(steps=tuple(steps))
 
     forward, backward = linear_passes(facts)
-    return over_groups(forward), over_groups(backward)
+    return group_passes(forward), group_passes(backward)
 
 
 def _norm(centered: bool, linear: LinearFacts) -> Step:

@@ -169,7 +169,7 @@ def model_shape(model: str | Path | ModelShape, **sizes: Any) -> ModelShape:
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return replace(_of_config(path), **given)
+        return replace(_config_shape(path), **given)
     if {"hidden", "layers", "heads"} <= given.keys():
         heads, hidden = given["heads"], given["hidden"]
         if "head_dim" not in given and heads and hidden % heads:
@@ -187,7 +187,7 @@ def model_shape(model: str | Path | ModelShape, **sizes: Any) -> ModelShape:
     )
 
 
-def _of_config(path: Path) -> ModelShape:
+def _config_shape(path: Path) -> ModelShape:
     """Read the shape that a Hugging Face configuration describes."""
     try:
         config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))

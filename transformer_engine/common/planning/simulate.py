@@ -162,7 +162,7 @@ class RankMachine:
         )
 
 
-def passes_of(
+def layer_passes(
     kind: str, machine: RankMachine, activation: str = "", mode: str | None = None, bias: bool = False
 ) -> tuple[Pass, Pass]:
     """Forward and backward pass of a layer as a GPU runs them.
@@ -213,7 +213,7 @@ class PassRun:
         now = idle_link = held = 0.0
         finished: dict[str, float] = {}
         given = set(pass_.inputs)  # and other names for their memory
-        for step, freed in zip(pass_.steps, pass_.freed_after(), strict=True):
+        for step, freed in zip(pass_.steps, pass_.free_after(), strict=True):
             if step.op in SAME_MEMORY and step.inputs[0] in given:
                 given.update(step.makes())
             if step.op.endswith(BEGIN):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .hardware import DEFAULT_LINKS, GB_PER_S, GIB, links_of
+from .hardware import DEFAULT_LINKS, GB_PER_S, GIB, host_links
 from .layer import LOSS, Both, MicroBatch, layer, no_costs
 from .models import ModelShape
 from .report import DOES_NOT_FIT, Mesh, StepMemory, TrainingPlan
@@ -255,7 +255,7 @@ class TrainingStep:
         found[f"{machine.attention} attention"] = f"{forward / 1e9:.0f} TFLOP/s ({source})"
         found["copies"] = f"{gpu.bandwidth / 1e9:.1f} TB/s ({source})"
         links = machine.links
-        of_ring = source if links.ring == links_of(gpu).ring else "given"
+        of_ring = source if links.ring == host_links(gpu).ring else "given"
         of_network = "assumed" if links.network == DEFAULT_LINKS.network else "given"
         found["links within a host"] = f"{links.ring / GB_PER_S:.0f} GB/s ({of_ring})"
         found["network"] = f"{links.network / GB_PER_S:.0f} GB/s ({of_network})"

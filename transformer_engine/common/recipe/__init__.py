@@ -18,21 +18,21 @@ from typing import Any
 
 from ..checks import exponent
 from .field_checks import (
-    at_least,
+    check_minimum,
     convert_fields,
-    default_of,
+    default_value,
     require,
     require_fp8,
     require_kind,
 )
 from .living import (
     assign,
-    description_of,
     enroll,
     is_unchanged,
     recipe_class,
     recipe_described_as,
-    revision_of,
+    recipe_description,
+    recipe_revision,
 )
 from .parts import CONVERTERS, Format, MMParams, QParams
 from .parts import _FormatHelper as _FormatHelper  # the values in Format, by their pickle names
@@ -79,14 +79,14 @@ class Recipe:
 
     def _derive(self) -> None:
         """Set the derived fields that are not set yet."""
-        for name, value in self._derived().items():
+        for name, value in self._derived_fields().items():
             if not hasattr(self, name):  # else a subclass has fixed it as a class attribute
                 setattr(self, name, value)
 
     def _check(self) -> None:
         """Raise TypeError or ValueError for fields that contradict each other."""
 
-    def _derived(self) -> dict[str, QParams]:
+    def _derived_fields(self) -> dict[str, QParams]:
         """Fields that follow from the switches."""
         return {}
 
@@ -167,13 +167,13 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_value("NVTE_BACKWARD_OVERRIDE")
 
     def _check(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
         require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
         exponent("DelayedScaling: margin", self.margin)
-        at_least(self, "amax_history_len", 0)
+        check_minimum(self, "amax_history_len", 0)
         if not callable(self.amax_compute_algo):
             require(self, "amax_compute_algo", ("max", "most_recent"), "or pass a callable(history) -> amax")
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
@@ -198,14 +198,14 @@ class Float8CurrentScaling(Recipe):
     fp8_quant_bwd_grad follow from use_power_2_scales and can be assigned.
     """
 
-    use_power_2_scales: bool = bool(default_of("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"))
+    use_power_2_scales: bool = bool(default_value("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"))
     fp8_format: Format = Format.HYBRID
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_value("NVTE_BACKWARD_OVERRIDE")
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
@@ -215,7 +215,7 @@ class Float8CurrentScaling(Recipe):
         require_kind(self, MMParams, "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
         require_kind(self, QParams, *_FP8_QUANT)
 
-    def _derived(self) -> dict[str, QParams]:
+    def _derived_fields(self) -> dict[str, QParams]:
         return dict.fromkeys(_FP8_QUANT, QParams(power_2_scale=self.use_power_2_scales))
 
 
@@ -235,7 +235,7 @@ class Float8BlockScaling(Recipe):
     `Float8CurrentScaling`.
     """
 
-    use_f32_scales: bool = bool(default_of("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"))
+    use_f32_scales: bool = bool(default_value("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"))
     fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
@@ -245,7 +245,7 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_value("NVTE_BACKWARD_OVERRIDE")
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
@@ -267,7 +267,7 @@ class Float8BlockScaling(Recipe):
         require(self, "fp8_mha", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
         require_kind(self, QParams, *_FP8_QUANT)
 
-    def _derived(self) -> dict[str, QParams]:
+    def _derived_fields(self) -> dict[str, QParams]:
         return dict.fromkeys(_FP8_QUANT, QParams(power_2_scale=not self.use_f32_scales))
 
 
@@ -288,7 +288,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_value("NVTE_BACKWARD_OVERRIDE")
     enable_2d_quantization: bool = False
 
     def _check(self) -> None:
@@ -322,18 +322,18 @@ class NVFP4BlockScaling(Recipe):
     fp4_quant_bwd_grad follow from the first three fields and can be assigned.
     """
 
-    disable_rht: bool = bool(default_of("NVTE_NVFP4_DISABLE_RHT"))
-    disable_stochastic_rounding: bool = bool(default_of("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"))
-    disable_2d_quantization: bool = bool(default_of("NVTE_NVFP4_DISABLE_2D_QUANTIZATION"))
-    row_scaled_activation: bool = bool(default_of("NVTE_NVFP4_ROW_SCALED_ACTIVATION"))
-    nvfp4_4over6: str = str(default_of("NVTE_NVFP4_4OVER6"))
-    nvfp4_4over6_e4m3_use_256: str = str(default_of("NVTE_NVFP4_4OVER6_E4M3_USE_256"))
-    nvfp4_4over6_err_mode: str = str(default_of("NVTE_NVFP4_4OVER6_ERR_MODE"))
+    disable_rht: bool = bool(default_value("NVTE_NVFP4_DISABLE_RHT"))
+    disable_stochastic_rounding: bool = bool(default_value("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"))
+    disable_2d_quantization: bool = bool(default_value("NVTE_NVFP4_DISABLE_2D_QUANTIZATION"))
+    row_scaled_activation: bool = bool(default_value("NVTE_NVFP4_ROW_SCALED_ACTIVATION"))
+    nvfp4_4over6: str = str(default_value("NVTE_NVFP4_4OVER6"))
+    nvfp4_4over6_e4m3_use_256: str = str(default_value("NVTE_NVFP4_4OVER6_E4M3_USE_256"))
+    nvfp4_4over6_err_mode: str = str(default_value("NVTE_NVFP4_4OVER6_ERR_MODE"))
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_value("NVTE_BACKWARD_OVERRIDE")
     fp4_quant_fwd_inp: QParams = field(init=False)
     fp4_quant_fwd_weight: QParams = field(init=False)
     fp4_quant_bwd_grad: QParams = field(init=False)
@@ -347,7 +347,7 @@ class NVFP4BlockScaling(Recipe):
         require(self, "backward_override", (None, "high_precision", "dequantized"))
         require_kind(self, QParams, *_FP4_QUANT)
 
-    def _derived(self) -> dict[str, QParams]:
+    def _derived_fields(self) -> dict[str, QParams]:
         transform, draws = not self.disable_rht, not self.disable_stochastic_rounding
         made = (
             QParams(random_hadamard_transform=transform),
@@ -377,11 +377,11 @@ class CustomRecipe(Recipe):
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_value("NVTE_BACKWARD_OVERRIDE")
     quantization_alignment: int = 128
 
     def _check(self) -> None:
         if not callable(self.qfactory):
             raise ValueError(f"CustomRecipe: qfactory={self.qfactory!r}; pass a callable(role) -> quantizer")
-        at_least(self, "quantization_alignment", 1)
+        check_minimum(self, "quantization_alignment", 1)
         require_fp8(self, tuple(Format))  # the factory chooses the elements

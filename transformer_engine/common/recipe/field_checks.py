@@ -21,7 +21,7 @@ Converter = Callable[[str, Any], Any]
 _unreadable: list[str] = []
 
 
-def default_of(name: str) -> Any:
+def default_value(name: str) -> Any:
     """The variable's value, or the table's default for a value that `demand_readable_defaults` rejects."""
     try:
         return env.get(name)
@@ -43,7 +43,7 @@ def defaults_are_readable() -> bool:
 
 def convert_fields(record: Any, converters: Mapping[str, Converter]) -> None:
     """Convert the fields of a dataclass in place by their declared types; other types are left unchanged."""
-    for name, declared in _declared(type(record)):
+    for name, declared in _declare_fields(type(record)):
         value = record.__dict__.get(name)
         if isinstance(value, str) and declared.startswith("str"):
             object.__setattr__(record, name, str.__str__(value))  # for example a str enumeration member
@@ -54,7 +54,7 @@ def convert_fields(record: Any, converters: Mapping[str, Converter]) -> None:
 
 
 @functools.cache
-def _declared(kind: type) -> tuple[tuple[str, str], ...]:
+def _declare_fields(kind: type) -> tuple[tuple[str, str], ...]:
     """Names and types of the fields in the nearest `recipe_class`; a user's subclass may declare others."""
     declaring = next((base for base in kind.__mro__ if "_is_recipe_class" in vars(base)), kind)
     return tuple((f.name, str(f.type)) for f in fields(declaring))
@@ -84,7 +84,7 @@ def instance_of_fields(kind: type) -> Converter:
     return convert
 
 
-def at_least(recipe: Any, name: str, least: int) -> None:
+def check_minimum(recipe: Any, name: str, least: int) -> None:
     """Raise ValueError for a whole number below `least`."""
     value = getattr(recipe, name)
     if value < least:

@@ -29,20 +29,20 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
 }
 
 
-def description_of(recipe: Any) -> str:
+def recipe_description(recipe: Any) -> str:
     """repr(recipe), which the constructor stored: floats in graphs with dynamic shapes have no repr."""
     known = getattr(recipe, "_description", None)
     return repr(recipe) if known is None else known
 
 
-def revision_of(recipe: Any) -> object:
+def recipe_revision(recipe: Any) -> object:
     """Object that is replaced on each write to a field; caches derived from a recipe compare it."""
     return getattr(recipe, "_description", None)
 
 
 def is_unchanged(kept: Any, revision: object, recipe: Any) -> bool:
     """Whether a recipe equals the recipe `kept` at that revision."""
-    return revision is revision_of(kept) and kept == recipe
+    return revision is recipe_revision(kept) and kept == recipe
 
 
 def recipe_described_as(description: str) -> Any:
@@ -76,7 +76,7 @@ _constructed = _Constructed()
 _constructed_lock = threading.Lock()
 
 
-def specialize_with(specialized: Callable[[Any], Any]) -> None:
+def set_specialization(specialized: Callable[[Any], Any]) -> None:
     """Set the function that converts a traced argument to a constant; a framework with a compiler calls this once.
 
     Args:
@@ -129,10 +129,10 @@ def _constructing() -> Iterator[None]:
 def _construct(cls: type, /, *args: Any, **keywords: Any) -> str:
     """Construct an object in eager mode, and return the name of the equal attribute in `_constructed`."""
     with _constructing():
-        return _name_of(cls(*args, **keywords))
+        return _attribute_name(cls(*args, **keywords))
 
 
-def _assigned(description: str, field: str, value: Any) -> str:
+def _assign_field(description: str, field: str, value: Any) -> str:
     """Assign a field in a copy of the recipe with this description, as `_construct` constructs a recipe."""
     with _constructing():
         made = copy(recipe_described_as(description))
@@ -140,15 +140,15 @@ def _assigned(description: str, field: str, value: Any) -> str:
         # Descriptions do not show a subclass's other attributes, which remain the assigned recipe's.
         for name in vars(made).keys() - {"_description", *(f.name for f in fields(made))}:
             del made.__dict__[name]
-        return _name_of(made)
+        return _attribute_name(made)
 
 
 # A tracing compiler treats the results as constants, as with torch.compiler.assume_constant_result.
 _construct._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-_assigned._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_assign_field._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _name_of(made: Any) -> str:
+def _attribute_name(made: Any) -> str:
     """Name the attribute in `_constructed` that equals an object; store the object if none does."""
     kept = vars(_constructed)
     for name, other in kept.items():
@@ -159,19 +159,19 @@ def _name_of(made: Any) -> str:
     return name
 
 
-def _attributes_of(name: str) -> tuple[str, ...]:
+def _attribute_names(name: str) -> tuple[str, ...]:
     """List the attribute names of an object in `_constructed`."""
     return tuple(vars(getattr(_constructed, name)))
 
 
 # torch.compile evaluates a function with this mark while it traces, instead of tracing `vars`.
-_attributes_of._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_attribute_names._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _traced_copy(target: Any, name: str) -> Any:
     """Copy the attributes of an object in `_constructed` to another one, in operations that compilers trace."""
     made = getattr(_constructed, name)
-    for attribute in _attributes_of(name):
+    for attribute in _attribute_names(name):
         object.__setattr__(target, attribute, getattr(made, attribute))
     return target
 
@@ -235,17 +235,17 @@ def assign(recipe: Any, name: str, value: Any) -> None:
     """
     if is_tracing() and not _construction.running:
         if name in recipe.__dataclass_fields__:
-            _traced_copy(recipe, _assigned(recipe._description, name, _specialized(value)))
+            _traced_copy(recipe, _assign_field(recipe._description, name, _specialized(value)))
         else:
             object.__setattr__(recipe, name, value)
         return
     before = dict(recipe.__dict__)
-    derived = recipe._derived()
+    derived = recipe._derived_fields()
     object.__setattr__(recipe, name, value)
     try:
         recipe._convert()
         recipe._check()
-        for field, params in recipe._derived().items():
+        for field, params in recipe._derived_fields().items():
             decided = {
                 part.name: getattr(params, part.name)
                 for part in fields(params)

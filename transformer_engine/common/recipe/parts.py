@@ -46,7 +46,7 @@ class MMParams:
         convert_fields(self, CONVERTERS)
 
     def __repr__(self) -> str:
-        return described_fields(self)
+        return describe_fields(self)
 
 
 @constant_while_tracing
@@ -73,7 +73,7 @@ class QParams:
         number("QParams: amax_epsilon", self.amax_epsilon)
 
     def __repr__(self) -> str:
-        return described_fields(self)
+        return describe_fields(self)
 
 
 CONVERTERS = {  # by the type that a field declares
@@ -85,7 +85,7 @@ CONVERTERS = {  # by the type that a field declares
 }
 
 
-def described_fields(record: Any) -> str:
+def describe_fields(record: Any) -> str:
     """Name(field=value, ...), written out because torch.compile cannot trace the generated repr."""
     values = [f"{f.name}={getattr(record, f.name)!r}" for f in fields(record)]
     return f"{type(record).__name__}({', '.join(values)})"

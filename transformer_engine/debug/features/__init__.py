@@ -46,7 +46,7 @@ def _interval(first_name: str, first: Any, last_name: str, last: Any) -> tuple[i
     return parse_int(first_name, first), None if last in (None, -1) else parse_int(last_name, last)
 
 
-def stats_of(config: Mapping[str, Any]) -> Sequence[Any]:
+def configured_stats(config: Mapping[str, Any]) -> Sequence[Any]:
     """Statistics that a configuration names; ValueError if it names none."""
     if not config.get("stats"):
         raise ValueError(

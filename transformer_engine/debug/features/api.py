@@ -70,7 +70,7 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
         """
         selected: dict[str, Any] | None = copy.deepcopy(config)
         if kwargs.get("gemm_parsing", False):
-            selected = self._of_gemm(selected, kwargs["gemm"])
+            selected = self._gemm_config(selected, kwargs["gemm"])
         if selected is not None and kwargs.get("tensor_parsing", False):
             for name in selected.get("tensors", ()):
                 if name not in TENSORS:
@@ -84,7 +84,7 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
         selected.pop("enabled", None)
         return True, selected
 
-    def _of_gemm(self, config: dict[str, Any], gemm: str) -> dict[str, Any] | None:
+    def _gemm_config(self, config: dict[str, Any], gemm: str) -> dict[str, Any] | None:
         if "gemms_struct" in config:
             entries = config.pop("gemms_struct")
             _check_gemms([entry["gemm"] for entry in entries])
@@ -168,7 +168,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
         try:
             return feature_obj.parse_config_and_api(config, **kwargs)
         except Exception as error:
-            raise _located(error, type(feature_obj).__name__, layer_name, kwargs) from error
+            raise _locate_error(error, type(feature_obj).__name__, layer_name, kwargs) from error
 
     def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
         """Raise AssertionError for a result that layers cannot read."""
@@ -204,7 +204,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
             return call(feat_config, layer_name, **kwargs)
         except Exception as error:
             owner = type(getattr(call, "__self__", call)).__name__
-            raise _located(error, owner, layer_name, kwargs) from error
+            raise _locate_error(error, owner, layer_name, kwargs) from error
 
     def step(self) -> None:
         """Write the ending step's statistics, and request the next step's plans from the features."""
@@ -221,7 +221,7 @@ if inspect_logging.LOGGER is not None:
     Registry.register_namespace_api(NAMESPACE)(TransformerEngineAPI)
 
 
-def _located(error: Exception, name: str, layer_name: str, kwargs: dict[str, Any]) -> Exception:
+def _locate_error(error: Exception, name: str, layer_name: str, kwargs: dict[str, Any]) -> Exception:
     """Extend an exception by the feature, the layer and the tensor."""
     where = [f"layer {layer_name}"]
     where += [f"{key} {kwargs[key]}" for key in ("gemm", "tensor_name") if key in kwargs]

@@ -82,7 +82,7 @@ class DisableFP8GEMM(DisableQuantizationGEMM):
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
         """Return False for the configured products."""
-        _deprecated("DisableFP8GEMM", "DisableQuantizationGEMM")
+        _deprecation_error("DisableFP8GEMM", "DisableQuantizationGEMM")
         return super().fp8_gemm_enabled(config, layer_name, gemm, iteration)
 
 
@@ -95,10 +95,10 @@ class DisableFP8Layer(DisableQuantizationLayer):
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
         """Return False."""
-        _deprecated("DisableFP8Layer", "DisableQuantizationLayer")
+        _deprecation_error("DisableFP8Layer", "DisableQuantizationLayer")
         return super().fp8_gemm_enabled(config, layer_name, gemm, iteration)
 
 
-def _deprecated(name: str, other: str) -> None:
+def _deprecation_error(name: str, other: str) -> None:
     message = f"the debug feature {name} is deprecated; use {other} with the same settings"
     warnings.warn(message, DeprecationWarning, stacklevel=2)

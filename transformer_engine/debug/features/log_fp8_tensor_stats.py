@@ -10,7 +10,7 @@ from nvdlfw_inspect.registry import api_method
 from torch import Tensor
 
 from transformer_engine.common.warning import warn_once
-from transformer_engine.debug.features import next_enabled_iter, stats_of
+from transformer_engine.debug.features import configured_stats, next_enabled_iter
 from transformer_engine.debug.features.api import TEConfigAPIMapper, feature
 from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS, Statistic
 from transformer_engine.debug.features.utils.stats_computation import ERRORS, OF_ERRORS, Fields, errors
@@ -119,7 +119,7 @@ class LogFp8TensorStats(TEConfigAPIMapper):
         self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
         """Whether the step is logged, and the next such step."""
-        stats = _read(stats_of(config), self.statistics, self.recipes)
+        stats = _read(configured_stats(config), self.statistics, self.recipes)
         enabled, following = next_enabled_iter(config, iteration)
         if enabled:
             for recipe, columnwise in dict.fromkeys(stat.vector for stat in stats.values()):

@@ -8,7 +8,7 @@ from typing import Any
 from nvdlfw_inspect.registry import api_method
 from torch import Tensor
 
-from transformer_engine.debug.features import next_enabled_iter, stats_of
+from transformer_engine.debug.features import configured_stats, next_enabled_iter
 from transformer_engine.debug.features.api import TEConfigAPIMapper, feature
 from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS, Statistic
 from transformer_engine.debug.features.utils.stats_computation import (
@@ -62,7 +62,7 @@ class LogTensorStats(TEConfigAPIMapper):
         self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
         """Whether the step is logged, and the next such step."""
-        fields, statistics = _layout(stats_of(config), tensor_name)
+        fields, statistics = _layout(configured_stats(config), tensor_name)
         enabled, following = next_enabled_iter(config, iteration)
         if enabled:
             STATS_BUFFERS.add("values", layer_name, tensor_name, iteration, fields, statistics)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...pytorch.functions.scale_update import in_backward_pass
+from ...pytorch.functions.scale_update import is_backward_pass
 from ...pytorch.primitives.operand import COLS, ROWS, plain
 from ...pytorch.tensor.custom_operand import contracted
 from ...pytorch.tensor.identity_tensor import IdentityQuantizer
@@ -174,10 +174,10 @@ class DebugQuantizer(Observing):
         self.location = Location(layer_name, tensor_name, tp_group, tp_size)
         self._next: int | None = None
         if plan is None:
-            plan, self._next = self._planned_now()
+            plan, self._next = self._is_planned()
         self.plan = plan
 
-    def _planned_now(self) -> tuple[TensorPlan, int | None]:
+    def _is_planned(self) -> tuple[TensorPlan, int | None]:
         api, iteration = features(), TEDebugState.get_iteration()
         quantized, nexts = {}, []
         for gemm in GEMMS[self.location.tensor_name]:
@@ -259,7 +259,7 @@ class DebugQuantizer(Observing):
         if torch.compiler.is_compiling():
             return tensor
         if self.plan.rowwise == API_CALL_MODIFY:
-            made = self._modified(tensor, GEMMS[self.tensor_name][0])
+            made = self._modify_tensor(tensor, GEMMS[self.tensor_name][0])
             tensor = plain_values(made)
         if self.plan.inspects and not self._is_repeated():
             self._inspect(tensor, None, None)
@@ -279,7 +279,7 @@ class DebugQuantizer(Observing):
             if not want:
                 made.append(None)
             elif way == API_CALL_MODIFY:
-                made.append(self._modified(values, gemm))
+                made.append(self._modify_tensor(values, gemm))
             else:
                 made.append(standard if way == STANDARD_QUANTIZE else values)
         # An input that is quantized again, for its column direction, has been inspected.
@@ -298,7 +298,7 @@ class DebugQuantizer(Observing):
         made = self.quantizer.encode(values, rowwise, columnwise)
         return self.quantizer.wrap(made) if isinstance(made, QuantizedTensorStorage) else made
 
-    def _modified(self, tensor: Tensor, gemm: str | None) -> Any:
+    def _modify_tensor(self, tensor: Tensor, gemm: str | None) -> Any:
         return features().modify_tensor(
             layer_name=self.layer_name,
             gemm=gemm,
@@ -337,13 +337,13 @@ class DebugQuantizer(Observing):
 
     def _is_repeated(self) -> bool:
         """Whether a backward pass recomputes a forward-pass tensor."""
-        return self.tensor_name in _OF_FORWARD and in_backward_pass()
+        return self.tensor_name in _OF_FORWARD and is_backward_pass()
 
     def replaying(self, state: tuple[Tensor, ...]) -> Quantizer:
         return self._around(self.quantizer.replaying(state))
 
-    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
-        return self._around(self.quantizer.reducing_over(group))
+    def reduce_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
+        return self._around(self.quantizer.reduce_over(group))
 
     def shard_granularity(self, columnwise: bool) -> int | None:
         """Return None: values are gathered, because the directions of a tensor may have different formats."""

@@ -104,7 +104,7 @@ class LayerDebugger:
         self.observe(self._observers[plans] if any(plans) else None)
         self.plans, self.next = plans, following
 
-    def recipe_by(self, plans: tuple[ProductPlan | None, ...], recipe: ModuleRecipe) -> ModuleRecipe:
+    def debug_recipe(self, plans: tuple[ProductPlan | None, ...], recipe: ModuleRecipe) -> ModuleRecipe:
         """Build the recipe with the debug quantizers of these plans."""
         module = self.module()
         if module is None or not any(plans):
@@ -112,7 +112,7 @@ class LayerDebugger:
         groups = {"tp_group": module.tp_group, "tp_size": module.tp_size}
         names = self.names(module)
         both = [
-            tuple([_debugged(*each, groups) for each in zip(names, plans, products, strict=True)])
+            tuple([_debug_quantizers(*each, groups) for each in zip(names, plans, products, strict=True)])
             for products in (recipe.products, recipe.unquantized_products)
         ]
         return recipe.with_products(*both)
@@ -125,7 +125,7 @@ class _Observer:
         self.layer, self.plans = layer, plans
 
     def __call__(self, recipe: ModuleRecipe) -> ModuleRecipe:
-        return self.layer.recipe_by(self.plans, recipe)
+        return self.layer.debug_recipe(self.plans, recipe)
 
 
 class _Pending:
@@ -137,10 +137,10 @@ class _Pending:
     def __call__(self, recipe: ModuleRecipe) -> ModuleRecipe:
         SESSION.step()
         layer = self.layer
-        return recipe if layer.plans is None else layer.recipe_by(layer.plans, recipe)
+        return recipe if layer.plans is None else layer.debug_recipe(layer.plans, recipe)
 
 
-def _debugged(
+def _debug_quantizers(
     name: str, plan: ProductPlan | None, product: ProductQuantizers, groups: dict[str, Any]
 ) -> ProductQuantizers:
     """Build the quantizers of a product as its plan changes them."""

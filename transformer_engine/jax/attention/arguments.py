@@ -73,7 +73,7 @@ def check_attention(
             raise ValueError(f"bias has shape {bias.shape}; it must be {full}, or 1 in place of an extent")
 
 
-def sink_of(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> Array | None:
+def sink_logit(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> Array | None:
     """Sink in the softmax denominator, float32 [1, h or 1, 1, 1]: None, 0, or the learnable offsets."""
     member("softmax_type", softmax_type, AttnSoftmaxType)
     if (offset is not None) is not (softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX):
@@ -88,7 +88,7 @@ def sink_of(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> 
     return offset.astype(jnp.float32)
 
 
-def dropout_of(key: Array, rate: float) -> Callable[[Array], Array]:
+def dropout_function(key: Array, rate: float) -> Callable[[Array], Array]:
     """Build a function that drops weights [b, h, q, k] and scales the kept ones; TypeError unless key is a key."""
     check_key("seed", key)
 

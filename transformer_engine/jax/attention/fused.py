@@ -20,15 +20,15 @@ from ..context_parallel.parts import attention_in_parts
 from ..context_parallel.plan import ContextParallel, plan_of
 from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
-from ..manual_axes import varies_over
+from ..manual_axes import varying_axes
 from ..primitives.attention import AttentionOperands, AttentionRequest, attention
 from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
-from ..primitives.attention.masks import Window, check_window, checked_tokens, hidden_keys, reads_mask
+from ..primitives.attention.masks import Window, check_tokens, check_window, hidden_keys, reads_mask
 from ..primitives.attention.reference import largest_logits
 from ..primitives.attention.score_mod import check_score_mod, modifier
 from ..sharding import automatic_axes, is_mesh_available, with_sharding_constraint
-from .arguments import check_attention, dropout_of, separated, sink_of
+from .arguments import check_attention, dropout_function, separated, sink_logit
 
 __all__ = ["fused_attn", "fused_attn_thd"]
 
@@ -107,7 +107,7 @@ def fused_attn(
     query, key, value = separated(qkv, qkv_layout)
     check_attention(query, key, value, bias, attn_bias_type, dropout_probability, scaling_factor)
     window, extents = check_window(window_size), (query.shape[0], query.shape[1], key.shape[1])
-    sequence_descriptor = checked_tokens(
+    sequence_descriptor = check_tokens(
         sequence_descriptor, attn_mask_type, window, qkv_layout.is_thd(), max_segments_per_seq,
         (query.shape[0], query.shape[2], *extents[1:]),
     )  # fmt: skip
@@ -129,7 +129,7 @@ def fused_attn(
         query, key, value, bias, attn_bias_type, attn_mask_type, window,
         functools.partial(_hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan, extents),
         _lengths(sequence_descriptor, attn_mask_type, extents), scaling_factor,
-        sink_of(softmax_type, softmax_offset, query.shape[2]),
+        sink_logit(softmax_type, softmax_offset, query.shape[2]),
         _dropout(seed, dropout_probability) if is_training else None,
         None if score_mod is None
         else modifier(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors),
@@ -146,7 +146,7 @@ def fused_attn(
     )  # fmt: skip
     if plan is not None:
         out = checkpoint_name(
-            _over_devices(plan, request, call, sequence_descriptor, extents), context_checkpoint_name
+            _attend_over_devices(plan, request, call, sequence_descriptor, extents), context_checkpoint_name
         )
         return (out, largest_logits(call)) if return_max_logit else out
     result = attention(request, call)
@@ -185,7 +185,7 @@ def fused_attn_thd(
     )  # fmt: skip
 
 
-def _over_devices(
+def _attend_over_devices(
     plan: ContextParallel,
     request: AttentionRequest,
     call: AttentionOperands,
@@ -200,7 +200,7 @@ def _over_devices(
     plain = request.queries == request.keys or not (causal or window)
     plain = plain and request.rows == "whole" and not request.layout.is_thd()
     # A derivative rule inside our shard_map cannot make gradients vary over an outer shard_map's axes.
-    inside = varies_over((call.query, call.key, call.value))
+    inside = varying_axes((call.query, call.key, call.value))
     if plain and call.bias is None and call.dropped is None and not inside:
         whole = request._replace(
             mask=AttnMaskType.CAUSAL_MASK if causal else AttnMaskType.NO_MASK,
@@ -221,13 +221,13 @@ def _over_devices(
         return ring_attention(
             plan, call.query, call.key, call.value, segments, call.mask_type, call.window, call.scale, call.sink
         )  # fmt: skip
-    query, key, value = (_constrained(x, plan.axis) for x in (call.query, call.key, call.value))
+    query, key, value = (_shard_tokens(x, plan.axis) for x in (call.query, call.key, call.value))
     # Keys and values are replicated: XLA gathers them, and scatters their gradients.
-    replicated = replace(call, query=query, key=_constrained(key, None), value=_constrained(value, None))
-    return _constrained(attention(request._replace(tokens="spread"), replicated), plan.axis)
+    replicated = replace(call, query=query, key=_shard_tokens(key, None), value=_shard_tokens(value, None))
+    return _shard_tokens(attention(request._replace(tokens="spread"), replicated), plan.axis)
 
 
-def _constrained(x: Array, axis: str | None) -> Array:
+def _shard_tokens(x: Array, axis: str | None) -> Array:
     """Shard the tokens of x [b, s, h, d] over a mesh axis, or replicate them; XLA shards the other axes."""
     free = PartitionSpec.UNCONSTRAINED
     return with_sharding_constraint(x, PartitionSpec(free, axis, free, free))
@@ -242,7 +242,7 @@ def _hidden(
     extents: tuple[int, int, int],
 ) -> Array | None:
     if plan is None or (descriptor is not None and not isinstance(descriptor, SequenceDescriptor)):
-        return hidden_of(descriptor, mask_type, layout, window, extents)
+        return hidden_keys_mask(descriptor, mask_type, layout, window, extents)
     segments = plan.segments(descriptor, mask_type, layout, extents)
     # Bottom-right masks already count positions from the end.
     kind = AttnMaskType.PADDING_CAUSAL_MASK if mask_type.is_causal() else AttnMaskType.PADDING_MASK
@@ -253,7 +253,7 @@ def _lengths(
     descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, extents: tuple[int, int, int]
 ) -> tuple[Array, Array] | None:
     if isinstance(descriptor, SequenceDescriptor) and mask_type.is_padding():
-        return descriptor.lengths_within(*extents[1:])
+        return descriptor.limited_lengths(*extents[1:])
     return None
 
 
@@ -287,7 +287,7 @@ def _dropout(seed: Array | None, rate: float) -> Callable[[Array], Array] | None
         return None
     if seed is None:
         raise ValueError(f"dropout_probability={rate} without a seed; give a key of jax.random")
-    return dropout_of(seed, rate)
+    return dropout_function(seed, rate)
 
 
 def _least_rows(batch: int) -> int:
@@ -297,7 +297,7 @@ def _least_rows(batch: int) -> int:
     return -(-batch // math.prod(automatic_axes().values())) if is_mesh_available() else batch
 
 
-def hidden_of(
+def hidden_keys_mask(
     descriptor: SequenceDescriptor | Array | None,
     mask_type: AttnMaskType,
     layout: QKVLayout,

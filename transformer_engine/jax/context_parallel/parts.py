@@ -85,7 +85,7 @@ class _Problem:
             step: Distance, from 1 on; negative for later chunks.
         """
         if self.request.window is not None:
-            return (self._within_window(rows, keys, rank, step),)
+            return (self._visible_rows(rows, keys, rank, step),)
         if not self.request.mask.is_causal():
             return (_Block(0, queries, 0, keys),)
         before = (rank >= step)[None]
@@ -98,7 +98,7 @@ class _Problem:
             _Block(jnp.where(before[0], 0, half), half, jnp.where(before[0], 0, half), half),
         )
 
-    def _within_window(self, rows: int, tokens: int, rank: Array, step: int) -> _Block:
+    def _visible_rows(self, rows: int, tokens: int, rank: Array, step: int) -> _Block:
         assert self.request.window is not None
         reach = self.request.window[0 if step > 0 else 1]  # tokens before a query, or after it
         chunk = jnp.stack((rank, 2 * self.plan.devices - 1 - rank)[: self.chunks])
@@ -139,7 +139,7 @@ def attention_in_parts(
         )  # raises ValueError for a number of tokens that the devices do not divide
     request = request._replace(layout=request.layout.to_separate())
     problem = _Problem(plan, request, scale)
-    tokens = _sharding_of(plan, query.shape[0], key.shape[2])
+    tokens = _token_sharding(plan, query.shape[0], key.shape[2])
     heads = tokens[2] if sink is not None and sink.shape[1] > 1 else None
     mapped = jax.shard_map(
         functools.partial(_attend_chunks, problem),
@@ -153,7 +153,7 @@ def attention_in_parts(
     return jax.jit(mapped)(jnp.arange(plan.devices, dtype=jnp.int32), query, key, value, sink)
 
 
-def _sharding_of(plan: ContextParallel, batch: int, groups: int) -> PartitionSpec:
+def _token_sharding(plan: ContextParallel, batch: int, groups: int) -> PartitionSpec:
     """Sharding for [b, s, h, d]: tokens over plan.axis, heads over tensor axes, the batch over all others.
 
     Every axis shards the dimensions that it divides, even if the arrays are sharded otherwise: kernel partitioners do
@@ -195,7 +195,7 @@ def _forward(
     queries, keys = query.shape[1], key.shape[1]
     out, level = problem.part(queries, keys).forward(query, key, value)
     total = out.astype(jnp.float32)
-    for step, (ks, vs) in _visited(problem, rank[0], (key, value)):
+    for step, (ks, vs) in _visit_chunks(problem, rank[0], (key, value)):
         for block in problem.blocks(query.shape[0], queries, keys, rank[0], step):
             seen = (_cut(x, block.key, block.keys) for x in (ks, vs))
             part, part_level = problem.part(queries, keys, block).forward(
@@ -207,7 +207,7 @@ def _forward(
                 _cut(total, block.first, block.queries),
                 _cut(level, block.first, block.queries, 2),
             )
-            total_rows, level_rows = _merged(*both, part, part_level)
+            total_rows, level_rows = _merge_attentions(*both, part, part_level)
             total = lax.dynamic_update_slice_in_dim(total, total_rows, block.first, 1)
             level = lax.dynamic_update_slice_in_dim(level, level_rows, block.first, 2)
     if sink is not None:
@@ -225,7 +225,7 @@ def _backward(problem: _Problem, saved: Any, dout: Array) -> tuple[Any, ...]:
     wide = [x.astype(jnp.float32) for x in run(query, key, value, out, level, dout)]
     dq, own = wide[0], (wide[1], wide[2])
     collected = _Collected(problem, rank[0], own)
-    for step, (ks, vs) in _visited(problem, rank[0], (key, value)):
+    for step, (ks, vs) in _visit_chunks(problem, rank[0], (key, value)):
         dks, dvs = (jnp.zeros(x.shape, jnp.float32) for x in own)
         for block in problem.blocks(query.shape[0], queries, keys, rank[0], step):
             rows = [_cut(x, block.first, block.queries) for x in (query, out, dout)]
@@ -235,8 +235,8 @@ def _backward(problem: _Problem, saved: Any, dout: Array) -> tuple[Any, ...]:
             if block.counts is not None:
                 counts = block.counts[:, None, None, None]
                 made = [jnp.where(counts, x, jnp.zeros_like(x)) for x in made]
-            dq = _added(dq, made[0], block.first)
-            dks, dvs = _added(dks, made[1], block.key), _added(dvs, made[2], block.key)
+            dq = _add_part(dq, made[0], block.first)
+            dks, dvs = _add_part(dks, made[1], block.key), _add_part(dvs, made[2], block.key)
         collected.add(step, (dks, dvs))
     dk, dv = collected.home()
     dsink = None
@@ -251,7 +251,7 @@ def _backward(problem: _Problem, saved: Any, dout: Array) -> tuple[Any, ...]:
 _attend.defvjp(_forward, _backward)
 
 
-def _visited(problem: _Problem, rank: Array, own: Pair) -> Iterator[tuple[int, Pair]]:
+def _visit_chunks(problem: _Problem, rank: Array, own: Pair) -> Iterator[tuple[int, Pair]]:
     """Yield (step, keys and values) from all other devices, or from the chunks that a window reaches."""
     plan = problem.plan
     if (window := problem.request.window) is not None:
@@ -259,12 +259,12 @@ def _visited(problem: _Problem, rank: Array, own: Pair) -> Iterator[tuple[int, P
         # The chunks before and after its own that a query can attend to.
         before, after = (most if side < 0 else min(most, (side + tokens - 1) // tokens) for side in window)
         for step in (*range(1, before + 1), *range(-1, -after - 1, -1)):
-            yield step, _moved(problem, own, step)
+            yield step, _move_chunks(problem, own, step)
         return
     if plan.ring:
         there = own
         for step in range(1, plan.devices):
-            there = _passed_on(plan, there)
+            there = _pass_on(plan, there)
             yield step, there
         return
     gathered = [lax.all_gather(x, plan.axis) for x in own]
@@ -273,11 +273,11 @@ def _visited(problem: _Problem, rank: Array, own: Pair) -> Iterator[tuple[int, P
         yield step, tuple(lax.dynamic_index_in_dim(x, device, 0, False) for x in gathered)  # pyright: ignore
 
 
-def _passed_on(plan: ContextParallel, arrays: Pair) -> Pair:
+def _pass_on(plan: ContextParallel, arrays: Pair) -> Pair:
     return tuple(lax.ppermute(x, plan.axis, plan.neighbours) for x in arrays)  # pyright: ignore[reportReturnType]
 
 
-def _moved(problem: _Problem, arrays: Pair, distance: int) -> Pair:
+def _move_chunks(problem: _Problem, arrays: Pair, distance: int) -> Pair:
     """Move every chunk [b * chunks, ..] to the device with the chunk `distance` after it; 0 where none arrives."""
 
     def moved(x: Array) -> Array:
@@ -292,7 +292,7 @@ def _moved(problem: _Problem, arrays: Pair, distance: int) -> Pair:
 
 
 class _Collected:
-    """Gradients for other devices' keys and values, in `_visited` order, which return to their devices."""
+    """Gradients for other devices' keys and values, in `_visit_chunks` order, which return to their devices."""
 
     def __init__(self, problem: _Problem, rank: Array, own: Pair):
         self.problem, self.plan, self.rank = problem, problem.plan, rank
@@ -301,14 +301,14 @@ class _Collected:
     def add(self, step: int, of_others: Pair) -> None:
         """Add the key and value gradients from a step."""
         if self.problem.request.window is not None:
-            home = _moved(self.problem, of_others, -step)
+            home = _move_chunks(self.problem, of_others, -step)
             self.steps = [(self.steps[0][0] + home[0], self.steps[0][1] + home[1])]
             return
         if not self.plan.ring:
             self.steps.append(of_others)
             return
         # They move one step after their keys and values.
-        there = _passed_on(self.plan, self.steps[0])
+        there = _pass_on(self.plan, self.steps[0])
         self.steps = [(there[0] + of_others[0], there[1] + of_others[1])]
 
     def home(self) -> Pair:
@@ -316,14 +316,14 @@ class _Collected:
         if self.problem.request.window is not None:
             return self.steps[0]
         if self.plan.ring:
-            return _passed_on(self.plan, self.steps[0])
+            return _pass_on(self.plan, self.steps[0])
         devices = self.plan.devices
         order = (self.rank - jnp.arange(devices)) % devices
         stacked = (jnp.take(jnp.stack(x), order, axis=0) for x in zip(*self.steps, strict=True))
         return tuple(lax.psum_scatter(x, self.plan.axis) for x in stacked)  # pyright: ignore[reportReturnType]
 
 
-def _merged(total: Array, level: Array, part: Array, part_level: Array) -> Pair:
+def _merge_attentions(total: Array, level: Array, part: Array, part_level: Array) -> Pair:
     """Merge attentions to different keys: outputs [b, q, h, d], levels [b, h, q]."""
     both = jnp.logaddexp(level, part_level)
     first, second = (_rows(jnp.exp(x - both)) for x in (level, part_level))
@@ -340,7 +340,7 @@ def _cut(x: Array, first: Array | int, size: int, axis: int = 1) -> Array:
     return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, first, size, axis)
 
 
-def _added(x: Array, part: Array, first: Array | int) -> Array:
+def _add_part(x: Array, part: Array, first: Array | int) -> Array:
     """Add a part to the tokens of x from `first` on."""
     rows = _cut(x, first, part.shape[1]) + part.astype(x.dtype)
     return lax.dynamic_update_slice_in_dim(x, rows, first, 1)

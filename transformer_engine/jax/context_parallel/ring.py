@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from ..manual_axes import varies_over, vary_over
+from ..manual_axes import cast_varying, varying_axes
 from ..primitives.attention.descriptor import Segments
 from ..primitives.attention.enums import AttnMaskType
 from ..primitives.attention.masks import Window, hidden_keys
@@ -56,7 +56,7 @@ def ring_attention(
             scores = scores.reshape(batch, heads, queries, -1) * scale
             seen = segments._replace(key=ids, key_position=places)
             hidden = hidden_keys(kind, window, seen, queries, keys.shape[1])
-            running = _added(running, scores, hidden, values)
+            running = _add_keys(running, scores, hidden, values)
             if step + 1 < plan.devices:
                 travelling = tuple(lax.ppermute(x, plan.axis, plan.neighbours) for x in travelling)
         empty = running.total == 0
@@ -65,8 +65,8 @@ def ring_attention(
 
     tokens, everywhere = PartitionSpec(None, plan.axis), PartitionSpec()
     arrays = (tokens, tokens, tokens, everywhere)
-    run = _mapped(plan, local, (*arrays, tokens), tokens)
-    axes = varies_over((query, key, value))
+    run = _map_over_axis(plan, local, (*arrays, tokens), tokens)
+    axes = varying_axes((query, key, value))
     if not axes:
         return run(query, key, value, sink, segments)
 
@@ -79,11 +79,11 @@ def ring_attention(
         *of_tokens, dsink = pullback(dout)
         return (*of_tokens, None if dsink is None else lax.psum(dsink, plan.axis))
 
-    backward = _mapped(plan, gradients, (*arrays, tokens, tokens), arrays)
-    return _within(axes, run, backward)(*vary_over(axes, (query, key, value, sink)), segments)
+    backward = _map_over_axis(plan, gradients, (*arrays, tokens, tokens), arrays)
+    return _ring_in_axes(axes, run, backward)(*cast_varying(axes, (query, key, value, sink)), segments)
 
 
-def _mapped(plan: ContextParallel, function: Any, given: Any, made: Any) -> Any:
+def _map_over_axis(plan: ContextParallel, function: Any, given: Any, made: Any) -> Any:
     """Map a function over plan.axis, with partition specs for its arguments and results."""
     return jax.jit(
         jax.shard_map(
@@ -97,7 +97,7 @@ def _mapped(plan: ContextParallel, function: Any, given: Any, made: Any) -> Any:
     )
 
 
-def _within(axes: frozenset[str], run: Any, backward: Any) -> Any:
+def _ring_in_axes(axes: frozenset[str], run: Any, backward: Any) -> Any:
     """Wrap the ring for use inside a shard_map that tracks varying axes, which JAX does not track in a nested one.
 
     The derivative rule is outside the nested shard_map and casts the gradients; it recomputes the forward pass.
@@ -105,16 +105,16 @@ def _within(axes: frozenset[str], run: Any, backward: Any) -> Any:
 
     @jax.custom_vjp
     def attend(query: Array, key: Array, value: Array, sink: Any, segments: Segments) -> Array:
-        return vary_over(axes, run(query, key, value, sink, segments))
+        return cast_varying(axes, run(query, key, value, sink, segments))
 
     def rule(saved: Any, dout: Array) -> tuple[Any, ...]:
-        return (*vary_over(axes, backward(*saved, dout)), None)
+        return (*cast_varying(axes, backward(*saved, dout)), None)
 
     attend.defvjp(lambda *given: (attend(*given), given), rule)
     return attend
 
 
-def _added(running: _Running, scores: Array, hidden: Array | None, values: Array) -> _Running:
+def _add_keys(running: _Running, scores: Array, hidden: Array | None, values: Array) -> _Running:
     """Add the keys of one device to the running softmax."""
     if hidden is not None:
         scores = jnp.where(hidden, -jnp.inf, scores)

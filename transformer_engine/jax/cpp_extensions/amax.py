@@ -49,7 +49,7 @@ def calculate_amax(
     check_values("x", x)
     member("amax_scope", amax_scope, AmaxScope)
     switch("transpose_batch_sequence", transpose_batch_sequence)
-    return exact.largest_over(absolute_maximum(jnp.asarray(x)), amax_scope.axes())
+    return exact.maximum_over_axes(absolute_maximum(jnp.asarray(x)), amax_scope.axes())
 
 
 def calculate_post_rht_amax(

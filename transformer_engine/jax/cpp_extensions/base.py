@@ -15,7 +15,7 @@ class BasePrimitive:
     @classmethod
     def enabled(cls) -> bool:
         """Whether newly traced programs use the kernel for the calls that it supports."""
-        return launching.switched_off(cls.__name__) is None
+        return launching.disabled_reason(cls.__name__) is None
 
     @classmethod
     def set_enabled(cls, enabled: bool) -> None:

@@ -24,7 +24,7 @@ def scaled_softmax_fwd(logits: Array, scale_factor: float) -> Array:
     return softmax(logits, None, scale_factor, SoftmaxFusionType.SCALED)
 
 
-def _without_inputs(function: Callable[..., Array]) -> Callable[..., Array]:
+def _accept_missing_inputs(function: Callable[..., Array]) -> Callable[..., Array]:
     """Decorate a gradient, so that it accepts calls without the inputs of the forward pass, which it does not read."""
     names = [*inspect.signature(function).parameters][2:-1]
 
@@ -38,7 +38,7 @@ def _without_inputs(function: Callable[..., Array]) -> Callable[..., Array]:
     return gradient
 
 
-@_without_inputs
+@_accept_missing_inputs
 def scaled_softmax_bwd(dz: Array, softmax_out: Array, logits: Array | None, scale_factor: float) -> Array:
     """Compute the gradient of the logits, scale_factor * p * (dz - sum(p * dz)), in softmax_out's dtype.
 
@@ -67,7 +67,7 @@ def scaled_masked_softmax_fwd(logits: Array, mask: Array, scale_factor: float) -
     return softmax(logits, mask, scale_factor, SoftmaxFusionType.SCALED_MASKED)
 
 
-@_without_inputs
+@_accept_missing_inputs
 def scaled_masked_softmax_bwd(
     dz: Array, softmax_out: Array, logits: Array | None, mask: Array | None, scale_factor: float
 ) -> Array:
@@ -83,7 +83,7 @@ def scaled_upper_triang_masked_softmax_fwd(logits: Array, scale_factor: float) -
     return softmax(logits, None, scale_factor, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED)
 
 
-@_without_inputs
+@_accept_missing_inputs
 def scaled_upper_triang_masked_softmax_bwd(
     dz: Array, softmax_out: Array, logits: Array | None, scale_factor: float
 ) -> Array:

@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common import env
 from ...common.checks import described, drop_rate, member, suggests_keywords, switch, whole
-from ..attention.arguments import check_attention, dropout_of, separated, sink_of
+from ..attention.arguments import check_attention, dropout_function, separated, sink_logit
 from ..attention.availability import is_fused_attn_kernel_available
-from ..attention.fused import fused_attn, hidden_of
+from ..attention.fused import fused_attn, hidden_keys_mask
 from ..checks import broadcasts, check_values
 from ..context_parallel.plan import plan_of
 from ..context_parallel.reorder import CPStrategy
@@ -29,7 +29,7 @@ from ..primitives.attention.enums import (
     QKVLayout,
     canonicalize_attn_mask_type,
 )
-from ..primitives.attention.masks import Window, check_window, checked_tokens
+from ..primitives.attention.masks import Window, check_tokens, check_window
 from ..primitives.attention.score_mod import check_functions
 from ..sharding import HEAD_AXES
 from ..softmax import SoftmaxFusionType, check_scores, scaled_softmax
@@ -71,7 +71,7 @@ class Softmax(nn.Module):
                 raise ValueError(
                     f"bias has shape {bias.shape}; it must be {inputs.shape}, or 1 in place of an extent"
                 )
-        sink = sink_of(self.softmax_type, softmax_offset, inputs.shape[1])
+        sink = sink_logit(self.softmax_type, softmax_offset, inputs.shape[1])
         scores = inputs if bias is None else inputs.astype(jnp.float32) + bias.astype(jnp.float32)
         masked = self.softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
         # A masked softmax without a mask is a plain one, as layers whose mask is optional rely on.
@@ -110,8 +110,8 @@ class _UnfusedDotProductAttention(nn.Module):
         """Attend; `seed` is the key of the dropout mask, None for no dropout."""
         heads = query.shape[2]
         offset = softmax_offset(self, self.softmax_type, heads)
-        dropped = None if seed is None else dropout_of(seed, self.attention_dropout)
-        sink = sink_of(self.softmax_type, offset, heads)
+        dropped = None if seed is None else dropout_function(seed, self.attention_dropout)
+        sink = sink_logit(self.softmax_type, offset, heads)
         return reference.attend(
             query, key, value, bias, self.bias_type, hidden, self.scale, sink, dropped, self.float32_logits,
             max_logit=self.return_max_logit,
@@ -258,7 +258,7 @@ class DotProductAttention(nn.Module):
         check_attention(query, key, value, bias, bias_type, self.attention_dropout, scale)
         softmax_type, strategy = AttnSoftmaxType.from_str(self.softmax_type), self._strategy()
         extents = (query.shape[0], query.shape[1], key.shape[1])
-        sequence_descriptor = checked_tokens(
+        sequence_descriptor = check_tokens(
             sequence_descriptor, mask_type, window, layout.is_thd(), self.max_segments_per_seq,
             (query.shape[0], query.shape[2], *extents[1:]),
         )  # fmt: skip
@@ -280,7 +280,7 @@ class DotProductAttention(nn.Module):
                 score_mod_bprop_tensors,
             )  # fmt: skip
             return self._result(out)
-        hidden = hidden_of(sequence_descriptor, mask_type, layout, window, extents)
+        hidden = hidden_keys_mask(sequence_descriptor, mask_type, layout, window, extents)
         out = _UnfusedDotProductAttention(
             self.attention_dropout,
             self.float32_logits,

@@ -69,7 +69,7 @@ class DenseGeneral(TransformerEngineBase):
             raise ValueError("features=() leave no axis; give at least one extent")
         for extent in features:
             whole("features", extent)
-        axis = checked_axes(self.axis, inputs.ndim)
+        axis = normalize_axes(self.axis, inputs.ndim)
         sizes = tuple(inputs.shape[d] for d in axis)
         shape = (*sizes, *features)
         assert self.kernel_init is not None, "__post_init__ sets it"
@@ -106,7 +106,7 @@ def check_shared_axes(name: str, axes: Any, ndim: int) -> None:
         )
 
 
-def checked_axes(axis: Iterable[int] | int, ndim: int) -> tuple[int, ...]:
+def normalize_axes(axis: Iterable[int] | int, ndim: int) -> tuple[int, ...]:
     axes = _canonicalize_tuple(axis)
     integers("axis", axes)
     outside = [d for d in axes if not -ndim <= d < ndim]

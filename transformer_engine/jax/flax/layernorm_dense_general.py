@@ -16,7 +16,7 @@ from ..products import biased
 from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
 from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
-from .dense_general import checked_axes
+from .dense_general import normalize_axes
 from .low_rank import _canonicalize_tuple, low_rank_term
 from .norm import norm_of_inputs, norm_parameters, scale_initializer
 
@@ -82,7 +82,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
             whole("features", extent)
         if self.depth_scaling is not None:
             positive("depth_scaling", self.depth_scaling)
-        axis = checked_axes(self.axis, inputs.ndim)
+        axis = normalize_axes(self.axis, inputs.ndim)
         if self._fuses_quantization(axis, inputs.ndim):
             return self._depth_scaled(self._normalized_product(inputs, features)), None
         normalized = norm_of_inputs(self, inputs)

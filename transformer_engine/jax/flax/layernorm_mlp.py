@@ -20,7 +20,7 @@ from ..products import biased
 from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
 from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
-from .dense_general import check_shared_axes, checked_axes
+from .dense_general import check_shared_axes, normalize_axes
 from .low_rank import low_rank_term
 from .norm import norm_of_inputs, norm_parameters, scale_initializer
 
@@ -107,7 +107,7 @@ class LayerNormMLP(TransformerEngineBase):
         check_shared_axes(
             "intermediate_hidden_dropout_dims", self.intermediate_hidden_dropout_dims, inputs.ndim
         )
-        if checked_axes(self.axis, inputs.ndim) != (inputs.ndim - 1,):
+        if normalize_axes(self.axis, inputs.ndim) != (inputs.ndim - 1,):
             raise ValueError(
                 f"axis={self.axis} of {inputs.ndim} axes; LayerNormMLP contracts the last, give -1"
             )
@@ -116,7 +116,7 @@ class LayerNormMLP(TransformerEngineBase):
         normalized = norm_of_inputs(self, inputs)
         kernels, sets = self._kernels(inputs.shape[-1]), self._quantizer_sets()
         hidden = self._product("wi", normalized, kernels[0], sets[0])
-        hidden = self._activated(checkpoint_name(hidden, self.ffn1_ckpt_name))
+        hidden = self._activate(checkpoint_name(hidden, self.ffn1_ckpt_name))
         hidden = nn.Dropout(
             rate=self.intermediate_dropout_rate,
             broadcast_dims=self.intermediate_hidden_dropout_dims,
@@ -150,7 +150,7 @@ class LayerNormMLP(TransformerEngineBase):
         """Create wi_kernel [h, n_act, f] and wo_kernel [f, h]."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         shape = (width, len(self.activations), self.intermediate_dim)
-        first = parameter(self, "wi_kernel", self._stacked_init, self.kernel_axes_1, shape, self.dtype)
+        first = parameter(self, "wi_kernel", self._init_stacked, self.kernel_axes_1, shape, self.dtype)
         shape = (self.intermediate_dim, width)
         return first, parameter(self, "wo_kernel", self.kernel_init, self.kernel_axes_2, shape, self.dtype)
 
@@ -162,7 +162,7 @@ class LayerNormMLP(TransformerEngineBase):
         )
         return first, second
 
-    def _stacked_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    def _init_stacked(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         """Initialize [h, n_act, f] separately for each activation."""
         assert self.kernel_init is not None
         width, parts, features = shape
@@ -188,7 +188,7 @@ class LayerNormMLP(TransformerEngineBase):
             quantizer_set=quantizer_set,
         )
         if self.enable_low_rank_adaptation:
-            init = self._stacked_init if first else self.kernel_init
+            init = self._init_stacked if first else self.kernel_init
             assert init is not None
             y = y + low_rank_term(
                 self, f"{name}_", x, (last,), features, init, self.low_rank_adaptation_dim,
@@ -202,7 +202,7 @@ class LayerNormMLP(TransformerEngineBase):
         axes = self.bias_axes_1 if name == "wi" else self.bias_axes_2
         return parameter(self, f"{name}_bias", self.bias_init, axes, features, self.dtype)
 
-    def _activated(self, x: Array) -> Array:
+    def _activate(self, x: Array) -> Array:
         """Multiply the activations of x [.., n_act, f]."""
         if is_known(self.activations):
             return activation(x, self.activations, act_params=self.activation_params)  # pyright: ignore

@@ -102,7 +102,7 @@ class _MoEBlock(TransformerEngineBase):
         kernels, biases, sets = {}, {}, []
         for place, (name, shape) in enumerate(shapes.items()):
             axes = self.wo_kernel_axes if name == "wo" else self.wi_kernel_axes
-            kernels[name] = parameter(self, name, _by_expert(init), axes, shape, self.dtype)
+            kernels[name] = parameter(self, name, _init_by_expert(init), axes, shape, self.dtype)
             bias = None
             if self.use_ffn_bias:
                 bias_axes = (axes[0], axes[-1]) if axes else ()
@@ -134,7 +134,7 @@ class _MoEBlock(TransformerEngineBase):
         )  # fmt: skip
 
 
-def _by_expert(init: Initializer) -> Initializer:
+def _init_by_expert(init: Initializer) -> Initializer:
     """Draw [E, in, out] expert by expert."""
 
     def draw(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -263,7 +263,7 @@ class MultiHeadAttention(nn.Module):
             self.return_layernorm_output or self_attention,
         )(inputs_q)  # fmt: skip
         query = checkpoint_name(query, "query_proj")
-        source = _behind_barrier(normalized) if self_attention and normalized is not None else inputs_kv
+        source = _isolate_product(normalized) if self_attention and normalized is not None else inputs_kv
         adapted = _canonicalize_lora_scope(self.low_rank_adaptation_scope).qkv_proj
         if self.fuse_qkv_params:
             both = self._dense(
@@ -274,7 +274,10 @@ class MultiHeadAttention(nn.Module):
             return (query, both[..., 0, :], both[..., 1, :]), normalized
         key, value = (
             self._dense(name, kv_width, self.kernel_init, (W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,), adapted)(x)
-            for name, x in (("key", source), ("value", _behind_barrier(source) if self_attention else source))
+            for name, x in (
+                ("key", source),
+                ("value", _isolate_product(source) if self_attention else source),
+            )
         )
         return (query, checkpoint_name(key, "key_proj"), checkpoint_name(value, "value_proj")), normalized
 
@@ -332,7 +335,7 @@ class MultiHeadAttention(nn.Module):
         return jnp.stack([*parts, *(self.kernel_init(k, each, dtype) for k in keys[1:])], axis=-2)
 
 
-def _behind_barrier(x: Array) -> Array:
+def _isolate_product(x: Array) -> Array:
     """Put x behind an optimization barrier, so that XLA does not merge a further product that reads x.
 
     XLA merges unquantized products that share an operand. The merged product requires kernels that concatenate the

@@ -182,16 +182,16 @@ class TransformerLayer(nn.Module):
                 inputs, inputs, attention_mask, bias, decode=decode, deterministic=deterministic,
                 score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors,
             )  # fmt: skip
-        x = self._joined(x, residual.value, normalized, deterministic, self.drop_path)
+        x = self._join_residual(x, residual.value, normalized, deterministic, self.drop_path)
         if decoder and encoded is not None:
             with bypass(x, not self.apply_residual_connection_post_layernorm) as residual:
                 y, normalized = self._attention("encoder_decoder_attention", "padding", "no_bias")(
                     x, encoded, encoder_decoder_mask, deterministic=deterministic
                 )
-            x = self._joined(y, residual.value, normalized, deterministic, drop_path=0.0)
+            x = self._join_residual(y, residual.value, normalized, deterministic, drop_path=0.0)
         with bypass(x, not self.apply_residual_connection_post_layernorm) as residual:
             y, normalized = self._mlp()(x, deterministic=deterministic)
-        x = self._joined(y, residual.value, normalized, deterministic, self.drop_path)
+        x = self._join_residual(y, residual.value, normalized, deterministic, self.drop_path)
         if not self.output_layernorm:
             return x
         return LayerNorm(
@@ -301,7 +301,7 @@ class TransformerLayer(nn.Module):
             return None
         return token_axes(self.transpose_batch_sequence, sequence, hidden)
 
-    def _joined(
+    def _join_residual(
         self, x: Array, residual: Array, normalized: Array | None, deterministic: bool, drop_path: float
     ) -> Array:
         """Apply dropout and drop path to a block's output and add its residual connection."""

@@ -19,12 +19,12 @@ _MANTISSA = 0x007FFFFF
 _LEADING = 0x00800000
 
 
-def bits_of(values: Array) -> Array:
+def float_bits(values: Array) -> Array:
     """View float32 values as int32 bits."""
     return lax.bitcast_convert_type(values, jnp.int32)
 
 
-def float_of(bits: Array) -> Array:
+def bits_to_float(bits: Array) -> Array:
     """View int32 bits as float32 values."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -39,31 +39,31 @@ def magnitude_bits(x: Array) -> Array:
     if x.dtype == jnp.bfloat16:
         # bfloat16 is float32 without its lower half; a conversion would flush subnormal values.
         return (lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32) & 0x7FFF) << 16
-    return bits_of(x.astype(jnp.float32)) & 0x7FFFFFFF
+    return float_bits(x.astype(jnp.float32)) & 0x7FFFFFFF
 
 
-def largest_over(amax: Array, axes: tuple[str, ...]) -> Array:
+def maximum_over_axes(amax: Array, axes: tuple[str, ...]) -> Array:
     """Reduce float32 amaxes to their maximum over manual mesh axes; NaN if one is NaN.
 
     Bits are compared, because a floating-point maximum may drop NaN or subnormal values.
     """
-    return float_of(lax.pmax(bits_of(amax), axes)) if axes else amax
+    return bits_to_float(lax.pmax(float_bits(amax), axes)) if axes else amax
 
 
 @jax.jit  # the trace with about 100 operations is cached for each shape
 def divide(numerator: Array | float, denominator: Array) -> Array:
     """Compute numerator / denominator in float32, correctly rounded."""
-    a, b = bits_of(jnp.asarray(numerator, jnp.float32)), bits_of(denominator)
+    a, b = float_bits(jnp.asarray(numerator, jnp.float32)), float_bits(denominator)
     n, n_field = _normalized(a)
     d, d_field = _normalized(b)
     below_one = (n < d).astype(jnp.int32)
     n = n << below_one.astype(jnp.uint32)
     q = _quotient(n, d, n.astype(jnp.float32) / d.astype(jnp.float32))
-    result = _rounded(q, n_field - d_field + 127 - below_one)
+    result = _round_bits(q, n_field - d_field + 127 - below_one)
     result = jnp.where((a == 0) | (b == INFINITY), 0, result)
     result = jnp.where((b == 0) | (a == INFINITY), INFINITY, result)
     undefined = (jnp.maximum(a, b) > INFINITY) | (jnp.minimum(a, b) == INFINITY) | ((a | b) == 0)
-    return float_of(jnp.where(undefined, NAN, result))
+    return bits_to_float(jnp.where(undefined, NAN, result))
 
 
 def reciprocal(values: Array) -> Array:
@@ -74,7 +74,7 @@ def reciprocal(values: Array) -> Array:
 @jax.jit
 def multiply(first: Array, second: Array | float) -> Array:
     """Compute first * second in float32, correctly rounded."""
-    a, b = bits_of(first), bits_of(jnp.asarray(second, jnp.float32))
+    a, b = float_bits(first), float_bits(jnp.asarray(second, jnp.float32))
     n, n_field = _normalized(a)
     d, d_field = _normalized(b)
     # 48-bit product from 12-bit halves: high * 2^24 + low.
@@ -87,19 +87,19 @@ def multiply(first: Array, second: Array | float) -> Array:
     last = 21 + two_or_more
     q = (high << (24 - last)) | ((low & 0xFFFFFF) >> last)
     q = q | ((low & ((jnp.uint32(1) << last) - 1)) != 0).astype(jnp.uint32)
-    result = _rounded(q, n_field + d_field - 127 + two_or_more.astype(jnp.int32))
+    result = _round_bits(q, n_field + d_field - 127 + two_or_more.astype(jnp.int32))
     result = jnp.where((a == 0) | (b == 0), 0, result)
     largest = jnp.maximum(a, b)
     result = jnp.where(largest == INFINITY, INFINITY, result)
     undefined = (largest > INFINITY) | ((largest == INFINITY) & (jnp.minimum(a, b) == 0))
-    return float_of(jnp.where(undefined, NAN, result))
+    return bits_to_float(jnp.where(undefined, NAN, result))
 
 
 # Compiled as one program also in eager mode, where it would take seconds operation by operation.
 @jax.jit
 def scaled(values: Array, scale: Array) -> Array:
     """Compute values * scale, correct for subnormal scales too; a subnormal product may still become zero."""
-    tiny = bits_of(scale) < bits_of_constant(2.0**-100)
+    tiny = float_bits(scale) < bits_of_constant(2.0**-100)
     enlarged = jnp.where(tiny, multiply(scale, 2.0**24), scale)
     # Both factors vary, so that XLA cannot merge them into one, which would be subnormal again.
     return (values * jnp.where(tiny, jnp.float32(2.0**-24), jnp.float32(1.0))) * enlarged
@@ -133,7 +133,7 @@ def _quotient(n: Array, d: Array, estimate: Array) -> Array:
     return (quotient << 2) | (half << 1) | (rest != half * d).astype(jnp.uint32)
 
 
-def _rounded(q: Array, field: Array) -> Array:
+def _round_bits(q: Array, field: Array) -> Array:
     """Round q * 2^(field - 127 - 25) to float32 bits, ties to even, subnormal or infinite ones included.
 
     Args:

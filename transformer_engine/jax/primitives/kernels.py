@@ -3,7 +3,7 @@
 Tracing needs shapes only. A program that is traced on a CPU therefore compiles no kernel, and still contains its
 kernels where it is lowered for CUDA. On one GPU, threads compile the kernels while the program is traced, and the
 lowering waits for them. The lowering registers a Shardy rule, which tells the partitioner the axes that it
-may shard. Under `vmap` a kernel runs once for each element, unless it defines `under_vmap`.
+may shard. Under `vmap` a kernel runs once for each element, unless it defines `vmap_kernel`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ from ..manual_axes import align_manual_axes, manual_axes
 from ..platform import has_gpu
 from ..sharding import mesh_of_devices
 from . import exact
-from .partitioning import ShardingRule, in_order, mesh_of, named, placement, unknown_sizes, warn_of_no_mesh
+from .partitioning import (
+    ShardingRule,
+    find_mesh,
+    named,
+    order_factors,
+    placement,
+    unknown_sizes,
+    warn_of_no_mesh,
+)
 
 Shape = jax.ShapeDtypeStruct
 
@@ -46,7 +54,7 @@ class Kernel:
         """How devices share the operands and the results."""
         raise NotImplementedError
 
-    def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
+    def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
         """Build the kernel for arrays some of which have a batch axis in front, and say which results have one.
 
         The default, None, runs the kernel once per batch element.
@@ -141,15 +149,15 @@ def result_like(operand: Any, result: Shape) -> ShapedArray:
     )  # fmt: skip
 
 
-def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int | None, ...]]:
-    mapped, moved = _mapped_in_front(arrays, axes)
-    if (of_all := kernel.under_vmap(mapped)) is not None:
+def _batch_arrays(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int | None, ...]]:
+    mapped, moved = _move_batch_axes(arrays, axes)
+    if (of_all := kernel.vmap_kernel(mapped)) is not None:
         return call(of_all[0], *moved), tuple(0 if is_mapped else None for is_mapped in of_all[1])
-    out, _ = batched_in_turn(functools.partial(call, kernel), arrays, axes)
+    out, _ = batch_in_turn(functools.partial(call, kernel), arrays, axes)
     return out, (0,) * len(out)
 
 
-def _mapped_in_front(arrays: Any, axes: Any) -> tuple[list[bool], list[Array]]:
+def _move_batch_axes(arrays: Any, axes: Any) -> tuple[list[bool], list[Array]]:
     """Move batch axes to the front; return which arrays have one, and the arrays."""
     mapped = [axis is not None for axis in axes]
     return mapped, [
@@ -158,7 +166,7 @@ def _mapped_in_front(arrays: Any, axes: Any) -> tuple[list[bool], list[Array]]:
     ]
 
 
-def batched_in_turn(run: Callable[..., Any], arrays: Any, axes: Any) -> tuple[Any, int]:
+def batch_in_turn(run: Callable[..., Any], arrays: Any, axes: Any) -> tuple[Any, int]:
     """Batching rule that runs once per element.
 
     Args:
@@ -169,7 +177,7 @@ def batched_in_turn(run: Callable[..., Any], arrays: Any, axes: Any) -> tuple[An
     Returns:
         The results stacked along a first axis, and 0, their batch axis.
     """
-    mapped, moved = _mapped_in_front(arrays, axes)
+    mapped, moved = _move_batch_axes(arrays, axes)
 
     def one(parts: Any) -> Any:
         remaining = iter(parts)
@@ -178,24 +186,24 @@ def batched_in_turn(run: Callable[..., Any], arrays: Any, axes: Any) -> tuple[An
     return lax.map(one, tuple(x for x, m in zip(moved, mapped, strict=True) if m)), 0
 
 
-batching.primitive_batchers[_kernel] = _batched
+batching.primitive_batchers[_kernel] = _batch_arrays
 
 
-def _differentiated(primals: Any, tangents: Any, *, kernel: Kernel) -> NoReturn:
+def _differentiate_kernel(primals: Any, tangents: Any, *, kernel: Kernel) -> NoReturn:
     raise NotImplementedError(
         f"a derivative of the kernel {kernel.name}: operations on kernels have first derivatives alone, by "
         "reverse mode (jax.grad, jax.vjp); for others trace under NVTE_JAX_CUSTOM_CALLS=false, which has none"
     )
 
 
-ad.primitive_jvps[_kernel] = _differentiated
+ad.primitive_jvps[_kernel] = _differentiate_kernel
 
 
-def _on_one_device(*arrays: Array, kernel: Kernel) -> list[Array]:
+def _run_on_one_device(*arrays: Array, kernel: Kernel) -> list[Array]:
     return list(kernel.run(*arrays))
 
 
-def _on_several_devices(*arrays: Array, kernel: Kernel, within_shard_map: bool = False) -> list[Array]:
+def _run_on_several_devices(*arrays: Array, kernel: Kernel, within_shard_map: bool = False) -> list[Array]:
     """Run the kernel on each device's local shards."""
     rule = kernel.rule
 
@@ -204,7 +212,7 @@ def _on_several_devices(*arrays: Array, kernel: Kernel, within_shard_map: bool =
 
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
         operands, results = named(mesh, operands), named(mesh, results)
-        mesh = mesh_of(operands, within_shard_map)
+        mesh = find_mesh(operands, within_shard_map)
         placed = placement(rule, mesh, operands, results)
 
         def local(*arrays: Array) -> tuple[Array, ...]:
@@ -215,7 +223,7 @@ def _on_several_devices(*arrays: Array, kernel: Kernel, within_shard_map: bool =
                 if axes and index in rule.summed:
                     part = lax.psum(part, axes)
                 elif index in rule.maxed:
-                    part = exact.largest_over(part, axes)
+                    part = exact.maximum_over_axes(part, axes)
                 made.append(part.astype(results[index].dtype))
             return tuple(made)
 
@@ -226,22 +234,22 @@ def _on_several_devices(*arrays: Array, kernel: Kernel, within_shard_map: bool =
         partition=partition,
         decode_shardings=False,  # see `named`
         sharding_rule=rule.text,
-        need_replication_factors=in_order(rule.text, rule.replicated),
+        need_replication_factors=order_factors(rule.text, rule.replicated),
         **unknown_sizes(rule.text, rule.sizes),
     )
     return list(sharded(*arrays))
 
 
-def _lowered(context: Any, *values: Any, kernel: Kernel) -> Any:
+def _lower_kernel(context: Any, *values: Any, kernel: Kernel) -> Any:
     """Lower a kernel; on several known devices the partitioner shards it, but not in a program that is exported."""
     context = _with_devices(context)
     placed = context.module_context.axis_context
     devices = getattr(placed, "device_assignment", None)
-    function = _on_one_device
+    function = _run_on_one_device
     if getattr(placed, "manual_axes", None):
-        function = functools.partial(_on_several_devices, within_shard_map=True)
+        function = functools.partial(_run_on_several_devices, within_shard_map=True)
     elif devices is not None and len(devices) > 1:
-        function = _on_several_devices
+        function = _run_on_several_devices
     return mlir.lower_fun(function, multiple_results=True)(context, *values, kernel=kernel)
 
 
@@ -263,4 +271,4 @@ def _with_devices(context: Any) -> Any:
     return context.replace(module_context=module.replace(axis_context=placed))
 
 
-mlir.register_lowering(_kernel, _lowered, platform="cuda")
+mlir.register_lowering(_kernel, _lower_kernel, platform="cuda")

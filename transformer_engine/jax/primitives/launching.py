@@ -43,7 +43,7 @@ def switch(primitive: str, on: bool) -> None:
     _switched[primitive] = bool(on)
 
 
-def switched_off(primitive: str) -> str | None:
+def disabled_reason(primitive: str) -> str | None:
     """Reason why the kernels of a primitive are disabled, or None.
 
     NVTE_JAX_CUSTOM_CALLS is "false" for all kernels, or a list such as "Name=false,Other=true".
@@ -80,7 +80,7 @@ def kernels_unsupported_reason() -> str | None:
     return missing(hardware()) or _bridge_failure()
 
 
-def unsupported_on(platform: str, primitive: str) -> str | None:
+def platform_failure(platform: str, primitive: str) -> str | None:
     """Reason why a program for a platform cannot contain a Triton kernel, or None.
 
     Args:
@@ -93,7 +93,7 @@ def unsupported_on(platform: str, primitive: str) -> str | None:
         return (
             "this process has no GPU; set TE_JAX_KERNELS=1 for programs that are lowered for CUDA elsewhere"
         )
-    return switched_off(primitive) or kernels_unsupported_reason()
+    return disabled_reason(primitive) or kernels_unsupported_reason()
 
 
 @functools.cache
@@ -180,7 +180,7 @@ def run(
     call = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential", input_output_aliases=aliases)
     call_results = call(*arrays, opaque=opaque)
     by_place = dict(zip(written, call_results[first:], strict=True))
-    return _in_order(launch, len(inputs), filled, iter(call_results[: len(fresh)]), by_place)
+    return _order_arrays(launch, len(inputs), filled, iter(call_results[: len(fresh)]), by_place)
 
 
 def perform(
@@ -265,7 +265,7 @@ def _packed(kernel: Compiled, grid: tuple[int, ...], begins: tuple[int, ...]) ->
     return zlib.compress(call.to_proto(kernel.name, b""), level=1)
 
 
-def _in_order(
+def _order_arrays(
     launch: Launch, inputs: int, filled: int, fresh: Any, by_place: dict[int, Array]
 ) -> list[Array | None]:
     """Arrange the outputs and the inputs written in place in `run`'s order."""

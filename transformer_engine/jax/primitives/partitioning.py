@@ -75,7 +75,7 @@ class ShardingRule:
     maxed: tuple[int, ...] = ()
 
     @classmethod
-    def of_extents(
+    def from_extents(
         cls, text: str, *extents: Extent, whole: Sequence[str] = (), **options: Any
     ) -> ShardingRule:
         """Build a rule whose text contains the factors of extents; the factors `whole` are not sharded either."""
@@ -124,7 +124,7 @@ def unknown_sizes(text: str, sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: sizes[name] for axis in axes for name in axis if name not in known}
 
 
-def in_order(text: str, factors: Sequence[str]) -> tuple[str, ...]:
+def order_factors(text: str, factors: Sequence[str]) -> tuple[str, ...]:
     """Sort factors into a rule's order, which Shardy requires for replicated factors."""
     return tuple(factor for factor in ParsedRule.of(text).factors if factor in factors)
 
@@ -266,7 +266,7 @@ def _cuts(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
     return found if prod(mesh.shape[name] for name in found) == tiles else ()
 
 
-def mesh_of(operands: Sequence[Any], within_shard_map: bool) -> Mesh:
+def find_mesh(operands: Sequence[Any], within_shard_map: bool) -> Mesh:
     """Find the operands' mesh; if there is none, a mesh over all their devices that shards nothing.
 
     Args:

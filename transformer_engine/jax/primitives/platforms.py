@@ -2,7 +2,7 @@
 
 The platform of a program is determined when the program is lowered, not when it is traced. `lax.platform_dependent`
 therefore traces both branches, for example a kernel call with one operation and a float32 reference with hundreds.
-`by_platform` traces the branch that this process is expected to lower. It traces the other branch only if a program is
+`call_by_platform` traces the branch that this process will lower. It traces the other branch only if a program is
 lowered for that branch's platform. Equal calls are traced once.
 
 The branches are compared by value, so functions with settings are frozen dataclasses instead of closures.
@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ...common import env
-from ...common.dispatch import Table, Unsupported, forced
+from ...common.dispatch import Table, Unsupported, forced_backend
 from ..checks import is_symbolic
 from ..platform import has_gpu
 
@@ -55,7 +55,7 @@ def bind_by_platform(
     here = "cuda" if has_gpu() else "cpu"
     requests = {platform: request_on(platform) for platform in PLATFORMS}
     if _has_symbols(requests[here]):
-        if (name := forced(table.operation)) in _NUMERIC_BACKENDS:
+        if (name := forced_backend(table.operation)) in _NUMERIC_BACKENDS:
             raise Unsupported(
                 f"{table.operation}: backend {name!r} was asked for, but extents are symbols of jax.export, and this "
                 f"backend requires numbers; remove use_backend({table.operation}={name!r}), or export once per shape"
@@ -93,7 +93,7 @@ def compute(table: Table[Request], request_on: Callable[[str], Request], *arrays
     """
     calls = bind_by_platform(table, request_on)
     cuda, cpu = (WithOptions(calls[platform], tuple(options.items())) for platform in ("cuda", "cpu"))
-    return by_platform(*arrays, cuda=cuda, default=cpu)
+    return call_by_platform(*arrays, cuda=cuda, default=cpu)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class WithOptions:
         return self.function(*arrays, **dict(self.options))
 
 
-def by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
+def call_by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
     """Call `cuda(*arrays)` in programs for CUDA and `default(*arrays)` in programs for any other platform.
 
     Derivatives use `lax.platform_dependent`, which traces both branches at the call. So do calls inside `shard_map` or
@@ -127,7 +127,7 @@ def by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., A
     if _must_trace_both(leaves):
         return lax.platform_dependent(*arrays, cuda=cuda, default=default)
     branches = _Branches.of(_OnLeaves(cuda, in_tree), _OnLeaves(default, in_tree))
-    jaxpr, shapes = _tracer_of(branches.expected)(*leaves)
+    jaxpr, shapes = _make_tracer(branches.expected)(*leaves)
     if jaxpr.effects:
         return lax.platform_dependent(*arrays, cuda=cuda, default=default)
     results = _by_platform.bind(*leaves, branches=branches, jaxpr=jaxpr)
@@ -135,7 +135,7 @@ def by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., A
 
 
 def _must_trace_both(leaves: list[Any]) -> bool:
-    """Whether both branches must be traced at the call; see `by_platform`."""
+    """Whether both branches must be traced at the call; see `call_by_platform`."""
     return bool(
         jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
         or core.nonempty_axis_env_DO_NOT_USE()
@@ -144,7 +144,7 @@ def _must_trace_both(leaves: list[Any]) -> bool:
 
 
 def differentiable_by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
-    """Call `by_platform`, with a reverse-mode derivative that traces one branch only.
+    """Call `call_by_platform`, with a reverse-mode derivative that traces one branch only.
 
     The forward pass saves the residuals of the expected branch. A program that is lowered for the other platform
     recomputes that platform's branch in its backward pass, because the residuals of the two branches differ.
@@ -152,8 +152,8 @@ def differentiable_by_platform(*arrays: Any, cuda: Callable[..., Any], default: 
 
     Args:
         *arrays: Array pytrees; the floating-point arrays are differentiable.
-        cuda: See `by_platform`.
-        default: See `by_platform`.
+        cuda: See `call_by_platform`.
+        default: See `call_by_platform`.
 
     Returns:
         The function's result, a pytree of floating-point arrays.
@@ -167,17 +167,17 @@ def differentiable_by_platform(*arrays: Any, cuda: Callable[..., Any], default: 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _call_by_platform(branches: _Branches, arrays: tuple[Any, ...]) -> Any:
-    return by_platform(*arrays, cuda=branches.cuda, default=branches.default)
+    return call_by_platform(*arrays, cuda=branches.cuda, default=branches.default)
 
 
 def _forward_by_platform(branches: _Branches, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
     """Compute the result, and keep the arrays and the pullback of the expected branch as residuals."""
     leaves, tree = jax.tree.flatten(arrays)
     expected = _Vjp(branches.expected, tree)
-    _, (_, residuals) = _tracer_of(expected)(*leaves)
+    _, (_, residuals) = _make_tracer(expected)(*leaves)
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(residuals))
     forward = branches.map(lambda _: expected, lambda other: _WithZeroResiduals(other, tree, shapes))
-    out, pullback = by_platform(*leaves, cuda=forward.cuda, default=forward.default)
+    out, pullback = call_by_platform(*leaves, cuda=forward.cuda, default=forward.default)
     return out, (arrays, pullback)
 
 
@@ -186,7 +186,9 @@ def _backward_by_platform(branches: _Branches, saved: Any, cotangent: Any) -> tu
     arrays, pullback = saved
     leaves, tree = jax.tree.flatten(arrays)
     backward = branches.map(lambda _: _pull_back, lambda other: _PullBackByRecomputation(other, tree))
-    cotangents = iter(by_platform(pullback, cotangent, leaves, cuda=backward.cuda, default=backward.default))
+    cotangents = iter(
+        call_by_platform(pullback, cotangent, leaves, cuda=backward.cuda, default=backward.default)
+    )
     return (jax.tree.unflatten(tree, [next(cotangents) if _is_float(leaf) else None for leaf in leaves]),)
 
 
@@ -294,7 +296,7 @@ class _Branches(NamedTuple):
 
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)
-def _tracer_of(function: Callable[..., Any]) -> Callable[..., Any]:
+def _make_tracer(function: Callable[..., Any]) -> Callable[..., Any]:
     """Build (arrays) -> jaxpr and result shapes for a function; equal functions share JAX's trace cache."""
     return jax.make_jaxpr(function, return_shape=True)
 
@@ -304,7 +306,7 @@ _by_platform.multiple_results = True
 
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)
-def _jitted(branches: _Branches, jaxpr: Any) -> Any:
+def _jit_call(branches: _Branches, jaxpr: Any) -> Any:
     """The primitive's jitted call, which runs for calls outside jit."""
     return jax.jit(functools.partial(_by_platform.bind, branches=branches, jaxpr=jaxpr))
 
@@ -313,7 +315,7 @@ def _jitted(branches: _Branches, jaxpr: Any) -> Any:
 def _impl(*leaves: Array, branches: _Branches, jaxpr: Any) -> list[Any]:
     """Compile and run a program with only this call, as JAX does for any primitive outside jit."""
     with jax.disable_jit(False):
-        return _jitted(branches, jaxpr)(*leaves)
+        return _jit_call(branches, jaxpr)(*leaves)
 
 
 @_by_platform.def_abstract_eval
@@ -326,7 +328,7 @@ def _batch(leaves: Any, axes: Any, *, branches: _Branches, jaxpr: Any) -> tuple[
     mapped = _Branches(
         _Mapped(branches.cuda, tuple(axes)), _Mapped(branches.default, tuple(axes)), branches.on_gpu
     )
-    batched_jaxpr, _ = _tracer_of(mapped.expected)(*leaves)
+    batched_jaxpr, _ = _make_tracer(mapped.expected)(*leaves)
     results = _by_platform.bind(*leaves, branches=mapped, jaxpr=batched_jaxpr)
     return results, (0,) * len(results)
 
@@ -371,7 +373,7 @@ def _lowering_rule(on_gpu: bool) -> Callable[..., Any]:
                 for aval in context.avals_in
             ]
             with jax.disable_jit(False):
-                jaxpr, _ = _tracer_of(branch)(*shapes)
+                jaxpr, _ = _make_tracer(branch)(*shapes)
             found, wanted = (
                 [(aval.shape, aval.dtype) for aval in side.out_avals] for side in (jaxpr, expected)
             )

@@ -70,22 +70,22 @@ class SeveralAxes(_OfAnother):
             sizes={names(name)[-1]: size // prod(ahead.get(name, ())) for name, size in inner.sizes.items()},
         )
 
-    def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
-        of_all = self.kernel.under_vmap(mapped)
+    def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
+        of_all = self.kernel.vmap_kernel(mapped)
         return None if of_all is None else (OverVmap(self, tuple(mapped)), of_all[1])
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        merged = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in self._merged(operands))
+        merged = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in self._merge_axes(operands))
         made = self.kernel.results(*merged)
         shapes = self._split([one.shape for one in made], operands)
         return tuple(jax.ShapeDtypeStruct(shape, one.dtype) for shape, one in zip(shapes, made, strict=True))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        made = self.kernel.run(*(x.reshape(shape) for shape, x in self._merged(arrays)))
+        made = self.kernel.run(*(x.reshape(shape) for shape, x in self._merge_axes(arrays)))
         shapes = self._split([one.shape for one in made], arrays)
         return tuple(one.reshape(shape) for shape, one in zip(shapes, made, strict=True))
 
-    def _merged(self, arrays: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], Any]]:
+    def _merge_axes(self, arrays: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], Any]]:
         """Yield the shape of each array for the inner kernel, and the array."""
         ahead = dict(self.ahead)
         for axes, x in zip(ParsedRule.of(self.kernel.rule.text).operands, arrays, strict=True):
@@ -142,7 +142,7 @@ class OverVmap(_OfAnother):
         mapped = (f"{name} " * is_mapped + one for one, is_mapped in zip(operands, self.mapped, strict=True))
         return replace(inner, text=f"{', '.join(mapped)} -> {', '.join(f'{name} {one}' for one in results)}")
 
-    def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
+    def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
         return OverVmap(self, tuple(mapped)), (True,) * len(ParsedRule.of(self.rule.text).results)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -166,7 +166,7 @@ class OperationsKernel(Kernel):
     They are kernels for the partitioner only: devices exchange the operands, not values that are computed from them.
     """
 
-    def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
+    def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
         return OverVmap(self, tuple(mapped)), (True,)
 
 

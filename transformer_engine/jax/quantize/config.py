@@ -31,7 +31,7 @@ from ..blocks import Arguments, ReusableContext, reusable
 from ..platform import compute_capability, hardware
 from ..sharding import MeshResource
 from . import recipes
-from .lifted import merged_over_lifted_calls
+from .lifted import merge_lifted_calls
 from .scaling_modes import AmaxComputeAlgo, ScalingMode, TensorSource
 
 NVTE_FP8_COLLECTION_NAME = "fp8_metas"
@@ -114,13 +114,13 @@ def autocast(
     chosen = None
     if enabled:
         chosen = DelayedScaling() if recipe is None else recipe
-        family = recipes.checked_family(chosen)
+        family = recipes.check_family(chosen)
         if (reason := recipes.unsupported_reason(family)) is not None:
             raise ValueError(reason)
     # An empty MeshResource instead would silently disable the sharding constraints of layers under a mesh.
     guard = nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
     stateful = chosen is not None and recipes.family_of(chosen).stateful
-    states = merged_over_lifted_calls() if stateful else nullcontext()
+    states = merge_lifted_calls() if stateful else nullcontext()
     token = _recipe.set(chosen)
     try:
         with guard, states:

@@ -87,7 +87,7 @@ class QuantizerFactory:
         if n_groups is not None:
             _check_count("n_groups", n_groups)
         made = tuple(
-            _of_groups(_one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs), n_groups)
+            _repeat_for_groups(_one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs), n_groups)
             for _ in range(n_quantizers)
         )
         return made[0] if n_quantizers == 1 else made
@@ -146,7 +146,9 @@ class QuantizerFactory:
         if fp8_recipe is None and scaling_mode is None:
             recipe = get_global_quantize_recipe()
         if recipe is not None:
-            sets = tuple(_of_recipe(recipe, is_2x2x, checkpoint_name, metas) for _ in range(n_quantizer_sets))
+            sets = tuple(
+                _recipe_quantizers(recipe, is_2x2x, checkpoint_name, metas) for _ in range(n_quantizer_sets)
+            )
         elif scaling_mode is None or scaling_mode is ScalingMode.NO_SCALING:
             sets = (noop_quantizer_set,) * n_quantizer_sets
         else:
@@ -163,7 +165,8 @@ class QuantizerFactory:
             )
         if n_groups is not None:
             sets = tuple(
-                QuantizerSet(*[_of_groups(q, n_groups) for q in (s.x, s.kernel, s.dgrad)]) for s in sets
+                QuantizerSet(*[_repeat_for_groups(q, n_groups) for q in (s.x, s.kernel, s.dgrad)])
+                for s in sets
             )
         return sets[0] if n_quantizer_sets == 1 else sets
 
@@ -209,11 +212,11 @@ def _layout(mode: ScalingMode, both: bool | None) -> QuantizeLayout:
     return QuantizeLayout.ROWWISE_COLWISE if both else QuantizeLayout.ROWWISE
 
 
-def _of_recipe(
+def _recipe_quantizers(
     recipe: Recipe, both: bool | None, checkpoint_name: str | None, metas: QuantizeMetaSet | None
 ) -> QuantizerSet:
     """Create the quantizers that a recipe requires for a linear layer, with given states."""
-    family = recipes.checked_family(recipe)
+    family = recipes.check_family(recipe)
     states = (None, None, None) if metas is None else (metas.x, metas.kernel, metas.grad)
     quantizers = [
         recipes.make_quantizer(
@@ -228,7 +231,9 @@ def _of_recipe(
     return QuantizerSet(*quantizers)
 
 
-def _of_groups(quantizer: Quantizer | None, n_groups: int | None) -> Quantizer | GroupedQuantizer | None:
+def _repeat_for_groups(
+    quantizer: Quantizer | None, n_groups: int | None
+) -> Quantizer | GroupedQuantizer | None:
     """Create a quantizer for several groups; a single tensor's state is repeated for every group."""
     if quantizer is None or n_groups is None:
         return quantizer

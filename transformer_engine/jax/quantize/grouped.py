@@ -22,13 +22,13 @@ from ..code_bits import name_leaves
 from ..primitives import exact
 from ..primitives.grouped_quantize import group_of_rows, quantize_rows, quantize_stack
 from ..primitives.quantize import scale_from_amax
-from ..primitives.quantize.tiles import settled
+from ..primitives.quantize.tiles import settle_scales
 from ..undifferentiated import constant, undifferentiated
 from .grouped_blocks import encode_rows
 from .grouped_tensors import GroupedNoScaleTensor, GroupedScaledTensor1x
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, advanced_together
 from .scaling_modes import ScalingMode
-from .settings import element_of
+from .settings import find_element
 from .tensors import ScaledTensor2x, positive_axis
 
 __all__ = [
@@ -135,7 +135,7 @@ class GroupedQuantizer:
                 state, axis = dataclasses.replace(state, scale=state.scale[:, None]), 0
             each: Any = jax.vmap(lambda x, quantizer: quantizer.encode(x, *options), in_axes=(0, axis))
             tensors, amaxes = each(x, state)
-            return _stacked(tensors), amaxes
+            return _stack_quantizers(tensors), amaxes
         if self.scaling_mode.is_tensor_scaling():
             return self._rows(x, group_sizes, *options[:3], over)
         dtype = jnp.dtype(x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype))
@@ -156,12 +156,12 @@ class GroupedQuantizer:
         if isinstance(quantizer, DelayedScaleQuantizer):
             given = quantizer.scale
         else:
-            amaxes = exact.float_of(exact.magnitude_bits(x).max(axis=(1, 2), initial=0))
-            maximum = element_of(quantizer.q_dtype).maximum
+            amaxes = exact.bits_to_float(exact.magnitude_bits(x).max(axis=(1, 2), initial=0))
+            maximum = find_element(quantizer.q_dtype).maximum
             options = {"power_of_two": quantizer.power_of_two, "epsilon": quantizer.epsilon}
-            given = settled(scale_from_amax(settled(amaxes), maximum, **options))
+            given = settle_scales(scale_from_amax(settle_scales(amaxes), maximum, **options))
         directions = self._directions(is_rowwise, is_colwise)
-        made = quantize_stack(x, given, element_of(self.quantizer.q_dtype), *directions)
+        made = quantize_stack(x, given, find_element(self.quantizer.q_dtype), *directions)
         codes = (made.codes, made.codes_t)
         return self._tensors(codes, made.scale[:, None], made.amax[:, None], None, x, dq_dtype), made.amax
 
@@ -178,7 +178,7 @@ class GroupedQuantizer:
         quantizer: Any = self.quantizer
         delayed = isinstance(quantizer, DelayedScaleQuantizer)
         scaling = () if delayed else (quantizer.power_of_two, quantizer.epsilon)
-        element = element_of(quantizer.q_dtype)
+        element = find_element(quantizer.q_dtype)
         given = quantizer.scale if delayed else None
         made = quantize_rows(x, group_sizes, given, element, *scaling, over=over)
         rowwise, colwise = self._directions(is_rowwise, is_colwise)
@@ -261,14 +261,14 @@ def groups_advanced_together(
         over: Manual mesh axes that shard the rows of the groups; the maxima are reduced over them.
     """
     states = [None if quantizer is None else quantizer.quantizer for quantizer in quantizers]
-    following = advanced_together(states, _of_devices(states, amaxes, over) if over else amaxes)
+    following = advanced_together(states, _reduce_states(states, amaxes, over) if over else amaxes)
     return tuple(
         None if quantizer is None else GroupedQuantizer(state, quantizer.n_groups)  # pyright: ignore[reportArgumentType]
         for quantizer, state in zip(quantizers, following, strict=True)
     )
 
 
-def _of_devices(
+def _reduce_states(
     states: Sequence[Quantizer | None], amaxes: Sequence[Array | None], over: tuple[str, ...]
 ) -> list[Array | None]:
     """Reduce the maxima that states read over mesh axes, in a single exchange."""
@@ -280,16 +280,16 @@ def _of_devices(
     if not seen:
         return list(amaxes)
     ends = np.cumsum([amax.size for amax in seen.values()])[:-1]
-    together = exact.largest_over(jnp.concatenate([amax.reshape(-1) for amax in seen.values()]), over)
+    together = exact.maximum_over_axes(jnp.concatenate([amax.reshape(-1) for amax in seen.values()]), over)
     largest = dict(zip(seen, jnp.split(together, ends), strict=True))
     return [largest.get(place, amax) for place, amax in enumerate(amaxes)]
 
 
-def _stacked(tensor: Any) -> Any:
+def _stack_quantizers(tensor: Any) -> Any:
     """Convert the tensor from `vmap` over quantizers to a grouped tensor."""
     if isinstance(tensor, ScaledTensor2x):
         parts: Any = (tensor.rowwise_tensor, tensor.colwise_tensor)
-        return ScaledTensor2x(*(_stacked(part) for part in parts))
+        return ScaledTensor2x(*(_stack_quantizers(part) for part in parts))
     return GroupedScaledTensor1x(
         tensor.data, tensor.scale_inv, tensor.amax, None, tensor.scaling_mode, tensor.dq_dtype,
         tensor.is_colwise, tensor.data_layout, tensor.flatten_axis, tensor.has_rht_applied,

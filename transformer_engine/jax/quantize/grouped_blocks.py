@@ -63,7 +63,7 @@ def encode_rows(
             transposed = columns and not spec.two_dimensional
             scaled = hadamard_transform(rows.T, spec.random_sign).T if transposed and spec.hadamard else rows
             bits = exact.magnitude_bits(scaled).max(axis=1, initial=0)
-            amax = exact.largest_over(_group_maxima(bits, layout.group, group_sizes.shape[0]), over)
+            amax = exact.maximum_over_axes(_group_maxima(bits, layout.group, group_sizes.shape[0]), over)
             of_rows = to_rows(amax, layout.group)
             maxima = (None, of_rows[None, ::block]) if transposed else (of_rows[::block_rows, None], None)
         quantized: Any = quantizer.encode(rows, not columns, columns, dtype, maxima=maxima)[0]
@@ -83,4 +83,4 @@ def encode_rows(
 def _group_maxima(bits: Array, group: Array, groups: int) -> Array:
     """Largest magnitude among each group's rows, float32 [G], from the magnitude bits of every row."""
     belongs = group[None] == jnp.arange(groups)[:, None]
-    return exact.float_of(jnp.where(belongs, bits[None], 0).max(axis=1, initial=0))
+    return exact.bits_to_float(jnp.where(belongs, bits[None], 0).max(axis=1, initial=0))

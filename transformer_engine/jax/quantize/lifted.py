@@ -75,7 +75,7 @@ jax.tree_util.register_pytree_node(_Box, lambda box: ((box.next_copy(),), None),
 
 
 @contextmanager
-def merged_over_lifted_calls() -> Iterator[None]:
+def merge_lifted_calls() -> Iterator[None]:
     """Merge the states from lifted calls: within this block, each lifted call reads its own state copy."""
     with nn.intercept_methods(_box_states):
         yield

@@ -29,7 +29,7 @@ from ..primitives.quantize import Cast
 from ..primitives.scale_update import ScaleState, advance_states
 from ..undifferentiated import constant, undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
-from .settings import check_settings, element_of, key_of
+from .settings import check_settings, find_element, random_key
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
 
 __all__ = [
@@ -195,7 +195,7 @@ class Quantizer:
             raise ValueError(f"scaling_mode={self.scaling_mode} does not quantize; choose another mode")
         return QuantizeSpec(
             form,
-            element_of(self.q_dtype),
+            find_element(self.q_dtype),
             rowwise,
             colwise,
             two_dimensional=self.scaling_mode.is_2d and form.two_dimensional,
@@ -355,7 +355,7 @@ class NVFP4Quantizer(Quantizer):
     def _primitive_arguments(self, x: Array, axis: int) -> dict[str, Any]:
         if (state := self.stochastic_rounding_rng_state) is None:
             return {}
-        rows, columns = jax.random.split(key_of(state))
+        rows, columns = jax.random.split(random_key(state))
         # Explicit, because under jax_enable_x64 the default is float64: other numbers, which no kernel reads.
         uniform = functools.partial(jax.random.uniform, dtype=jnp.float32)
         return {"random": (uniform(rows, x.shape), uniform(columns, (*x.shape[axis:], *x.shape[:axis])))}
@@ -379,7 +379,7 @@ def advanced_together(
                 for place, state in zip(places, states, strict=True)
             ],
             algorithm.value,
-            tuple(element_of(state.q_dtype).maximum for state in states),
+            tuple(find_element(state.q_dtype).maximum for state in states),
             margin,
         )
         for place, state, (history, scale) in zip(places, states, advanced, strict=True):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ...common import recipe as recipes
 from ...common.checks import described
-from ...common.hardware import Capability, is_older, limits_of
+from ...common.hardware import Capability, capability_limits, is_older
 from ...common.numbers import with_article
 from ..platform import hardware, is_emulating
 from .quantizers import (
@@ -214,7 +214,7 @@ def family_of(recipe: recipes.Recipe) -> RecipeFamily:
     )
 
 
-def checked_family(recipe: recipes.Recipe) -> RecipeFamily:
+def check_family(recipe: recipes.Recipe) -> RecipeFamily:
     """Look up a recipe's family and check its settings.
 
     Raises:
@@ -270,9 +270,9 @@ def make_quantizer(
         **state: Quantizer state, by field names.
 
     Raises:
-        ValueError: As in `checked_family`.
+        ValueError: As in `check_family`.
     """
-    family = checked_family(recipe)
+    family = check_family(recipe)
     mode = family.modes(recipe, source)
     dtypes = element_types(recipe)
     return QUANTIZERS[mode](  # pyright: ignore[reportCallIssue]
@@ -293,7 +293,7 @@ def unsupported_reason(family: RecipeFamily, gpu_id: int = 0) -> str | None:
     gpu, name = hardware(gpu_id), family.recipe.__name__
     if gpu.has(family.needs):
         return None
-    least, below = limits_of(family.needs)
+    least, below = capability_limits(family.needs)
     if gpu.vendor != "nvidia":
         limit = f"needs an NVIDIA GPU of compute capability {least.architecture}, this GPU is {gpu.title}"
     elif is_older(gpu, least) or below is None:

@@ -24,7 +24,7 @@ _ELEMENTS: dict[Any, Element] = {
 }
 
 
-def element_of(dtype: Any) -> Element:
+def find_element(dtype: Any) -> Element:
     """Element type for a code dtype; raise ValueError for another dtype."""
     found = check_dtype("q_dtype", dtype)
     element = _ELEMENTS.get(found)
@@ -36,7 +36,7 @@ def element_of(dtype: Any) -> Element:
 
 
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
-    "q_dtype": lambda name, value: element_of(value),
+    "q_dtype": lambda name, value: find_element(value),
     "scaling_mode": lambda name, value: member(name, value, ScalingMode),
     "q_layout": lambda name, value: member(name, value, QuantizeLayout),
     "data_layout": lambda name, value: one_of(name, value, ("NN", "NT", "TN", "TT")),
@@ -79,7 +79,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             )
 
 
-def key_of(words: Array) -> Array:
+def random_key(words: Array) -> Array:
     """Build the random key from raw data: a `jax.random` key's data, or any number of words, which are all used."""
     words = words.reshape(-1).astype(jnp.uint32)
     size = jax.random.key_data(jax.random.key(0)).size
@@ -106,7 +106,7 @@ def compute_scale_from_amax(
     amax = _one_number("amax", amax)
     old = jnp.ones(1, jnp.float32) if scale is None else _one_number("scale", scale)
     _, computed = advance_scales(
-        jnp.zeros((1, 1), jnp.float32), old, amax, "most_recent", (element_of(q_dtype).maximum,), margin
+        jnp.zeros((1, 1), jnp.float32), old, amax, "most_recent", (find_element(q_dtype).maximum,), margin
     )
     return computed
 

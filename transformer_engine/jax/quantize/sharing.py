@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ...common.checks import described, whole
 from ...common.numbers import with_article
-from ..manual_axes import varies_over, vary_over
+from ..manual_axes import cast_varying, varying_axes
 from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, as_cotangent
 
@@ -119,13 +119,13 @@ def _copies(n: int, certain: bool) -> Any:
         return (state,) * n, state
 
     def backward(state: Any, following: tuple[Any, ...]) -> tuple[Any]:
-        return (_by_quantizer(lambda one, *copies: _merged(one, copies, certain), state, *following),)
+        return (_map_quantizers(lambda one, *copies: _merge_states(one, copies, certain), state, *following),)
 
     copies.defvjp(forward, backward, symbolic_zeros=True)
     return copies
 
 
-def _by_quantizer(function: Callable[..., Any], *states: Any) -> Any:
+def _map_quantizers(function: Callable[..., Any], *states: Any) -> Any:
     """Apply a function to corresponding quantizers in equal structures: sets, tuples, or single quantizers."""
     if isinstance(states[0], QuantizerSet):
         parts = zip(*((state.x, state.kernel, state.dgrad) for state in states), strict=True)
@@ -135,7 +135,7 @@ def _by_quantizer(function: Callable[..., Any], *states: Any) -> Any:
     return function(*states)
 
 
-def over_devices(quantizer_set: Devices, axes: tuple[str, ...], merges: bool) -> Devices:
+def share_over_devices(quantizer_set: Devices, axes: tuple[str, ...], merges: bool) -> Devices:
     """Wrap a quantizer set, or quantizer, for use inside shard_map, with the gradient of one state.
 
     Args:
@@ -143,11 +143,11 @@ def over_devices(quantizer_set: Devices, axes: tuple[str, ...], merges: bool) ->
         axes: Manual mesh axes over which the state is the same.
         merges: Whether the next states of the devices merge as in `fan_out`; otherwise they must be equal.
     """
-    return _over(axes, merges)(quantizer_set) if axes else quantizer_set
+    return _merge_function(axes, merges)(quantizer_set) if axes else quantizer_set
 
 
 @functools.cache
-def _over(axes: tuple[str, ...], merges: bool) -> Any:
+def _merge_function(axes: tuple[str, ...], merges: bool) -> Any:
     @jax.custom_vjp
     def over(state: Any) -> Any:
         return state
@@ -155,15 +155,15 @@ def _over(axes: tuple[str, ...], merges: bool) -> Any:
     def backward(_: None, following: Any) -> tuple[Any]:
         # shard_map adds the devices' cotangents, so all but one are zero.
         first = lax.axis_index(axes) == 0
-        return (_by_quantizer(lambda one: _of_devices(one, axes, first, merges), following),)
+        return (_map_quantizers(lambda one: _share_states(one, axes, first, merges), following),)
 
     over.defvjp(lambda state: (state, None), backward)
     return over
 
 
-def _of_devices(state: Any, axes: tuple[str, ...], first: Array, merges: bool) -> Any:
+def _share_states(state: Any, axes: tuple[str, ...], first: Array, merges: bool) -> Any:
     if isinstance(state, GroupedQuantizer):
-        return GroupedQuantizer(_of_devices(state.quantizer, axes, first, merges), state.n_groups)
+        return GroupedQuantizer(_share_states(state.quantizer, axes, first, merges), state.n_groups)
     if not isinstance(state, DelayedScaleQuantizer):
         return state
     merged = {"scale": state.scale, "amax_history": state.amax_history}
@@ -176,9 +176,9 @@ def _of_devices(state: Any, axes: tuple[str, ...], first: Array, merges: bool) -
     return dataclasses.replace(state, **{n: jnp.where(first, leaf, 0) for n, leaf in merged.items()})
 
 
-def _merged(state: Any, following: Sequence[Any], certain: bool) -> Any:
+def _merge_states(state: Any, following: Sequence[Any], certain: bool) -> Any:
     if isinstance(state, GroupedQuantizer):
-        merged = _merged(state.quantizer, [copy.quantizer for copy in following], certain)
+        merged = _merge_states(state.quantizer, [copy.quantizer for copy in following], certain)
         return GroupedQuantizer(merged, state.n_groups)
     if not isinstance(state, DelayedScaleQuantizer):
         return as_cotangent(state)
@@ -186,13 +186,13 @@ def _merged(state: Any, following: Sequence[Any], certain: bool) -> Any:
     if not read:
         return state
     if certain and len(read) == 1:
-        return dataclasses.replace(read[0], amax_history=_instantiated(read[0].amax_history))
-    scale, history = read[0].scale, _instantiated(read[0].amax_history)
+        return dataclasses.replace(read[0], amax_history=_instantiate_leaf(read[0].amax_history))
+    scale, history = read[0].scale, _instantiate_leaf(read[0].amax_history)
     for copy in read[1:]:
         # A scale is 0 in a copy that was not used.
         both_used = (scale > 0) & (copy.scale > 0)
         scale = jnp.where(both_used, jnp.minimum(scale, copy.scale), jnp.maximum(scale, copy.scale))
-        history = jnp.maximum(history, _instantiated(copy.amax_history))
+        history = jnp.maximum(history, _instantiate_leaf(copy.amax_history))
     used = scale > 0
     leaves = {
         "scale": jnp.where(used, scale, state.scale),
@@ -205,7 +205,7 @@ def _merged(state: Any, following: Sequence[Any], certain: bool) -> Any:
     return jax.tree.unflatten(tree, [leaves[name] for name in state.STATE])
 
 
-def _instantiated(leaf: Any) -> Array:
+def _instantiate_leaf(leaf: Any) -> Array:
     symbolic: Any = SymbolicZero
     return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, symbolic) else leaf
 
@@ -221,13 +221,13 @@ def align_mesh_axes(values: Values, states: States = None) -> tuple[Values, Stat
         values: Array pytree.
         states: Quantizers or quantizer sets.
     """
-    axes = varies_over((values, states))
-    return (vary_over(axes, values), _states_over(axes, states)) if axes else (values, states)
+    axes = varying_axes((values, states))
+    return (cast_varying(axes, values), _vary_states(axes, states)) if axes else (values, states)
 
 
-def _states_over(axes: frozenset[str], states: Any) -> Any:
+def _vary_states(axes: frozenset[str], states: Any) -> Any:
     """Cast states to vary over axes; their next states merge over the axes that they did not vary over."""
     if isinstance(states, (tuple, list)):
-        return tuple(_states_over(axes, state) for state in states)
-    common = axes.difference(*(varies_over(leaf) for leaf in jax.tree.leaves(states)))
-    return over_devices(vary_over(axes, states), tuple(sorted(common)), merges=True)
+        return tuple(_vary_states(axes, state) for state in states)
+    common = axes.difference(*(varying_axes(leaf) for leaf in jax.tree.leaves(states)))
+    return share_over_devices(cast_varying(axes, states), tuple(sorted(common)), merges=True)

@@ -81,10 +81,10 @@ class KVCacheManager(ABC):
         """Lines for print_cache."""
         lines = [f"{type(self).__name__}: layers {sorted(self.cache)}, {len(self.sequences)} sequences"]
         for row, (sequence, tokens) in enumerate(self.sequences.items()):
-            lines.append(f"  row {row}: sequence {sequence!r}, {tokens} tokens{self._place_of(sequence)}")
+            lines.append(f"  row {row}: sequence {sequence!r}, {tokens} tokens{self._find_place(sequence)}")
         return lines
 
-    def _place_of(self, sequence: Any) -> str:
+    def _find_place(self, sequence: Any) -> str:
         """Return the location of a sequence's tokens, unless its row determines it."""
         return ""
 

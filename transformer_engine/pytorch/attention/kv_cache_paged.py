@@ -123,7 +123,7 @@ class PagedKVCacheManager(KVCacheManager):
     def described(self) -> list[str]:
         return [*super().described(), f"  {len(self._free)} of {self.total_num_pages} pages are free"]
 
-    def _place_of(self, sequence: Any) -> str:
+    def _find_place(self, sequence: Any) -> str:
         return f", pages {self._pages[sequence]}"
 
     def reset(self) -> None:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.dispatch import undisturbed
+from ...common.dispatch import is_undisturbed
 from ...common.memory import Memory
 from ..functions.attention.context_parallel.attention import check_divisible
 from ..functions.attention.context_parallel.contiguous import piece_of_rank
 from ..functions.attention.context_parallel.groups import ContextGroups
 from ..primitives.attention.choose import check
-from ..primitives.attention.packed import lengths_of
+from ..primitives.attention.packed import sequence_lengths
 from ..primitives.rope import Positions, RopeSpec, check_rotation
 from ..quantization.autocast import AutocastState
 from ..runtime.autograd import gradients_expected
@@ -28,8 +28,8 @@ from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype, autocast_is_active
 from ..runtime.warn_once import warn_once
 from .dot_product_attention import DotProductAttention
-from .dot_product_attention.arguments import accepted_angles, check_cache_kind
-from .dot_product_attention.fp8_recipe import attention_recipe, scaling_of
+from .dot_product_attention.arguments import accept_angles, check_cache_kind
+from .dot_product_attention.fp8_recipe import attention_recipe, scaling_kind
 from .dot_product_attention.last_choice import last_choice
 from .dot_product_attention.plan import (
     PLAIN,
@@ -46,10 +46,10 @@ from .dot_product_attention.settings import (
     AttentionArguments,
     AttentionConfig,
     TensorFacts,
-    described_of,
+    tensor_metadata,
 )
 from .layer_settings import MultiheadAttentionConfig, warn_without_norm
-from .rotation import Rotation, rotation_of
+from .rotation import Rotation, plan_rotation
 
 # Plans per layer before its cache is emptied.
 MAX_LAYER_PLANS = 256
@@ -108,7 +108,7 @@ class LayerKey(NamedTuple):
 Key = tuple[Any, ...]
 
 
-def layer_plan_of(key: Key) -> AttentionPlan | None:
+def plan_layer(key: Key) -> AttentionPlan | None:
     """Plan the call of a `LayerKey`; None if the core attention is a module of another class."""
     of_core = LayerKey(*key).of_core()
     return None if of_core is None else plan_of(tuple(of_core))
@@ -173,7 +173,7 @@ def check_layer_call(
     if (config.attention_type == "cross") != (encoder_output is not None):
         check_encoder(config, encoder_output)
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
-        scaling_of(recipe)
+        scaling_kind(recipe)
     if ours and arguments.thd_attention_policies is not None and isinstance(x, Tensor):
         # The core plans an attention for each policy.
         check_policies(core._config, arguments, x.device, state, False)
@@ -183,7 +183,7 @@ def check_layer_call(
     encoder = None
     if encoder_output is not None:
         floating("encoder_output", encoder_output)
-        encoder = described_of(encoder_output)
+        encoder = tensor_metadata(encoder_output)
     turned = None if rotation is None else rotation.facts()
     device = x.device
     autocast = autocast_dtype(device.type) if autocast_is_active() else None
@@ -207,8 +207,8 @@ def check_layer_call(
         turned,
     )
     plan, sequences = None, None
-    if not undisturbed():
-        sequences = _checked_sequences(key)
+    if not is_undisturbed():
+        sequences = _check_sequences(key)
     elif (plan := memory[key]) is not None:
         sequences = plan.sequences
     if rotation is not None and turned is None:
@@ -220,7 +220,7 @@ def check_layer_call(
     return rotation, CheckedArguments(*checked[:5], plan, sequences)
 
 
-def _checked_sequences(key: Key) -> Sequences | None:
+def _check_sequences(key: Key) -> Sequences | None:
     """Check a call without planning it: observers are called, and backends forced, when the core attention plans."""
     of_core = LayerKey(*key).of_core()
     if of_core is None:
@@ -266,20 +266,20 @@ def _rotation_of_call(
         TypeError: The angles are not floating-point tensors.
         ValueError: The tables are too short.
     """
-    rotary_pos_emb = accepted_angles(rotary_pos_emb)
+    rotary_pos_emb = accept_angles(rotary_pos_emb)
     if arguments.inference_params is not None:
         check_cache_kind(arguments.inference_params)
     if context is not None and not context.balanced and arguments.cu_seqlens_q is not None:
         # Token positions in a contiguous piece.
         cu_seqlens, padded = arguments.cu_seqlens_q, arguments.cu_seqlens_q_padded
         starts, tokens = cu_seqlens if padded is None else padded, x.shape[0] * config.ranks
-        piece = piece_of_rank(lengths_of(cu_seqlens), starts, tokens, context.rank)
+        piece = piece_of_rank(sequence_lengths(cu_seqlens), starts, tokens, context.rank)
         before = (context.rank * tokens - starts[:-1]).clamp(min=0)
         spec = RopeSpec(config.qkv_format, config.rotary_pos_interleaved)._replace(clamps=True)
         tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         return Rotation(tables, spec, before, (piece.starts_q, piece.starts_q))
     ranks = (1, 0) if context is None else (context.size, context.rank)
-    return rotation_of(
+    return plan_rotation(
         rotary_pos_emb,
         RopeSpec(config.qkv_format, config.rotary_pos_interleaved, *ranks),
         config.attention_type == "self",

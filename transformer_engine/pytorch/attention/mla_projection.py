@@ -17,7 +17,7 @@ from ..distributed.collectives import world_size
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.linear import linear
 from ..functions.linear_spec import IDENTITY, Accumulation, LinearSpec
-from ..functions.main_grad import main_grad_of
+from ..functions.main_grad import find_main_grad
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradient, WeightGradStore
@@ -169,7 +169,7 @@ def _product_spec(y: Tensor, w_q: Tensor, store: Any, fused: bool) -> LinearSpec
     quantized = isinstance(w_q, QuantizedTensorStorage)
     delayed = store if store is not None and store.delay_wgrad_compute() else None
     if fused and records and w_q.requires_grad:
-        main_grad_of(w_q)  # pyright: ignore[reportArgumentType] - raises without a buffer
+        find_main_grad(w_q)  # pyright: ignore[reportArgumentType] - raises without a buffer
     x, weight, grad = (MXFP8Quantizer(DType.kFloat8E4M3) if quantized else IDENTITY for _ in range(3))
     return LinearSpec(
         y.dtype,

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ...common.memory import Memory
 from ...common.numbers import to_bool
-from ..compat.argument_orders import accepts_older_orders, call_of
+from ..compat.argument_orders import accepts_older_orders, declare_call
 from ..compat.replaceable import is_bare
 from ..constants import AttentionType, CPLoadBalancingStrategy, NormalizationName, SoftmaxType, TensorFormat
 from ..functions.attention.autograd import Projection
-from ..functions.split_heads import parts_of
+from ..functions.split_heads import split_views
 from ..module.arguments import accepts
-from ..module.config import configured, write_private
+from ..module.config import configure_class, write_private
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..module.shared_settings import hand_down_settings
@@ -31,7 +31,7 @@ from .dot_product_attention.plan import AttentionPlan
 from .dot_product_attention.settings import NO_ARGUMENTS, AttentionArguments, pack_arguments
 from .heads import Heads, head_size
 from .inference import InferenceParams
-from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_variant, layer_plan_of
+from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_variant, plan_layer
 from .layer_settings import (
     AS_GIVEN,
     FIXED,
@@ -48,7 +48,7 @@ from .rotation import Rotation
 _attention = DotProductAttention.forward
 
 
-@configured(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
+@configure_class(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
 class MultiheadAttention(CheckedLoading):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
@@ -138,7 +138,7 @@ class MultiheadAttention(CheckedLoading):
             sequence_parallel=sequence_parallel and tp_size > 1,
             heads=Heads(num_attention_heads // ranks, groups // ranks, size, interleaved),
         )
-        self._plans: Memory[tuple[Any, ...], AttentionPlan | None] = Memory(layer_plan_of, MAX_LAYER_PLANS)
+        self._plans: Memory[tuple[Any, ...], AttentionPlan | None] = Memory(plan_layer, MAX_LAYER_PLANS)
         projection = {argument: given[argument] for argument in OF_PROJECTIONS}
         projection |= {"sequence_parallel": self.sequence_parallel, "tp_size": tp_size}
         norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in OF_NORM}}
@@ -267,7 +267,7 @@ class MultiheadAttention(CheckedLoading):
 
     if TYPE_CHECKING:
 
-        @call_of(forward)
+        @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def attend(
@@ -373,7 +373,7 @@ class MultiheadAttention(CheckedLoading):
             q = mixed.unflatten(-1, (heads.queries, heads.size))
             k, v = heads.split_kv(keys_values)
         elif rotation is not None and not norms_first and (grouped := heads.grouped(mixed)) is not None:
-            q, k, v = rotation.of_projection(grouped, heads)
+            q, k, v = rotation.rotate_projection(grouped, heads)
             if q_norm is not None:
                 q, k = q_norm(q), k_norm(k)
             return q, k, v, norm_output, None
@@ -382,7 +382,7 @@ class MultiheadAttention(CheckedLoading):
             if mixed.requires_grad and torch.is_grad_enabled():
                 whole = Projection(mixed, heads.interleaved)
             x = mixed if whole is None else mixed.detach()
-            views = parts_of(x, heads.queries, heads.groups, heads.size, heads.interleaved)
+            views = split_views(x, heads.queries, heads.groups, heads.size, heads.interleaved)
             return *views, norm_output, whole
         else:
             q, k, v = heads.split_qkv(mixed)

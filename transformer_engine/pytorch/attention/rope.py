@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...common.checks import number, positive, suggests_keywords
 from ...common.numbers import to_bool, to_float, to_int
-from ..compat.argument_orders import call_of
+from ..compat.argument_orders import declare_call
 from ..primitives.rope import (
     Positions,
     RopeSpec,
@@ -109,7 +109,7 @@ class RotaryPositionEmbedding(nn.Module):
 
     if TYPE_CHECKING:
 
-        @call_of(forward)
+        @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _interpolation(self, max_seq_len: int) -> float:
@@ -276,10 +276,10 @@ def apply_rotary_pos_emb(
     spec = _spec(tensor_format, interleaved, cp_size, cp_rank)
     positions = Positions(start_positions, cu_seqlens)
     check_rotation(t, freqs, positions, spec, t.shape[-1])
-    return rotated(t, freqs, spec, positions)
+    return rotate(t, freqs, spec, positions)
 
 
-def rotated(t: Tensor, freqs: Tensor, spec: RopeSpec, positions: Positions) -> Tensor:
+def rotate(t: Tensor, freqs: Tensor, spec: RopeSpec, positions: Positions) -> Tensor:
     """Compute apply_rotary_pos_emb for arguments that `check_rotation` has accepted."""
     return ApplyRope.apply(t, _angles(freqs), positions.start, positions.cu_seqlens, spec)
 
@@ -316,7 +316,7 @@ def apply_fused_qkv_rotary_pos_emb(
     positions = Positions(start_positions, cu_seqlens)
     for freqs in (q_freqs, k_freqs):
         check_rotation(qkv, freqs, positions, spec, sizes[1])
-    return rotated_qkv(qkv, (q_freqs, k_freqs), sizes, spec, positions)
+    return rotate_qkv(qkv, (q_freqs, k_freqs), sizes, spec, positions)
 
 
 def _split_sizes(qkv: Tensor, sizes: Sequence[int]) -> tuple[int, int, int]:
@@ -334,7 +334,7 @@ def _split_sizes(qkv: Tensor, sizes: Sequence[int]) -> tuple[int, int, int]:
     return q_size, k_size, v_size
 
 
-def rotated_qkv(
+def rotate_qkv(
     qkv: Tensor,
     freqs: tuple[Tensor, Tensor],
     sizes: tuple[int, int, int],

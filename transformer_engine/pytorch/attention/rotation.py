@@ -11,7 +11,7 @@ from ..primitives.rope import Positions, RopeSpec, check_rotation, reaches_lengt
 from ..runtime.device_checks import demand
 from .heads import Heads
 from .inference import InferenceParams
-from .rope import rotated, rotated_qkv
+from .rope import rotate, rotate_qkv
 
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -46,17 +46,17 @@ class Rotation(NamedTuple):
         """Return q [.., h, d] and k [.., g, d], rotated; the layer has checked them, except while a compiler traces."""
         if torch.compiler.is_compiling():
             self.check(q, k)
-        q = rotated(q, self.angles[0], self.spec, Positions(self.before, self.bounds[0]))
-        return q, rotated(k, self.angles[1], self.spec, Positions(self.before, self.bounds[1]))
+        q = rotate(q, self.angles[0], self.spec, Positions(self.before, self.bounds[0]))
+        return q, rotate(k, self.angles[1], self.spec, Positions(self.before, self.bounds[1]))
 
-    def of_projection(self, grouped: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_projection(self, grouped: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k, v from a projection [.., g, (h / g + 2) d], with q and k rotated, in one pass."""
         each = heads.queries // heads.groups
         sizes = (each * heads.size, heads.size, heads.size)
-        return rotated_qkv(grouped, self.angles, sizes, self.spec, Positions(self.before, self.bounds[0]))
+        return rotate_qkv(grouped, self.angles, sizes, self.spec, Positions(self.before, self.bounds[0]))
 
 
-def rotation_of(
+def plan_rotation(
     rotary_pos_emb: Tensor | tuple[Tensor, Tensor],
     spec: RopeSpec,
     shares_lengths: bool,

@@ -71,7 +71,7 @@ class _Order(NamedTuple):
         return all(any(test(value) for test in tests) for value, tests in zip(args, self.tests, strict=False))
 
 
-def _tests_of(annotation: str) -> tuple[Test, ...]:
+def _make_tests(annotation: str) -> tuple[Test, ...]:
     """Return tests for the alternatives in an annotation such as "tuple[int, int] | None"."""
     depth, parts = 0, [""]
     for character in annotation:
@@ -80,10 +80,10 @@ def _tests_of(annotation: str) -> tuple[Test, ...]:
             parts.append("")
         else:
             parts[-1] += character
-    return tuple(_test_of(part.strip()) for part in parts)
+    return tuple(_make_test(part.strip()) for part in parts)
 
 
-def _test_of(alternative: str) -> Test:
+def _make_test(alternative: str) -> Test:
     """Return the test for one alternative in an annotation, such as "int" or 'Literal["a", "b"]'."""
     name, _, rest = alternative.partition("[")
     if name == "Literal":
@@ -110,7 +110,7 @@ def accepts_older_orders(
         is_method = parameters[0].name == "self"
         parameters = [p for p in parameters[is_method:] if p.kind is p.POSITIONAL_OR_KEYWORD]
         names = tuple(parameter.name for parameter in parameters)
-        tests = {parameter.name: _tests_of(str(parameter.annotation)) for parameter in parameters}
+        tests = {parameter.name: _make_tests(str(parameter.annotation)) for parameter in parameters}
 
         def order(release: str, changes: tuple[str | tuple[str, int], ...]) -> _Order:
             moved = dict(change for change in changes if isinstance(change, tuple))
@@ -150,15 +150,15 @@ def accepts_older_orders(
             return reordered  # pyright: ignore[reportReturnType]
 
         @functools.wraps(function)
-        def of_function(*args: Any, **kwargs: Any) -> Any:
+        def function_order(*args: Any, **kwargs: Any) -> Any:
             return reordered(None, *args, **kwargs)
 
-        return of_function  # pyright: ignore[reportReturnType]
+        return function_order  # pyright: ignore[reportReturnType]
 
     return decorate
 
 
-def call_of(
+def declare_call(
     forward: Callable[Concatenate[Module, Parameters], Any],
 ) -> Callable[[Callable[..., Any]], Callable[Concatenate[Module, Parameters], Tensor]]:
     """Declare `__call__` with the parameters of `forward`, under `if TYPE_CHECKING`; it is never executed.
@@ -171,5 +171,5 @@ def call_of(
 def exact_call_of(
     forward: Callable[Concatenate[Module, Parameters], Result],
 ) -> Callable[[Callable[..., Any]], Callable[Concatenate[Module, Parameters], Result]]:
-    """Declare `__call__` as `call_of` does, with the `forward` result."""
+    """Declare `__call__` as `declare_call` does, with the `forward` result."""
     raise AssertionError(f"torch.nn.Module.__call__ calls {forward}")

@@ -22,7 +22,7 @@ from ..functions.normalization import Norm, NormStatistics
 from ..primitives.column_sums import column_sums
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
-from ..runtime.tracing import result_in
+from ..runtime.tracing import reshape_result
 from .replaceable import ReplaceableFunction
 
 _extensions: list[Callable[[], Any]] = []
@@ -118,7 +118,7 @@ class LinearByName(Function, metaclass=ReplaceableFunction):
         if ctx is not None:
             ctx.save_for_backward(flat, weight)
             ctx.spec, ctx.file, ctx.shape, ctx.dtypes = spec, file, inp.shape, _dtypes(weight, bias)
-        return result_in(y, (*leading_shape(tuple(inp.shape[:-1]), y.shape[0]), y.shape[-1]))
+        return reshape_result(y, (*leading_shape(tuple(inp.shape[:-1]), y.shape[0]), y.shape[-1]))
 
     @staticmethod
     @once_differentiable("Linear")
@@ -143,11 +143,11 @@ class LayerNormLinearByName(Function, metaclass=ReplaceableFunction):
         weight = weight.to(spec.linear.dtype)
         y = _product(normed, weight, bias, spec.linear, file)
         if spec.returns_norm_output:
-            normed = result_in(normed, inp.shape)
+            normed = reshape_result(normed, inp.shape)
         if ctx is not None:
             ctx.save_for_backward(flat, ln_weight, *statistics, normed, weight)
             ctx.spec, ctx.file, ctx.shape, ctx.dtypes = spec, file, inp.shape, _dtypes(weight, bias)
-        y = result_in(y, (*leading_shape(tuple(inp.shape[:-1]), y.shape[0]), y.shape[-1]))
+        y = reshape_result(y, (*leading_shape(tuple(inp.shape[:-1]), y.shape[0]), y.shape[-1]))
         return (y, normed) if spec.returns_norm_output else y
 
     @staticmethod
@@ -195,7 +195,7 @@ class GroupedLinearByName(Function, metaclass=ReplaceableFunction):
         return dx, None, None, *(grad.weight for grad in grads), *(grad.bias for grad in grads)
 
 
-def called_by_name(function: Any, records: bool, *args: Any) -> Any:
+def call_by_name(function: Any, records: bool, *args: Any) -> Any:
     """Call function.apply(*args), or its forward where no gradient is recorded: other libraries replace either."""
     return function.apply(*args) if records else function.forward(None, *args)
 

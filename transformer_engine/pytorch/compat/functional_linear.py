@@ -51,7 +51,7 @@ def functional_forward(
     Returns:
         y, and both matrices as the backward pass reads them.
     """
-    _without_parallelism(tensor_parallel_mode, backward_override)
+    _reject_parallelism(tensor_parallel_mode, backward_override)
     computed: torch.dtype = dtype or weight.dtype
     if with_quantized_compute:
         input = _quantized("input", input, input_quantizer, columnwise=weight_requires_grad)
@@ -102,7 +102,7 @@ def functional_backward(
     Returns:
         dx and dw; None where no gradient is needed.
     """
-    _without_parallelism(tensor_parallel_mode, None)
+    _reject_parallelism(tensor_parallel_mode, None)
     computed: torch.dtype = dtype or grad_output.dtype
     dy = grad_output
     if with_quantized_compute:
@@ -125,7 +125,7 @@ def functional_backward(
     return dx, dw
 
 
-def _without_parallelism(mode: str | None, override: str | None) -> None:
+def _reject_parallelism(mode: str | None, override: str | None) -> None:
     if mode is not None or override is not None:
         raise NotImplementedError(
             f"tensor_parallel_mode={mode!r} and backward_override={override!r} are unsupported in the functional form; "

@@ -79,9 +79,9 @@ def check_tensors(found: Mapping[str, Described], expected: Shapes, source: str)
     missing, over = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     remedy = "convert the checkpoint that its config.json belongs to"
     if missing:
-        raise ValueError(f"{source} lacks {_listed(missing)}; {remedy}")
+        raise ValueError(f"{source} lacks {_list_names(missing)}; {remedy}")
     if over:
-        raise ValueError(f"{source} also holds {_listed(over)}, which its model lacks; {remedy}")
+        raise ValueError(f"{source} also holds {_list_names(over)}, which its model lacks; {remedy}")
     for name, shape in expected.items():
         if found[name].shape != shape:
             raise ValueError(
@@ -94,6 +94,6 @@ def check_tensors(found: Mapping[str, Described], expected: Shapes, source: str)
             )
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -66,7 +66,7 @@ class CheckpointFamily:
     derived: re.Pattern[str] = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
     layers: str = "num_hidden_layers"
 
-    def stored_layers(self, names: Iterable[str], ours: bool) -> int:
+    def count_stored_layers(self, names: Iterable[str], ours: bool) -> int:
         """Layer count for which a checkpoint has tensors.
 
         Args:

@@ -78,7 +78,7 @@ class Checkpoint:
                 raise ValueError(
                     f"{path} is not of format {FORMAT}, with config and decoder; convert the checkpoint again"
                 )
-            config = _checked_config(Settings(settings, str(path)), shards, ours)
+            config = _check_config(Settings(settings, str(path)), shards, ours)
             if DecoderConfig.read(decoder, str(path)) != config:
                 raise ValueError(
                     f"{path}: its decoder is not the one of its config; convert the checkpoint again"
@@ -87,7 +87,7 @@ class Checkpoint:
             settings = read_json(folder / THEIRS)
             shards = dequantized(shards, settings)
             settings.pop(SETTINGS, None)
-            config = _checked_config(Settings(settings, str(folder / THEIRS)), shards, ours)
+            config = _check_config(Settings(settings, str(folder / THEIRS)), shards, ours)
         correspondence = Correspondence.of(family_named(settings.get("model_type")), config)
         if ours:
             names = {name: name for name in shards.files if not name.endswith(EXTRA_STATE)}
@@ -140,13 +140,13 @@ class Checkpoint:
         return {"family": self.correspondence.family.model_type, "config": self.settings}
 
 
-def _checked_config(settings: Settings, shards: Shards | QuantizedShards, ours: bool) -> DecoderConfig:
+def _check_config(settings: Settings, shards: Shards | QuantizedShards, ours: bool) -> DecoderConfig:
     """Convert settings to a config; raise ValueError for sizes that the stored tensors cannot have.
 
     The config's sizes determine time and memory for all further steps.
     """
     family = family_named(settings.content.get("model_type"))
-    layers, stored = settings.integer(family.layers), family.stored_layers(shards.files, ours)
+    layers, stored = settings.integer(family.layers), family.count_stored_layers(shards.files, ours)
     remedy = "take the config.json that belongs to the weights"
     if layers != stored:
         raise ValueError(

@@ -80,7 +80,7 @@ def save_quantized(
     if isinstance(model, Decoder):
         correspondence, settings = _decoder_source(model)
         linear = linear_weights(correspondence)
-        maxima = SampledMaxima() if sample is None else _sampled_maxima(model, correspondence, sample)
+        maxima = SampledMaxima() if sample is None else _sample_maxima(model, correspondence, sample)
         parameters = dict(model.named_parameters())
         shapes = {
             name: Described(parameters[match.ours].dtype, shape)
@@ -156,7 +156,7 @@ def write_quantized(
     config = dict(settings) | {SETTINGS: form.settings(unquantized, sampled)}
     for file, content in ({CONFIG_FILE: config} | form.files(unquantized, sampled)).items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    write_shards(folder, plan, _encoded(form, steps, tensors, quantized, maxima), shard_bytes)
+    write_shards(folder, plan, _encode_shards(form, steps, tensors, quantized, maxima), shard_bytes)
 
 
 def linear_weights(correspondence: Correspondence) -> set[str]:
@@ -199,7 +199,7 @@ def _layout(form: ServingFormat, name: str, weight: Described, maxima: SampledMa
     return {base + suffix: entry for suffix, entry in (form.layout(weight.shape) | inputs).items()}
 
 
-def _encoded(
+def _encode_shards(
     form: ServingFormat,
     steps: list[Step],
     tensors: Iterable[tuple[str, Tensor]],
@@ -301,7 +301,7 @@ def _transformers_source(model: nn.Module) -> tuple[dict[str, Any], dict[str, Te
     return settings, tensors, linear
 
 
-def _sampled_maxima(model: Decoder, correspondence: Correspondence, sample: Tensor) -> SampledMaxima:
+def _sample_maxima(model: Decoder, correspondence: Correspondence, sample: Tensor) -> SampledMaxima:
     """Run a batch under Float8CurrentScaling, and record input, key and value maxima."""
     cache: dict[str, list[Tensor]] = {}
 
@@ -329,12 +329,12 @@ def _sampled_maxima(model: Decoder, correspondence: Correspondence, sample: Tens
     inputs: dict[str, float] = {}
     for report in observation.reports[-1].tensors:
         inputs |= {report.name: report.maximum} if not report.nonfinite else {report.name: float("nan")}
-    return _named_maxima(
+    return _name_maxima(
         correspondence, inputs, {name: [v.item() for v in pair] for name, pair in cache.items()}
     )
 
 
-def _named_maxima(
+def _name_maxima(
     correspondence: Correspondence, inputs: Mapping[str, float], cache: Mapping[str, list[float]]
 ) -> SampledMaxima:
     """Name maxima of our layers as their checkpoint names its weights and attentions."""

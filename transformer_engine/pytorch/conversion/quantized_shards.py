@@ -121,7 +121,7 @@ def dequantized(shards: Shards, settings: Mapping[str, Any]) -> Shards | Quantiz
     for name in shards.files:
         base, _, suffix = name.rpartition(".")
         if suffix == PACKED or (suffix == CODES and shards.described(name).dtype.itemsize == 1):
-            stored = _stored_weight(shards, base, name, quantization, source)
+            stored = _find_stored_weight(shards, base, name, quantization, source)
             weights[f"{base}.{CODES}"] = stored
             parts |= {stored.codes, stored.scales, stored.factor or stored.codes}
         elif suffix in SERVING_SCALES:
@@ -135,7 +135,7 @@ def dequantized(shards: Shards, settings: Mapping[str, Any]) -> Shards | Quantiz
     return QuantizedShards(shards, weights, unquantized | dict.fromkeys(weights), _dtype(settings))
 
 
-def _stored_weight(
+def _find_stored_weight(
     shards: Shards, base: str, codes: str, quantization: Mapping[str, Any], source: str
 ) -> StoredWeight:
     """Find the tensors of the weight whose codes are the tensor `codes`, and its block shape."""

@@ -28,13 +28,13 @@ from ..constants import TE_DType
 from ..runtime.checks import floating
 
 
-def _by_name(kind: Any) -> dict[str, Any]:
+def _member_names(kind: Any) -> dict[str, Any]:
     """{"bshd": NVTE_BSHD, ..}: enumeration members by their name suffix."""
     return {member.name.removeprefix("NVTE_").lower(): member for member in kind}
 
 
-QKVFormat = {name: member for name, member in _by_name(NVTE_QKV_Format).items() if "not_set" not in name}
-QKVLayout = _by_name(NVTE_QKV_Layout)
+QKVFormat = {name: member for name, member in _member_names(NVTE_QKV_Format).items() if "not_set" not in name}
+QKVLayout = _member_names(NVTE_QKV_Layout)
 AttnBiasType = {
     "no_bias": NVTE_Bias_Type.NVTE_NO_BIAS,
     "pre_scale_bias": NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS,

@@ -63,7 +63,7 @@ def current_scaling_factory(role: QuantizerRole | None) -> Quantizer:
     Args:
         role: Layer and tensor that the quantizer serves; None is an input.
     """
-    return _of_recipe(Float8CurrentScaling, role)
+    return _recipe_quantizer(Float8CurrentScaling, role)
 
 
 def float8_block_scaling_factory(role: QuantizerRole | None) -> Quantizer:
@@ -72,7 +72,7 @@ def float8_block_scaling_factory(role: QuantizerRole | None) -> Quantizer:
     Args:
         role: Layer and tensor that the quantizer serves; None is an input.
     """
-    return _of_recipe(Float8BlockScaling, role)
+    return _recipe_quantizer(Float8BlockScaling, role)
 
 
 def mxfp8_factory(role: QuantizerRole | None) -> Quantizer:
@@ -81,7 +81,7 @@ def mxfp8_factory(role: QuantizerRole | None) -> Quantizer:
     Args:
         role: Layer and tensor that the quantizer serves; None is an input.
     """
-    return _of_recipe(MXFP8BlockScaling, role)
+    return _recipe_quantizer(MXFP8BlockScaling, role)
 
 
 def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
@@ -92,7 +92,7 @@ def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
     Args:
         role: Layer and tensor that the quantizer serves; None is an input.
     """
-    return _of_recipe(NVFP4BlockScaling, role)
+    return _recipe_quantizer(NVFP4BlockScaling, role)
 
 
 @cache
@@ -100,7 +100,7 @@ def _recipe(kind: type[Recipe]) -> Recipe:
     return kind()
 
 
-def _of_recipe(kind: type[Recipe], role: QuantizerRole | None) -> Quantizer:
+def _recipe_quantizer(kind: type[Recipe], role: QuantizerRole | None) -> Quantizer:
     recipe = _recipe(kind)
     make = family_of(recipe).quantizer
     assert make is not None

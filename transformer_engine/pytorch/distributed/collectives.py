@@ -157,7 +157,7 @@ def gather_rows(
                 whole = type(inp).from_storage(whole)
         if output_tensor is None:
             return whole, None
-        return _filled(output_tensor, whole), None
+        return _fill_output(output_tensor, whole), None
     if quantizer is None:
         return _gather(inp, process_group, async_op, output_tensor)  # pyright: ignore[reportArgumentType]
     gathered, _ = _gather(inp, process_group, False)
@@ -197,7 +197,7 @@ def _gather_later(
     """Return the quantized result, complete after `wait` of the handle, or no handle without communication."""
     if world_size(group) == 1:
         whole = inp if isinstance(inp, QuantizedTensorStorage) else quantizer(inp)  # pyright: ignore
-        return (whole, None) if output is None else (_filled(output, whole), None)
+        return (whole, None) if output is None else (_fill_output(output, whole), None)
     if isinstance(inp, QuantizedTensorStorage):
         if output is None:
             maker: Any = quantizer or getattr(inp, "_quantizer", None) or inp._default_quantizer()  # pyright: ignore
@@ -213,7 +213,7 @@ def _gather_later(
 
         def finish() -> None:
             arrived = [part.view(kind.dtype) for (part, _), kind in zip(sent, parts, strict=True)]
-            _filled(output, join_payload(arrived, payload, inp.dtype))
+            _fill_output(output, join_payload(arrived, payload, inp.dtype))
 
         return output, DeferredGather(finish, output, handle)
     assert quantizer is not None
@@ -223,7 +223,7 @@ def _gather_later(
     return output, DeferredGather(lambda: quantizer.update_quantized(gathered, output), output, handle)
 
 
-def _filled(output: Any, whole: Any) -> Any:
+def _fill_output(output: Any, whole: Any) -> Any:
     output.copy_from_storage(whole)
     return output
 

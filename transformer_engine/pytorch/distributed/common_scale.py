@@ -37,9 +37,9 @@ def _common(operand: Operand, group: dist_group_type | None) -> Operand:
     if form is None or scale is None:
         return operand
     if form.block is None:
-        ((codes, scale),) = rescaled_codes([(codes, scale)], group)
+        ((codes, scale),) = rescale_codes([(codes, scale)], group)
     elif amax is not None and not form.row_scaled:
-        scale, amax = _rescaled_blocks(scale, amax, group)
+        scale, amax = _rescale_blocks(scale, amax, group)
     return operand._replace(codes=codes, scale=scale, amax=amax)
 
 
@@ -62,15 +62,15 @@ def payload_with_common_scale(
             continue
         if scale in whole:
             own = parts[codes].view(dtypes[codes]), whole[scale]
-            ((values, whole[scale]),) = rescaled_codes([own], group)
+            ((values, whole[scale]),) = rescale_codes([own], group)
             parts[codes] = values.view(torch.uint8)
         elif amax in whole:
-            blocks, whole[amax] = _rescaled_blocks(parts[scale].view(dtypes[scale]), whole[amax], group)
+            blocks, whole[amax] = _rescale_blocks(parts[scale].view(dtypes[scale]), whole[amax], group)
             parts[scale] = blocks.view(torch.uint8)
     return tuple(parts.values()), replace(payload, whole=whole)
 
 
-def rescaled_codes(
+def rescale_codes(
     shards: Sequence[tuple[Tensor, Tensor]], group: dist_group_type | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Rescale several tensors' FP8 codes to the largest scale that a rank has for each, and return these scales too.
@@ -92,7 +92,7 @@ def rescaled_codes(
     ]
 
 
-def _rescaled_blocks(blocks: Tensor, amax: Tensor, group: dist_group_type | None) -> tuple[Tensor, Tensor]:
+def _rescale_blocks(blocks: Tensor, amax: Tensor, group: dist_group_type | None) -> tuple[Tensor, Tensor]:
     """Return NVFP4 block scales for the largest maximum of the ranks, and this maximum.
 
     Rounding the E4M3 scales changes values less than rounding the FP4 codes again would.

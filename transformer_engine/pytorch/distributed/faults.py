@@ -246,7 +246,7 @@ def _difference(descriptions: list[dict[str, str]], ranks: list[int]) -> str:
         for number, description in zip(ranks, descriptions, strict=True):
             values.setdefault(description.get(name, "(none)"), []).append(number)
         if len(values) > 1:
-            found = "; ".join([f"{_listed(members)}: {value}" for value, members in values.items()])
+            found = "; ".join([f"{_list_ranks(members)}: {value}" for value, members in values.items()])
             lines.append(f"{name}: {found}")
     remedy = (
         "give every rank the same number of micro-batches per step"
@@ -256,7 +256,7 @@ def _difference(descriptions: list[dict[str, str]], ranks: list[int]) -> str:
     return f"the ranks of a process group differ, so that a collective can hang. {'. '.join(lines)}. Remedy: {remedy}"
 
 
-def _listed(ranks: list[int]) -> str:
+def _list_ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
@@ -373,4 +373,4 @@ def missing_ranks(ranks: list[int], own: int) -> str:
     if not missing:
         return "every rank reports a failure"
     verb = "have ended or do" if len(missing) > 1 else "has ended or does"
-    return f"{_listed(missing)} {verb} not take part"
+    return f"{_list_ranks(missing)} {verb} not take part"

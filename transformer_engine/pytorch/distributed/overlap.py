@@ -17,9 +17,9 @@ from ...common.dispatch import Backend, Table
 from ..runtime.capture import is_graph_capturing
 from ..runtime.warn_once import warn_once
 from .faults import common_settings
-from .overlap_measurement import Thresholds, thresholds_of
+from .overlap_measurement import Thresholds, load_thresholds
 from .overlapped_rows import PeerBuffers
-from .symmetric_memory import PROCESS_GROUP, SYMMETRIC, allocated
+from .symmetric_memory import PROCESS_GROUP, SYMMETRIC, allocate_together
 
 GATHER, SCATTER = "all_gather", "reduce_scatter"
 
@@ -113,7 +113,7 @@ def reserve(size: int) -> None:
     _reserved.groups.clear()
 
 
-def peer_buffers_for(operation: str, device: torch.device, size: int, group: Any) -> PeerBuffers | None:
+def peer_buffers(operation: str, device: torch.device, size: int, group: Any) -> PeerBuffers | None:
     """Return the buffers through which a collective overlaps with its product, or None for the process group.
 
     All ranks in the group call it with equal arguments.
@@ -152,14 +152,14 @@ def _first_buffers(operation: str, device: torch.device, size: int, group: Any) 
     request = Request(operation, device.type, backends, size, _reserved.size, 0, "")
     if _lasting_reason(request) is not None:
         return request
-    known = _of_group(group, device)
+    known = _group_buffers(group, device)
     if isinstance(known, GroupBuffers):
         return known
     in_graph = "the first use of the group is in a CUDA graph; run the layer once before its capture"
     return request._replace(problem=known or in_graph)
 
 
-def _of_group(group: Any, device: torch.device) -> GroupBuffers | str | None:
+def _group_buffers(group: Any, device: torch.device) -> GroupBuffers | str | None:
     """Return the buffers of a group, or why it has none; None while a graph is captured, which cannot allocate them."""
     known = _reserved.groups.get(group)
     if known is not None:
@@ -170,7 +170,7 @@ def _of_group(group: Any, device: torch.device) -> GroupBuffers | str | None:
     try:
         # Each pair is a buffer of this rank and its peers. Other modes cannot write to tensors of inference mode.
         with torch.inference_mode(False):
-            pairs = [allocated(_reserved.size, torch.uint8, device, group) for _ in range(2)]
+            pairs = [allocate_together(_reserved.size, torch.uint8, device, group) for _ in range(2)]
         buffers = PeerBuffers(pairs, torch.cuda.Stream(device, priority=-1))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
@@ -182,7 +182,7 @@ def _of_group(group: Any, device: torch.device) -> GroupBuffers | str | None:
     made = (
         problem
         if buffers is None or problem
-        else GroupBuffers(buffers, dist.get_backend_config(group), thresholds_of(buffers, group, device))
+        else GroupBuffers(buffers, dist.get_backend_config(group), load_thresholds(buffers, group, device))
     )
     _reserved.groups[group] = made
     return made

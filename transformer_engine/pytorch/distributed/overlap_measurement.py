@@ -40,7 +40,7 @@ class Thresholds(NamedTuple):
     scatter: int | None
 
 
-def thresholds_of(buffers: PeerBuffers, group: Any, device: torch.device) -> Thresholds:
+def load_thresholds(buffers: PeerBuffers, group: Any, device: torch.device) -> Thresholds:
     """Return the sizes of a group, measured unless the first rank finds them in its cache folder.
 
     Args:
@@ -49,10 +49,10 @@ def thresholds_of(buffers: PeerBuffers, group: Any, device: torch.device) -> Thr
         device: This rank's device.
     """
     path = _path(buffers, device)
-    found: list[Any] = [_stored(path) if buffers.rank == 0 else None]
+    found: list[Any] = [_read_stored(path) if buffers.rank == 0 else None]
     dist.broadcast_object_list(found, group_src=0, group=group)
     if found[0] is None:
-        found[0] = _measured(buffers, group, device)
+        found[0] = _measure_sizes(buffers, group, device)
         if buffers.rank == 0 and path is not None:
             MEASUREMENTS.write(path, json.dumps(found[0]).encode())
     return Thresholds(*[None if size == _NEVER else size for size in found[0]])
@@ -66,13 +66,13 @@ def _path(buffers: PeerBuffers, device: torch.device) -> Path | None:
     return MEASUREMENTS.path_of(name)
 
 
-def _stored(path: Path | None) -> list[int] | None:
+def _read_stored(path: Path | None) -> list[int] | None:
     """Return the sizes in a file, or None if there is none."""
     content = None if path is None else MEASUREMENTS.read(path)
     return None if content is None else json.loads(content)
 
 
-def _measured(buffers: PeerBuffers, group: Any, device: torch.device) -> list[int]:
+def _measure_sizes(buffers: PeerBuffers, group: Any, device: torch.device) -> list[int]:
     """Return the least gather and reduce-scatter sizes, `_NEVER` if the process group is always faster."""
     least = []
     for measure in (_gather_ms, _scatter_ms):

@@ -285,13 +285,13 @@ class ScatteredRows:
         self._buffers.follow(current)
         if self._sum is None:
             self._buffers.barrier(self._buffer, current)
-            self._sum = self._added()
+            self._sum = self._add_parts()
             if self._buffers.unfinished is self:
                 self._buffers.unfinished = None
             self._buffers.finish(self._buffer, current)
         return self._sum
 
-    def _added(self) -> Tensor:
+    def _add_parts(self) -> Tensor:
         if len(self._received) == 1:
             return self._own.add_(self._received[0])
         total = self._own.to(torch.float32, copy=True)

@@ -195,7 +195,7 @@ def checkpoint(
         distribute or get_rng_state_tracker is not None or kwargs or context_fn is not noop_context_fn
     )
     if not needs_ours and not has_te_modules(function):
-        return torch_checkpoint(function, *map(_of_torchs, args), use_reentrant=True)
+        return torch_checkpoint(function, *map(_wrap_torch_argument, args), use_reentrant=True)
     shard = _Shard(tp_group) if distribute else None
     leaves, structure = pytree.tree_flatten((args, kwargs))
     region = _Region(function, leaves, structure, shard, get_rng_state_tracker, context_fn())
@@ -295,7 +295,7 @@ class _Region:
         return outputs
 
 
-def _of_torchs(argument: Any) -> Any:
+def _wrap_torch_argument(argument: Any) -> Any:
     """Wrap a torch reentrant checkpoint's argument, whose gradient has no graph, to reject double backward."""
     if torch.compiler.is_compiling() or not isinstance(argument, Tensor) or not argument.requires_grad:
         return argument

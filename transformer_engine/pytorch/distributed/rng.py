@@ -147,7 +147,7 @@ class RngSnapshot:
         self.get_tracker = get_tracker
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state() if has_cuda() else None
-        self.tracked = None if get_tracker is None else _copied(get_tracker().get_states())
+        self.tracked = None if get_tracker is None else _copy_states(get_tracker().get_states())
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class RngSnapshot:
         # Trackers in other libraries take a write, even without states, for a sign that they have been set up.
         if self.get_tracker is not None and self.tracked:
             # Copies again: a generator advances in place, and the block may be replayed more than once.
-            self.get_tracker().set_states(_copied(self.tracked))
+            self.get_tracker().set_states(_copy_states(self.tracked))
         try:
             yield
         finally:
@@ -186,7 +186,7 @@ class TrackedStates:
     def __init__(self) -> None:
         capturing = has_cuda() and torch.cuda.is_current_stream_capturing()
         self._states = [
-            (weakref.ref(tracker), _copied(tracker.states_))
+            (weakref.ref(tracker), _copy_states(tracker.states_))
             for tracker in _trackers
             if tracker.states_ and not capturing
         ]
@@ -200,7 +200,7 @@ class TrackedStates:
             tracker = reference()
             if tracker is not None:
                 # Copies again: a generator advances in place, and the block may be replayed more than once.
-                tracker.set_states(_copied(states))
+                tracker.set_states(_copy_states(states))
         try:
             yield
         finally:
@@ -209,7 +209,7 @@ class TrackedStates:
             set_all_rng_states(registered)
 
 
-def _copied(states: RngStates) -> RngStates:
+def _copy_states(states: RngStates) -> RngStates:
     return {
         name: state.clone_state() if isinstance(state, torch.Generator) else state.clone()
         for name, state in states.items()

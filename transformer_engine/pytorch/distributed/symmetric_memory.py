@@ -83,7 +83,9 @@ ALL_REDUCE: Table[Reduction] = Table(
 _buffers: dict[tuple[Any, ...], _SharedBuffer] = {}
 
 
-def allocated(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> tuple[Tensor, Peers]:
+def allocate_together(
+    numel: int, dtype: torch.dtype, device: torch.device, group: Any
+) -> tuple[Tensor, Peers]:
     """Return a buffer that all ranks in the group allocate at the same time, and its peers."""
     from torch.distributed import _symmetric_memory as symmetric  # importing it registers operators
 
@@ -95,7 +97,7 @@ def _buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, ta
     key = (numel, dtype, device, group.group_name, tag)
     known = _buffers.get(key)
     if known is None or known.group is not group:
-        known = _buffers[key] = _SharedBuffer(*allocated(numel, dtype, device, group), group)
+        known = _buffers[key] = _SharedBuffer(*allocate_together(numel, dtype, device, group), group)
     return known
 
 
@@ -160,7 +162,7 @@ def symmetric_all_reduce(
         # The process has one buffer for all sizes up to a power of two.
         buffer = _buffer(1 << (inp.numel() - 1).bit_length(), inp.dtype, inp.device, group, "all_reduce")
         values = inp.contiguous()
-        reduce_over(buffer.peers, buffer.values, values.view(-1), algorithm == "two_shot")
+        reduce_values(buffer.peers, buffer.values, values.view(-1), algorithm == "two_shot")
         return (inp if values is inp else inp.copy_(values)), None
     if algorithm is not None:
         reason = unsupported_reason(Reduction(*key))
@@ -172,7 +174,7 @@ def symmetric_all_reduce(
     return allreduce(inp, tp_group)
 
 
-def reduce_over(peers: Peers, buffer: Tensor, values: Tensor, two_shots: bool) -> None:
+def reduce_values(peers: Peers, buffer: Tensor, values: Tensor, two_shots: bool) -> None:
     """Replace values [n] by their sum over the ranks.
 
     Args:
@@ -185,14 +187,14 @@ def reduce_over(peers: Peers, buffer: Tensor, values: Tensor, two_shots: bool) -
     buffer[:count].copy_(values)
     peers.barrier()
     if not two_shots:
-        values.copy_(_sum_of(peers, dtype, 0, count))
+        values.copy_(_sum_parts(peers, dtype, 0, count))
         peers.barrier()  # no rank writes the next values before all have read these
         return
     share = -(-count // peers.world_size)
     bounds = [(min(rank * share, count), min((rank + 1) * share, count)) for rank in range(peers.world_size)]
     start, stop = bounds[peers.rank]
     if stop > start:
-        buffer[start:stop].copy_(_sum_of(peers, dtype, start, stop - start))
+        buffer[start:stop].copy_(_sum_parts(peers, dtype, start, stop - start))
     peers.barrier()
     for step in range(peers.world_size):
         rank = (peers.rank + step) % peers.world_size  # each rank reads from another peer at a time
@@ -202,7 +204,7 @@ def reduce_over(peers: Peers, buffer: Tensor, values: Tensor, two_shots: bool) -
     peers.barrier()
 
 
-def _sum_of(peers: Peers, dtype: torch.dtype, start: int, count: int) -> Tensor:
+def _sum_parts(peers: Peers, dtype: torch.dtype, start: int, count: int) -> Tensor:
     """Return the float32 sum over all buffers for a part; every rank adds in the same order."""
     total = peers.get_buffer(0, (count,), dtype, start).to(torch.float32, copy=True)
     for rank in range(1, peers.world_size):

@@ -136,7 +136,7 @@ def initialize_ub(
         raise ValueError(
             f"bootstrap_backend={described(bootstrap_backend)} is unknown; choose one of {_BACKENDS}"
         )
-    modes = _checked_modes(use_fp8, quantization_modes)
+    modes = _check_modes(use_fp8, quantization_modes)
     given = [ub_cfgs] * len(modes) if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
     if len(given) != len(modes):
         raise ValueError(
@@ -145,7 +145,7 @@ def initialize_ub(
         )
     made = {}
     for mode, settings in zip(modes, given, strict=True):
-        made |= _communicators_of(tp_size, mode, settings or {})
+        made |= _create_communicators(tp_size, mode, settings or {})
     _communicators.update(made)
     reserve(size)
 
@@ -189,7 +189,7 @@ def get_ub_is_fp8(name: str, use_fp8: bool) -> bool:
     return get_ub(name, use_fp8).is_fp8_ubuf()
 
 
-def _checked_modes(
+def _check_modes(
     use_fp8: Any, modes: list[UserBufferQuantizationMode] | None
 ) -> list[UserBufferQuantizationMode]:
     """Return the quantization modes; by default, from the deprecated flag."""
@@ -211,7 +211,7 @@ def _checked_modes(
     return modes
 
 
-def _communicators_of(
+def _create_communicators(
     tp_size: int, mode: UserBufferQuantizationMode, settings: Mapping[str, Any]
 ) -> dict[tuple[str, UserBufferQuantizationMode], Communicator]:
     """Return the communicators of one quantization mode."""

@@ -24,7 +24,7 @@ from ...common.numbers import with_article
 from ..distributed.symmetric_memory import is_symm_backed, release_symm_mem_pool, symm_mem_alloc
 from ..functions.expert_exchange import combine, dispatch, through_buffers
 from ..runtime.checks import floating, same_device, tensor
-from ..runtime.tracing import in_eager_mode
+from ..runtime.tracing import run_eagerly
 from ..tensor import QuantizedTensor
 from .buffer import EpBuffer, check_buffer, ep_prepare, exchange_routing
 from .settings import ep_bootstrap, ep_finalize, is_ep_bootstrapped
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 absent.install_getter(__name__, {"_BOOTSTRAPPED": is_ep_bootstrapped})
 
 
-@in_eager_mode("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
+@run_eagerly("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
 def ep_dispatch(
     buffer: EpBuffer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, *,
     recv_tokens: Tensor | None = None, recv_topk_weights: Tensor | None = None,
@@ -148,7 +148,7 @@ def _check_receive_buffers(
         )
 
 
-@in_eager_mode("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
+@run_eagerly("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
 def ep_combine(
     buffer: EpBuffer, expert_out: Tensor, *, num_local_tokens: int | None = None, grad_out: Tensor | None = None
 ) -> Tensor:  # fmt: skip

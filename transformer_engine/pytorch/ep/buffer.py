@@ -15,7 +15,7 @@ from ..distributed.expert_parallel import ExpertRouting, gather_choices, route
 from ..quantization.family import family_of
 from ..runtime.checks import integers, values_dtype
 from ..runtime.device import canonical_device
-from ..runtime.tracing import in_eager_mode
+from ..runtime.tracing import run_eagerly
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from .settings import current_settings
@@ -138,7 +138,7 @@ def _quantizer(name: str, recipe: Recipe | None, mode: str, width: int) -> Quant
     )
 
 
-@in_eager_mode("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
+@run_eagerly("expert parallelism exchanges tokens between ranks, in numbers that are read on the host")
 def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:
     """Exchange the routing of all ranks and store it in the buffer; `ep_dispatch` does the same first.
 

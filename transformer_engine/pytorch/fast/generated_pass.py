@@ -73,7 +73,7 @@ class _Writer:
         self.handles = _handles(instructions)
         self.named: dict[int, str] = {}
         self.last = self._last_readers()
-        self.layouts = self._allocated_layouts()
+        self.layouts = self._allocation_layouts()
         self.scratch = self._scratch_plan()
 
     def _last_readers(self) -> dict[int, int]:
@@ -84,7 +84,7 @@ class _Writer:
             last.update((buffer, number) for buffer in _buffers_used(step) if buffer not in returned)
         return last
 
-    def _allocated_layouts(self) -> dict[int, TensorLayout]:
+    def _allocation_layouts(self) -> dict[int, TensorLayout]:
         """The layout in which each buffer is allocated: the result's, if it is returned in one layout."""
         result_layouts: dict[int, set[TensorLayout]] = {}
         for result in self.results:

@@ -104,11 +104,11 @@ def record_begin(
             return x._replace(codes=parts[0], scale=parts[1] if has_block_scales else x.scale)
 
         join = join_operand
-    layouts = tuple([_received(collective, symbol.layout, ranks, axis) for symbol in received])
+    layouts = tuple([_result_layout(collective, symbol.layout, ranks, axis) for symbol in received])
     return RecordedPending(started, layouts, join)
 
 
-def _received(collective: str, layout: TensorLayout, ranks: int, axis: int) -> TensorLayout:
+def _result_layout(collective: str, layout: TensorLayout, ranks: int, axis: int) -> TensorLayout:
     """TensorLayout of a collective's result."""
     shape = list(layout.shape)
     if collective == "all_gather":
@@ -194,7 +194,7 @@ def record_scattered_product(
         [*left.symbols, *right.symbols],
         [None],
     )
-    layout = _received("reduce_scatter", TensorLayout.contiguous(shape, dtype), ranks, 0)
+    layout = _result_layout("reduce_scatter", TensorLayout.contiguous(shape, dtype), ranks, 0)
     return RecordedPending(started, (layout,), lambda parts: parts[0])
 
 

@@ -18,14 +18,14 @@ from ..primitives.gemm import TABLE, Epilogue, composed
 from ..primitives.gemm import fused as fused_products
 from ..primitives.gemm.block_scales import block_scale_memory
 from ..primitives.gemm.composed import GELU, GELU_GRADIENT
-from ..primitives.gemm.composed import key_of as fused_key
-from ..primitives.gemm.cublaslt_fused import plan_behind
+from ..primitives.gemm.composed import request_key as fused_key
+from ..primitives.gemm.cublaslt_fused import find_plan
 from ..primitives.gemm.cublaslt_plan import CublasPlan
-from ..primitives.gemm.request import key_of
+from ..primitives.gemm.request import request_key
 from ..primitives.operand import Operand, OwnedOperand
 from .symbols import Instructions, NotRecordable, Symbol, TensorLayout
 
-# Positions in product keys: `request.key_of` follows 5 fields of `composed.key_of`; dtypes of both operands.
+# Positions in product keys: `request.request_key` follows 5 fields of `composed.request_key`; dtypes of both operands.
 _FUSED_FIELDS = 5
 _DTYPES = (2, 8)
 
@@ -38,7 +38,7 @@ class SymbolicOperand(OwnedOperand):
         if epilogue.out is not None:
             raise NotRecordable("a product writes to a tensor of its caller")
         instructions, b = _symbolic(self, other)
-        call = TABLE.bound_in_eager_mode(_native(key_of(self, b, epilogue)))
+        call = TABLE.bound_in_eager_mode(_native(request_key(self, b, epilogue)))
         plan = getattr(call, "__self__", None)
         if not isinstance(plan, CublasPlan):
             return _apply(call, self, b, epilogue, 1)[0]
@@ -47,13 +47,13 @@ class SymbolicOperand(OwnedOperand):
         instructions.multiply(plan, b.codes, self.codes, result, (*scales, _bias(plan, epilogue)))
         return result  # pyright: ignore[reportReturnType]
 
-    def multiplied_gelu(self, other: Operand, epilogue: Epilogue, keeps_input: bool) -> Any:
+    def multiply_gelu(self, other: Operand, epilogue: Epilogue, keeps_input: bool) -> Any:
         """Append a product with GELU; return the symbols for gelu(x) and x."""
         instructions, b = _symbolic(self, other)
         call = _fused_call(fused_key(GELU, self, b, epilogue, keeps_input))
         if call is None:
             return None
-        plan = plan_behind(call)
+        plan = find_plan(call)
         if plan is None or plan.problem.swizzled:
             out, *saved_input = _apply(call, self, b, epilogue, 2 if keeps_input else 1)
             return out, saved_input[0] if saved_input else None
@@ -64,13 +64,13 @@ class SymbolicOperand(OwnedOperand):
         instructions.multiply(plan, b.codes, self.codes, result, pointers)
         return result, x
 
-    def multiplied_gelu_gradient(self, other: Operand, epilogue: Epilogue, x: Any) -> Any:
+    def multiply_gelu_gradient(self, other: Operand, epilogue: Epilogue, x: Any) -> Any:
         """Append a product with the GELU gradient at x; return the result symbol."""
         instructions, b = _symbolic(self, other)
         call = _fused_call(fused_key(GELU_GRADIENT, self, b, epilogue, False, x, x.dtype))
         if call is None:
             return None
-        plan = plan_behind(call)
+        plan = find_plan(call)
         if plan is None or plan.problem.swizzled:
             return _apply(call, self, b, epilogue, 1, x)[0]
         result = instructions.allocate(TensorLayout((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
@@ -172,11 +172,11 @@ def _block_scales(operand: Operand) -> Any:
     settings = operand._replace(codes=None, scale=None, amax=None)  # pyright: ignore
     shape = (operand.rows, operand.depth)
 
-    def in_library_layout(given: Tensor) -> tuple[Tensor]:
+    def to_library_layout(given: Tensor) -> tuple[Tensor]:
         return (block_scale_memory(settings._replace(scale=given), shape),)
 
-    (expected,) = in_library_layout(scale.meta)
+    (expected,) = to_library_layout(scale.meta)
     if expected is scale.meta:
         return scale
-    (copied,) = instructions.apply(in_library_layout, [scale], [TensorLayout.of(expected)])
+    (copied,) = instructions.apply(to_library_layout, [scale], [TensorLayout.of(expected)])
     return copied

@@ -163,7 +163,7 @@ class Instructions:
         self.steps.append(Allocate(symbol.buffer, layout))
         return symbol
 
-    def allocate_by(self, maker: Callable[[], Tensor]) -> Symbol:
+    def append_allocation(self, maker: Callable[[], Tensor]) -> Symbol:
         """Append a buffer allocation by a function without arguments; return its symbol."""
         if isinstance(maker, partial) and maker.func is torch.empty_strided:
             return self.allocate(

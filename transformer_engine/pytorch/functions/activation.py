@@ -14,7 +14,7 @@ from ..primitives.activation import (
     reference,
 )
 from ..runtime.autograd import Function
-from ..runtime.double_backward import is_recorded, replayed
+from ..runtime.double_backward import is_recorded, replay
 
 
 def activation(name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS) -> Tensor:
@@ -39,5 +39,5 @@ class _Activation(Function):
         (x,) = ctx.saved_tensors
         if is_recorded():
             program = partial(reference.value, ctx.name, constants=ctx.params.constants)
-            return *replayed(program, (x,), dy), None, None  # pyright: ignore[reportArgumentType]
+            return *replay(program, (x,), dy), None, None  # pyright: ignore[reportArgumentType]
         return activation_backward(ctx.name, dy, x, ctx.params), None, None

@@ -120,7 +120,7 @@ def _meets(begin: int, end: int, strides: list[tuple[int, int]], element: int) -
     return False
 
 
-def copied_if_overlapping(gradient: Tensor, buffer: Tensor) -> Tensor:
+def copy_if_overlapping(gradient: Tensor, buffer: Tensor) -> Tensor:
     """Return the output gradient, or a copy where writing the buffer would overwrite it.
 
     They share memory where one buffer serves two consecutive layers, or where the gradient was computed in place of an
@@ -129,7 +129,7 @@ def copied_if_overlapping(gradient: Tensor, buffer: Tensor) -> Tensor:
     return gradient.clone() if share_memory(buffer, gradient) else gradient
 
 
-def handed_out(buffer: Tensor) -> Tensor:
+def alias_buffer(buffer: Tensor) -> Tensor:
     """Return an alias for a buffer that has just been written, for autograd to attach its history to.
 
     The caller's buffer stays without history and can be used again. The alias shares the buffer's version counter, so

@@ -1,7 +1,7 @@
 """Communication of a pass as two calls: pending = begin(..), other work, x = pending.wait().
 
 Overlap never changes results. With the `ub_*` flags of a layer, rows can be in transit while a product multiplies
-the rows that have arrived (`gathered_product`) or computes the rows that follow (`scattered_product`).
+the rows that have arrived (`gather_and_multiply`) or computes the rows that follow (`multiply_and_scatter`).
 
 A pass that is recorded on Symbols appends the same calls to its instructions (`fast/recorded_collectives.py`).
 """
@@ -38,7 +38,7 @@ from ..primitives.operand import Operand
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
-from .linear_operands import dense_values, operand_of
+from .linear_operands import dense_values, to_operand
 from .overlapped_products import gather_over_peers, product_of_rows, scatter_over_peers
 
 COLLECTIVES = {
@@ -54,7 +54,7 @@ class Pending(NamedTuple):
     Attributes:
         work: Rows or an operand in transit, or (result, process group handle).
         parallel: The tensor-parallel group.
-        overlaps: all_gather rows may arrive one rank after another, for `gathered_product`.
+        overlaps: all_gather rows may arrive one rank after another, for `gather_and_multiply`.
         dense: The result is values that form a matrix with a contiguous axis; see `dense_values`.
     """
 
@@ -95,14 +95,14 @@ def begin(
         axis: Axis that an operand all_gather joins: 0, or 1 for the column direction [K, M] of sharded rows.
         overlaps, dense: See `Pending`.
     """
-    return Pending(_begun(collective, x, parallel, axis, overlaps), parallel, overlaps, dense)
+    return Pending(_begin_collective(collective, x, parallel, axis, overlaps), parallel, overlaps, dense)
 
 
-def _begun(collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool) -> Any:
+def _begin_collective(collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool) -> Any:
     """`Pending.work` for a collective."""
     if is_symbolic(x):
         return record_begin(
-            lambda sent: _begun(collective, sent, parallel, axis, overlaps),
+            lambda sent: _begin_collective(collective, sent, parallel, axis, overlaps),
             collective,
             x,
             parallel.size,
@@ -129,7 +129,7 @@ def begin_sum(x: Tensor, parallel: TensorParallel) -> Pending:
     return begin("reduce_scatter" if parallel.sequence else "all_reduce", x, parallel)
 
 
-def gathered_product(pending: Pending, b: Any, epilogue: Epilogue) -> tuple[Tensor, Any]:
+def gather_and_multiply(pending: Pending, b: Any, epilogue: Epilogue) -> tuple[Tensor, Any]:
     """Compute a @ b.T for rows in transit, rank by rank where the rows arrive in this way.
 
     Args:
@@ -145,22 +145,22 @@ def gathered_product(pending: Pending, b: Any, epilogue: Epilogue) -> tuple[Tens
         # The instruction's function is called with real tensors. The bias is an instruction argument.
         settings = epilogue._replace(bias=None)
         return record_gathered_product(
-            lambda started, other, bias: gathered_product(
+            lambda started, other, bias: gather_and_multiply(
                 Pending(started, parallel, overlaps, dense), other, settings._replace(bias=bias)
             ),
             work,
             b,
             epilogue,
-            operand_of(b).rows,
+            to_operand(b).rows,
         )
     if isinstance(work, GatheredRows):
-        y = product_of_rows(work, operand_of(b), epilogue)
+        y = product_of_rows(work, to_operand(b), epilogue)
         return y, pending.wait()
     whole = pending.wait()
-    return gemm(operand_of(whole), operand_of(b), epilogue), whole
+    return gemm(to_operand(whole), to_operand(b), epilogue), whole
 
 
-def scattered_product(a: Any, b: Any, epilogue: Epilogue, parallel: TensorParallel) -> Pending:
+def multiply_and_scatter(a: Any, b: Any, epilogue: Epilogue, parallel: TensorParallel) -> Pending:
     """Begin summing a @ b.T over the ranks, which each get their rows; rows are in transit while others multiply.
 
     Args:
@@ -169,10 +169,10 @@ def scattered_product(a: Any, b: Any, epilogue: Epilogue, parallel: TensorParall
         epilogue: Product dtype and accumulation.
         parallel: The group.
     """
-    left, right = operand_of(a), operand_of(b)
+    left, right = to_operand(a), to_operand(b)
     if is_symbolic(a):
         started = record_scattered_product(
-            lambda first, second: scattered_product(first, second, epilogue, parallel).work,
+            lambda first, second: multiply_and_scatter(first, second, epilogue, parallel).work,
             a,
             b,
             (left.rows, right.rows),

@@ -145,14 +145,14 @@ class _ThroughBuffers(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, buffers: _Buffers) -> Tensor:
         ctx.buffers = buffers
-        return _written(x, buffers.result)
+        return _write_alias(x, buffers.result)
 
     @staticmethod
     @once_differentiable("expert parallelism")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _written(gradient, ctx.buffers.gradient), None
+        return _write_alias(gradient, ctx.buffers.gradient), None
 
 
-def _written(x: Tensor, buffer: Tensor | None) -> Tensor:
+def _write_alias(x: Tensor, buffer: Tensor | None) -> Tensor:
     """Copy x into a buffer and return its alias; without a buffer return an alias of x."""
     return x.view_as(x) if buffer is None else buffer.detach().copy_(x)

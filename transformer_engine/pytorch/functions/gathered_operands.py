@@ -51,7 +51,7 @@ def gathered_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     """
     way = spec.gather_input
     if way in (VALUES, ONCE):
-        return _gathered_values(x, spec, way)
+        return _gather_values(x, spec, way)
     if isinstance(x, Operands):
         x_rows, x_columns = x
     else:
@@ -63,10 +63,10 @@ def gathered_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     x_rows = begin_gather(x_rows, spec)
     if spec.keep_input or spec.backward == HIGH_PRECISION:
         saved = Matrix(dequantized(x, spec.dtype)) if spec.needs_grad_weight else None
-    return x_rows, saved_value(saved, spec.needs_grad_weight)
+    return x_rows, save_value(saved, spec.needs_grad_weight)
 
 
-def _gathered_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
+def _gather_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     """Gather x [M, K] in high precision and quantize all rows on every rank.
 
     This rank's x rows are saved and gathered again in the backward pass, or all rows if
@@ -83,7 +83,7 @@ def _gathered_values(x: Any, spec: LinearSpec, way: str) -> tuple[Any, Any]:
     saved = x_rows if spec.backward == DEQUANTIZED else x_columns
     if spec.keep_input or spec.backward == HIGH_PRECISION:
         saved = Matrix(dequantized(x, spec.dtype)) if spec.needs_grad_weight else None
-    return x_rows, saved_value(saved, spec.needs_grad_weight)
+    return x_rows, save_value(saved, spec.needs_grad_weight)
 
 
 def begin_gather_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient | Tensor:
@@ -95,15 +95,15 @@ def begin_gather_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient | Tens
     """
     quantizes = spec.backward == QUANTIZED and not spec.plain
     if quantizes and gathers_gradient_codes(spec):
-        return QuantizedGradient(_gathered_gradient_codes(dy, spec), None)
+        return QuantizedGradient(_gather_gradient_codes(dy, spec), None)
     pending = begin_gather(dy, spec, dense=True)
     if not quantizes and spec.needs_grad_input and not spec.needs_grad_bias:
-        # The dx product may begin with the rows that have arrived; `gathered_columns` reads the gathered rows.
+        # The dx product may begin with the rows that have arrived; `gather_columns` reads the gathered rows.
         return QuantizedGradient(Operands(pending, None), None)  # pyright: ignore[reportArgumentType]
     return pending.wait()
 
 
-def _gathered_gradient_codes(dy: Any, spec: LinearSpec) -> Operands:
+def _gather_gradient_codes(dy: Any, spec: LinearSpec) -> Operands:
     """Quantize this rank's rows of dy [M / ranks, N] and begin to gather the codes in each direction that is read."""
     if not (spec.needs_grad_input or spec.needs_grad_weight):
         return Operands(None, None)
@@ -119,7 +119,7 @@ def _gathered_gradient_codes(dy: Any, spec: LinearSpec) -> Operands:
     return Operands(rows, columns)
 
 
-def gathered_columns(columns: Any, rows: Any) -> Any:
+def gather_columns(columns: Any, rows: Any) -> Any:
     """Column-wise operand [K, M]: gathered, or transposed gathered rows [M, K] if `columns` is None."""
     if isinstance(columns, Pending):
         return columns.wait()
@@ -173,7 +173,7 @@ def begin_gather(x: Any, spec: LinearSpec, axis: int = 0, dense: bool = False) -
     return begin("all_gather", x, spec.parallel, axis, overlaps, dense)
 
 
-def saved_value(x: Any, is_read: bool) -> Any:
+def save_value(x: Any, is_read: bool) -> Any:
     """The saved x, marked as complete for copies to the host; None if no gradient reads it."""
     if not is_read:
         return None

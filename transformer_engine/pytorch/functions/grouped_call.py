@@ -16,7 +16,7 @@ from ..tensor.quantizer import Quantizer
 from .caller_buffers import NO_BUFFERS, CallerBuffers
 from .grouped_quantizer import GroupedQuantizer, grouped
 from .linear_spec import LinearSpec
-from .main_grad import main_grad_of
+from .main_grad import find_main_grad
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient
 
@@ -134,7 +134,7 @@ class GroupedCall:
         return torch.cat(parts) if out is None else torch.cat(parts, out=out)
 
 
-def members_of(stack: Any) -> list[Any]:
+def stack_members(stack: Any) -> list[Any]:
     """View the n matrices, or vectors, in a stack; storages where it is quantized. A list is unchanged."""
     if isinstance(stack, list):
         return stack
@@ -143,7 +143,7 @@ def members_of(stack: Any) -> list[Any]:
     return list(stack.unbind(0))
 
 
-def stacked_gradient(members: Sequence[Tensor | None], gradient: WeightGradient) -> Tensor | None:
+def stack_gradient(members: Sequence[Tensor | None], gradient: WeightGradient) -> Tensor | None:
     """Return the gradient of a stack: of its members, or the placeholder for one that went to `main_grad`."""
     given = [member for member in members if member is not None]
     if given:
@@ -186,7 +186,7 @@ class StackMember:
 
     @property
     def main_grad(self) -> Tensor:
-        return main_grad_of(self.whole)[self._index]
+        return find_main_grad(self.whole)[self._index]
 
     @property
     def grad(self) -> Tensor | None:

@@ -41,13 +41,13 @@ from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
-from .caller_buffers import copied_if_overlapping
+from .caller_buffers import copy_if_overlapping
 from .grouped_call import GroupedCall
 from .grouped_products import (
     bias_gradients,
     cast_groups,
-    converted_weights,
-    inspected_groups,
+    convert_weights,
+    inspect_groups,
     operands_of_trained_weights,
     product_of_groups,
     values_of_groups,
@@ -88,7 +88,7 @@ def grouped_linear_forward(
         # y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N]: both row-wise; the rows of all groups form y [M, N].
         y = product_of_groups(x_rows, w_rows, call, "forward", biases=biases)
         if "output" in call.spec.inspected:
-            y = inspected_groups(y, call, "output")
+            y = inspect_groups(y, call, "output")
     return [y], [saved_input, saved_weight]
 
 
@@ -131,7 +131,7 @@ def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any
     """
     layer = call.spec.layer
     if layer.plain:
-        rows = columns = converted_weights(weights, call)
+        rows = columns = convert_weights(weights, call)
     else:
         quantizes_columns = layer.needs_grad_input and layer.backward == QUANTIZED
         rows, columns = cast_groups(weights, call, "weight", rowwise=True, columnwise=quantizes_columns)
@@ -141,7 +141,7 @@ def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any
     if layer.backward == DEQUANTIZED:
         saved = rows
     elif layer.backward == HIGH_PRECISION and not layer.plain:
-        saved = converted_weights(weights, call)
+        saved = convert_weights(weights, call)
     if offloading.synchronizer is not None:
         keep_weight(saved)  # an offloading context leaves weights on the device
     return rows, saved
@@ -184,7 +184,7 @@ def grouped_linear_backward(
         # dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K]: dy_g row-wise, w_g column-wise.
         dx = product_of_groups(rows, w, call, "grad_input")
         if "grad_input" in call.spec.inspected:
-            dx = inspected_groups(dx, call, "grad_input")
+            dx = inspect_groups(dx, call, "grad_input")
     del rows, w
     dw = None
     if layer.needs_grad_weight:
@@ -255,7 +255,7 @@ class _GroupedLinear(Function):
         call: GroupedCall = ctx.spec
         buffer = call.buffers.grad_input
         if buffer is not None:  # the caller's buffer for dx, which may share memory with dy
-            grad_output = copied_if_overlapping(grad_output, buffer)
+            grad_output = copy_if_overlapping(grad_output, buffer)
         grad_input, *parameter_gradients = run_backward(FUNCTIONS, ctx, (grad_output,))
         grads: list[Tensor | None] = []
         for gradient, count in zip(parameter_gradients, ctx.counts, strict=True):

@@ -27,19 +27,19 @@ from ..primitives.grouped_gemm import (
 )
 from ..primitives.grouped_quantize import row_sums
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from .caller_buffers import handed_out
-from .grouped_call import GroupedCall, members_of, stacked_gradient
+from .caller_buffers import alias_buffer
+from .grouped_call import GroupedCall, stack_gradient, stack_members
 from .linear_operands import (
     converted,
     dequantized,
     input_operands,
-    operand_of,
     operands_for_products,
     read_as,
+    to_operand,
     weight_operands,
 )
 from .linear_spec import inspects
-from .main_grad import main_grad_of
+from .main_grad import find_main_grad
 from .weight_gradient import WeightGradient, overwrite_once
 
 
@@ -61,7 +61,7 @@ def cast_groups(x: Any, call: GroupedCall, tensor: str, rowwise: bool, columnwis
     quantizer: Any = getattr(call.spec.quantizers, tensor)
     if tensor == "weight":
         codes, scale, codes_t, scale_t, amax, amax_t = call.cached or quantizer.matrices(
-            Matrices.of(members_of(x)), rowwise, columnwise
+            Matrices.of(stack_members(x)), rowwise, columnwise
         )
         return (
             GroupedMatrices(None, False, codes, scale, quantizer.format, amax) if rowwise else None,
@@ -79,7 +79,7 @@ def _cast_each_group(
 ) -> tuple[Any, Any]:
     """`cast_groups` in a loop: each direction is a list with one operand per group."""
     if tensor == "weight":
-        members = zip(members_of(x), call.groups, strict=True)
+        members = zip(stack_members(x), call.groups, strict=True)
         pairs = [weight_operands(weight, group, columnwise) for weight, group in members]
     else:
         pairs: list[Any] = []
@@ -98,14 +98,14 @@ def _cast_each_group(
     )
 
 
-def converted_weights(weights: Any, call: GroupedCall) -> Any:
+def convert_weights(weights: Any, call: GroupedCall) -> Any:
     """Weight values in the layer dtype."""
     dtype = call.groups[0].dtype
     if call.layout is not None and (weights[0] if isinstance(weights, list) else weights).dtype is dtype:
         return weights  # one launch reads weights with the input's dtype only
     if isinstance(weights, Tensor) and not isinstance(weights, QuantizedTensorStorage):
         return weights.to(dtype)
-    return [converted(member, dtype) for member in members_of(weights)]
+    return [converted(member, dtype) for member in stack_members(weights)]
 
 
 def values_of_groups(x: Any, call: GroupedCall) -> Any:
@@ -138,29 +138,29 @@ def product_of_groups(a: Any, b: Any, call: GroupedCall, kind: str, biases: Any 
     if call.layout is None:
         dtype = first.dtype
         epilogue = Epilogue(dtype, exact=exact)
-        added = [None] * len(call.groups) if biases is None else members_of(biases)
+        added = [None] * len(call.groups) if biases is None else stack_members(biases)
         parts = [
             multiply(
-                operand_of(left),
-                operand_of(read_as(right, transposed)),
+                to_operand(left),
+                to_operand(read_as(right, transposed)),
                 epilogue if bias is None else Epilogue(dtype, bias=bias, exact=exact),
             )
-            for left, right, bias in zip(call.rows_of(a), members_of(b), added, strict=True)
+            for left, right, bias in zip(call.rows_of(a), stack_members(b), added, strict=True)
         ]
         y = call.joined(parts, buffer)
     else:
         rows = GroupedRows(a.contiguous()) if isinstance(a, Tensor) else a
         matrices = b
         if not isinstance(b, GroupedMatrices):
-            matrices = GroupedMatrices(Matrices.of(members_of(b)), transposed)
+            matrices = GroupedMatrices(Matrices.of(stack_members(b)), transposed)
         stack = torch.stack(biases) if isinstance(biases, list) else biases
         y = product_of_rows(
             rows, matrices, call.layout, first.dtype, bias=stack, exact=exact, out=buffer, clears=call.clears
         )
-    return y if buffer is None else handed_out(y)
+    return y if buffer is None else alias_buffer(y)
 
 
-def inspected_groups(y: Tensor, call: GroupedCall, result: str) -> Tensor:
+def inspect_groups(y: Tensor, call: GroupedCall, result: str) -> Tensor:
     """Pass each group's rows to the group's inspector."""
     parts = []
     for part, group in zip(call.rows_of(y), call.groups, strict=True):
@@ -179,7 +179,7 @@ def weight_gradients(dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype) -> 
     if call.layout is not None:
         dy = GroupedColumns(dy.contiguous()) if isinstance(dy, Tensor) else dy
         x = GroupedColumns(x.contiguous()) if isinstance(x, Tensor) else x
-        return stacked_weight_gradients(call, call.layout, dy, x, dtype)
+        return stack_weight_gradients(call, call.layout, dy, x, dtype)
     if call.groups[0].weight_gradient.fused and not (
         call.spec.stacked_weight or torch.compiler.is_compiling()
     ):
@@ -189,11 +189,11 @@ def weight_gradients(dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype) -> 
     for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
         gradient = None
         if group.needs_grad_weight:
-            left = operand_of(read_as(left, transposed=True))
-            right = operand_of(read_as(right, transposed=True))
+            left = to_operand(read_as(left, transposed=True))
+            right = to_operand(read_as(right, transposed=True))
             destination = group.weight_gradient
             if destination.overwrite and destination.fused and torch.compiler.is_compiling():
-                main_grad = main_grad_of(destination.parameter)
+                main_grad = find_main_grad(destination.parameter)
                 if any(main_grad is other for other in overwritten):
                     destination = replace(destination, overwrite=False)
                 overwritten.append(main_grad)
@@ -202,11 +202,11 @@ def weight_gradients(dy: Any, x: Any, call: GroupedCall, dtype: torch.dtype) -> 
             )
         grads.append(gradient)
     if call.spec.stacked_weight:
-        return stacked_gradient(grads, call.groups[0].weight_gradient)
+        return stack_gradient(grads, call.groups[0].weight_gradient)
     return grads
 
 
-def stacked_weight_gradients(
+def stack_weight_gradients(
     call: GroupedCall, groups: Groups, dy: GroupedColumns, x: GroupedColumns, dtype: torch.dtype
 ) -> Any:
     """Compute dw_g [N, K] = dy_g.T @ x_g: views of one stack, or accumulated into every main_grad.
@@ -220,7 +220,7 @@ def stacked_weight_gradients(
         product_of_columns(dy, x, groups, (n, k), stack, exact=exact)
         return stack if call.spec.stacked_weight else list(stack.unbind(0))
     gradients = [group.weight_gradient for group in call.groups]
-    results = [main_grad_of(gradient.parameter) for gradient in gradients]
+    results = [find_main_grad(gradient.parameter) for gradient in gradients]
     overwritten = [gradient.begins_accumulation() for gradient in gradients]
     overwrite = all(overwritten)
     if not overwrite:
@@ -240,7 +240,7 @@ def stacked_weight_gradients(
             result.copy_(gradient) if first else result.add_(gradient)
             written.add(result.data_ptr())
     if call.spec.stacked_weight:
-        return stacked_gradient((), gradients[0])
+        return stack_gradient((), gradients[0])
     return [gradient._placeholder(dtype) for gradient in gradients]
 
 
@@ -251,4 +251,4 @@ def bias_gradients(dy: Tensor, call: GroupedCall, dtype: torch.dtype) -> Any:
         return stack if call.spec.stacked_bias else list(stack.unbind(0))
     parts = zip(call.rows_of(dy), call.groups, strict=True)
     sums = [column_sums(part, dtype) if group.needs_grad_bias else None for part, group in parts]
-    return stacked_gradient(sums, WeightGradient()) if call.spec.stacked_bias else sums
+    return stack_gradient(sums, WeightGradient()) if call.spec.stacked_bias else sums

@@ -24,7 +24,7 @@ from ..primitives.grouped_quantize import (
 from ..primitives.quantize import Quantized, QuantizeSpec
 from ..runtime.device import current_hardware
 from ..tensor.block_scaling import BlockScalingQuantizer
-from ..tensor.elements import element_of
+from ..tensor.elements import find_element
 from ..tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from ..tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from ..tensor.quantizer import Quantizer
@@ -105,14 +105,14 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
         regular = [(state, offset + i * stride, dtype) for i in range(len(quantizers))]
         if state is None or slots != regular:
             return None
-        return GroupedQuantizer(QuantizeSpec(FLOAT8, element_of(dtype)), state, offset, stride)
+        return GroupedQuantizer(QuantizeSpec(FLOAT8, find_element(dtype)), state, offset, stride)
     if any(quantizer != first for quantizer in quantizers):
         return None
     if isinstance(first, Float8CurrentScalingQuantizer) and not first.with_amax_reduction:
         return GroupedQuantizer(
             QuantizeSpec(
                 FLOAT8,
-                element_of(first.dtype),
+                find_element(first.dtype),
                 power_of_two=first.force_pow_2_scales,
                 epsilon=first.amax_epsilon,
             )
@@ -124,7 +124,7 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
     if isinstance(first, BlockScalingQuantizer) and first.makes_tiles:
         spec = first.spec(True, True)
         if (
-            spec.format.by_exponents
+            spec.format.exponent_scales
             and (of_matrices or not spec.two_dimensional)
             and not _is_outdated(spec.format)
         ):

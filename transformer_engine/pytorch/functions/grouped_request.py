@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.dispatch import Backend, Table, undisturbed
+from ...common.dispatch import Backend, Table, is_undisturbed
 
 TOGETHER, LOOP = "together", "loop"
 
@@ -87,7 +87,7 @@ class GroupedRequest(NamedTuple):
     multiple: int = 1
 
 
-def requested_by_environment() -> bool | None:
+def environment_request() -> bool | None:
     """Return NVTE_USE_CUTLASS_GROUPED_GEMM; None if it is not set."""
     return None if _text() is None else env.flag(_NAME)
 
@@ -143,6 +143,6 @@ def runs_together(
         features: Further call features.
         has_rows: The input has rows.
     """
-    if undisturbed():
+    if is_undisturbed():
         return supported and not features and has_rows
     return TABLE.choose(request._replace(features=request.features + features, has_rows=has_rows)) == TOGETHER

@@ -16,8 +16,8 @@ from ..fast.compiled import CompiledLayer, CompiledPass, compiles_on
 from ..fast.symbols import Symbol
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
-from ..runtime.autograd import check_transforms, without_autocast
-from ..runtime.tracing import result_in
+from ..runtime.autograd import check_transforms, disable_autocast
+from ..runtime.tracing import reshape_result
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Quantizer
 from .linear_spec import RECOMPUTED, SAVED, LayerSpec, LinearSpec
@@ -126,11 +126,11 @@ def forward_results(
         results, saved = functions.forward(*arguments)
     if len(leading) == 1 and not torch.compiler.is_compiling():
         return results, saved  # results are matrices
-    return _in_shape(results, saved, leading)
+    return _restore_shape(results, saved, leading)
 
 
 # Autograd nodes run without torch.autocast; calls without gradients have no node.
-_forward_without_autocast = without_autocast(forward_results)
+_forward_without_autocast = disable_autocast(forward_results)
 
 
 def compiled_functions(
@@ -205,7 +205,9 @@ def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
     return (leading[0] * rows // before, *leading[1:])
 
 
-def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+def _restore_shape(
+    results: list[Any], saved: list[Any], leading: tuple[int, ...]
+) -> tuple[list[Any], list[Any]]:
     """Results with the leading input dimensions, and the saved buffers."""
     # Results get the leading dimensions of the input. A saved tensor that is also returned is the returned one, so that
     # autograd notices when the caller writes to it. A view of it, saved by the node that it comes from, would keep the
@@ -219,7 +221,7 @@ def _in_shape(results: list[Any], saved: list[Any], leading: tuple[int, ...]) ->
         # torch 2.11 traces a zero backward for an output that is the product itself.
         if result.shape == shape and not traced:
             continue
-        results[i] = result.view(shape) if type(result) is Symbol else result_in(result, shape)
+        results[i] = result.view(shape) if type(result) is Symbol else reshape_result(result, shape)
         if not traced:
             saved = [_replace_result(value, result, results[i]) for value in saved]
     return results, saved

@@ -84,7 +84,7 @@ from .gathered_operands import (
     begin_gather_gradient,
     begin_gather_saved,
     column_operand,
-    gathered_columns,
+    gather_columns,
     gathered_input,
     gathers_saved_input,
 )
@@ -96,9 +96,9 @@ from .linear_operands import (
     converted,
     dense_values,
     gradient_cast,
-    operand_of,
     readable_weight,
-    saved_values,
+    save_values,
+    to_operand,
     weight_operands,
 )
 from .linear_results import begin_input_gradient, compute_output, end_input_gradient
@@ -162,7 +162,7 @@ def linear_forward(
         del x_rows, w_rows
         y = compute_output(operands, epilogue, spec, leading)
     else:
-        y = multiply(operand_of(x_rows), operand_of(w_rows), epilogue)
+        y = multiply(to_operand(x_rows), to_operand(w_rows), epilogue)
     return LinearResult(y, saved_input, saved_weight)
 
 
@@ -191,7 +191,7 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
         return x_rows, None
     saved: Any = x_columns
     if not saves_codes:
-        saved = saved_values(x, x_rows, spec)
+        saved = save_values(x, x_rows, spec)
     if offloading.synchronizer is not None:
         mark_ready(saved)  # an offloading context may begin to copy it to the host
     return x_rows, saved
@@ -259,20 +259,20 @@ def linear_backward(
         if more_follows or len(weight_and_u) > 1:  # in the second case, u follows the weight
             dx, dy_rows = begin_input_gradient(dy_rows, weight_and_u, epilogue, spec, leading)
         else:
-            dx = multiply(operand_of(dy_rows), operand_of(weight_and_u.pop()), epilogue)
+            dx = multiply(to_operand(dy_rows), to_operand(weight_and_u.pop()), epilogue)
     if produce_input is not None:
         dx, x = produce_input(dx)
     dw = None
     if spec.needs_grad_weight:
         if spec.communicates:
-            dy_columns = gathered_columns(dy_columns, dy_rows)
+            dy_columns = gather_columns(dy_columns, dy_rows)
         del dy_rows
         if offloading.used or spec.communicates or spec.keep_input or spec.backward != QUANTIZED:
             x = column_operand(x, spec)
         if spec.input_columns == RECOMPUTED:
             x = cast_columns(x, spec.input)
         # dw [N, K] = dy [M, N].T @ x [M, K]: both column-wise. It is returned, accumulated into main_grad, or delayed.
-        left, right = operand_of(dy_columns), operand_of(x)
+        left, right = to_operand(dy_columns), to_operand(x)
         del dy_columns, x
         dtype, exact = spec.grad_weight_dtype or spec.dtype, spec.accumulation.grad_weight
         dw = spec.weight_gradient.compute(left, right, exact, dtype, spec.inspector)

@@ -70,7 +70,7 @@ class _Mean(Function):
         done = 0
         # A compiler's graph writes every tensor through one base.
         how = (not torch.compiler.is_compiling(), precise)
-        for rows, logits in _by_ids(gradients, hidden, weight, bias, *how):
+        for rows, logits in _group_by_ids(gradients, hidden, weight, bias, *how):
             losses, statistics = logits.losses(targets[rows], labels)
             total += losses.sum()
             facts = RowFacts(targets[rows], statistics, factor, labels)
@@ -121,7 +121,7 @@ class _Rows(Function):
         gradients = HeadGradients.wanted(ctx.needs_input_grad, hidden, weight, bias)
         done = 0
         # Chunks need fewer operations, which a compiler traces one by one.
-        for rows, logits in _by_ids(
+        for rows, logits in _group_by_ids(
             gradients, hidden, weight, bias, False, not torch.compiler.is_compiling()
         ):
             logits.spend(facts.part(rows), gradients.of(rows), begin=rows.start == 0)
@@ -132,7 +132,7 @@ class _Rows(Function):
         return *gradients.results(bias), None, None
 
 
-def _by_ids(
+def _group_by_ids(
     gradients: HeadGradients, hidden: Tensor, weight: Tensor, bias: Tensor | None, lend: bool, rest: bool
 ) -> Iterator[tuple[slice, LogitsByIds]]:
     """Yield the first rows, in groups that accumulate into the weight's gradient once each.
@@ -157,9 +157,9 @@ def _by_ids(
         lent = most if chunk_rows(rows) <= most <= features else 0
     if lent:
         head = (hidden[:lent], weight, bias)
-        yield slice(0, lent), LogitsByIds.in_gradients(room, *head, gradients)
+        yield slice(0, lent), LogitsByIds.begin_in_gradients(room, *head, gradients)
     if rest:
-        yield from LogitsByIds.in_turn(room, slice(lent, rows), hidden, weight, bias)
+        yield from LogitsByIds.iterate_groups(room, slice(lent, rows), hidden, weight, bias)
 
 
 def _chunks(

@@ -19,7 +19,7 @@ from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import COLS, ROWS, Operand, plain
 from ..primitives.quantize import Cast, dequantize
 from ..runtime.device import current_hardware
-from ..runtime.tracing import result_in
+from ..runtime.tracing import reshape_result
 from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, Quantizer
@@ -52,7 +52,7 @@ class QuantizedGradient(NamedTuple):
     sums: Tensor | None
 
 
-def operand_of(value: Operand | Matrix | Tensor | Any) -> Operand:
+def to_operand(value: Operand | Matrix | Tensor | Any) -> Operand:
     """Operand for a product: values [.., K] as a matrix, and the transposed values of a `Matrix`."""
     operand: Any = value
     if isinstance(value, Matrix):
@@ -149,7 +149,7 @@ def dequantized(x: Any, dtype: torch.dtype) -> Tensor:
     return plain_matrix(x)
 
 
-def saved_values(x: Any, x_rows: Any, spec: LinearSpec) -> Any:
+def save_values(x: Any, x_rows: Any, spec: LinearSpec) -> Any:
     """Return x [M, K] as a layer saves it whose backward pass does not read the column-wise codes.
 
     These are the values of x if they are quantized again or multiplied in high precision, and the
@@ -189,7 +189,7 @@ def _with_contiguous_axis(x: Tensor) -> Tensor:
         matrix = matrix.contiguous()
     if not matrix.is_contiguous():
         return x  # readers see the matrix as a view of x
-    return result_in(matrix, x.shape)
+    return reshape_result(matrix, x.shape)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, Symbol)
@@ -214,7 +214,7 @@ def input_operands(
     if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
         agrees = not columnwise or storage_of(x).column_signs == quantizer.column_signs  # pyright: ignore
         if agrees and not (shards is not None and _lacks_a_direction(x, columnwise)):
-            found = _operands_of(x, columnwise)
+            found = _tensor_operands(x, columnwise)
             return found if shards is None else with_common_scale(found, shards.checked_group())
         x = plain_matrix(x)
     if not isinstance(quantizer, BlockScalingQuantizer):
@@ -271,8 +271,8 @@ def _weight_as_given(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Oper
     """`weight_operands` of a cached copy or a quantized parameter, or by a quantizer that accepts or returns values."""
     if spec.weight.reads_quantized:
         if spec.cached_weight is not None:
-            return _in_dtype(_directions(spec.cached_weight, columnwise), spec.dtype)
-        return _in_dtype(spec.weight.operands(weight, True, columnwise), spec.dtype)
+            return _convert_operands(_directions(spec.cached_weight, columnwise), spec.dtype)
+        return _convert_operands(spec.weight.operands(weight, True, columnwise), spec.dtype)
     if spec.cached_weight is not None:
         return _directions(spec.cached_weight, columnwise)
     if not isinstance(weight, QuantizedTensorStorage):
@@ -280,10 +280,10 @@ def _weight_as_given(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Oper
     if spec.weight.is_identity:
         values = weight.dequantize(dtype=spec.dtype)  # pyright: ignore[reportCallIssue]
         return Operands(plain(values), Matrix(values))
-    return _operands_of(weight, columnwise)
+    return _tensor_operands(weight, columnwise)
 
 
-def _operands_of(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:
+def _tensor_operands(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:
     """Return the directions of a quantized tensor, which makes the columnwise one if necessary."""
     if not torch.compiler.is_compiling():
         # On the tensor itself, so that it keeps what had to be made; a compiler traces no tensor methods.
@@ -293,7 +293,7 @@ def _operands_of(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:
     return _directions(storage, columnwise)
 
 
-def _in_dtype(operands: Operands, dtype: torch.dtype) -> Operands:
+def _convert_operands(operands: Operands, dtype: torch.dtype) -> Operands:
     """Return the operands with unquantized values converted to the dtype that a layer computes in."""
     rows, columns = operands
     if rows is not None and rows.format is None:

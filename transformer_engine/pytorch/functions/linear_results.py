@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from ..primitives.gemm import Epilogue, gemm, gemm_gelu_gradient, multiply
 from ..primitives.quantize import Cast, Quantized
-from ..runtime.tracing import result_in
+from ..runtime.tracing import reshape_result
 from ..tensor.quantizer import Quantizer
-from .communication import Pending, begin_sum, gathered_product, scattered_product
+from .communication import Pending, begin_sum, gather_and_multiply, multiply_and_scatter
 from .layer import leading_shape
-from .linear_operands import operand_of
+from .linear_operands import to_operand
 from .linear_spec import LinearSpec, inspects, sums_over_ranks
 
 # Product results, by the names that inspectors use.
@@ -88,16 +88,16 @@ def _multiply(operands: list[Any], epilogue: Epilogue, spec: LinearSpec, result:
     if isinstance(a, Pending) and (gelu_input or cast is not None or epilogue.out is not None):
         a = a.wait()  # these products read all rows at once
     if gelu_input:
-        return gemm_gelu_gradient(operand_of(a), operand_of(b), gelu_input[0], epilogue), a  # pyright: ignore[reportArgumentType]
+        return gemm_gelu_gradient(to_operand(a), to_operand(b), gelu_input[0], epilogue), a  # pyright: ignore[reportArgumentType]
     if isinstance(a, Pending):
-        return gathered_product(a, b, epilogue)
+        return gather_and_multiply(a, b, epilogue)
     # A row-parallel layer adds its bias after the sum. A bias that is passed here is added on each rank, in the
     # epilogue, which the scattered product does not have.
     if epilogue.bias is None and _scatters(spec, result):
-        return scattered_product(a, b, epilogue, spec.parallel), a
+        return multiply_and_scatter(a, b, epilogue, spec.parallel), a
     if cast is not None:
-        return gemm(operand_of(a), operand_of(b), epilogue, cast), a
-    return multiply(operand_of(a), operand_of(b), epilogue), a
+        return gemm(to_operand(a), to_operand(b), epilogue, cast), a
+    return multiply(to_operand(a), to_operand(b), epilogue), a
 
 
 def _begin_sum(y: Any, spec: LinearSpec, result: Result) -> Any:
@@ -137,4 +137,4 @@ def _quantized(y: Any, spec: LinearSpec, quantizer: Quantizer, leading: tuple[in
     if isinstance(y, Quantized):
         rows, columns = y.codes.shape  # pyright: ignore[reportOptionalMemberAccess]
         return quantizer.adopted(y, (*leading_shape(leading, rows), columns), spec.dtype)
-    return quantizer.quantize(result_in(y, (*leading_shape(leading, y.shape[0]), y.shape[-1])))
+    return quantizer.quantize(reshape_result(y, (*leading_shape(leading, y.shape[0]), y.shape[-1])))

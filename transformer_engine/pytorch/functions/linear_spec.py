@@ -40,7 +40,7 @@ class Accumulation:
     grad_weight: bool = True
 
 
-def accumulation_of(recipe: Recipe | None) -> Accumulation:
+def recipe_accumulation(recipe: Recipe | None) -> Accumulation:
     """Accumulation in a recipe's three products; the defaults without a recipe, and for one without these options."""
     products = [getattr(recipe, f"fp8_gemm_{name}", None) for name in ("fprop", "dgrad", "wgrad")]
     if None in products:
@@ -185,7 +185,7 @@ def linear_spec(
         input=quantizers.input,
         weight=quantizers.weight,
         grad_output=quantizers.grad_output,
-        accumulation=accumulation_of(recipe),
+        accumulation=recipe_accumulation(recipe),
         parallel=parallel,
         weight_gradient=weight_gradient,
         backward=getattr(recipe, "backward_override", None) or "quantized",
@@ -244,21 +244,21 @@ def with_gathering(
     parallel = spec.parallel
     if parallel.gathers_input:
         as_tensor = quantized_as is not None and (
-            spec.backward != "quantized" or spec.keep_input or not spec.input.joins_shards_of(quantized_as)
+            spec.backward != "quantized" or spec.keep_input or not spec.input.can_join_shards(quantized_as)
         )
-        way = gathered_as(spec.input, shard, spec.needs_grad_weight, spec.traced or as_tensor)
+        way = plan_gather(spec.input, shard, spec.needs_grad_weight, spec.traced or as_tensor)
         return replace_fields(
-            spec, gather_input=way, input=_of_shards(spec.input, way, parallel, histories_agree)
+            spec, gather_input=way, input=_shard_quantizer(spec.input, way, parallel, histories_agree)
         )
     if parallel.gathers_gradient and not spec.needs_grad_bias:
-        way = gathered_as(spec.grad_output, shard, spec.needs_grad_weight, spec.traced)
+        way = plan_gather(spec.grad_output, shard, spec.needs_grad_weight, spec.traced)
         if way != ONCE:
-            quantizer = _of_shards(spec.grad_output, way, parallel, histories_agree)
+            quantizer = _shard_quantizer(spec.grad_output, way, parallel, histories_agree)
             return replace_fields(spec, gather_gradient=way, grad_output=quantizer)
     return spec
 
 
-def gathered_as(quantizer: Quantizer, rows: int, columnwise: bool, as_values: bool) -> Gather:
+def plan_gather(quantizer: Quantizer, rows: int, columnwise: bool, as_values: bool) -> Gather:
     """Return how a matrix that a quantizer quantizes is gathered from shards with so many rows.
 
     Args:
@@ -273,13 +273,13 @@ def gathered_as(quantizer: Quantizer, rows: int, columnwise: bool, as_values: bo
     return VALUES if quantizer.is_requantization_safe() else ONCE
 
 
-def _of_shards(
+def _shard_quantizer(
     quantizer: Quantizer, way: Gather, parallel: TensorParallel, histories_agree: bool
 ) -> Quantizer:
     """Return the quantizer for one rank's rows."""
     agrees = histories_agree and quantizer.stateful
     if way in (CODES, ROW_CODES) and parallel.group is not None and not agrees:
-        return quantizer.reducing_over(parallel.group)
+        return quantizer.reduce_over(parallel.group)
     return quantizer
 
 

@@ -53,7 +53,7 @@ class LogitsByIds:
     sums: Tensor | None = None
 
     @classmethod
-    def in_gradients(
+    def begin_in_gradients(
         cls, room: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: HeadGradients
     ) -> LogitsByIds:
         """Return the logits for the first rows, with memory for about `room` logits in addition to the gradients."""
@@ -69,7 +69,7 @@ class LogitsByIds:
         return cls(hidden, weight, bias, gradients.weight, True, width, rows)
 
     @classmethod
-    def in_turn(
+    def iterate_groups(
         cls, room: int, among: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Iterator[tuple[slice, LogitsByIds]]:
         """Yield (rows, their logits) for row groups; each needs memory for about `room` logits."""

@@ -14,7 +14,7 @@ from ..distributed_weight import is_distributed_weight
 _ACCUMULATED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
+def find_main_grad(parameter: torch.nn.Parameter | None) -> Tensor:
     """Return the buffer for a fused weight gradient; raise AttributeError with the remedy if it is absent."""
     if is_distributed_weight(parameter):
         return parameter.grad_buffer()  # pyright: ignore

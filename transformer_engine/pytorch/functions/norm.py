@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..runtime.autograd import Function, check_transforms, without_autocast
-from ..runtime.double_backward import is_recorded, replayed
-from ..runtime.tracing import result_in
+from ..runtime.autograd import Function, check_transforms, disable_autocast
+from ..runtime.double_backward import is_recorded, replay
+from ..runtime.tracing import reshape_result
 from ..tensor.storage.quantized_tensor_storage import plain_values
 from .normalization import Norm, NormStatistics
 
@@ -23,7 +23,7 @@ def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm) -> Tens
     return normalize_forward(x, gamma, beta, norm)[0]
 
 
-@without_autocast
+@disable_autocast
 def normalize_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm
 ) -> tuple[Tensor, NormStatistics]:
@@ -33,7 +33,7 @@ def normalize_forward(
         beta = None if beta is None else beta.reshape(-1)
         gamma = gamma.reshape(-1)
     y, statistics = norm.forward(x.reshape(-1, gamma.shape[0]), gamma, beta)
-    return result_in(y, x.shape), statistics
+    return reshape_result(y, x.shape), statistics
 
 
 def normalize_backward(
@@ -66,7 +66,7 @@ class _Normalize(Function):
         if is_recorded():
             # Functions on dy, x and gamma, for a backward pass through the backward pass.
             rows = (-1, gamma.numel())
-            dx, dgamma = replayed(
+            dx, dgamma = replay(
                 lambda x, gamma: ctx.norm.by_torch(x.reshape(rows), gamma.reshape(-1)).view(x.shape),
                 (x, gamma),
                 dy,

@@ -43,7 +43,7 @@ from .fusions import (
 from .gathered_operands import QuantizedGradient
 from .layer import LayerFunctions, backward_results, forward_results, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
-from .linear_operands import copied, gradient_cast, input_cast, operand_of
+from .linear_operands import copied, gradient_cast, input_cast, to_operand
 from .linear_spec import PRODUCED, RECOMPUTED, SAVED, LayerSpec, LinearSpec, replace_fields
 from .norm_linear import norm_backward, norm_columns, norm_forward
 from .normalization import Norm
@@ -160,10 +160,10 @@ def norm_mlp_forward(
         u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
         del h
         # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] for a gated activation; or codes of a from the same kernel.
-        a, scale = _activated(u, spec, saves)
+        a, scale = _activate(u, spec, saves)
     saved = []
     if saves:
-        u = _encoded(u) if modes.input == ENCODED else u
+        u = _encode_output(u) if modes.input == ENCODED else u
         if offloading.synchronizer is not None:
             mark_ready(u)
         saved = [x, gamma, *statistics, u, *saved_by_fc1]
@@ -175,7 +175,7 @@ def norm_mlp_forward(
     return [y, returned], [*saved, *saved_by_fc2] if saves else []
 
 
-def _activated(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | None]:
+def _activate(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | None]:
     """Compute a = act(u), or its `Operands` where the same kernel quantizes it.
 
     Returns:
@@ -195,7 +195,7 @@ def _activated(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | No
     return quantizer.adopt(codes, u.dtype), scale
 
 
-def _encoded(u: Any) -> Operand:
+def _encode_output(u: Any) -> Operand:
     """E4M3 codes for fc1's output [M, N] in blocks of 1 x 128, for the activation gradient."""
     codes = quantize(as_matrix(u), QuantizeSpec(BLOCK_1D, E4M3))
     assert codes.codes is not None
@@ -217,7 +217,7 @@ def _gelu_product(
         h_rows = h_rows.wait()
     epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
     # Checkpointing may repeat this call with gradients. Both runs must round u alike, so u is written in both.
-    a, u = gemm_gelu(operand_of(h_rows), operand_of(w_rows), epilogue, saves or spec.may_run_again)  # pyright: ignore[reportArgumentType]
+    a, u = gemm_gelu(to_operand(h_rows), to_operand(w_rows), epilogue, saves or spec.may_run_again)  # pyright: ignore[reportArgumentType]
     return a, u if saves else None, saved_input, saved_weight
 
 
@@ -284,7 +284,7 @@ def _gradient_and_columns(
 
     Args:
         u: fc1 output, or its codes.
-        scale: Saved scale for a; see `_activated`.
+        scale: Saved scale for a; see `_activate`.
         spec: Settings.
     """
     fc1, quantizer = spec.fc1, spec.fc2.input

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.faults import check_collective
-from ..distributed.overlap import GATHER, SCATTER, peer_buffers_for
+from ..distributed.overlap import GATHER, SCATTER, peer_buffers
 from ..distributed.overlapped_rows import GatheredRows, ScatteredRows, message_bytes
 from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.gemm import Epilogue, as_matrix, gemm
@@ -31,7 +31,7 @@ def gather_over_peers(x: Any, parallel: TensorParallel) -> GatheredRows | None:
         x = row_major(x)
         parts = [x.codes, x.scale] if x.has_block_scales else [x.codes]
     layout = tuple([(part.shape, part.dtype) for part in parts])
-    buffers = peer_buffers_for(GATHER, parts[0].device, message_bytes(layout), parallel.checked_group())
+    buffers = peer_buffers(GATHER, parts[0].device, message_bytes(layout), parallel.checked_group())
     return None if buffers is None else GatheredRows(buffers, parts, layout, _rebuilding(x))
 
 
@@ -84,7 +84,7 @@ def scatter_over_peers(
         return None
     layout = ((torch.Size((rows // parallel.size, right.rows)), epilogue.dtype),) * (parallel.size - 1)
     device = left.codes.device
-    buffers = peer_buffers_for(SCATTER, device, message_bytes(layout), parallel.checked_group())
+    buffers = peer_buffers(SCATTER, device, message_bytes(layout), parallel.checked_group())
     if buffers is None:
         return None
 

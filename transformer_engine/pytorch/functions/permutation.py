@@ -108,7 +108,7 @@ def _save_routes(ctx: Any, routes: Routes, *tensors: Tensor | None) -> None:
     ctx.layout = routes.layout
 
 
-def _saved_routes(ctx: Any) -> tuple[Routes, tuple[Tensor, ...]]:
+def _load_routes(ctx: Any) -> tuple[Routes, tuple[Tensor, ...]]:
     map, pad_offsets, *tensors = ctx.saved_tensors
     if ctx.layout == MASK:
         tokens, cells = map.shape
@@ -126,7 +126,7 @@ class _Permute(Function):
     @staticmethod
     @once_differentiable("moe_permute")
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        routes, _ = _saved_routes(ctx)
+        routes, _ = _load_routes(ctx)
         return collect(_plain("moe_permute", dy), routes)[0], None, None, None
 
 
@@ -139,7 +139,7 @@ class _PermuteWithProbs(Function):
     @staticmethod
     @once_differentiable("moe_permute_with_probs")
     def backward(ctx, dy, row_gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
-        routes, _ = _saved_routes(ctx)
+        routes, _ = _load_routes(ctx)
         dx, dprobs = collect(_plain("moe_permute_with_probs", dy), routes, None, row_gradient)
         return dx, dprobs, None, None, None
 
@@ -154,7 +154,7 @@ class _Unpermute(Function):
     @staticmethod
     @once_differentiable("moe_unpermute")
     def backward(ctx, dx):  # pyright: ignore[reportIncompatibleMethodOverride]
-        routes, _ = _saved_routes(ctx)
+        routes, _ = _load_routes(ctx)
         return _sent(dx, routes, ctx.rows, None, False)[0], None
 
 
@@ -169,7 +169,7 @@ class _Merge(Function):
     @staticmethod
     @once_differentiable("moe_unpermute")
     def backward(ctx, dx):  # pyright: ignore[reportIncompatibleMethodOverride]
-        routes, (probs, y) = _saved_routes(ctx)
+        routes, (probs, y) = _load_routes(ctx)
         dy, dprobs = send_weighted(_plain("moe_unpermute", dx), routes, ctx.rows, probs, y)
         return dy, dprobs, None
 

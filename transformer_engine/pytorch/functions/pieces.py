@@ -23,11 +23,11 @@ def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, 
         return torch.cat(list(weights)), torch.cat(list(biases)) if biases else None
     if not torch.is_grad_enabled():
         check_transforms(_JoinPieces.OPERATION, weights, biases)
-        return _joined(weights), _joined(biases) if biases else None
+        return _join_pieces(weights), _join_pieces(biases) if biases else None
     return _JoinPieces.apply(len(weights), *weights, *biases)  # pyright: ignore[reportReturnType]
 
 
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
+def _join_pieces(pieces: Sequence[Tensor]) -> Tensor:
     """Concatenate the pieces along rows: as a view if they are adjacent in one storage."""
     first = pieces[0]
     storage = first.untyped_storage()._cdata
@@ -49,7 +49,7 @@ class _JoinPieces(Function):
     @staticmethod
     def forward(ctx, weights, *pieces):
         parts = pieces[:weights], pieces[weights:]
-        made = [_joined(part) if part else None for part in parts]
+        made = [_join_pieces(part) if part else None for part in parts]
         frozen = [
             whole
             for whole, part in zip(made, parts, strict=True)

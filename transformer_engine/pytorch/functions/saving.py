@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..fast.symbols import Symbol
 from ..offload.marks import active as offloading
-from ..offload.marks import countable, deferred_waits, save_deferred, tensors_of, wait_for
+from ..offload.marks import await_values, countable, defer_waits, list_tensors, save_deferred
 from ..primitives.grouped_gemm import GroupedOperand
 from ..primitives.operand import Operand
 from ..tensor.custom_operand import CustomOperand
@@ -69,8 +69,8 @@ def wait_for_saved(*saved: Saved) -> None:
             if isinstance(operand, list):
                 wait_for_saved(*operand)
                 continue
-            for tensor in operand.tensors() if isinstance(operand, CustomOperand) else tensors_of(operand):
-                wait_for(tensor)
+            for tensor in operand.tensors() if isinstance(operand, CustomOperand) else list_tensors(operand):
+                await_values(tensor)
 
 
 def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
@@ -123,7 +123,7 @@ def take_saved(ctx: Any, waits: bool = True) -> tuple[Any, ...]:
 
 
 def _before_transfer(ctx: Any) -> tuple[Any, ...]:
-    with deferred_waits():
+    with defer_waits():
         return ctx.saved_tensors
 
 

@@ -60,19 +60,19 @@ def update_at_end_of_pass() -> ScaleUpdate:
     return ScaleUpdate(enclosing=enclosing)
 
 
-def in_backward_pass() -> bool:
+def is_backward_pass() -> bool:
     """Return whether this thread executes a backward pass."""
     return torch._C._current_graph_task_id() != _OUTSIDE
 
 
 class _Suppressed:
-    """Open `without_scale_updates` block count, shared with the threads in which torch runs backward passes."""
+    """Open `skip_scale_updates` block count, shared with the threads in which torch runs backward passes."""
 
     blocks = 0
 
 
 @contextmanager
-def without_scale_updates() -> Iterator[None]:
+def skip_scale_updates() -> Iterator[None]:
     """Keep backward passes in the block from updating scales; a replay calls `update_at_end_of_pass().run()`."""
     _Suppressed.blocks += 1
     try:

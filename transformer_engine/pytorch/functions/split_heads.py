@@ -37,11 +37,11 @@ def split_heads(
         and not (x.requires_grad and torch.is_grad_enabled())
         and not torch.compiler.is_compiling()
     ):
-        return parts_of(x, queries, groups, size, interleaved)
+        return split_views(x, queries, groups, size, interleaved)
     return _SplitHeads.apply(x, queries, groups, size, interleaved)
 
 
-def parts_of(
+def split_views(
     x: Tensor, queries: int, groups: int, size: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same parts as plain views, without a joint node for their gradients."""
@@ -74,12 +74,12 @@ class _SplitHeads(Function):
             if x._data is None:
                 raise ValueError("the projection's codes are column-wise alone; keep rowwise_usage=True")
             # Contiguous, as FP8 attention kernels require; a copy moves one byte per value.
-            codes = (part.contiguous() for part in parts_of(x._data, queries, groups, size, interleaved))
+            codes = (part.contiguous() for part in split_views(x._data, queries, groups, size, interleaved))
             return tuple(
                 Float8Tensor.from_storage(Float8TensorStorage(part, x._scale_inv, **x.constants()))
                 for part in codes
             )
-        return parts_of(x, queries, groups, size, interleaved)
+        return split_views(x, queries, groups, size, interleaved)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -19,7 +19,7 @@ from ..primitives.gemm import Epilogue, multiply
 from ..primitives.operand import Operand
 from ..runtime.capture import is_capturing
 from ..runtime.device_tables import keep_if_captured
-from .main_grad import main_grad_of
+from .main_grad import find_main_grad
 
 _OUTSIDE = -1  # autograd's number outside backward passes
 
@@ -205,7 +205,7 @@ def restart_sums(parameters: Iterable[Any]) -> None:
     if len(_unwritten):
         for parameter in parameters:
             if _unwritten.pop(parameter, None):
-                main_grad_of(parameter).zero_()
+                find_main_grad(parameter).zero_()
 
 
 class Inspector(Protocol):
@@ -256,7 +256,7 @@ class WeightGradient:
             The gradient; a placeholder or None if it is accumulated into main_grad; None if it is delayed.
         """
         if inspector is not None and "grad_weight" in inspector.results:
-            dtype = main_grad_of(self.parameter).dtype if self.fused else dtype
+            dtype = find_main_grad(self.parameter).dtype if self.fused else dtype
             return self.place(inspector.inspect("grad_weight", multiply(dy, x, Epilogue(dtype, exact=exact))))
         if self.fused or self.store is not None:
             return self._accumulate_or_delay(dy, x, exact, dtype)
@@ -286,7 +286,7 @@ class WeightGradient:
             return self._deliver(gradient)
 
     def _add_to_main(self, gradient: Tensor) -> None:
-        main_grad = main_grad_of(self.parameter)
+        main_grad = find_main_grad(self.parameter)
         (main_grad.copy_ if self.begins_accumulation() else main_grad.add_)(gradient)
 
     def begins_accumulation(self) -> bool:
@@ -308,7 +308,7 @@ class WeightGradient:
         if indices is None or index not in indices:
             return False
         running = torch._C._current_graph_task_id()
-        if not self.overwrite and is_capturing(main_grad_of(parameter).device):
+        if not self.overwrite and is_capturing(find_main_grad(parameter).device):
             indices[index] = running
             return False
         if indices[index] == running != _OUTSIDE:
@@ -338,7 +338,7 @@ class WeightGradient:
             finalizes; otherwise None.
         """
         if is_distributed_weight(self.parameter):
-            made = main_grad_of(self.parameter) if self.fused else gradient
+            made = find_main_grad(self.parameter) if self.fused else gradient
             assert made is not None
             return self.parameters, made
         if not self.fused:
@@ -347,7 +347,7 @@ class WeightGradient:
         return None
 
     def _accumulate(self, dy: Operand, x: Operand, exact: bool) -> None:
-        main_grad = main_grad_of(self.parameter)
+        main_grad = find_main_grad(self.parameter)
         overwrite = self.begins_accumulation()
         multiply(dy, x, Epilogue(main_grad.dtype, out=main_grad, accumulate=not overwrite, exact=exact))
 

@@ -17,7 +17,7 @@ from ..quantization import check_recipe_support, get_default_recipe
 from ..quantization.autocast import AutocastState
 from ..runtime.checks import MODULE_HOOKS, group_or_none
 from ..runtime.warn_once import warn_once
-from .order import ModelChunks, ScheduledStep, chunks_of, ordered_steps, plain_steps
+from .order import ModelChunks, ScheduledStep, list_chunks, order_steps, plain_steps
 from .signature import CONSTANTS, ArgumentLeaves
 
 # The events that hooks may observe during warm-up and capture.
@@ -105,7 +105,7 @@ class CaptureRequest:
         return [c for c in self.callables if isinstance(c, torch.nn.Module)]
 
 
-def callables_of(modules: Any) -> tuple[tuple[Any, ...], bool]:
+def list_callables(modules: Any) -> tuple[tuple[Any, ...], bool]:
     """Return (callables, whether a single callable was given without a tuple)."""
     single = not isinstance(modules, tuple)
     callables = (modules,) if single else modules
@@ -141,7 +141,7 @@ def obstacle(module: torch.nn.Module) -> str | None:
     return None
 
 
-def samples_of(
+def list_samples(
     sample_args: Any, sample_kwargs: Any, single: bool, count: int, kwargs_given: bool
 ) -> tuple[SampleArguments, ...]:
     """Return samples for `count` callables; raise TypeError for leaves that a graph does not support."""
@@ -197,7 +197,7 @@ def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleArguments:
     return SampleArguments(leaves, tuple(kwargs), len(args))
 
 
-def quantizations_of(
+def list_quantizations(
     enabled: Any, calibrating: Any, recipe: Any, group: Any, count: int
 ) -> tuple[AutocastState, ...]:
     """Return the autocast of each callable."""
@@ -220,7 +220,7 @@ def quantizations_of(
     return tuple(AutocastState(one, calibrates, recipe, group, True) for one in each)
 
 
-def schedule_of(
+def build_schedule(
     order: Any, layers_per_chunk: Any, callables: int
 ) -> tuple[tuple[ScheduledStep, ...], ModelChunks | None, tuple[int, ...]]:
     """Return `(steps, chunks, for each sample its callable)`."""
@@ -242,12 +242,12 @@ def schedule_of(
         if not math.isfinite(entry):
             raise ValueError(f"_order[{place}]={entry} is not finite; give the number of a model chunk")
     order = [int(entry) if entry.is_integer() else entry for entry in found]
-    chunks = chunks_of(order, callables, layers_per_chunk)
+    chunks = list_chunks(order, callables, layers_per_chunk)
     number = callables * chunks.microbatches
-    return tuple(ordered_steps(order, chunks)), chunks, tuple(chunks.layer(i) for i in range(number))
+    return tuple(order_steps(order, chunks)), chunks, tuple(chunks.layer(i) for i in range(number))
 
 
-def hooks_of(given: Any, count: int) -> tuple[dict[str, dict[int, Any]], ...]:
+def list_hooks(given: Any, count: int) -> tuple[dict[str, dict[int, Any]], ...]:
     """Return capture_time_hooks as one dict per callable."""
     if given is None:
         return ({},) * count

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...common.dispatch import Backend, Table, undisturbed
+from ...common.dispatch import Backend, Table, is_undisturbed
 from ..quantization.autocast import AutocastState, here
 from ..runtime.device import has_cuda
 from . import build
@@ -24,7 +24,7 @@ from .build import CapturePlan, recorded
 from .caching import write_first_flag
 from .order import plain_steps
 from .recorded_block import RecordedBlock
-from .signature import ArgumentLeaves, signature_of, standing_of, unsupported_leaf_reason
+from .signature import ArgumentLeaves, call_signature, module_standing, unsupported_leaf_reason
 from .static_block import StaticBlock
 
 CAPTURED, EAGER = "captured", "eager"
@@ -55,7 +55,7 @@ class Situation(NamedTuple):
     most: int
 
 
-def situation_of(obstacle: str | None, entry: Any, graphs: Any) -> Situation:
+def describe_situation(obstacle: str | None, entry: Any, graphs: Any) -> Situation:
     """Return the situation of a call: its obstacle, the entry of its signature, and the graph counts."""
     calls = min(entry.calls, graphs.after)
     return Situation(obstacle, entry.graph is not None, calls, graphs.after, graphs.kept, graphs.signatures)
@@ -130,24 +130,26 @@ class AutomaticGraph:
             at = self._first_at
             first, rest = args[at], (*args[:at], None, *args[at + 1 :])
         leaves = ArgumentLeaves.of(rest, named)
-        standing = standing_of(self.module)
+        standing = module_standing(self.module)
         thread = here()
         obstacle = (
-            unsupported_leaf_reason(leaves) or standing.obstacle or obstacle_of(leaves, thread.recomputes)
+            unsupported_leaf_reason(leaves)
+            or standing.obstacle
+            or capture_obstacle(leaves, thread.recomputes)
         )
         entry = _Entry()
         if obstacle is None:
-            signature = signature_of(leaves, standing, thread.state, first is not None)
+            signature = call_signature(leaves, standing, thread.state, first is not None)
             entry = self._entry(signature)
             obstacle = entry.failure
             if obstacle is None and entry.graph is not None and entry.graph.waits:
                 obstacle = (
                     "an earlier call waits for its backward, whose saved tensors a replay would overwrite"
                 )
-        situation = situation_of(obstacle, entry, self)
+        situation = describe_situation(obstacle, entry, self)
         self.reason = unsupported_reason(situation)
         chosen = TABLE.choose(situation)
-        if chosen == CAPTURED and not undisturbed():
+        if chosen == CAPTURED and not is_undisturbed():
             self.reason = chosen = OBSERVED
         if chosen != CAPTURED:
             entry.calls += 1
@@ -237,7 +239,7 @@ def _rebuilt(module: torch.nn.Module | None, call: Any, after: int, signatures: 
     return AutomaticGraph(call, module, after, signatures)
 
 
-def obstacle_of(leaves: ArgumentLeaves, recomputes: bool) -> str | None:
+def capture_obstacle(leaves: ArgumentLeaves, recomputes: bool) -> str | None:
     """Return why a call cannot be captured at this moment, or None."""
     if not leaves.tensors:
         return "no argument is a tensor"

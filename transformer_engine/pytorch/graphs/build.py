@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...common.numbers import with_article
 from ..distributed.rng import get_all_rng_states
-from ..runtime.capture import CudaRecorder, Recorder, set_capture_end, set_capture_start, unowned
+from ..runtime.capture import CudaRecorder, Recorder, alias_unowned, set_capture_end, set_capture_start
 from ..runtime.device import has_cuda
 from .arguments import CaptureRequest
 from .order import ScheduledStep, StepKind
@@ -100,7 +100,7 @@ def capturing() -> Iterator[None]:
         set_capture_end()
 
 
-def blocks_of(request: CaptureRequest) -> list[StaticBlock]:
+def build_blocks(request: CaptureRequest) -> list[StaticBlock]:
     """Build a block for each sample."""
     inputs = _inputs(request)
     blocks: list[StaticBlock] = []
@@ -179,7 +179,7 @@ def _record(
             # Later recordings may overwrite the outputs of this block, which replays in schedule order have read.
             for recording in (graph.forward, graph.backward):
                 if recording is not None and hasattr(recording, "graph"):
-                    recording.results = [None if r is None else unowned(r) for r in recording.results]  # pyright: ignore
+                    recording.results = [None if r is None else alias_unowned(r) for r in recording.results]  # pyright: ignore
         if block.delayed and not separate:
             graph.weight_gradients = recorder.record(block.weight_gradients)
     elif kind is StepKind.WEIGHT_GRADIENT and block.delayed:

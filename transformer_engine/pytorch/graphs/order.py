@@ -61,7 +61,7 @@ def plain_steps(callables: int) -> list[ScheduledStep]:
     return forwards + [ScheduledStep(StepKind.BACKWARD, i) for i in reversed(range(callables))]
 
 
-def chunks_of(
+def list_chunks(
     order: Sequence[float], layers: int, layers_per_chunk: Sequence[int] | int | None
 ) -> ModelChunks:
     """Return the chunks of an order; raise ValueError unless its counts fit the layers."""
@@ -105,7 +105,7 @@ def chunks_of(
     return ModelChunks(sizes, forwards[0])
 
 
-def ordered_steps(order: Sequence[float], chunks: ModelChunks) -> list[ScheduledStep]:
+def order_steps(order: Sequence[float], chunks: ModelChunks) -> list[ScheduledStep]:
     """Return the steps of an order; raise ValueError for a backward pass before its forward pass."""
     done = {kind: [0] * len(chunks.layers) for kind in StepKind}
     steps: list[ScheduledStep] = []

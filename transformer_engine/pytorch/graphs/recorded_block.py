@@ -16,7 +16,7 @@ from ..quantization import FP8GlobalStateManager, delayed_scaling
 from ..runtime.autograd import Function
 from ..runtime.capture import Recording
 from ..runtime.double_backward import once_differentiable
-from .saved_state import delayed_states_of
+from .saved_state import find_delayed_states
 from .static_block import StaticBlock
 
 
@@ -60,7 +60,7 @@ class RecordedBlock:
 
     def note_side_effects(self) -> None:
         """Note which backward-pass Python side effects the warm-up had: scale updates, main_grad flags."""
-        self._updates_scales = any(delayed_states_of(layer, "scaling_bwd") for layer in self._quantized)
+        self._updates_scales = any(find_delayed_states(layer, "scaling_bwd") for layer in self._quantized)
         self._announcing = [p for p in self._announcing if p.grad_added_to_main_grad]  # pyright: ignore
 
     def run(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .signature import PLAIN_TYPES, SameObject, address_of
+from .signature import PLAIN_TYPES, SameObject, tensor_addresses
 
 # Object levels whose attributes are read: an object, and its attributes.
 _LEVELS = 2
@@ -127,7 +127,7 @@ class References:
             self.facts.append((name, (kind, value)))
         elif isinstance(value, Tensor):
             # A step that replaces a tensor passes a value to the next step; a replay would read the first one.
-            self.facts.append((name, (SameObject(value), address_of(value), value.shape, value.dtype)))
+            self.facts.append((name, (SameObject(value), tensor_addresses(value), value.shape, value.dtype)))
         elif isinstance(value, types.ModuleType | type):
             self.facts.append((name, SameObject(value)))
         elif is_generator(getattr(value, "__self__", None)):

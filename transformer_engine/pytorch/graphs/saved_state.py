@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed.rng import get_all_rng_states
 from ..module.base import TransformerEngineBaseModule
-from ..module.weight_cache import parts_of
+from ..module.weight_cache import weight_parts
 from ..ops.recipe_slots import RecipeSlots
 from ..quantization import delayed_scaling
 from ..runtime.device import has_cuda
@@ -32,7 +32,7 @@ class _Scales:
 
     @staticmethod
     def of(module: TransformerEngineBaseModule | RecipeSlots, direction: str) -> _Scales:
-        states = delayed_states_of(module, direction)
+        states = find_delayed_states(module, direction)
         copies = tuple((state.scale.clone(), state.amax_history.clone()) for state in states)
         return _Scales(module, direction, states, copies)
 
@@ -41,7 +41,7 @@ class _Scales:
         for state, (scale, history) in zip(self.states, self.copies, strict=True):
             state.scale.copy_(scale)
             state.amax_history.copy_(history)
-        made = delayed_states_of(self.module, self.direction)
+        made = find_delayed_states(self.module, self.direction)
         for number, state in enumerate(made):
             if any(state is before for before in self.states):
                 continue
@@ -51,7 +51,7 @@ class _Scales:
                 state.inherit(self.states[number])
 
 
-def delayed_states_of(layer: TransformerEngineBaseModule | RecipeSlots, direction: str) -> tuple[Any, ...]:
+def find_delayed_states(layer: TransformerEngineBaseModule | RecipeSlots, direction: str) -> tuple[Any, ...]:
     """Return the delayed-scaling states of a layer or operation in a direction, "scaling_fwd" or "scaling_bwd"."""
     if isinstance(layer, RecipeSlots):
         return layer.delayed_states("forward" if direction == "scaling_fwd" else "backward")
@@ -131,7 +131,7 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         for workspace in layer.numerics.workspaces.values()
     ]
     weights = _Values.of(
-        part for workspace in workspaces for part in parts_of(workspace)[0] if part is not None
+        part for workspace in workspaces for part in weight_parts(workspace)[0] if part is not None
     )
     # Scales of other modules too: an autocast inside a module ends with an update for all modules.
     pooled = [state for pool in delayed_scaling.registry.pools.values() for state in pool.states]

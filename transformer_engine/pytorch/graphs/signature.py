@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ...common import env
 from ...common.numbers import with_article
-from ...common.recipe import description_of
+from ...common.recipe import recipe_description
 from ..quantization.autocast import AutocastState
 from ..runtime.checks import MODULE_HOOKS
 from ..runtime.determinism import torch_determinism
@@ -97,7 +97,7 @@ def unsupported_leaf_reason(leaves: ArgumentLeaves) -> str | None:
     return None
 
 
-def standing_of(module: torch.nn.Module | None) -> Standing:
+def module_standing(module: torch.nn.Module | None) -> Standing:
     """Return the standing of a module, read from all of its layers because writes to a layer are not reported."""
     if module is None:
         return Standing((), None)
@@ -117,7 +117,7 @@ def standing_of(module: torch.nn.Module | None) -> Standing:
             )
         facts.append(_layer(layer, seen, 1))
         for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
-            facts.append(None if tensor is None else (address_of(tensor), tensor.requires_grad))
+            facts.append(None if tensor is None else (tensor_addresses(tensor), tensor.requires_grad))
         waiting += [child for child in own["_modules"].values() if child is not None]
     return Standing(tuple(facts), None)
 
@@ -167,7 +167,7 @@ def _fact(value: Any, seen: set[int], depth: int) -> Any:
         # A forward pass result, such as an auxiliary loss, is overwritten by each replay.
         if value.grad_fn is not None:
             return kind
-        return kind, address_of(value), value.shape, value.dtype, value.requires_grad
+        return kind, tensor_addresses(value), value.shape, value.dtype, value.requires_grad
     if id(value) in seen:
         return SameObject(value)
     if isinstance(value, (set, frozenset)):
@@ -190,7 +190,7 @@ def _fact(value: Any, seen: set[int], depth: int) -> Any:
     return SameObject(value), tuple([(name, _fact(attributes[name], seen, depth - 1)) for name in attributes])
 
 
-def address_of(tensor: Tensor) -> Any:
+def tensor_addresses(tensor: Tensor) -> Any:
     """Return the address of a tensor, or the part addresses of a quantized tensor."""
     if isinstance(tensor, QuantizedTensorStorage):
         parts: Sequence[Tensor | None] = tensor.as_storage().flatten()[0]
@@ -198,7 +198,7 @@ def address_of(tensor: Tensor) -> Any:
     return tensor.data_ptr()
 
 
-def signature_of(
+def call_signature(
     leaves: ArgumentLeaves, standing: Standing, state: AutocastState, caches: bool
 ) -> tuple[Any, ...]:
     """Return the signature of a call."""
@@ -210,7 +210,7 @@ def signature_of(
         tuple([(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in leaves.tensors]),
         standing.facts,
         caches,
-        (state.enabled, state.calibrating, type(state.recipe), description_of(state.recipe), state.group),
+        (state.enabled, state.calibrating, type(state.recipe), recipe_description(state.recipe), state.group),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple([autocast_dtype(kind) for kind in sorted(kinds)]),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..functions.scale_update import without_scale_updates
+from ..functions.scale_update import skip_scale_updates
 from ..module.base import TransformerEngineBaseModule
 from ..module.linear_base import ProductsModule
 from ..ops.basic import GroupedLinear as GroupedOperation
@@ -148,7 +148,7 @@ class StaticBlock:
         del made
         if not roots or not wanted:
             return [None] * len(self.surface)
-        with without_scale_updates():
+        with skip_scale_updates():
             found = iter(
                 torch.autograd.grad(
                     roots,

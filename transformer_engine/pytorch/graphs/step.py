@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...common.checks import described, suggests_keywords, whole
-from ...common.dispatch import undisturbed
+from ...common.dispatch import is_undisturbed
 from ..quantization.autocast import here
 from ..runtime.capture import Recorder
 from . import automatic, build
 from .recorded_step import RecordedStep
-from .signature import ArgumentLeaves, Standing, signature_of, unsupported_leaf_reason
-from .step_state import Facts, StepState, change_between, host_random_state, observed_optimizers
+from .signature import ArgumentLeaves, Standing, call_signature, unsupported_leaf_reason
+from .step_state import Facts, StepState, change_between, host_random_state, observe_optimizers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _PACKAGE = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ class TrainingStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return detached(self.function(*args, **kwargs))
+            return detach_result(self.function(*args, **kwargs))
         leaves = ArgumentLeaves.of(args, kwargs)
         state = StepState.of(self.function, self.optimizers)
         thread = here()
@@ -90,21 +90,21 @@ class TrainingStep:
         )
         if obstacle is not None:
             self._choose(obstacle, _StepEntry())
-            return detached(self.function(*args, **kwargs))
+            return detach_result(self.function(*args, **kwargs))
         standing = Standing(state.signature, None)
-        entry = self._entry(signature_of(leaves, standing, thread.state, caches=False))
+        entry = self._entry(call_signature(leaves, standing, thread.state, caches=False))
         if entry.graph is not None and entry.graph.is_stale:
             entry.graph, entry.calls = None, 0
-        chosen = self._choose(entry.failure or self._changed(entry, state), entry)
+        chosen = self._choose(entry.failure or self._describe_change(entry, state), entry)
         if entry.failure is not None:
-            return detached(self.function(*args, **kwargs))
-        if chosen == automatic.CAPTURED and not undisturbed():
+            return detach_result(self.function(*args, **kwargs))
+        if chosen == automatic.CAPTURED and not is_undisturbed():
             self.reason = chosen = automatic.OBSERVED
         if chosen != automatic.CAPTURED:
             return self._run_eagerly(entry, state, leaves, args, kwargs)
         graph = entry.graph or self._capture(entry, leaves, state)
         if graph is None:
-            return detached(self.function(*args, **kwargs))
+            return detach_result(self.function(*args, **kwargs))
         self._facts = state.facts
         return graph.replay(leaves.tensors)
 
@@ -120,11 +120,11 @@ class TrainingStep:
 
     def _choose(self, obstacle: str | None, entry: _StepEntry) -> str:
         """Choose between a graph and an eager call, and note the reason."""
-        situation = automatic.situation_of(obstacle, entry, self)
+        situation = automatic.describe_situation(obstacle, entry, self)
         self.reason = automatic.unsupported_reason(situation)
         return automatic.TABLE.choose(situation)
 
-    def _changed(self, entry: _StepEntry, state: StepState) -> str | None:
+    def _describe_change(self, entry: _StepEntry, state: StepState) -> str | None:
         """Return what the previous call changed on the host, or what changed since, as a reason; or None."""
         if entry.graph is not None:
             return None
@@ -158,13 +158,13 @@ class TrainingStep:
         random = host_random_state(state.generators)
         versions = [tensor._version for tensor in leaves.tensors]
         recorder = self._recorder()
-        with recorder.on_capture_stream():
-            result = detached(self.function(*args, **kwargs))
-        recorder.hand_over(_tensors_of(result, state.parameters))
+        with recorder.capture_stream_context():
+            result = detach_result(self.function(*args, **kwargs))
+        recorder.transfer(_result_tensors(result, state.parameters))
         after = StepState.of(self.function, self.optimizers)
         change = change_between(state.facts, after.facts)
         if change is None:
-            change = _written_argument(self.function, leaves, versions, (args, kwargs))
+            change = _find_written_argument(self.function, leaves, versions, (args, kwargs))
         drawn = change_between(random, host_random_state(state.generators))
         if change is None and drawn is not None:
             change = f"a random generator of the host ({drawn}); draw on the GPU, or pass the numbers as an argument"
@@ -196,7 +196,7 @@ class TrainingStep:
         except RuntimeError as error:
             # torch raises RuntimeError and its subclasses for operations that cannot be captured.
             # Other errors come from the step.
-            failure = f"it could not be captured: {_described(error)}"
+            failure = f"it could not be captured: {_describe_error(error)}"
             self.reason = failure
             if isinstance(error, torch.OutOfMemoryError):
                 entry.calls = 0  # another capture may succeed
@@ -221,7 +221,7 @@ class TrainingStep:
             ranks = torch.distributed.get_world_size()
             if ranks > 1:
                 return f"the step runs on {ranks} ranks; graph the modules instead, with te.graphed(module)"
-        return automatic.obstacle_of(leaves, here().recomputes)
+        return automatic.capture_obstacle(leaves, here().recomputes)
 
 
 def _argument_obstacle(tensor: Tensor) -> str | None:
@@ -247,7 +247,7 @@ def _argument_name(function: Callable[..., Any], arguments: Any, position: int) 
     return name + pytree.keystr(path[2:])
 
 
-def _written_argument(
+def _find_written_argument(
     function: Callable[..., Any], leaves: ArgumentLeaves, versions: list[int], arguments: Any
 ) -> str | None:
     """Return an argument that a call has written; a replay writes the static copy of the argument instead."""
@@ -257,18 +257,18 @@ def _written_argument(
     return None
 
 
-def detached(result: Any) -> Any:
+def detach_result(result: Any) -> Any:
     """Return the result of an eager call without its autograd graph, which a replay does not have either."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach() if leaf.requires_grad else leaf, result)
 
 
-def _tensors_of(result: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
+def _result_tensors(result: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in a result, and parameter gradients."""
     tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     return tensors + [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _described(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return the first line of an error, the line in the caller's code, and the remedy."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     cause = error.__cause__ or error
@@ -304,20 +304,20 @@ class GraphedFunction:
         parameters = StepState.of(self.function).parameters
         before = [(p.grad, None if p.grad is None else p.grad._version) for p in parameters]
         leaves = ArgumentLeaves.of(args, kwargs)
-        records = automatic.obstacle_of(leaves, here().recomputes) is None
+        records = automatic.capture_obstacle(leaves, here().recomputes) is None
         recorder = build.graph_recorder() if records else None
-        stream = nullcontext() if recorder is None else recorder.on_capture_stream()
-        with observed_optimizers() as stepped, stream:
+        stream = nullcontext() if recorder is None else recorder.capture_stream_context()
+        with observe_optimizers() as stepped, stream:
             result = self._graph(*args, **kwargs)
         if recorder is not None:
-            recorder.hand_over(_tensors_of(result, parameters))
+            recorder.transfer(_result_tensors(result, parameters))
         if stepped or any(
             p.grad is not grad or (grad is not None and grad._version != version)
             for p, (grad, version) in zip(parameters, before, strict=True)
         ):
             self._graph = TrainingStep(self.function, self.after, self.signatures, tuple(stepped))
             self._undecided = 0
-            return detached(result)
+            return detach_result(result)
         return result
 
     @property

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ...common.numbers import with_article
 from ..runtime.checks import MODULE_HOOKS, PARAMETER_HOOKS
 from .references import References
-from .signature import PLAIN_TYPES, SameObject, address_of, standing_of
+from .signature import PLAIN_TYPES, SameObject, module_standing, tensor_addresses
 
 Facts = list[tuple[str, Any]]
 
@@ -60,7 +60,7 @@ class StepState:
         facts = list(found.facts)
         obstacle: str | None = None
         for module in found.modules:
-            standing = standing_of(module)
+            standing = module_standing(module)
             if any(module.__dict__[kind] for kind in MODULE_HOOKS):
                 obstacle = (
                     obstacle or f"{with_article(type(module))} has hooks, which a replay would not call"
@@ -81,7 +81,7 @@ class StepState:
         if any(getattr(p, kind, None) for p in parameters for kind in PARAMETER_HOOKS):
             obstacle = obstacle or "a parameter has hooks, which a replay would not call"
         sums = [getattr(parameter, "main_grad", None) for parameter in parameters]
-        facts += [("main_grad of a parameter", address_of(s)) for s in sums if isinstance(s, Tensor)]
+        facts += [("main_grad of a parameter", tensor_addresses(s)) for s in sums if isinstance(s, Tensor)]
         return StepState(facts, found.modules, optimizers, found.generators, parameters, obstacle)
 
     @property
@@ -125,7 +125,7 @@ def _optimizer_facts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, An
             if key != "params":
                 yield f"{key} of {name}", _optimizer_value(value, device)
         for parameter in group["params"]:
-            yield f"a parameter of {name}", (address_of(parameter), parameter.requires_grad)
+            yield f"a parameter of {name}", (tensor_addresses(parameter), parameter.requires_grad)
             for key, value in optimizer.state.get(parameter, {}).items():
                 yield f"the state {key} of {name}", _optimizer_value(value, device)
 
@@ -135,7 +135,7 @@ def _optimizer_value(value: Any, device: str) -> Any:
     if isinstance(value, Tensor):
         if value.device.type != device and value.numel() == 1:
             return value.dtype, value.item()
-        return address_of(value)
+        return tensor_addresses(value)
     if isinstance(value, (list, tuple)):
         return tuple([_optimizer_value(element, device) for element in value])
     return value if type(value) in PLAIN_TYPES else SameObject(value)
@@ -183,7 +183,7 @@ def _generator_state(generator: Any) -> Any:
 
 
 @contextmanager
-def observed_optimizers() -> Iterator[list[torch.optim.Optimizer]]:
+def observe_optimizers() -> Iterator[list[torch.optim.Optimizer]]:
     """Yield a list to which the optimizers are appended that make a step inside the block."""
     found: list[torch.optim.Optimizer] = []
 

@@ -9,7 +9,7 @@ from torch.utils import deterministic as torch_settings
 
 from ...common import env
 from ...common.checks import suggests_keywords, switch
-from ..primitives.gemm.request import Switch, wanted
+from ..primitives.gemm.request import Switch, requests_tuning
 from ..runtime.determinism import is_demanded
 
 
@@ -65,7 +65,7 @@ def _settings() -> tuple[bool, bool, bool]:
 
 def _set(enabled: bool) -> None:
     """Set the mode; RuntimeError, before any change, if algorithms are chosen by time."""
-    if enabled and wanted():
+    if enabled and requests_tuning():
         how = "te.autotune()" if Switch.depth > 0 else "NVTE_AUTOTUNE=1"
         raise RuntimeError(
             f"{how} chooses algorithms by time, which differs from run to run; end it before te.deterministic()"

@@ -90,9 +90,9 @@ def encoded(x: Tensor, element: Element, name: str, multiplier: float, transpose
 
 def decoded(element: Element, name: str, device: torch.device) -> Tensor:
     """Decode the 256 codes of an element to float32 by one conversion."""
-    from ...common.kernels.fp8_attention import values_of
+    from ...common.kernels.fp8_attention import value_launch
 
-    launch = values_of(256, (0, 1), "float32")
+    launch = value_launch(256, (0, 1), "float32")
     launch = replace(
         launch, constants=(*launch.constants[:-1], conversions(element, device)[name]), handles={}
     )
@@ -154,15 +154,17 @@ def producers(
         for element in (E4M3, E5M2):
             casts = [Cast(QuantizeSpec(FLOAT8, element), factor) for factor in factors]
             name = f"codes of {title} in {element.name}, every result, given scales"
-            yield name, partial(_produced, halves, producer, casts)
+            yield name, partial(_compare_producer, halves, producer, casts)
         for name, spec in BLOCK_SPECS.items():
             yield (
                 f"codes of {title} in {name}, every result",
-                partial(_produced, halves, producer, [Cast(spec)]),
+                partial(_compare_producer, halves, producer, [Cast(spec)]),
             )
 
 
-def _produced(halves: Callable[[torch.dtype], Tensor], producer: Producer, casts: Sequence[Cast]) -> Pairs:
+def _compare_producer(
+    halves: Callable[[torch.dtype], Tensor], producer: Producer, casts: Sequence[Cast]
+) -> Pairs:
     """Compare a producer that returns codes with the reference's cast."""
     for dtype in (torch.bfloat16, torch.float16):
         x = halves(dtype)

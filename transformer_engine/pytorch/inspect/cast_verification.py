@@ -208,7 +208,7 @@ def _comparisons(numbers: Numbers) -> Iterator[tuple[str, Callable[[], Pairs]]]:
     on_gpu = numbers.device.type == "cuda"
     for element in (E4M3, E5M2):
         for way in conversions(element, numbers.device):
-            yield f"decoded {element.name}, {way}", partial(_decoded, numbers, element, way)
+            yield f"decoded {element.name}, {way}", partial(_decode_numbers, numbers, element, way)
             for name, multiplier in MULTIPLIERS.items():
                 title = f"kernel {element.name}, {way}, multiplier {name}, every float32"
                 yield title, partial(_kernel_codes, numbers, element, way, multiplier)
@@ -225,7 +225,7 @@ def _comparisons(numbers: Numbers) -> Iterator[tuple[str, Callable[[], Pairs]]]:
             yield f"scales of {name}, every maximum", partial(_scales, numbers, spec)
         if on_gpu:
             yield f"codes of {name}, every float32", partial(_block_codes, numbers, spec)
-            yield f"codes of {name}, scale 1", partial(_anchored_codes, numbers, spec)
+            yield f"codes of {name}, scale 1", partial(_anchor_codes, numbers, spec)
     if on_gpu:
         for name, pairs in producers(numbers.halves, EXPONENTS if numbers.complete else EXPONENTS[::16]):
             yield name, pairs
@@ -247,7 +247,7 @@ def _kernel_codes(numbers: Numbers, element: Element, way: str, multiplier: floa
             yield flat_bytes(codes_t), flat_bytes(expected.t())
 
 
-def _decoded(numbers: Numbers, element: Element, way: str) -> Pairs:
+def _decode_numbers(numbers: Numbers, element: Element, way: str) -> Pairs:
     expected = cast_oracle.code_values(element, numbers.device)
     found = decoded(element, way, numbers.device)
     # A NaN has no defined sign or payload.
@@ -312,17 +312,17 @@ def _scales(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
             if _has_oracle(spec):
                 scale = _quantize(REFERENCE, x, rowwise).scale
                 assert scale is not None
-                yield flat_bytes(scale), flat_bytes(_defined_scales(part, spec))
+                yield flat_bytes(scale), flat_bytes(_define_scales(part, spec))
 
 
 def _has_oracle(spec: QuantizeSpec) -> bool:
-    """Return whether `_defined_scales` knows the scales of a format."""
-    return spec.format.by_exponents or (spec.format.scale == "float32" and not spec.power_of_two)
+    """Return whether `_define_scales` knows the scales of a format."""
+    return spec.format.exponent_scales or (spec.format.scale == "float32" and not spec.power_of_two)
 
 
-def _defined_scales(amax: Tensor, spec: QuantizeSpec) -> Tensor:
+def _define_scales(amax: Tensor, spec: QuantizeSpec) -> Tensor:
     """Return the stored scales of blocks by definition."""
-    if spec.format.by_exponents:
+    if spec.format.exponent_scales:
         return cast_oracle.power_scales(amax, spec.element)
     scale = cast_oracle.quotients(spec.element.maximum, amax).clamp(max=FLOAT32_MAX)
     return cast_oracle.quotients(1.0, torch.where(amax > 0, scale, 1.0))
@@ -338,7 +338,7 @@ def _block_codes(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
             yield from _quantized(x, spec)
 
 
-def _anchored_codes(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
+def _anchor_codes(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
     """Blocks whose maximum makes their scale 1, filled with all numbers up to it."""
     largest = spec.element.maximum
     for bits in numbers.ordered():

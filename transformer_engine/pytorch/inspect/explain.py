@@ -12,7 +12,7 @@ from torch import Tensor
 from ...common.checks import function as checked_function
 from ...common.checks import switch
 from ...common.dispatch import observing, tables
-from ...common.explanation import Decision, Explanation, PassReport, PassStepReport, chosen_of, explained
+from ...common.explanation import Decision, Explanation, PassReport, PassStepReport, chosen_name, explain_call
 from ..functions.layer import runners
 from .pass_trace import PassTrace
 
@@ -42,7 +42,7 @@ def explain(
     switch("steps", steps)
 
     def call() -> None:
-        result = _called(function, args, kwargs)
+        result = _call_function(function, args, kwargs)
         first = result[0] if isinstance(result, (tuple, list)) else result
         if backward and isinstance(first, Tensor) and first.requires_grad:
             leaves = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
@@ -52,12 +52,12 @@ def explain(
                 torch.autograd.grad(first.float().sum(), leaves, allow_unused=True)
 
     if not steps:
-        return explained(call)
+        return explain_call(call)
     watcher = _PassWatcher()
     runners.append(watcher.run)
     try:
         with observing(watcher.ask):
-            explanation = explained(call)
+            explanation = explain_call(call)
     finally:
         runners.remove(watcher.run)
     return replace(explanation, passes=tuple(watcher.trace.reports))
@@ -79,12 +79,12 @@ class _PassWatcher:
 
     def ask(self, operation: str, request: Any) -> None:
         """Note the backend that an operation chooses during the step that runs."""
-        name = f"{operation}: {chosen_of(tables[operation].explain(request))}"
+        name = f"{operation}: {chosen_name(tables[operation].explain(request))}"
         if name not in self._asked:
             self._asked.append(name)
 
 
-def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the function. If a module class was passed by mistake, the error says so."""
     if not (isinstance(function, type) and issubclass(function, torch.nn.Module)):
         return function(*args, **kwargs)

@@ -108,7 +108,7 @@ _WARP = 32
 _FEWEST_VALUES, _MOST_VALUES = 16, 256  # values that one thread sums
 
 
-def scratch_of(operation: Any, arguments: Any, processors: int) -> int:
+def scratch_bytes(operation: Any, arguments: Any, processors: int) -> int:
     """Return the scratch bytes of a torch operation on a GPU with `processors` multiprocessors; 0 except for sums."""
     if operation is not torch.ops.aten.sum.dim_IntList:
         return 0

@@ -27,7 +27,7 @@ from ..runtime import launching
 from ..runtime.device import has_cuda
 from ..tensor.quantized_tensor import QuantizedTensor
 from .memory_budget import Options, cheapest, norm_mlps
-from .memory_ledger import Ledger, scratch_of
+from .memory_ledger import Ledger, scratch_bytes
 from .planned_backends import PlannedAttention, planning
 
 MIB = 2**20
@@ -156,7 +156,7 @@ def memory_plan(
     switch("input_gradient", input_gradient)
     check_block(True, recipe)
     _check(model)
-    plan_with = functools.partial(_planned, model, recipe, tokens, inputs, input_gradient, keywords)
+    plan_with = functools.partial(_plan_copy, model, recipe, tokens, inputs, input_gradient, keywords)
     if budget is None:
         return plan_with(Options())
     number("budget", budget)
@@ -169,7 +169,7 @@ def memory_plan(
     return replace(plan, options=options.lines(model), fits=plan.peak <= most)
 
 
-def _planned(
+def _plan_copy(
     model: nn.Module,
     recipe: Recipe | None,
     tokens: int,
@@ -181,7 +181,7 @@ def _planned(
     """Plan a model copy with these options."""
     device = _device(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    planned = _without_memory(model, device, mode)
+    planned = _copy_without_memory(model, device, mode)
     options.apply(planned)
     with mode:
         arguments, keywords = _example(planned, tokens, device) if inputs is None else inputs, dict(keywords)
@@ -212,7 +212,7 @@ class _TrainingStep:
         self.entered: list[str] = []
         self.ledger = Ledger(
             lambda: self.entered[-1] if self.entered else "",
-            lambda operation, arguments: scratch_of(operation, arguments, processors) if processors else 0,
+            lambda operation, arguments: scratch_bytes(operation, arguments, processors) if processors else 0,
         )
         self.owners: dict[int, str] = {}
         self.weight_copies: dict[int, str] = {}
@@ -332,7 +332,7 @@ def _device(model: nn.Module) -> torch.device:
     return parameter.device
 
 
-def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode) -> nn.Module:
+def _copy_without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode) -> nn.Module:
     """Copy the model with fake tensors and without recipe states."""
     replaced: dict[int, Any] = {}
     storages: dict[int, Tensor] = {}

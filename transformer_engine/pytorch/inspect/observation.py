@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...common.checks import described, suggests_keywords, whole
 from ...common.numbers import with_article
 from ..functions.linear_spec import ProductQuantizers
-from ..functions.scale_update import in_backward_pass
+from ..functions.scale_update import is_backward_pass
 from ..module.linear_base import ProductsModule
 from ..module.products import ModuleRecipe
 from ..primitives.operand import Operand
@@ -103,7 +103,7 @@ class Observation:
         return report
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Stop observing inside the block, for example during evaluation."""
         before, self._observes = self._observes, False
         try:
@@ -149,7 +149,7 @@ class Observation:
         assert self._model is not None
         for name, module in self._model.named_modules():
             if isinstance(module, ProductsModule):
-                module.numerics.observe(self._observers.setdefault(name, partial(self._observed, name)))
+                module.numerics.observe(self._observers.setdefault(name, partial(self._observe_recipe, name)))
             if isinstance(module, ProductsModule) or not any(True for _ in module.children()):
                 self._hooks.append(module.register_forward_hook(_OutputHook(partial(self._see_output, name))))
 
@@ -162,13 +162,13 @@ class Observation:
             if isinstance(module, ProductsModule) and module.numerics.observer is not None:
                 module.numerics.observe(None)
 
-    def _observed(self, name: str, recipe: ModuleRecipe) -> ModuleRecipe:
+    def _observe_recipe(self, name: str, recipe: ModuleRecipe) -> ModuleRecipe:
         """Return the recipe with observing quantizers."""
 
         def record(role: str, tensor: str, x: Tensor, operand: Operand | None) -> None:
-            recomputed = role in _OF_FORWARD and in_backward_pass()
+            recomputed = role in _OF_FORWARD and is_backward_pass()
             if self._observes and not recomputed:
-                self._rows.take_in(name, tensor, x, operand)
+                self._rows.add_rows(name, tensor, x, operand)
 
         products = []
         for index, product in enumerate(recipe.products):
@@ -182,18 +182,18 @@ class Observation:
     def _see_output(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             raise ValueError(_COMPILED.format(name=name or "the model"))
-        value = _plain_of(output[0] if isinstance(output, (tuple, list)) and output else output)
-        if not self._observes or in_backward_pass() or value is None:
+        value = _plain_tensor(output[0] if isinstance(output, (tuple, list)) and output else output)
+        if not self._observes or is_backward_pass() or value is None:
             return
-        self._rows.take_in(name, "forward", plain_matrix(value.detach()), None)
+        self._rows.add_rows(name, "forward", plain_matrix(value.detach()), None)
         if not value.requires_grad:
             return
         serial = self._serial
 
         def see_gradient(gradient: Tensor) -> None:
-            found = _plain_of(gradient)
+            found = _plain_tensor(gradient)
             if self._observes and serial == self._serial and found is not None:
-                self._rows.take_in(name, "backward", plain_matrix(found.detach()), None)
+                self._rows.add_rows(name, "backward", plain_matrix(found.detach()), None)
 
         value.register_hook(see_gradient)
 
@@ -259,7 +259,7 @@ def observe(
     return Observation(model, every, None if log is None else Path(log), views.board(tensorboard))
 
 
-def _plain_of(value: object) -> Tensor | None:
+def _plain_tensor(value: object) -> Tensor | None:
     """Return the value if it is a tensor with statistics, else None."""
     if not isinstance(value, Tensor) or isinstance(value, QuantizedTensor) or torch.compiler.is_compiling():
         return None

@@ -52,7 +52,7 @@ class ObservedRows:
     _order: dict[tuple[str, str], None] = field(default_factory=dict)
     _devices: dict[torch.device, _DeviceRows] = field(default_factory=dict)
 
-    def take_in(self, module: str, tensor: str, x: Tensor, operand: Operand | None) -> None:
+    def add_rows(self, module: str, tensor: str, x: Tensor, operand: Operand | None) -> None:
         """Add the statistics of x [M, K] and its codes to the tensor's statistics in this step."""
         key = (module, tensor)
         slot = self._slots.get(key)

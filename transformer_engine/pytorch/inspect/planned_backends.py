@@ -25,7 +25,7 @@ from ..primitives.gemm.composed import CODES, GELU, GELU_GRADIENT, FusedRequest
 from ..primitives.norm import NormRequest
 from ..primitives.norm import triton as norm
 from ..primitives.quantize import CastRequest, Quantized, QuantizeSpec
-from ..primitives.quantize.fused_codes import in_row_blocks
+from ..primitives.quantize.fused_codes import has_blocks_in_rows
 from ..quantization import delayed_scaling
 from ..quantization.autocast import reinstate, snapshot
 from ..runtime.autograd import Function
@@ -41,14 +41,14 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
     Global state that modules share is replaced during the block and restored after it.
     """
 
-    def planned_quantize(spec: QuantizeSpec, x: Tensor, *rest: Any) -> Quantized:
+    def plan_quantize(spec: QuantizeSpec, x: Tensor, *rest: Any) -> Quantized:
         result = _codes(x.shape[0], x.shape[1], spec, x.device)
         quantized(x, result)
         return result
 
     def bind(table: Table[Any], request: Any) -> Callable[..., Any]:
         if table.operation == "quantize":
-            return partial(planned_quantize, request.spec)
+            return partial(plan_quantize, request.spec)
         return _PLANNERS.get(table.operation, _results)(table, request)
 
     pools, moment = delayed_scaling.registry.pools, snapshot()
@@ -97,7 +97,7 @@ def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callabl
 def _norm(table: Table[NormRequest], request: NormRequest) -> Callable[..., Any]:
     cast, results = request.cast, _results(table, request)
     if cast is not None:
-        fuses = in_row_blocks(cast.spec)
+        fuses = has_blocks_in_rows(cast.spec)
         statistics = 2 if request.centered else 1
 
         def codes(x: Tensor, *_: Any) -> tuple[Any, ...]:

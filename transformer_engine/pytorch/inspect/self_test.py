@@ -16,7 +16,7 @@ from ..quantization import emulate
 from ..runtime import self_tested
 from ..runtime.device import current_hardware, has_cuda
 from .self_test_cases import cases
-from .self_test_compile import LEFT_OUT, compile_ahead, request_of
+from .self_test_compile import LEFT_OUT, compile_ahead, first_request
 from .self_test_products import SAMPLE, SelfTestCase, SelfTestSizes, Tensors
 
 # The backend of the operation that the others are compared with.
@@ -144,7 +144,7 @@ def self_test(
                 results.append(SelfTestResult(case.path, case.name, "all", "not run"))
             else:
                 with self_tested.testing(case.path):
-                    results += _examined(case, device, times)
+                    results += _examine_case(case, device, times)
     _report_path(results[first:], time.perf_counter() - start, progress)
     test = SelfTest(self_tested.machine_facts(), tuple(results), time.perf_counter() - start)
     if has_cuda():
@@ -160,11 +160,11 @@ def _report_path(results: list[SelfTestResult], elapsed: float, progress: Callab
         progress(f"{elapsed:6.1f} s  {results[0].path}: {counts}")
 
 
-def _examined(case: SelfTestCase, device: torch.device, times: dict[Any, float]) -> list[SelfTestResult]:
+def _examine_case(case: SelfTestCase, device: torch.device, times: dict[Any, float]) -> list[SelfTestResult]:
     """Run a case with every backend for its operation."""
     table, reference = tables[case.operation], REFERENCES.get(case.operation, "reference")
     try:
-        request = request_of(case)
+        request = first_request(case)
     except Exception as error:  # a fault in the backend that the table chooses is a result in this test
         return [SelfTestResult(case.path, case.name, "chosen", "failed", reason=_message(error))]
     if request is None:
@@ -181,8 +181,8 @@ def _examined(case: SelfTestCase, device: torch.device, times: dict[Any, float])
             results.append(SelfTestResult(case.path, case.name, backend.name, status, reason=reason))
             continue
         try:
-            expected = _expected(case, backend.name, reference, expected)
-            results.append(_compared(case, table, backend.name, expected, device, times))
+            expected = _expected_results(case, backend.name, reference, expected)
+            results.append(_compare_results(case, table, backend.name, expected, device, times))
         except Exception as error:  # every library fault is a result in this test
             results.append(
                 SelfTestResult(case.path, case.name, backend.name, "failed", reason=_message(error))
@@ -190,7 +190,7 @@ def _examined(case: SelfTestCase, device: torch.device, times: dict[Any, float])
     return results
 
 
-def _expected(case: SelfTestCase, backend: str, reference: str, computed: Tensors | None) -> Tensors:
+def _expected_results(case: SelfTestCase, backend: str, reference: str, computed: Tensors | None) -> Tensors:
     """Expected results: the case's own, or the reference's; `computed` are another backend's."""
     steps = case.expected is not None and case.operation not in ("quantize", "gemm")
     if computed is not None and not steps:
@@ -205,7 +205,7 @@ def _expected(case: SelfTestCase, backend: str, reference: str, computed: Tensor
         return case.expected()
 
 
-def _compared(
+def _compare_results(
     case: SelfTestCase,
     table: Table[Any],
     backend: str,

@@ -35,7 +35,7 @@ class _Found(Exception):
     """Ends a computation at its first request, before a backend runs."""
 
 
-def request_of(case: SelfTestCase) -> Any:
+def first_request(case: SelfTestCase) -> Any:
     """The first request that a case makes to its operation; None if it makes none."""
     found: list[Any] = []
 
@@ -67,7 +67,7 @@ def compile_part(part: int, parts: int, sizes: SelfTestSizes) -> None:
 
 def _run_backends(case: SelfTestCase) -> None:
     try:
-        request = request_of(case)
+        request = first_request(case)
         table = tables[case.operation]
         backends = () if request is None else table.candidates(request)
     except Exception:  # reported by the self-test itself

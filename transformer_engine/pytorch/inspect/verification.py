@@ -36,7 +36,7 @@ from .verified_parameters import (
     Difference,
     average_gradients,
     copy_parameters,
-    parameters_of,
+    model_parameters,
     plain,
     scaling_states,
 )
@@ -46,12 +46,12 @@ from .verified_runs import (
     RecordKey,
     RunRecord,
     called,
+    convert_to_float32,
     first_tensor,
-    in_float32,
     record_run,
-    unwrapped,
+    unwrap_model,
 )
-from .verified_shards import RankPlace, place_of, shard_parts, sharded_dim
+from .verified_shards import RankPlace, find_rank_place, shard_parts, sharded_dim
 
 NOISE_RUNS = 2
 LOSS = "loss"
@@ -126,9 +126,9 @@ def verify(
         function(name, value)
     one_of("weights", weights, ("gathered", "own"))
     switch("sequence_parallel", sequence_parallel)
-    place = place_of(mesh, sequence_parallel, sequence_dim, batch_dim)
+    place = find_rank_place(mesh, sequence_parallel, sequence_dim, batch_dim)
     parallel, exact, single = model_fn(mesh), model_fn(None), model_fn(None)
-    quantized = [name for name, p in unwrapped(exact).named_parameters() if isinstance(p, QuantizedTensor)]
+    quantized = [name for name, p in unwrap_model(exact).named_parameters() if isinstance(p, QuantizedTensor)]
     if quantized:
         raise ValueError(
             f"model_fn(None) returns the quantized parameter {quantized[0]}, which float32 cannot replace; use "
@@ -136,7 +136,7 @@ def verify(
         )
     exact = exact.float()
     differences = copy_parameters(parallel, (exact, single), place, weights == "gathered")
-    whole = in_float32(batch)
+    whole = convert_to_float32(batch)
     with torch.no_grad():
         first, second = (first_tensor(called(exact, whole)) for _ in range(2))
     if not torch.equal(first, second):
@@ -144,14 +144,16 @@ def verify(
             "two runs of the model of one device differ, so nothing can be compared; set every dropout to 0, or call "
             "model.eval() in model_fn"
         )
-    reference = _finished(exact, record_run(exact, whole, loss_fn))
+    reference = _finish_record(exact, record_run(exact, whole, loss_fn))
     stateful = recipe is not None and family_of(recipe).stateful
     steps = 2 if stateful else 1
     eps = max(
         [torch.finfo(p.dtype).eps for p in single.parameters() if p.is_floating_point()], default=2 * _EPS
     )
     noisy = [
-        _finished(single, record_run(single, batch, loss_fn, _block(recipe, None), steps, noise=(eps, seed)))
+        _finish_record(
+            single, record_run(single, batch, loss_fn, _block(recipe, None), steps, noise=(eps, seed))
+        )
         for seed in range(NOISE_RUNS)
     ]
     group = amax_reduction_group
@@ -164,7 +166,7 @@ def verify(
         average_gradients(parallel, place)
     else:
         reduce_fn(parallel, mesh)
-    comparison = _Comparison(exact, place, reference, noisy, _finished(parallel, record))
+    comparison = _Comparison(exact, place, reference, noisy, _finish_record(parallel, record))
     checks: dict[RecordKey, Difference | None] = {}
     if stateful and world_size() > 1:
         for module, tensor, equal in scaling_states(parallel, group):
@@ -172,7 +174,7 @@ def verify(
             checks[RecordKey(module, 0, tensor)] = Difference(0.0, _EPS, note=note)
     checks |= {_parameter_key(name): difference for name, difference in differences.items()}
     checks |= dict(comparison.tensors())
-    return _reported(
+    return _gather_report(
         checks, "no recipe" if recipe is None else type(recipe).__name__, record.loss, reference.loss
     )
 
@@ -190,7 +192,7 @@ class _Comparison:
     ) -> None:
         self._place, self._reference, self._noisy, self._record = place, reference, noisy, record
         self._modules = dict(exact.named_modules())
-        self._parameters = parameters_of(exact)
+        self._parameters = model_parameters(exact)
 
     def tensors(self) -> Iterator[tuple[RecordKey, Difference | None]]:
         """Yield the differences in execution order; None where the tensors cannot be compared."""
@@ -282,7 +284,7 @@ def difference(actual: Tensor, exact: Tensor, noisy: Sequence[Tensor]) -> Differ
     return Difference(error, allowance, float((actual * exact).sum() / exact.square().sum()), gain_allowance)
 
 
-def _reported(
+def _gather_report(
     checks: dict[RecordKey, Difference | None], recipe: str, loss: float, exact_loss: float
 ) -> Verification:
     """Return the report over all ranks: each tensor on the rank that differs most."""
@@ -316,9 +318,9 @@ def _parameter_key(name: str, suffix: str = "") -> RecordKey:
     return RecordKey(module, 0, attribute + suffix)
 
 
-def _finished(model: nn.Module, record: RunRecord) -> RunRecord:
+def _finish_record(model: nn.Module, record: RunRecord) -> RunRecord:
     """Return the record with the model's gradients."""
-    for name, parameter in parameters_of(model).items():
+    for name, parameter in model_parameters(model).items():
         if parameter.value.grad is not None:
             record.gradients[name] = plain(parameter.value.grad)
     return record

@@ -16,7 +16,7 @@ from ..distributed.faults import transport_device
 from ..module import LayerNorm, LayerNormMLP, RMSNorm
 from ..primitives.activation import ACTIVATIONS
 from ..tensor.quantized_tensor import QuantizedTensor
-from .verified_runs import original_name, unwrapped
+from .verified_runs import original_name, unwrap_model
 from .verified_shards import ROLES, RankPlace, gather_parts, shard_parts, sharded_dim
 
 # Relative difference between one value in two dtypes: half a step in the narrower one, and in E4M3 for codes.
@@ -57,10 +57,10 @@ class NamedParameter:
         return (self.value.shape[0] // count,) * count
 
 
-def parameters_of(model: nn.Module) -> dict[str, NamedParameter]:
+def model_parameters(model: nn.Module) -> dict[str, NamedParameter]:
     """Return {name: parameter} of a model, with names that lack wrapper prefixes."""
     found: dict[str, NamedParameter] = {}
-    for prefix, module in unwrapped(model).named_modules():
+    for prefix, module in unwrap_model(model).named_modules():
         for attribute, value in module.named_parameters(recurse=False):
             name = original_name(prefix)
             name = f"{name}.{attribute}" if name else attribute
@@ -108,8 +108,8 @@ def copy_parameters(
     Raises:
         ValueError: The models have different parameters.
     """
-    own = parameters_of(parallel)
-    whole = [parameters_of(copy) for copy in copies]
+    own = model_parameters(parallel)
+    whole = [model_parameters(copy) for copy in copies]
     if own.keys() != whole[0].keys():
         missing = sorted(own.keys() ^ whole[0].keys())
         raise ValueError(
@@ -128,7 +128,7 @@ def copy_parameters(
                 value = local.clone()
             elif gathered and dim is not None:
                 value, shards = gather_parts(local, dim, place.tensor_group, parts)
-                note = _repeated(shards, place.tensor[0])
+                note = _repetition_note(shards, place.tensor[0])
             if world_size() > 1:
                 sent = value.to(transport_device(None, value.device))
                 dist.broadcast(sent, 0)
@@ -151,7 +151,7 @@ def _rounding(parameter: Tensor) -> float:
     return _CODES if isinstance(local, QuantizedTensor) else _ROUNDING.get(local.dtype, 2.0**-8)
 
 
-def _repeated(shards: Sequence[Tensor], own: int) -> str:
+def _repetition_note(shards: Sequence[Tensor], own: int) -> str:
     """Return a note if this rank's weight shard equals an earlier rank's shard."""
     mine = shards[own]
     if mine.dim() < 2 or mine.min() == mine.max():
@@ -169,7 +169,7 @@ def average_gradients(model: nn.Module, place: RankPlace) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     averaged = world_size(model.process_group) if isinstance(model, DistributedDataParallel) else 1
-    for parameter in parameters_of(model).values():
+    for parameter in model_parameters(model).values():
         gradient: Any = parameter.value.grad
         if gradient is None:
             continue
@@ -214,7 +214,7 @@ def scaling_states(model: nn.Module, group: Any) -> Iterator[tuple[str, str, boo
     Yields:
         Module name, "scaling_fwd.scale" or "scaling_bwd.scale", and whether this rank's scales are equal.
     """
-    for name, module in unwrapped(model).named_modules():
+    for name, module in unwrap_model(model).named_modules():
         meta = getattr(module, "fp8_meta", None) or {}
         for direction in ("scaling_fwd", "scaling_bwd"):
             scale = getattr(meta.get(direction), "scale", None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..functions.scale_update import in_backward_pass
+from ..functions.scale_update import is_backward_pass
 from ..tensor.quantized_tensor import QuantizedTensor
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
@@ -56,7 +56,7 @@ class RunRecord:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the module that DistributedDataParallel or FullyShardedDataParallel wraps, or the model itself."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
@@ -84,7 +84,7 @@ def first_tensor(value: Any) -> Any:
     return next((leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)), value)
 
 
-def in_float32(batch: Batch) -> Batch:
+def convert_to_float32(batch: Batch) -> Batch:
     """Return a batch whose floating-point tensors are float32."""
     leaves, tree = tree_flatten(batch)
     widened = [
@@ -123,7 +123,7 @@ def record_run(
                 leaf.requires_grad_()
                 break
         arguments: Any = tree_unflatten(differentiable, tree)
-        with _Recorder(unwrapped(model), record if step == steps - 1 else RunRecord(), noise):
+        with _Recorder(unwrap_model(model), record if step == steps - 1 else RunRecord(), noise):
             with block():
                 output = called(model, arguments)
             loss = loss_fn(output, arguments)
@@ -153,7 +153,7 @@ class _Recorder:
         self._labels.clear()
 
     def _see(self, name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
-        recomputed = in_backward_pass()
+        recomputed = is_backward_pass()
         call = self._calls.get(name, 0)
         if not recomputed:
             self._calls[name] = call + 1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.collectives import gather_along_first_dim, rank, world_size
-from ..functions.attention.context_parallel.schedule import chunks_of
+from ..functions.attention.context_parallel.schedule import chunk_pair
 
 ROLES = {
     "data": ("dp", "ddp", "fsdp", "data", "dp_replicate", "dp_shard", "replicate", "shard"),
@@ -115,10 +115,10 @@ class RankPlace:
         if size == 1:
             return part
         chunks = part.chunk(2 * size, self.sequence_dim)
-        return torch.cat([chunks[number] for number in chunks_of(size, own)], self.sequence_dim)
+        return torch.cat([chunks[number] for number in chunk_pair(size, own)], self.sequence_dim)
 
 
-def place_of(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch_dim: int) -> RankPlace:
+def find_rank_place(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch_dim: int) -> RankPlace:
     """Return this rank's place in a mesh whose dimensions have names.
 
     Raises:

@@ -37,13 +37,13 @@ from ..tensor.initial_values import keep_initial_values
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
 from . import loading
-from .config import Config, configured
+from .config import Config, configure_class
 from .forward_protocol import ForwardInterface
-from .numerics import Numerics, new_tracing_key, of_traced_call, traced_update
+from .numerics import Numerics, new_tracing_key, trace_call, traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method, empty_like
 from .products import BACKWARD_SLOTS, FORWARD_SLOTS
 from .repetition import may_be_recomputed, repeatable
-from .shared_settings import Entries, settings_of
+from .shared_settings import Entries, public_settings
 from .weight_cache import WeightCache
 
 # Original names that other libraries import from here.
@@ -93,7 +93,7 @@ class ModuleConfig(Config):
 
     def shared_settings(self) -> dict[str, object]:
         """Settings that all ranks in the tensor-parallel group must have in common, also in the containing layer."""
-        return dict((*settings_of(self, self._kind), *self._layer))
+        return dict((*public_settings(self, self._kind), *self._layer))
 
 
 def _forget_roles(module: Any, name: str, value: Any) -> None:
@@ -102,7 +102,7 @@ def _forget_roles(module: Any, name: str, value: Any) -> None:
         module.numerics.forget()
 
 
-@configured(ModuleConfig, written=_forget_roles)
+@configure_class(ModuleConfig, written=_forget_roles)
 class TransformerEngineBaseModule(ForwardInterface):
     """Base class for layers with quantizers.
 
@@ -268,7 +268,7 @@ class TransformerEngineBaseModule(ForwardInterface):
     def _product_quantizers(self, state: AutocastState) -> tuple[ProductQuantizers, ...]:
         """Return the quantizers for this forward pass, one set per product; the identity if nothing is quantized."""
         if torch.compiler.is_compiling():
-            active = of_traced_call(self, self.tracing_key, state)
+            active = trace_call(self, self.tracing_key, state)
         else:
             self.numerics.state = state
             active = self.numerics.of_call(self, state)
@@ -345,11 +345,11 @@ class TransformerEngineBaseModule(ForwardInterface):
         content = decode_extra_state(state)
         if content is not None:
             # Quantizers in each direction, by state key suffix.
-            products = self._products_of(content)
+            products = self._count_products(content)
             check_extra_state(content, {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products})
         return content
 
-    def _products_of(self, content: dict[str, Any]) -> int:
+    def _count_products(self, content: dict[str, Any]) -> int:
         """Product count that a state determines: some classes fix it, in others it follows from the scales."""
         stored = content["extra_fp8_variables"].get("num_gemms")
         if self.products_grow and isinstance(stored, int) and "scale_fwd" in content:
@@ -367,7 +367,7 @@ class TransformerEngineBaseModule(ForwardInterface):
         if loading.quantized_otherwise(self, content["recipe"]):
             loading.drop_state(self, content["recipe"])
             return
-        self._grow_to(self._products_of(content))
+        self._extend_to(self._count_products(content))
         self.numerics.renew(self, content["recipe"], self.fp8_meta["fp8_group"])
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products

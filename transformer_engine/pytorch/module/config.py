@@ -48,7 +48,7 @@ class Config:
         return self
 
 
-def configured(
+def configure_class(
     config: type[Config],
     fixed: frozenset[str] = frozenset(),
     handed_down: Mapping[str, tuple[str, ...]] | None = None,

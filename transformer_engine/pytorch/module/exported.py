@@ -18,7 +18,7 @@ from .specs import computing_dtype, quantizers_of_call
 _ANY_ROWS = 128
 
 
-def exported_products(
+def export_products(
     module: ProductsModule,
     inp: Tensor,
     tensors: tuple[Tensor | None, ...],
@@ -55,7 +55,7 @@ def exported_products(
         assert state.recipe is not None
         _check_warm(module, state)
         active = module.numerics.of_call(module, state)
-    call = module._uncached_call(inp, tensors, options, active)
+    call = module._build_uncached_call(inp, tensors, options, active)
     dtype = computing_dtype(call)
     if not isinstance(call.rows, int):
         call = call._replace(x=(call.x[0], torch.Size((_ANY_ROWS, inp.shape[-1])), *call.x[2:]))

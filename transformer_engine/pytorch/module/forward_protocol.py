@@ -29,8 +29,8 @@ from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_ac
 from ..primitives.column_sums import column_sums
 from ..quantization import QuantizerRole
 from ..quantization.autocast import current
-from ..quantization.global_state import copy_in
-from ..quantization.recompute_states import repeated_values
+from ..quantization.global_state import write_states
+from ..quantization.recompute_states import replay_values
 from ..runtime.device import autocast_dtype, canonical_device
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
@@ -127,16 +127,16 @@ class ForwardInterface(torch.nn.Module):
         states = self.numerics.delayed_states("scaling_fwd")
         if not states:
             return
-        first = repeated_values(type(self).__name__, self.tracing_key, _values(states))
+        first = replay_values(type(self).__name__, self.tracing_key, _values(states))
         if first is None:
             return
         self._present_scales.append([(scale.clone(), history.clone()) for scale, history in _values(states)])
-        copy_in(states, first)
+        write_states(states, first)
 
     def end_forward(self) -> None:
         """End a forward pass: restore the current scales if `prepare_forward` replaced them for a recomputation."""
         if self._present_scales and in_fp8_activation_recompute_phase():
-            copy_in(self.numerics.delayed_states("scaling_fwd"), self._present_scales.pop())
+            write_states(self.numerics.delayed_states("scaling_fwd"), self._present_scales.pop())
 
     @contextmanager
     def prepare_forward_ctx(
@@ -169,7 +169,7 @@ class ForwardInterface(torch.nn.Module):
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Create quantizers for num_gemms products by the active autocast; the product count never decreases."""
-        self._grow_to(num_gemms)
+        self._extend_to(num_gemms)
         state = current()
         self.fast_setattr("fp8_parameters", self.primary_weights_in_fp8)
         self.numerics.state = state
@@ -336,7 +336,7 @@ class ForwardInterface(torch.nn.Module):
                 "use the same recipe class in quantized_model_init and autocast"
             )
 
-    def _grow_to(self, products: int | None) -> None:
+    def _extend_to(self, products: int | None) -> None:
         if products is not None and products > self.num_products:
             self.num_products = products
             self.numerics.forget()

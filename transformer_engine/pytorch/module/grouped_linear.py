@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool, to_ints
-from ..compat.argument_orders import call_of
+from ..compat.argument_orders import declare_call
 from ..compat.by_name import GroupedLinearByName as _GroupedLinear
-from ..compat.by_name import called_by_name, check_unquantized, general_gemm
+from ..compat.by_name import call_by_name, check_unquantized, general_gemm
 from ..compat.replaceable import watched
 from ..constants import ParallelMode
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed_weight import whole_weights
 from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
-from ..functions.grouped_call import GroupedCall, GroupedSpec, members_of
+from ..functions.grouped_call import GroupedCall, GroupedSpec, stack_members
 from ..functions.grouped_linear import grouped_linear
 from ..functions.grouped_request import (
     FLAGGED_WEIGHTS,
@@ -37,7 +37,7 @@ from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..tensor.grouped_tensor import plain_stack
 from .arguments import accepts, switch
-from .config import configured
+from .config import configure_class
 from .grouped_parameters import (
     check_device_splits,
     create_parameters,
@@ -46,12 +46,12 @@ from .grouped_parameters import (
     is_module_grouped_tensor_path_supported,
     load_other_form,
     mark_parameters,
-    names_of,
+    parameter_names,
     single_parameters,
     uses_grouped_tensor,
 )
 from .grouped_spec import build, fitting_groups, traced_call
-from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
+from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .row_groups import check_dense
 
@@ -69,7 +69,9 @@ class GroupedLinearConfig(LinearConfig):
     single_grouped_bias: bool = False
 
 
-@configured(GroupedLinearConfig, fixed=SIZES | {"num_gemms", "single_grouped_weight", "single_grouped_bias"})
+@configure_class(
+    GroupedLinearConfig, fixed=SIZES | {"num_gemms", "single_grouped_weight", "single_grouped_bias"}
+)
 class GroupedLinear(ProductsModule):
     """Multiply consecutive row groups by one weight each: y [sum of m_splits, out_features].
 
@@ -113,7 +115,7 @@ class GroupedLinear(ProductsModule):
         use_grouped_tensor: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name)
-        tp_size = checked_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
+        tp_size = check_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
         if ub_overlap_rs or ub_overlap_ag:
             raise ValueError(
                 "GroupedLinear has no communication; leave ub_overlap_rs and ub_overlap_ag False"
@@ -138,8 +140,8 @@ class GroupedLinear(ProductsModule):
             save_original_input=save_original_input,
             use_bias=bias,
             return_bias=return_bias,
-            weight_names=names_of("weight", num_gemms, single["single_grouped_weight"]),
-            bias_names=names_of("bias", num_gemms, single["single_grouped_bias"]),
+            weight_names=parameter_names("weight", num_gemms, single["single_grouped_weight"]),
+            bias_names=parameter_names("bias", num_gemms, single["single_grouped_bias"]),
             **single,
         )
         config, weights = self._config, [(name,) for name in self._config.weight_names]
@@ -211,23 +213,23 @@ class GroupedLinear(ProductsModule):
         Raises:
             ValueError: The splits do not fit the groups and rows, or a buffer does not fit or shares memory.
         """
-        m_splits = self._accepted_splits(inp, m_splits)
+        m_splits = self._accept_splits(inp, m_splits)
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         tensors: tuple[Any, ...] = self._tensors()
         if not getattr(tensors[0], "is_distributed_weight", False):
-            return self._output_of(inp, m_splits, is_first_microbatch, (out, dgrad_out), tensors)
+            return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), tensors)
         count, fused = len(self._config.weight_names), self._config.fuse_wgrad_accumulation
         with whole_weights((tensors[:count],), fused, self.wgrad_store) as wholes:
             whole = (*wholes, *tensors[count:])
-            return self._output_of(inp, m_splits, is_first_microbatch, (out, dgrad_out), whole)
+            return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), whole)
 
     if TYPE_CHECKING:
 
-        @call_of(forward)
+        @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def _output_of(
+    def _compute_output(
         self,
         inp: Tensor,
         m_splits: Sequence[int] | Tensor,
@@ -253,7 +255,7 @@ class GroupedLinear(ProductsModule):
             y = traced_call(self, spec, flat, m_splits, (weights, added or ()), is_first_microbatch)
         else:
             call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
-            y = (_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
+            y = (_run_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
         y = y if flat is inp else y.view(*shape[:-1], config.out_features)
         if not config.return_bias:
             return y
@@ -279,7 +281,7 @@ class GroupedLinear(ProductsModule):
             layout, cached = groups_of(splits, x.shape[0], x.device), None
             quantizer = spec.quantizers.weight
             if is_first_microbatch is not None and quantizer is not None:
-                members = members_of(weights[0]) if self._config.single_grouped_weight else weights
+                members = stack_members(weights[0]) if self._config.single_grouped_weight else weights
                 encode = partial(quantizer.matrices, Matrices.of(members), True)
                 for i in range(count if is_first_microbatch else 0):
                     self.numerics.workspaces.pop(f"weight{i}", None)
@@ -294,7 +296,7 @@ class GroupedLinear(ProductsModule):
         rows = tuple(m_splits)
         groups = fitting_groups(spec, rows, self._warn_once) if spec.unquantized else groups
         if is_first_microbatch is not None:
-            members = members_of(weights[0]) if spec.stacked_weight else weights
+            members = stack_members(weights[0]) if spec.stacked_weight else weights
             cached = [
                 self.with_cached_weight(f"weight{i}", member, group, is_first_microbatch)
                 for i, (member, group) in enumerate(zip(members, groups, strict=True))
@@ -348,7 +350,7 @@ class GroupedLinear(ProductsModule):
             found = [getattr(self, name) for name in names]
             return (*found, *[None] * (len(config._tensors) - len(names)))
 
-    def _accepted_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
+    def _accept_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
         """Return the rows per group as checked ints, or a tensor that the host does not read unchanged."""
         if not isinstance(inp, Tensor) or inp.layout is not torch.strided:
             check_dense("the input", inp)
@@ -377,7 +379,9 @@ class GroupedLinear(ProductsModule):
         return f"{sizes}, out_features={self.out_features}, bias={self.use_bias}"
 
 
-def _by_name(x: Tensor, weights: Sequence[Any], biases: Sequence[Any] | None, call: GroupedCall) -> Tensor:
+def _run_by_name(
+    x: Tensor, weights: Sequence[Any], biases: Sequence[Any] | None, call: GroupedCall
+) -> Tensor:
     """Compute `grouped_linear` by the functions that this file's names are bound to."""
     for group in call.groups:
         check_unquantized(group, _replaced.names, "GroupedLinear")
@@ -391,7 +395,7 @@ def _by_name(x: Tensor, weights: Sequence[Any], biases: Sequence[Any] | None, ca
         biases = biases[0].unbind(0)
     added = biases or [None] * len(weights)
     file = sys.modules[__name__]
-    return called_by_name(_GroupedLinear, torch.is_grad_enabled(), x, call, file, *weights, *added)
+    return call_by_name(_GroupedLinear, torch.is_grad_enabled(), x, call, file, *weights, *added)
 
 
 _replaced = watched(__name__, {"_GroupedLinear": _GroupedLinear, "general_gemm": general_gemm})

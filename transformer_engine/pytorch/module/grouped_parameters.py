@@ -20,7 +20,7 @@ from ...common.recipe import Recipe
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..tensor.grouped_checkpoints import convert_state, join_members
 from ..tensor.grouped_tensor import GroupedTensor
-from ..tensor.initial_values import initial_values_of, keep_initial_values
+from ..tensor.initial_values import find_initial_values, keep_initial_values
 from ..tensor.quantized_tensor import QuantizedTensor
 from .linear_base import ProductsModule
 from .parameters import InitMethod, ParameterInit
@@ -76,7 +76,7 @@ def check_device_splits(m_splits: Sequence[int] | Tensor, device: torch.device) 
         )
 
 
-def names_of(kind: str, count: int, single: bool) -> tuple[str, ...]:
+def parameter_names(kind: str, count: int, single: bool) -> tuple[str, ...]:
     """Return the parameter names for a kind, "weight" or "bias"."""
     return (kind,) if single else tuple(f"{kind}{i}" for i in range(count))
 
@@ -99,7 +99,7 @@ def create_parameters(module: ProductsModule, init: ParameterInit, options: dict
         if name in biases:
             fill = ParameterInit(torch.nn.init.zeros_)
         elif config.single_grouped_weight:
-            fill = _of_members(init, config.num_gemms)
+            fill = _init_members(init, config.num_gemms)
         else:
             fill = ParameterInit(init.init, init.rng_tracker, init.rng_tracker_name, 3 * int(name[6:]) + 1)
         module.register_parameter(name, parameter, fill)
@@ -110,7 +110,7 @@ def _shape(config: Any, kind: str, member: tuple[int, ...]) -> tuple[int, ...]:
     return (config.num_gemms, *member) if single else member
 
 
-def _of_members(init: ParameterInit, count: int) -> ParameterInit:
+def _init_members(init: ParameterInit, count: int) -> ParameterInit:
     """Initialize each matrix like a separate parameter, in order."""
     each = functools.partial(_fill_members, init.init)
     return ParameterInit(each, init.rng_tracker, init.rng_tracker_name, fp8_meta_index=1, members=count)
@@ -129,7 +129,7 @@ def group_single_parameters(module: Any) -> None:
     for kind in kinds:
         parameter = module.get_parameter(kind)
         if not isinstance(parameter, QuantizedTensor) and not parameter.is_meta:
-            module._replace_parameter(kind, torch.nn.Parameter(GroupedTensor.of_stack(parameter)))
+            module._replace_parameter(kind, torch.nn.Parameter(GroupedTensor.from_stack(parameter)))
 
 
 def mark_parameters(module: ProductsModule) -> None:
@@ -155,13 +155,13 @@ def group_weights(module: ProductsModule) -> None:
     members = [module.get_parameter(name) for name in config.weight_names]
     with torch.no_grad():
         stack = torch.nn.Parameter(join_members([m.detach() for m in members]), members[0].requires_grad)
-    initial = [kept for kept in map(initial_values_of, members) if kept is not None]
+    initial = [kept for kept in map(find_initial_values, members) if kept is not None]
     if len(initial) == len(members):
         keep_initial_values(stack, torch.stack(initial))
     fills = [module.param_init_meta.pop(name) for name in config.weight_names]
     others = {name: held for name, held in module._parameters.items() if name not in config.weight_names}
     module._parameters.clear()
-    module.register_parameter("weight", stack, _of_members(fills[0], config.num_gemms))
+    module.register_parameter("weight", stack, _init_members(fills[0], config.num_gemms))
     module._parameters.update(others)
     module._configure(
         single_grouped_weight=True,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.recipe import description_of, recipe_described_as
+from ...common.recipe import recipe_described_as, recipe_description
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.caller_buffers import NO_BUFFERS
 from ..functions.grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec, StackMember
@@ -33,7 +33,7 @@ from ..functions.grouped_request import (
     TABLE,
     TOGETHER,
     GroupedRequest,
-    requested_by_environment,
+    environment_request,
 )
 from ..functions.linear_spec import (
     UNQUANTIZED,
@@ -173,7 +173,7 @@ def _request(
     assert weight is not None
     return GroupedRequest(
         features,
-        requested_by_environment(),
+        environment_request(),
         x.kind in (torch.Tensor, torch.nn.Parameter),
         True,
         x.shape[-1],
@@ -231,9 +231,9 @@ def traced_call(
             "m_splits.tolist(), or leave is_first_microbatch None"
         )
     states = [module.numerics.delayed_states(key) if active else () for key in _STATES]
-    key = _registered_while_tracing(
+    key = _register_while_tracing(
         module.tracing_key,
-        description_of(state.recipe) if active else None,
+        recipe_description(state.recipe) if active else None,
         (state.enabled, state.calibrating, torch.is_grad_enabled(), x.requires_grad),
         state.group,
         is_first_microbatch,
@@ -250,7 +250,7 @@ _STATES = ("scaling_fwd", "scaling_bwd")
 
 
 @constant_while_tracing
-def _registered_while_tracing(
+def _register_while_tracing(
     tracing_key: str,
     recipe: str | None,
     flags: tuple[bool, bool, bool, bool],
@@ -287,7 +287,7 @@ def _registered_while_tracing(
         layer: Any = owner()
         return layer._call(spec, x, rows, tuple(tensors[: counts[0]]), None, NO_BUFFERS)
 
-    def states_of(key: str) -> tuple[Any, ...]:
+    def group_states(key: str) -> tuple[Any, ...]:
         return module.numerics.delayed_states(key) if recipe is not None else ()
 
     def padded(inputs: list[Any]) -> list[Any]:
@@ -301,6 +301,6 @@ def _registered_while_tracing(
         lists=tuple([count for count in counts if count]),
         present=(groups[0].needs_grad_input, *weights, *biases),
         call=call,
-        states=(states_of("scaling_fwd"), states_of("scaling_bwd")),
+        states=(group_states("scaling_fwd"), group_states("scaling_bwd")),
     )
     return register(module, kernel)

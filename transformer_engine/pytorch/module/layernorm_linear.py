@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
-from ..compat.argument_orders import call_of
+from ..compat.argument_orders import declare_call
 from ..compat.by_name import LayerNormLinearByName as _LayerNormLinear
 from ..compat.by_name import (
     NormByName,
-    called_by_name,
+    call_by_name,
     check_unquantized,
     general_gemm,
 )
@@ -34,12 +34,12 @@ from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
 from .arguments import accepts, overlap_flags, warn_unless_reduced
-from .config import configured, early
-from .exported import exported_products
-from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
+from .config import configure_class, early
+from .exported import export_products
+from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
 from .local_shards import output_of_shards
 from .normalization import mark_norm_parameters, register_norm_parameters
-from .parameters import InitMethod, create_parameters, mark_parameters, parameter_of, weight_and_bias
+from .parameters import InitMethod, create_parameters, get_parameter_value, mark_parameters, weight_and_bias
 from .specs import Call, check_call, product_spec, quantizers_of_call, scale_update, with_compiled_passes
 
 # Beside the layer, original names that other libraries import from here.
@@ -81,7 +81,7 @@ def build(call: Call) -> NormLinearSpec:
     return with_compiled_passes(call, FUNCTIONS, spec)
 
 
-@configured(NormLinearConfig, fixed=SIZES)
+@configure_class(NormLinearConfig, fixed=SIZES)
 class LayerNormLinear(ProductsModule):
     """Compute y [.., out_features] = norm(x [.., in_features]) @ weight.T + bias.
 
@@ -136,7 +136,7 @@ class LayerNormLinear(ProductsModule):
             raise NotImplementedError(
                 'parallel_mode="row" would normalize a shard of the features; use LayerNorm followed by Linear'
             )
-        tp_size = checked_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
+        tp_size = check_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
         warn_unless_reduced(symmetric_ar_type, False)
         self._configure(
             in_features=in_features,
@@ -208,7 +208,10 @@ class LayerNormLinear(ProductsModule):
         if export_mode.onnx:
             return self.onnx_forward(inp, fp8_output)
         weight, bias = weight_and_bias(self)
-        gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
+        gamma, beta = (
+            get_parameter_value(self, "layer_norm_weight"),
+            get_parameter_value(self, "layer_norm_bias"),
+        )
         options = (is_first_microbatch, fp8_output, fp8_grad)
         plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
         if not plain and (is_distributed(weight) or is_distributed(inp)):
@@ -217,15 +220,15 @@ class LayerNormLinear(ProductsModule):
         if getattr(weight, "is_distributed_weight", False):
             fused = self._config.fuse_wgrad_accumulation
             with whole_weights(((weight,),), fused, self.wgrad_store) as (whole,):
-                return self._output_of(options, inp, whole, bias, gamma, beta)
-        return self._output_of(options, inp, weight, bias, gamma, beta)
+                return self._compute_output(options, inp, whole, bias, gamma, beta)
+        return self._compute_output(options, inp, weight, bias, gamma, beta)
 
     if TYPE_CHECKING:
 
-        @call_of(forward)
+        @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def _output_of(
+    def _compute_output(
         self,
         options: tuple[bool | None, ...],
         inp: Tensor,
@@ -247,23 +250,26 @@ class LayerNormLinear(ProductsModule):
         if inp.dtype != dtype:
             inp = inp.to(dtype)
         added = None if config.return_bias else bias
-        layer = _by_name if _replaced.names or _common._replaced.names else norm_linear
+        layer = _run_by_name if _replaced.names or _common._replaced.names else norm_linear
         y, norm_output = layer(inp, gamma, beta, weight, added, spec)
         if not (config.return_bias or config.return_layernorm_output):
             return y
         outputs: tuple[Any, ...] = (y, bias) if config.return_bias else (y,)
         if config.return_layernorm_output:
-            outputs += (self.returned_norm_output(norm_output),)
+            outputs += (self.shape_norm_output(norm_output),)
         return outputs
 
     def onnx_forward(self, inp: Tensor, fp8_output: bool | None = False) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
         config = self._config
         weight, bias = weight_and_bias(self)
-        gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
+        gamma, beta = (
+            get_parameter_value(self, "layer_norm_weight"),
+            get_parameter_value(self, "layer_norm_bias"),
+        )
         shapes = ((self.in_features, weight.shape[0]),)
         options = (None, fp8_output, False)
-        dtype, (quantizers,) = exported_products(self, inp, (weight, bias, gamma, beta), options, shapes)
+        dtype, (quantizers,) = export_products(self, inp, (weight, bias, gamma, beta), options, shapes)
         norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
         normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
         y = exported.linear(normalized, weight, None if config.return_bias else bias, quantizers)
@@ -278,7 +284,7 @@ class LayerNormLinear(ProductsModule):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
 
 
-def _by_name(
+def _run_by_name(
     inp: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None]:
     """Call `norm_linear` through replaceable names in this file; a replaced norm changes no product format."""
@@ -288,7 +294,7 @@ def _by_name(
         return norm_linear(inp, gamma, beta, weight, bias, spec.with_norm(NormByName(spec.norm, file)))
     check_unquantized(spec.linear, names, "LayerNormLinear")
     records = torch.is_grad_enabled()
-    y = called_by_name(_LayerNormLinear, records, inp, gamma, beta, weight, bias, spec, file)
+    y = call_by_name(_LayerNormLinear, records, inp, gamma, beta, weight, bias, spec, file)
     return y if spec.returns_norm_output else (y, None)
 
 

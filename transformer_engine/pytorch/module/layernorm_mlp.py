@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ...common.numbers import to_bool
-from ..compat.argument_orders import call_of
+from ..compat.argument_orders import declare_call
 from ..compat.by_name import NormByName
 from ..compat.replaceable import watched
 from ..constants import ActivationName, NormalizationName
@@ -36,11 +36,11 @@ from ..runtime.tracing import export_mode
 from . import _common
 from ._common import apply_normalization
 from .arguments import accepts, overlap_flags, warn_unless_reduced
-from .config import configured
-from .exported import exported_products
+from .config import configure_class
+from .exported import export_products
 from .linear_base import ProductsConfig, ProductsModule
 from .normalization import mark_norm_parameters, register_norm_parameters
-from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
+from .parameters import InitMethod, ParameterInit, default_init_method, get_parameter_value
 from .specs import (
     Call,
     Facts,
@@ -133,7 +133,7 @@ def _check_rows(config: NormMLPConfig, rows: int) -> None:
         )
 
 
-@configured(NormMLPConfig, fixed=frozenset({"hidden_size", "ffn_shard"}))
+@configure_class(NormMLPConfig, fixed=frozenset({"hidden_size", "ffn_shard"}))
 class LayerNormMLP(ProductsModule):
     """Compute y [.., hidden_size] = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias.
 
@@ -288,28 +288,34 @@ class LayerNormMLP(ProductsModule):
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         if export_mode.onnx:
             return self.onnx_forward(inp)
-        fc1_weight, fc2_weight = parameter_of(self, "fc1_weight"), parameter_of(self, "fc2_weight")
+        fc1_weight, fc2_weight = (
+            get_parameter_value(self, "fc1_weight"),
+            get_parameter_value(self, "fc2_weight"),
+        )
         of_fc1 = getattr(fc1_weight, "is_distributed_weight", False)
         if of_fc1 or getattr(fc2_weight, "is_distributed_weight", False):
             fused, groups = self._config.fuse_wgrad_accumulation, ((fc1_weight,), (fc2_weight,))
             with whole_weights(groups, fused, self.wgrad_store) as wholes:
-                return self._output_of(inp, is_first_microbatch, *wholes)
-        return self._output_of(inp, is_first_microbatch, fc1_weight, fc2_weight)
+                return self._compute_output(inp, is_first_microbatch, *wholes)
+        return self._compute_output(inp, is_first_microbatch, fc1_weight, fc2_weight)
 
     if TYPE_CHECKING:
 
-        @call_of(forward)
+        @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def _output_of(
+    def _compute_output(
         self, inp: Tensor, is_first_microbatch: bool | None, fc1_weight: Tensor, fc2_weight: Tensor
     ) -> Tensor | tuple[Tensor | None, ...]:
         """Compute `forward` with given weights."""
         config = self._config
-        gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
+        gamma, beta = (
+            get_parameter_value(self, "layer_norm_weight"),
+            get_parameter_value(self, "layer_norm_bias"),
+        )
         fc1_bias = fc2_bias = None
         if config.use_bias:
-            fc1_bias, fc2_bias = parameter_of(self, "fc1_bias"), parameter_of(self, "fc2_bias")
+            fc1_bias, fc2_bias = get_parameter_value(self, "fc1_bias"), get_parameter_value(self, "fc2_bias")
         spec: NormMLPSpec = self.spec(
             inp, (fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta), (is_first_microbatch,)
         )
@@ -338,21 +344,27 @@ class LayerNormMLP(ProductsModule):
             return y
         outputs: tuple[Any, ...] = (y, fc2_bias) if config.return_bias else (y,)
         if config.return_layernorm_output:
-            outputs += (self.returned_norm_output(norm_output),)
+            outputs += (self.shape_norm_output(norm_output),)
         return outputs
 
     def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
         config = self._config
-        gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
-        fc1_weight, fc2_weight = parameter_of(self, "fc1_weight"), parameter_of(self, "fc2_weight")
+        gamma, beta = (
+            get_parameter_value(self, "layer_norm_weight"),
+            get_parameter_value(self, "layer_norm_bias"),
+        )
+        fc1_weight, fc2_weight = (
+            get_parameter_value(self, "fc1_weight"),
+            get_parameter_value(self, "fc2_weight"),
+        )
         fc1_bias = fc2_bias = None
         if config.use_bias:
-            fc1_bias, fc2_bias = parameter_of(self, "fc1_bias"), parameter_of(self, "fc2_bias")
+            fc1_bias, fc2_bias = get_parameter_value(self, "fc1_bias"), get_parameter_value(self, "fc2_bias")
         tensors = (fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta)
         _check_rows(config, fc1_weight.shape[0])
         shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
-        dtype, (fc1, fc2) = exported_products(self, inp, tensors, (None,), shapes)
+        dtype, (fc1, fc2) = export_products(self, inp, tensors, (None,), shapes)
         norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
         normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
         hidden = exported.linear(normalized, fc1_weight, fc1_bias, fc1)

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
-from ..compat.argument_orders import call_of
+from ..compat.argument_orders import declare_call
 from ..compat.by_name import LinearByName as _Linear
-from ..compat.by_name import called_by_name, check_unquantized, general_gemm
+from ..compat.by_name import call_by_name, check_unquantized, general_gemm
 from ..compat.replaceable import watched
 from ..constants import ParallelMode
 from ..distributed_weight import whole_weights
@@ -44,9 +44,9 @@ from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import is_meta
 from ..runtime.tracing import export_mode
 from .arguments import accepts, overlap_flags, warn_unless_reduced
-from .config import configured
-from .exported import exported_products
-from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
+from .config import configure_class
+from .exported import export_products
+from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
 from .local_shards import output_of_shards
 from .parameters import InitMethod, create_parameters, mark_parameters, weight_and_bias
 from .specs import (
@@ -81,7 +81,9 @@ def build(call: Call) -> LinearSpec:
     check_call(call, in_features)
     parallel = config.parallel()
     (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
-    added = None if config.adds_bias_late else bias  # the bias that `Linear._output_of` passes to the product
+    added = (
+        None if config.adds_bias_late else bias
+    )  # the bias that `Linear._compute_output` passes to the product
     needs = (
         call.records and call.input.requires_grad,
         call.records and weight.requires_grad,
@@ -101,7 +103,7 @@ def build(call: Call) -> LinearSpec:
     return with_compiled_passes(call, FUNCTIONS, spec)
 
 
-@configured(LinearConfig, fixed=SIZES)
+@configure_class(LinearConfig, fixed=SIZES)
 class Linear(ProductsModule):
     """Compute y [.., out_features] = x [.., in_features] @ weight.T + bias, quantized by the `autocast` recipe.
 
@@ -167,7 +169,7 @@ class Linear(ProductsModule):
         name: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name)
-        tp_size = checked_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
+        tp_size = check_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
         warn_unless_reduced(
             symmetric_ar_type, parallel_mode == "row" and tp_size > 1 and not sequence_parallel
         )
@@ -251,26 +253,26 @@ class Linear(ProductsModule):
         is_subclass = type(weight) not in PLAIN_TENSORS or type(inp) is not Tensor
         if is_subclass or getattr(weight, "is_distributed_weight", False):
             return self._output_of_subclasses(options, inp, weight, bias)
-        return self._output_of(options, inp, weight, bias)
+        return self._compute_output(options, inp, weight, bias)
 
     if TYPE_CHECKING:  # type checkers see the parameters of `forward` in calls of the layer
 
-        @call_of(forward)
+        @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of_subclasses(
         self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
-        """Compute `_output_of` where input or weight is a DTensor, a quantized tensor, or a shard to be gathered."""
+        """Compute `_compute_output` where input or weight is a DTensor, a quantized tensor, or a shard to gather."""
         if is_distributed(weight) or is_distributed(inp):
             return output_of_shards(self, options, inp, weight, bias)
         if not getattr(weight, "is_distributed_weight", False):
-            return self._output_of(options, inp, weight, bias)
+            return self._compute_output(options, inp, weight, bias)
         fused = self._config.fuse_wgrad_accumulation
         with whole_weights(((weight,),), fused, self.wgrad_store) as (whole,):
-            return self._output_of(options, inp, whole, bias)
+            return self._compute_output(options, inp, whole, bias)
 
-    def _output_of(
+    def _compute_output(
         self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
         """Compute `forward` with parameters of this rank, unquantized or quantized.
@@ -312,7 +314,7 @@ class Linear(ProductsModule):
         weight, bias = weight_and_bias(self)
         shapes = ((self.in_features, weight.shape[0]),)
         options = (None, fp8_output, fp8_grad)
-        dtype, (quantizers,) = exported_products(self, inp, (weight, bias), options, shapes)
+        dtype, (quantizers,) = export_products(self, inp, (weight, bias), options, shapes)
         added = None if self._config.return_bias else bias
         y = exported.linear(inp.to(dtype), weight, added, quantizers)
         return (y, None if bias is None else bias.to(dtype)) if self._config.return_bias else y
@@ -325,7 +327,7 @@ def _linear_by_name(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: Line
     """Compute `linear` unquantized, by the names of this file that a program has replaced; see `compat/by_name.py`."""
     check_unquantized(spec, _replaced.names, "Linear")
     records = torch.is_grad_enabled()
-    return called_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])
+    return call_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])
 
 
 # Names in this file that programs monkey-patch. `_replaced.names` contains names with another value than these.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.dispatch import undisturbed
+from ...common.dispatch import is_undisturbed
 from ...common.documentation import page
 from ...common.memory import Memory
 from ..distributed.tensor_parallel import (
@@ -23,23 +23,23 @@ from ..distributed.tensor_parallel import (
 )
 from ..functions.communication import gather_sequence
 from ..functions.linear_spec import LinearSpec, ProductQuantizers, replace_fields
-from ..functions.scale_update import in_backward_pass, update_at_end_of_pass
+from ..functions.scale_update import is_backward_pass, update_at_end_of_pass
 from ..functions.weight_gradient import begin_first_microbatch
 from ..quantization import QuantizerRole, delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
-from ..runtime.autograd import gradients_expected, in_first_run
+from ..runtime.autograd import gradients_expected, is_first_run
 from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype, autocast_is_active
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from .base import ModuleConfig, TransformerEngineBaseModule
-from .config import configured
-from .numerics import of_traced_call, traced_update
-from .parameters import parameter_of
+from .config import configure_class
+from .numerics import trace_call, traced_update
+from .parameters import get_parameter_value
 from .products import ModuleRecipe, unquantized
 from .repetition import may_be_recomputed, repeatable
-from .specs import Call, built, check_call, facts_of, quantizers_of_call, repeated_facts, tensor_facts
+from .specs import Call, built, check_call, facts_of, quantizers_of_call, repeat_facts, tensor_facts
 
 _KEPT = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
@@ -131,7 +131,7 @@ class LinearConfig(ProductsConfig):
         return self.boundary(self.parallel_mode)
 
 
-def checked_ranks(mode: str | None, tp_group: Any, tp_size: int, in_features: int, out_features: int) -> int:
+def check_ranks(mode: str | None, tp_group: Any, tp_size: int, in_features: int, out_features: int) -> int:
     """Return how many ranks share a linear layer; see `tensor_parallel_size`.
 
     Raises:
@@ -163,7 +163,7 @@ def _role(kept: str) -> property:
     return property(read, write)
 
 
-@configured(ProductsConfig)
+@configure_class(ProductsConfig)
 class ProductsModule(TransformerEngineBaseModule):
     """A module whose forward pass consists of linear products.
 
@@ -277,7 +277,7 @@ class ProductsModule(TransformerEngineBaseModule):
             unregistered = active and active.has_state and active.pools is not delayed_scaling.registry.pools
             if active is None or unregistered or not state.enabled:
                 active = numerics.of_call(self, state)
-            if active.has_state and (thread.recomputes or in_backward_pass()):
+            if active.has_state and (thread.recomputes or is_backward_pass()):
                 return self._spec_of_pass(inp, tensors, options, active)
         else:
             observed = numerics.observes_unquantized
@@ -287,7 +287,7 @@ class ProductsModule(TransformerEngineBaseModule):
         try:
             device = inp.device
             if any_rows:
-                facts, counts = repeated_facts(tensors)
+                facts, counts = repeat_facts(tensors)
             else:
                 facts, counts = tuple([None if t is None else tensor_facts(t) for t in tensors]), None
             x = type(inp), inp.shape[-1:] if any_rows else inp.shape, inp.dtype, device, inp.requires_grad
@@ -300,13 +300,13 @@ class ProductsModule(TransformerEngineBaseModule):
             )
             # fmt: on
             # Computed again if an observer records the choices.
-            return self._specs[fields] if undisturbed() else built(type(self).build, fields)
+            return self._specs[fields] if is_undisturbed() else built(type(self).build, fields)
         except (AttributeError, TypeError) as error:
             stumbled = error
         self._check_call(inp, tensors, options)  # raises a clearer error if the input is at fault
         raise stumbled
 
-    def _uncached_call(
+    def _build_uncached_call(
         self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe
     ) -> Call:
         """Return a call whose spec is not cached; raise TypeError if the input is not a tensor."""
@@ -336,7 +336,7 @@ class ProductsModule(TransformerEngineBaseModule):
         self.numerics.state = current()
         active = repeatable(type(self).__name__, self.tracing_key, active)
         return type(self).build(
-            self._uncached_call(inp, tensors, options, active)._replace(begin=update_at_end_of_pass)
+            self._build_uncached_call(inp, tensors, options, active)._replace(begin=update_at_end_of_pass)
         )
 
     def _traced_spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
@@ -347,17 +347,19 @@ class ProductsModule(TransformerEngineBaseModule):
             )
         self._check_call(inp, tensors, options)
         state = current()
-        active = of_traced_call(self, self.tracing_key, state)
+        active = trace_call(self, self.tracing_key, state)
         if state.enabled or state.calibrating:
             self._check_parameter_recipe(state.recipe)
         if active.has_state and may_be_recomputed():
             active = repeatable(type(self).__name__, self.tracing_key, active)
         begin = functools.partial(traced_update, self, self.tracing_key, state.group)
-        return type(self).build(self._uncached_call(inp, tensors, options, active)._replace(begin=begin))
+        return type(self).build(
+            self._build_uncached_call(inp, tensors, options, active)._replace(begin=begin)
+        )
 
     def _check_call(self, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> None:
         """Raise TypeError, ValueError or RuntimeError for a call that the layer does not support."""
-        call = self._uncached_call(inp, tensors, options, unquantized(self.num_products))
+        call = self._build_uncached_call(inp, tensors, options, unquantized(self.num_products))
         check_call(call, self._input_features(tensors))
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
@@ -366,17 +368,19 @@ class ProductsModule(TransformerEngineBaseModule):
 
     def _targets(self) -> tuple[tuple[torch.nn.Parameter, ...], ...]:
         """Parameters in each product's weight, into whose main_grad or grad gradients are accumulated."""
-        return tuple([tuple([parameter_of(self, name) for name in names]) for names in self._config._weights])
+        return tuple(
+            [tuple([get_parameter_value(self, name) for name in names]) for names in self._config._weights]
+        )
 
     def quantizable_products(
         self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
     ) -> tuple[ProductQuantizers, ...]:
         """Return the quantizers for an input's products, given (in_features, out_features) per product weight."""
         return quantizers_of_call(
-            self._uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes
+            self._build_uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes
         )
 
-    def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
+    def shape_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
         """Return norm(x) from a fused layer: for the whole sequence if requested, otherwise for this rank's part."""
         config = self._config
         if norm_output is None or not (config.return_layernorm_output_gathered and config.sequence_parallel):
@@ -385,9 +389,9 @@ class ProductsModule(TransformerEngineBaseModule):
 
     def begin_microbatch(self, first: bool) -> None:
         """Let the first gradient of a step overwrite main_grad; the second run of a checkpoint begins no step."""
-        if not (first and self._config.fuse_wgrad_accumulation) or _is_compiling() or in_backward_pass():
+        if not (first and self._config.fuse_wgrad_accumulation) or _is_compiling() or is_backward_pass():
             return
-        if torch.is_grad_enabled() or in_first_run():
+        if torch.is_grad_enabled() or is_first_run():
             begin_first_microbatch([weights[0] for weights in self._targets()])
 
     def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:

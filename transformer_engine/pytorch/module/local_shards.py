@@ -218,7 +218,7 @@ def output_of_shards(
     """Return the output from a layer with DTensor parameters: y, or (y, bias) with return_bias.
 
     Args:
-        module: The layer, whose `_output_of(options, x, weight, bias, *norm parameters)` computes with local tensors.
+        module: Layer whose `_compute_output(options, x, weight, bias, *norm parameters)` computes with local tensors.
         options: is_first_microbatch, fp8_output and fp8_grad.
         x: Input; the remaining arguments as in `local_linear`.
         weight: Weight.
@@ -247,7 +247,7 @@ def output_of_shards(
             )
 
     def compute(x: Tensor, *parameters: Tensor | None) -> Tensor:
-        made = module._output_of(options, x, *parameters)
+        made = module._compute_output(options, x, *parameters)
         return made[0] if config.return_bias else made
 
     y = local_linear(kind, compute, x, weight, None if config.return_bias else bias, norm)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...common import env
 from ...common.numbers import to_int
-from ..compat.argument_orders import call_of
+from ..compat.argument_orders import declare_call
 from ..functions import exported
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
@@ -23,10 +23,10 @@ from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from .arguments import accepts, shape_or_none
 from .base import TransformerEngineBaseModule
-from .config import Config, configured
+from .config import Config, configure_class
 from .loading import EXTRA_STATE
 from .local_shards import normalized_shards
-from .parameters import ParameterInit, parameter_of
+from .parameters import ParameterInit, get_parameter_value
 
 _STAGES = ("forward", "backward", "inference")
 _VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN")
@@ -45,7 +45,7 @@ class NormalizationConfig(Config):
     sequence_parallel: bool | None = None
 
 
-def _written(module: Normalization, name: str, value: Any) -> None:
+def _write_setting(module: Normalization, name: str, value: Any) -> None:
     if "_norm" not in module.__dict__:
         return  # the constructor has yet to run
     if name in ("eps", "zero_centered_gamma"):
@@ -54,7 +54,7 @@ def _written(module: Normalization, name: str, value: Any) -> None:
         module._mark_parameters()
 
 
-def _accepted_margin(name: str, value: Any) -> int | dict[str, int]:
+def _accept_margin(name: str, value: Any) -> int | dict[str, int]:
     """Return a multiprocessor count, or one per stage, with a warning that any but 0 has no effect."""
     if isinstance(value, Mapping):
         if set(value) != set(_STAGES):
@@ -73,19 +73,19 @@ def _accepted_margin(name: str, value: Any) -> int | dict[str, int]:
     return found
 
 
-def margin_of(stage: str) -> property:
+def margin_property(stage: str) -> property:
     """Return a property for one sm_margin stage, under the attribute name from earlier releases."""
 
     def read(self: Normalization) -> int:
         return self._sm_margins[stage]
 
     def write(self: Normalization, margin: int) -> None:
-        self._sm_margins[stage] = _accepted_margin("sm_margin", {**self._sm_margins, stage: margin})[stage]  # pyright: ignore[reportIndexIssue]
+        self._sm_margins[stage] = _accept_margin("sm_margin", {**self._sm_margins, stage: margin})[stage]  # pyright: ignore[reportIndexIssue]
 
     return property(read, write)
 
 
-@configured(NormalizationConfig, fixed=frozenset({"normalized_shape"}), written=_written)
+@configure_class(NormalizationConfig, fixed=frozenset({"normalized_shape"}), written=_write_setting)
 class Normalization(NormalizationOperation):
     """y = normalize(x) * gamma (+ beta) over the last dimensions of x, gamma = weight or 1 + weight.
 
@@ -105,7 +105,7 @@ class Normalization(NormalizationOperation):
     zero_centered_gamma: bool
     sequence_parallel: bool | None
 
-    @accepts(hidden_size=shape_or_none, normalized_shape=shape_or_none, sm_margin=_accepted_margin)
+    @accepts(hidden_size=shape_or_none, normalized_shape=shape_or_none, sm_margin=_accept_margin)
     def __init__(
         self,
         normalized_shape: int | Iterable[int] | None = None,
@@ -120,8 +120,8 @@ class Normalization(NormalizationOperation):
         sm_margin: int | Mapping[str, int] = 0,
     ) -> None:
         NormalizationOperation.__init__(self)
-        shape = _renamed("hidden_size", hidden_size, "normalized_shape", normalized_shape)
-        dtype = _renamed("params_dtype", params_dtype, "dtype", dtype)
+        shape = _take_renamed("hidden_size", hidden_size, "normalized_shape", normalized_shape)
+        dtype = _take_renamed("params_dtype", params_dtype, "dtype", dtype)
         if shape is None:
             raise ValueError(f"{type(self).__name__} has normalized_shape=None; give an int, or several")
         self._config = NormalizationConfig(
@@ -187,20 +187,20 @@ class Normalization(NormalizationOperation):
 
     def forward(self, input: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the normalized input, in torch.autocast's dtype if it is active, otherwise in the input's."""
-        weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
+        weight, bias = get_parameter_value(self, "weight"), get_parameter_value(self, "bias")
         if is_distributed(weight) or is_distributed(input):
             kind, features = type(self).__name__, len(self.normalized_shape)
-            return normalized_shards(kind, self._output_of, input, weight, bias, features)
-        return self._output_of(input, weight, bias)
+            return normalized_shards(kind, self._compute_output, input, weight, bias, features)
+        return self._compute_output(input, weight, bias)
 
     if TYPE_CHECKING:
 
-        @call_of(forward)
+        @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
     _own_forward = forward
 
-    def _output_of(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _compute_output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self._check(input, weight)
         dtype = autocast_dtype(input.device.type)
         if dtype is not None and dtype != input.dtype:
@@ -230,12 +230,12 @@ class Normalization(NormalizationOperation):
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
-    fwd_ln_sm_margin = margin_of("forward")
-    bwd_ln_sm_margin = margin_of("backward")
-    inf_ln_sm_margin = margin_of("inference")
+    fwd_ln_sm_margin = margin_property("forward")
+    bwd_ln_sm_margin = margin_property("backward")
+    inf_ln_sm_margin = margin_property("inference")
 
 
-def _renamed(old_name: str, old, new_name: str, new):
+def _take_renamed(old_name: str, old, new_name: str, new):
     """Return the value given under a keyword's old or new name; raise ValueError if both are given."""
     if old is None:
         return new

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from ...common.recipe import Recipe, description_of, recipe_described_as, revision_of
+from ...common.recipe import Recipe, recipe_described_as, recipe_description, recipe_revision
 from ..functions.scale_update import ScaleUpdate
 from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, delayed_scaling
 from ..quantization.autocast import OUTSIDE, AutocastState
@@ -28,7 +28,7 @@ from ..tensor.quantizer import Quantizer
 from .parameters import ParameterInit
 from .products import BACKWARD_SLOTS, FORWARD_SLOTS, ModuleRecipe, unquantized
 from .watched import Active, Slots, WatchedDict
-from .weight_cache import WeightCache, made_to_keep
+from .weight_cache import WeightCache, compute_to_keep
 
 
 class Owner(Protocol):
@@ -165,16 +165,16 @@ class Numerics:
         """Return quantizers for a recipe: the active ones if the recipes are equal, otherwise new ones."""
         active = self.cached.recipe
         if active is not None and active.matches_recipe(recipe, group):
-            active.recipe, active.revision, active.pools = recipe, revision_of(recipe), None
+            active.recipe, active.revision, active.pools = recipe, recipe_revision(recipe), None
             return active
         before = self.cached.before
         if before is None or not before.matches_recipe(recipe, group):
             self._make(owner, recipe, group)
-        made = self._of_slots(recipe, group)
+        made = self._slot_recipe(recipe, group)
         self.cached.recipe, self.cached.before = made, None
         return made
 
-    def _of_slots(self, recipe: Recipe, group: Any) -> ModuleRecipe:
+    def _slot_recipe(self, recipe: Recipe, group: Any) -> ModuleRecipe:
         """Return the recipe with the slot quantizers, after the observer if there is one.
 
         The object is assembled once for each observer, because calls cache their decisions on it.
@@ -186,7 +186,7 @@ class Numerics:
                 map(operator.is_, quantizers, kept.quantizers)
             )
             if kept.observer is self.observer and same and kept.made.matches_recipe(recipe, group):
-                kept.made.recipe, kept.made.revision, kept.made.pools = recipe, revision_of(recipe), None
+                kept.made.recipe, kept.made.revision, kept.made.pools = recipe, recipe_revision(recipe), None
                 return kept.made
         made = ModuleRecipe.of(recipe, group, forward, backward)
         if self.observer is not None:
@@ -290,7 +290,7 @@ class Numerics:
         """Return `cached_weight` in a compiled graph, which allocates new memory in every first microbatch."""
         cached = self.workspaces.get(key)
         if first or cached is None or (columnwise and not cached.get_usages()["columnwise"]):
-            cached = made_to_keep(lambda: quantizer.encode(weight, True, columnwise))
+            cached = compute_to_keep(lambda: quantizer.encode(weight, True, columnwise))
             self.workspaces[key] = cached
         return cached
 
@@ -336,7 +336,7 @@ def existing_modules() -> list[Owner]:
     return list(_modules.values())
 
 
-def of_traced_call(owner: Owner, tracing_key: str, state: AutocastState) -> ModuleRecipe:
+def trace_call(owner: Owner, tracing_key: str, state: AutocastState) -> ModuleRecipe:
     """Return `Numerics.of_call` for a graph; states are created outside of it, where the backward can write to them."""
     if owner.numerics.observes_unquantized:
         raise RuntimeError(
@@ -345,7 +345,7 @@ def of_traced_call(owner: Owner, tracing_key: str, state: AutocastState) -> Modu
         )
     if not (state.enabled or state.calibrating):
         return unquantized(owner.num_products)
-    _serve_while_tracing(tracing_key, description_of(state.recipe), state.group)
+    _serve_while_tracing(tracing_key, recipe_description(state.recipe), state.group)
     active = owner.numerics.cached.recipe
     assert active is not None
     if state.enabled:

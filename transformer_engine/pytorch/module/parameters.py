@@ -123,7 +123,7 @@ def split_names(
     return {name.rstrip("_") + "_": size for name, size in sizes.items()}
 
 
-def parameter_of(module: torch.nn.Module, name: str) -> Any:
+def get_parameter_value(module: torch.nn.Module, name: str) -> Any:
     """Return a parameter by name, without the exception (1 us) that nn.Module's attribute look-up raises first."""
     held = module._parameters
     return held[name] if name in held else getattr(module, name)
@@ -199,13 +199,11 @@ def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None]:
     config: Any = module._config
     weights, biases = config.weight_names, config.bias_names if config.use_bias else ()
     if len(weights) > 1:
-        return _joined_pieces(module, weights, biases)
-    return parameter_of(module, weights[0]), parameter_of(module, biases[0]) if biases else None
+        return _join_pieces(module, weights, biases)
+    return get_parameter_value(module, weights[0]), get_parameter_value(module, biases[0]) if biases else None
 
 
-def _joined_pieces(
-    module: Any, weights: Sequence[str], biases: Sequence[str]
-) -> tuple[Tensor, Tensor | None]:
+def _join_pieces(module: Any, weights: Sequence[str], biases: Sequence[str]) -> tuple[Tensor, Tensor | None]:
     """Concatenate the weight and bias pieces in a layer with `parameters_split`."""
     pieces = [getattr(module, name) for name in weights]
     of_biases = [getattr(module, name) for name in biases]

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from ...common.recipe import Recipe, is_unchanged, revision_of
+from ...common.recipe import Recipe, is_unchanged, recipe_revision
 from ..functions.linear_spec import IDENTITY, UNQUANTIZED, ProductQuantizers
 from ..quantization.autocast import AutocastState
 from ..quantization.family import family_of
@@ -40,7 +40,7 @@ class ModuleRecipe:
         # The same for calls whose shapes the recipe's format does not support.
         self.unquantized_products = (UNQUANTIZED,) * len(products)
         self.recipe = recipe
-        self.revision = revision_of(recipe)
+        self.revision = recipe_revision(recipe)
         self.group = group
         self.quantizes = quantizes
         family = family_of(recipe) if quantizes and recipe is not None else None
@@ -90,7 +90,9 @@ class ModuleRecipe:
 
     def serves(self, state: AutocastState) -> bool:
         recipe = state.recipe
-        return self.recipe is recipe and self.revision is revision_of(recipe) and self.group is state.group
+        return (
+            self.recipe is recipe and self.revision is recipe_revision(recipe) and self.group is state.group
+        )
 
     def matches_recipe(self, recipe: Recipe, group: Any) -> bool:
         """Return whether this was created from the recipe or from an equal one."""

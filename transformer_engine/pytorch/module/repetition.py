@@ -8,15 +8,15 @@ import torch
 
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.linear_spec import ProductQuantizers
-from ..functions.scale_update import in_backward_pass
-from ..quantization.recompute_states import repeated_quantizers
+from ..functions.scale_update import is_backward_pass
+from ..quantization.recompute_states import replay_quantizers
 from .products import ModuleRecipe
 
 
 def may_be_recomputed() -> bool:
     """Return whether this call is in a recomputed function, or in a backward pass, where it may be a second run."""
     # Compiled code has no graph task to query.
-    return is_fp8_activation_recompute_enabled() or (not torch.compiler.is_compiling() and in_backward_pass())
+    return is_fp8_activation_recompute_enabled() or (not torch.compiler.is_compiling() and is_backward_pass())
 
 
 def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecipe:
@@ -43,7 +43,7 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
             )
         return active
     forward = [product.forward for product in active.products]
-    repeated = repeated_quantizers(kind, tracing_key, forward)
+    repeated = replay_quantizers(kind, tracing_key, forward)
     if repeated is forward:
         return active
     products = tuple(

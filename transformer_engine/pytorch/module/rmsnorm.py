@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ops.basic import RMSNorm as Operation
-from .normalization import Normalization, margin_of
+from .normalization import Normalization, margin_property
 
 
 class RMSNorm(Normalization, Operation):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -30,6 +30,6 @@ class RMSNorm(Normalization, Operation):  # pyright: ignore[reportIncompatibleMe
         [1.0, 1.0, 1.0, -1.0]
     """
 
-    fwd_rmsnorm_sm_margin = margin_of("forward")
-    bwd_rmsnorm_sm_margin = margin_of("backward")
-    inf_rmsnorm_sm_margin = margin_of("inference")
+    fwd_rmsnorm_sm_margin = margin_property("forward")
+    bwd_rmsnorm_sm_margin = margin_property("backward")
+    inf_rmsnorm_sm_margin = margin_property("inference")

@@ -13,7 +13,7 @@ _RANK_SPECIFIC = frozenset({"name", "tp_group_initialized"})
 Entries = tuple[tuple[str, str], ...]
 
 
-def settings_of(config: Config, path: str) -> Entries:
+def public_settings(config: Config, path: str) -> Entries:
     """Names and values of public config fields. Fields with groups, streams and functions are left out."""
     return tuple(
         (f"{path}.{field.name}", repr(value))
@@ -47,7 +47,7 @@ def hand_down_settings(layer: torch.nn.Module, tp_size: int) -> None:
     entries: Entries = ()
     for path, module, config in configs:
         if isinstance(config, Config):
-            entries += settings_of(config, path)
+            entries += public_settings(config, path)
         elif hasattr(module, "drop_prob"):
             entries += ((f"{path}.drop_prob", repr(module.drop_prob)),)
     for _, module, config in configs:

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..functions.scale_update import in_backward_pass
+from ..functions.scale_update import is_backward_pass
 from ..offload.marks import mark_cached
 from ..primitives.grouped_quantize import GroupedQuantized
-from ..runtime.autograd import in_first_run
+from ..runtime.autograd import is_first_run
 from ..runtime.capture import is_capturing
 
 _use_count: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def parts_of(weight: Any) -> tuple[tuple[Tensor | None, ...], Callable[[Sequence[Tensor | None]], Any]]:
+def weight_parts(weight: Any) -> tuple[tuple[Tensor | None, ...], Callable[[Sequence[Tensor | None]], Any]]:
     """Tensors in a quantized weight, or in a grouped layer's weights, and the function that rebuilds it from them."""
     if isinstance(weight, GroupedQuantized):
         return weight, GroupedQuantized._make  # pyright: ignore[reportReturnType]
@@ -74,7 +74,7 @@ class _CachedWeight(NamedTuple):
             for now, before in zip(counts, unsaved, strict=True)
         )
 
-    def has_memory_of(self, other: _CachedWeight) -> bool:
+    def shares_memory(self, other: _CachedWeight) -> bool:
         """Whether another entry has the same tensors."""
         return len(self.parts) == len(other.parts) and all(
             mine is theirs for mine, theirs in zip(self.parts, other.parts, strict=True)
@@ -163,29 +163,29 @@ class WeightCache(dict[str, Any]):
         Raises:
             RuntimeError: A captured graph reads memory that a pending backward pass holds.
         """
-        columnwise = columnwise or in_first_run()
+        columnwise = columnwise or is_first_run()
         cached = self.find(name, columnwise)
         if cached is not None and not first:
             return cached
-        if first and in_backward_pass():
+        if first and is_backward_pass():
             # The second run of a checkpoint needs the codes from its first run, and the cache may have newer ones.
-            return made_to_keep(lambda: quantize(columnwise))
-        return self._renewed(name, parameters, quantize, columnwise)
+            return compute_to_keep(lambda: quantize(columnwise))
+        return self._renew_weight(name, parameters, quantize, columnwise)
 
-    def _renewed(
+    def _renew_weight(
         self, name: str, parameters: Sequence[Tensor], quantize: Callable[[bool], Any], columnwise: bool
     ) -> Any:
         """Quantize the current values, in the memory of the cached weight if no backward pass reads it."""
         free = self._free_entries(name)
         before = self.get(name)
         columnwise = columnwise or (before is not None and has_columns(before))
-        weight = made_to_keep(lambda: quantize(columnwise))
-        parts, rebuild = parts_of(weight)
+        weight = compute_to_keep(lambda: quantize(columnwise))
+        parts, rebuild = weight_parts(weight)
         memory = [_memory(parameter) for parameter in parameters]
         owned = tuple([part is not None and _memory(part) not in memory for part in parts])
         fitting = next((entry for entry in free if entry.has_form(parts)), None)
         if fitting is not None:
-            parts = _write_into(fitting, parts, owned)
+            parts = _write_entry(fitting, parts, owned)
             weight = rebuild(parts)
         mark_cached(parts)
         self[name] = weight
@@ -217,11 +217,11 @@ class WeightCache(dict[str, Any]):
         if first is not None and is_capturing(first.device):
             entries = self._captured.setdefault(name, [])
             # A renewed weight is another entry on the same memory, and captures may be repeated without end.
-            if not any(other.has_memory_of(entry) for other in entries):
+            if not any(other.shares_memory(entry) for other in entries):
                 entries.append(entry)
 
 
-def _write_into(
+def _write_entry(
     entry: _CachedWeight, parts: Sequence[Tensor | None], owned: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Copy new tensors into the tensors of an entry, and return the tensors of the renewed weight."""
@@ -236,7 +236,7 @@ def _write_into(
     return tuple(result)
 
 
-def made_to_keep(make: Callable[[], Any]) -> Any:
+def compute_to_keep(make: Callable[[], Any]) -> Any:
     """Compute make() without gradients, as tensors that can be trained later even if inference mode is on now."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...common.checks import switch
 from ..tensor.quantized_tensor import QuantizedTensor
 from .link import CudaLink, Link, NoLink
-from .marks import READ_LATE, defer_wait, memory_of, moves, ready_moment
+from .marks import READ_LATE, defer_wait, dense_memory, moves, ready_moment
 
 NOT_OFFLOADED, OFFLOAD_STARTED = "not_offloaded", "offload_started"
 OFFLOAD_FINISHED, RELOAD_STARTED = "offload_finished", "reload_started"
@@ -112,7 +112,7 @@ class OffloadableLayerState:
     def _push(self, tensor: Tensor) -> Tensor | int:
         if not self.link.takes(tensor) or not moves(tensor):
             return tensor
-        whole = memory_of(tensor)
+        whole = dense_memory(tensor)
         if whole is None:
             return tensor
         # The group holds the tensor, so that no other tensor can reuse its storage and match the key.
@@ -142,11 +142,13 @@ class OffloadableLayerState:
         if self.state != RELOAD_STARTED:
             return view.of(self.fwd_gpu_tensor_group.tensor_list[view.number])
         tensor = view.of(self.bwd_gpu_tensor_group.tensor_list[view.number])
-        if not (view.read_late and defer_wait(tensor, partial(self._wait_for, view.number, self.generation))):
-            self._wait_for(view.number, self.generation)
+        if not (
+            view.read_late and defer_wait(tensor, partial(self._await_tensor, view.number, self.generation))
+        ):
+            self._await_tensor(view.number, self.generation)
         return tensor
 
-    def _wait_for(self, number: int, generation: int) -> None:
+    def _await_tensor(self, number: int, generation: int) -> None:
         """Make the computation wait for a tensor; `release_all_memory` has waited for earlier generations."""
         if generation == self.generation:
             self.link.wait(self.bwd_gpu_tensor_group.events[number])
@@ -174,12 +176,12 @@ class OffloadableLayerState:
         else:
             host = kept
         events: list[Any] = [None] * len(host)
-        for number in self._by_readiness():
+        for number in self._order_by_readiness():
             events[number] = self.link.to_host(group.tensor_list[number], host[number], group.events[number])
         self.cpu_tensor_group = TensorGroup(host, events)
         self.state = OFFLOAD_STARTED
 
-    def _by_readiness(self) -> list[int]:
+    def _order_by_readiness(self) -> list[int]:
         """Return the tensor numbers in the order in which their values became available."""
         moments = self.fwd_gpu_tensor_group.events
         return sorted(range(len(moments)), key=moments.__getitem__)
@@ -189,7 +191,7 @@ class OffloadableLayerState:
         self._demand(OFFLOAD_STARTED)
         for event in self.cpu_tensor_group.events:
             self.link.wait(event)
-        self._coming_back = self._by_readiness()[::-1]
+        self._coming_back = self._order_by_readiness()[::-1]
         self.fwd_gpu_tensor_group = TensorGroup()
         self.state = OFFLOAD_FINISHED
 

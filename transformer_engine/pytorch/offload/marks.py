@@ -9,7 +9,7 @@ Four marks are tensor attributes, which autograd preserves:
   writes to their memory if its reference count shows that no backward pass will read it.
 
 Two more make copies overlap with the layer that saved their tensors: the moment at which a matrix is complete, well
-before the layer ends (`mark_ready`), and the moment at which a backward pass reads a tensor (`wait_for`).
+before the layer ends (`mark_ready`), and the moment at which a backward pass reads a tensor (`await_values`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def mark_ready(saved: Any) -> None:
     if active.synchronizer is None or torch.compiler.is_compiling():
         return
     link = active.synchronizer.link
-    for values in tensors_of(saved):
+    for values in list_tensors(saved):
         if link.takes(values):
             setattr(values, READY_MOMENT, ReadyMoment(values._version, link.mark()))
 
@@ -143,8 +143,8 @@ def save_deferred(tensor: Tensor | None) -> Tensor | None:
 
 
 @contextmanager
-def deferred_waits() -> Iterator[None]:
-    """Unpack `save_deferred` tensors inside without their values; the caller calls `wait_for` for each.
+def defer_waits() -> Iterator[None]:
+    """Unpack `save_deferred` tensors inside without their values; the caller calls `await_values` for each.
 
     Other tensors have their values: a checkpoint that recomputes one runs its function inside.
     """
@@ -157,13 +157,13 @@ def deferred_waits() -> Iterator[None]:
 
 
 def defer_wait(tensor: Tensor, wait: Callable[[], None]) -> bool:
-    """Defer a wait to the `wait_for` of a `save_deferred` tensor; return False outside `deferred_waits`."""
+    """Defer a wait to the `await_values` of a `save_deferred` tensor; return False outside `defer_waits`."""
     if _deferred.open:
         _deferred.waits[tensor.untyped_storage()._cdata] = wait
     return _deferred.open
 
 
-def wait_for(tensor: Tensor | None) -> None:
+def await_values(tensor: Tensor | None) -> None:
     """Make the computation wait for the values of a tensor that was unpacked early."""
     if tensor is not None and _deferred.waits:
         # By storage: autograd wraps the result of a hook in a new tensor.
@@ -174,18 +174,18 @@ def wait_for(tensor: Tensor | None) -> None:
 
 def keep_weight(weight: Any) -> None:
     """Keep the saved weight of a layer on the device: it is a parameter, or its codes are computed in every step."""
-    for values in tensors_of(weight):
+    for values in list_tensors(weight):
         setattr(values, STAYS, True)
 
 
-def tensors_of(saved: Any) -> list[Tensor]:
+def list_tensors(saved: Any) -> list[Tensor]:
     """Return the tensors in a saved operand or matrix that may be worth a copy, without a single maximum."""
     if isinstance(saved, Operand):
         per_row = saved.format is not None and saved.format.row_scaled
         parts = (saved.codes, saved.scale, saved.amax if per_row else None)
         return [part for part in parts if part is not None]
     if isinstance(saved, list):
-        return [tensor for member in saved for tensor in tensors_of(member)]
+        return [tensor for member in saved for tensor in list_tensors(member)]
     if isinstance(saved, GroupedOperand):
         return [tensor for tensor in saved.tensors() if tensor is not None]
     values = saved.values if isinstance(saved, Matrix) else saved
@@ -235,7 +235,7 @@ def moves(values: Tensor) -> bool:
     )
 
 
-def memory_of(values: Tensor) -> Tensor | None:
+def dense_memory(values: Tensor) -> Tensor | None:
     """Return the dense memory [n] to copy for values: their own, or the view base's.
 
     A view with gaps keeps its whole base alive, so that the base is copied. None: values with gaps that have no base.

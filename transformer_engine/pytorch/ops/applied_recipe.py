@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._guards import TracingContext
 
-from ...common.recipe import Recipe, description_of, recipe_described_as, revision_of
+from ...common.recipe import Recipe, recipe_described_as, recipe_description, recipe_revision
 from ..functions.scale_update import ScaleUpdate, update_at_end_of_pass
 from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState
@@ -29,7 +29,7 @@ def apply_recipe(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
         if not traced:
             op.apply_recipe(state)
         elif recipe is not None:
-            _apply_recipe_while_tracing(op._traced_name, description_of(recipe), state.group)
+            _apply_recipe_while_tracing(op._traced_name, recipe_description(recipe), state.group)
         elif op._applied is not None:
             _apply_recipe_while_tracing(op._traced_name, None, None)
 
@@ -53,7 +53,7 @@ class AppliedRecipe(NamedTuple):
 
     def is_current(self, recipe: Recipe | None, group: Any, ops: Sequence[RecipeSlots]) -> bool:
         """Return whether operations use a recipe and group already."""
-        if recipe is not self.recipe or revision_of(recipe) is not self.revision:
+        if recipe is not self.recipe or recipe_revision(recipe) is not self.revision:
             return False
         if recipe is not None and group is not self.group:
             return False

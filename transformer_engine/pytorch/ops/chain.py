@@ -27,7 +27,7 @@ from ..functions.saving import pack, unpack, wait_for_saved
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
 from ..quantization.autocast import current
-from ..runtime.autograd import without_autocast
+from ..runtime.autograd import disable_autocast
 from ..runtime.device import autocast_dtype
 from .passes.contract import (
     BackwardResult,
@@ -159,7 +159,7 @@ def check_options(op: Any, options: dict[str, Any]) -> None:
         )
 
 
-@without_autocast
+@disable_autocast
 def forward(
     passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OpTensors], fuse: bool
 ) -> tuple[ChainOutputs, list[Sequence[Any]]]:
@@ -215,12 +215,14 @@ def _forward(
                 if type(tensor) not in _SHAPES:
                     mark_ready(tensor)
     returned: dict[int, Any] = {}
-    output = _returned(value, returned)
-    extra_outputs = [tuple([_returned(output, returned) for output in op_outputs]) for op_outputs in extra]
+    output = _return_value(value, returned)
+    extra_outputs = [
+        tuple([_return_value(output, returned) for output in op_outputs]) for op_outputs in extra
+    ]
     return ChainOutputs(output, extra_outputs), saved
 
 
-def _returned(value: Value, tensors: dict[int, Any]) -> Any:
+def _return_value(value: Value, tensors: dict[int, Any]) -> Any:
     """Convert a `Value` to the tensor to return; Values that share data return the same object."""
     if torch.compiler.is_compiling():
         return value.result()
@@ -229,7 +231,7 @@ def _returned(value: Value, tensors: dict[int, Any]) -> Any:
     return tensors[id(value.data)]
 
 
-@without_autocast
+@disable_autocast
 def backward(
     passes: Sequence[OperationPasses],
     dy: list[Any],
@@ -284,9 +286,9 @@ def _backward(
     saved.clear()
     (grad_input,) = operands
     returned: dict[int, Any] = {}
-    dx = None if grad_input is None else _returned(Value(grad_input, leading), returned)
+    dx = None if grad_input is None else _return_value(Value(grad_input, leading), returned)
     extra_inputs = [
-        [None if grad is None else _returned(grad, returned) for grad in op_grads] for op_grads in extra
+        [None if grad is None else _return_value(grad, returned) for grad in op_grads] for op_grads in extra
     ]
     return ChainGradients(dx, parameters, extra_inputs)
 

@@ -126,7 +126,7 @@ class ChainRun:
             ctx.to_save = None
             saved += tensors
         public = [outputs[slot.op][slot.index] for slot in self.links.public_outputs]
-        return (*[_returned(value) for value in (x, *public)],), saved
+        return (*[_return_result(value) for value in (x, *public)],), saved
 
     def _run_own_method(
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
@@ -207,7 +207,7 @@ class ChainRun:
     ) -> tuple[Any, list[Any], list[Any]]:
         """Return the gradients for the main input, for all parameters, and for the caller's extra inputs."""
         count = len(self.basic_ops)
-        contexts = _restored(self.contexts, saved)
+        contexts = _restore_contexts(self.contexts, saved)
         del saved  # the contexts own the tensors from here on
         parameters: list[tuple[Any, ...]] = [(None,) * n for n in self.parameters]
         extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
@@ -232,7 +232,7 @@ class ChainRun:
                 members = [self.basic_ops[i] for i in indices]
                 dy, made, extra = backward_results(op, members, returned, indices[0] > self.first)
             for i, of_parameters, of_inputs in zip(indices, made, extra, strict=True):
-                parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(map(_returned, of_inputs))
+                parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(map(_return_result, of_inputs))
                 if len(parameters[i]) != self.parameters[i]:
                     raise RuntimeError(
                         f"the backward pass of {type(self.basic_ops[i]).__name__} returned {len(parameters[i])} "
@@ -244,7 +244,7 @@ class ChainRun:
             dy = None
         flat = [grad for group in parameters for grad in group]
         of_inputs = [extra_inputs[slot.op][slot.index] for slot in self.links.public_inputs]
-        return _returned(dy), flat, of_inputs
+        return _return_result(dy), flat, of_inputs
 
     def _backward_of_passes(self, op: FusibleOperation) -> bool:
         """Whether an operation's backward pass and the forward passes before it are this package's."""
@@ -285,7 +285,7 @@ def _segments(ops: Fused, joins: Callable[[Sequence[int], Sequence[int]], bool])
     return segments
 
 
-def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> list[OperationContext]:
+def _restore_contexts(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> list[OperationContext]:
     """Return contexts for one backward pass, each with the tensors that it saved."""
     restored: list[OperationContext] = []
     for ctx in contexts:
@@ -300,7 +300,7 @@ def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> lis
     return restored
 
 
-def _returned(value: Any) -> Any:
+def _return_result(value: Any) -> Any:
     """Return a chain's result: in a compiled graph, which cannot return a quantized storage, its values."""
     if torch.compiler.is_compiling() and isinstance(value, QuantizedTensorStorage):
         return value.dequantize()

@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from ...common.dispatch import undisturbed
-from ...common.recipe import DelayedScaling, Recipe, revision_of
+from ...common.dispatch import is_undisturbed
+from ...common.recipe import DelayedScaling, Recipe, recipe_revision
 from ..distributed.recompute import state_without_gradients
-from ..functions.scale_update import in_backward_pass
+from ..functions.scale_update import is_backward_pass
 from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.autograd import check_transforms
@@ -162,12 +162,12 @@ class OperationFuser:
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         self._check_inputs(input, extra_inputs, basic_op_kwargs)
         if extra_inputs:
-            extra_inputs = self._links.checked_inputs(input, extra_inputs)
+            extra_inputs = self._links.check_inputs(input, extra_inputs)
         for op in self._uninitialized:
             op.pre_first_fuser_forward()
         self._uninitialized = ()
         if self._can_prepare and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
-            chain, inputs = self._prepared_chain(input, extra_inputs)
+            chain, inputs = self._prepare_chain(input, extra_inputs)
             if chain is not None:
                 self._set_inspected_attributes(chain)
                 for check in chain.checks:  # `pre_fuser_forward` for operations that override it
@@ -188,7 +188,7 @@ class OperationFuser:
                 "one dict for each"
             )
 
-    def _prepared_chain(
+    def _prepare_chain(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> tuple[PreparedChain | None, list[Any]]:
         """Return the prepared chain for this call, and the chain's inputs.
@@ -197,9 +197,9 @@ class OperationFuser:
         """
         thread = eager_thread_state()
         self._use_recipe(thread.state)
-        recomputes = self._applied_recipe.stateful and (thread.recomputes or in_backward_pass())
+        recomputes = self._applied_recipe.stateful and (thread.recomputes or is_backward_pass())
         if (
-            recomputes or not undisturbed()
+            recomputes or not is_undisturbed()
         ):  # backends are forced or observed, so their choice may not be cached
             return None, []
         registered = (
@@ -238,7 +238,7 @@ class OperationFuser:
         apply_recipe(self._basic_ops, state)
         self._applied_recipe = AppliedRecipe(
             recipe=recipe,
-            revision=revision_of(recipe),
+            revision=recipe_revision(recipe),
             group=state.group,
             applied=[op._applied for op in self._basic_ops],
             stateful=any(op.has_scaling_state() for op in self._basic_ops),

@@ -11,7 +11,7 @@ import torch
 class LentParameters(torch.nn.Module):
     """A module that can read its parameters from another module, which owns them."""
 
-    # The fused operation that owns this operation's parameters, and their names; see `give_parameters_to`.
+    # The fused operation that owns this operation's parameters, and their names; see `lend_parameters`.
     _owner: torch.nn.Module | None = None
     _owned: tuple[str, ...] = ()
 
@@ -25,7 +25,7 @@ class LentParameters(torch.nn.Module):
         else:
             super().register_parameter(name, param)
 
-    def give_parameters_to(self, owner: torch.nn.Module) -> None:
+    def lend_parameters(self, owner: torch.nn.Module) -> None:
         """Move the parameters to a module, which owns them from now on; the operation reads them there.
 
         torch's tools for modules, such as parametrizations and pruning, replace entries of

@@ -111,7 +111,7 @@ class Linear(PassFusedOperation):
         self._sizes = in_features, out_features
         self._has_bias = has_bias
         for op in ops:  # `self` owns `weight` and `bias` from here on, and the operations read them
-            op.give_parameters_to(self)
+            op.lend_parameters(self)
         if not has_bias:
             self.register_parameter("bias", None)
 

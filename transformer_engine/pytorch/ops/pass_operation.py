@@ -80,13 +80,13 @@ class PassOperation(BasicOperation, metaclass=ABCMeta):
         next_op_input_quantizer: Quantizer | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        _without_extra_tensors(self, "op_forward", "fuser_forward")
+        _reject_extra_tensors(self, "op_forward", "fuser_forward")
         return run_forward([self], [ctx], input_, [()], [kwargs])[0]
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Iterable[Tensor | None]]:
-        _without_extra_tensors(self, "op_backward", "fuser_backward")
+        _reject_extra_tensors(self, "op_backward", "fuser_backward")
         grad_input, parameters, _ = run_backward([ctx], grad_output, [()])
         return grad_input, parameters[0]
 
@@ -125,7 +125,7 @@ class PassOperation(BasicOperation, metaclass=ABCMeta):
         return run_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
 
 
-def _without_extra_tensors(op: BasicOperation, method: str, instead: str) -> None:
+def _reject_extra_tensors(op: BasicOperation, method: str, instead: str) -> None:
     if op.num_extra_inputs or op.num_extra_outputs:
         raise RuntimeError(
             f"{type(op).__name__}.{method} cannot pass {op.num_extra_inputs} extra inputs and {op.num_extra_outputs} "

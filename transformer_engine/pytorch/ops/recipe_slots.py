@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.recipe import Recipe, is_unchanged, revision_of
+from ...common.recipe import Recipe, is_unchanged, recipe_revision
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, delayed_scaling
 from ..quantization.autocast import AutocastState
@@ -25,7 +25,7 @@ from ..quantization.extra_state import (
     validated_state,
 )
 from ..quantization.family import family_of
-from ..quantization.recompute_states import repeated_quantizers
+from ..quantization.recompute_states import replay_quantizers
 from ..quantization.resizable_state import ResizableState
 from ..runtime.device import canonical_device
 from ..tensor.quantizer import Quantizer
@@ -129,7 +129,7 @@ class RecipeSlots:
             return
         for mode in MODES:
             self._create_quantizers(mode, recipe, group)
-        self._applied = (recipe, revision_of(recipe), group)
+        self._applied = (recipe, recipe_revision(recipe), group)
 
     def _create_quantizers(self, mode: str, recipe: Recipe, group: Any) -> None:
         count = self.num_quantizers(mode)
@@ -169,7 +169,7 @@ class RecipeSlots:
         quantizers = self._quantizers["forward"]
         if not (is_fp8_activation_recompute_enabled() and self.has_scaling_state()):
             return quantizers
-        (repeated,) = repeated_quantizers(type(self).__name__, self._traced_name, (quantizers,))
+        (repeated,) = replay_quantizers(type(self).__name__, self._traced_name, (quantizers,))
         return list(repeated)
 
     def has_scaling_state(self) -> bool:

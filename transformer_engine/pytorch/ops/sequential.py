@@ -194,7 +194,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     # not rename the remaining modules, and `append` uses the name that follows the highest number. `insert`
     # renumbers all modules, as in torch.nn.Sequential, because names must be in the order of the modules.
 
-    def _name_at(self, index: int) -> str:
+    def _module_name(self, index: int) -> str:
         keys = list(self._modules)
         if not -len(keys) <= index < len(keys):
             raise IndexError(f"index {index} is out of range for a Sequential of {len(keys)} modules")
@@ -203,13 +203,13 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return type(self)({key: self._modules[key] for key in list(self._modules)[index]})  # pyright: ignore
-        return self._modules[self._name_at(index)]
+        return self._modules[self._module_name(index)]
 
     def __setitem__(self, index: int, module: torch.nn.Module) -> None:
-        self._modules[self._name_at(index)] = _checked_module(module)
+        self._modules[self._module_name(index)] = _check_module(module)
 
     def __delitem__(self, index: int | slice) -> None:
-        keys = list(self._modules)[index] if isinstance(index, slice) else [self._name_at(index)]
+        keys = list(self._modules)[index] if isinstance(index, slice) else [self._module_name(index)]
         for key in keys:
             del self._modules[key]
 
@@ -219,7 +219,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def append(self, module: torch.nn.Module) -> Sequential:
         """Append a module and return the container."""
         numbers = [int(key) for key in self._modules if key.isdigit()]
-        self.add_module(str(max(numbers, default=-1) + 1), _checked_module(module))
+        self.add_module(str(max(numbers, default=-1) + 1), _check_module(module))
         return self
 
     def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -231,7 +231,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def insert(self, idx: int, module: torch.nn.Module) -> Sequential:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Insert a module before an index, renumber the modules, and return the container."""
         modules = list(self)
-        modules.insert(idx, _checked_module(module))
+        modules.insert(idx, _check_module(module))
         self._modules = {str(i): child for i, child in enumerate(modules)}
         return self
 
@@ -256,7 +256,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         return product
 
 
-def _checked_module(module: Any) -> torch.nn.Module:
+def _check_module(module: Any) -> torch.nn.Module:
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
             f"{module!r} is {with_article(type(module))}; a Sequential holds torch.nn.Module objects, such as "

@@ -22,7 +22,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, (Tensor, QuantizedTensorStorage))
 
 
-def method_of(op: FusibleOperation, direction: str) -> str:
+def method_name(op: FusibleOperation, direction: str) -> str:
     """Name of the method that computes a pass of an operation, such as op_forward or fuser_forward."""
     own = f"op_{direction}"
     if not isinstance(op, BasicOperation) or op.num_extra_inputs or op.num_extra_outputs:
@@ -39,7 +39,7 @@ def forward_results(
     Raises:
         TypeError: The return value has another structure, or an output is not a tensor.
     """
-    method = method_of(op, "forward")
+    method = method_name(op, "forward")
     expected = (
         "a tuple (output, extra outputs), with one sequence of extra outputs for each of the "
         f"{len(members)} basic operations"
@@ -64,7 +64,7 @@ def backward_results(
     Raises:
         TypeError: The return value has another structure, or a gradient is neither a tensor nor None.
     """
-    method = method_of(op, "backward")
+    method = method_name(op, "backward")
     expected = (
         "a tuple (grad_input, gradients of parameters, gradients of extra inputs); the last two contain one sequence "
         f"for each of the {len(members)} basic operations"

@@ -12,7 +12,7 @@ from ..primitives.multi_tensor import halves, joined
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
 from .checks import check_saved
-from .multi_tensor_apply import like, local_of
+from .multi_tensor_apply import like, local_part
 from .states import CopiedWhole
 
 NAMES = ("exp_avg", "exp_avg_sq", "master_param")
@@ -32,10 +32,10 @@ class AdamStates(CopiedWhole):
         """Restore a copy or a pickle; a float32 parameter is its own master again."""
         super().__setstate__(state)
         for parameter in self._parameters():
-            local = local_of(parameter).detach()
+            local = local_part(parameter).detach()
             for name, value in self.state.get(parameter, {}).items():
                 if name in NAMES:
-                    states.make_writable(local_of(value))
+                    states.make_writable(local_part(value))
             if "master_param" in self.state.get(parameter, {}) and _is_own(local):
                 self.state[parameter]["master_param"] = like(parameter, local)
 
@@ -51,21 +51,21 @@ class AdamStates(CopiedWhole):
         state = self.state[param][state_name]
         if skip_unscale:
             return state
-        local = local_of(state)
-        numbers = states.unscaled(local, self._scale(param, state_name))
+        local = local_part(state)
+        numbers = states.unscale(local, self._scale(param, state_name))
         return state if numbers is local else like(param, numbers)
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Store float32 values (remainders: int16) as a state, converted to the dtype of the state."""
         remainder = state_name == "master_param" and self._keeps_remainder(param)
         dtype = torch.int16 if remainder else torch.float32
-        values = local_of(unscaled_state).detach()
+        values = local_part(unscaled_state).detach()
         if values.dtype != dtype:
             raise RuntimeError(f"{state_name} is {values.dtype}; give {dtype}")
         self._renew_master(param)
         if state_name not in self.state[param]:
             self._initialize_state(param, state_name, False, remainder)
-        state = local_of(self.state[param][state_name])
+        state = local_part(self.state[param][state_name])
         with torch.no_grad():
             states.store(values.view(state.shape).to(state.device), state, self._scale(param, state_name))
 
@@ -85,9 +85,9 @@ class AdamStates(CopiedWhole):
             return
         keeps = self._keeps_remainder(param) if store_param_remainders is None else store_param_remainders
         self._initialize_state(param, "master_param", keeps, keeps)
-        local = local_of(param).detach()
+        local = local_part(param).detach()
         if not keeps and (isinstance(local, QuantizedTensor) or local.dtype != torch.float32):
-            self.set_scaled_state(param, "master_param", numbers_of(local))
+            self.set_scaled_state(param, "master_param", float_values(local))
 
     def _renew_master(self, param: Tensor) -> None:
         """Replace a master that does not belong to the parameter's present data.
@@ -99,7 +99,7 @@ class AdamStates(CopiedWhole):
         master = self.state[param].get("master_param") if param in self.state else None
         if not isinstance(master, Tensor):
             return
-        held, local = local_of(master), local_of(param).detach()
+        held, local = local_part(master), local_part(param).detach()
         if _is_own(local):
             if held.data_ptr() != local.data_ptr() or held.shape != local.shape:
                 self.state[param]["master_param"] = like(param, local)
@@ -113,7 +113,7 @@ class AdamStates(CopiedWhole):
         self, param: Tensor, state_name: str, zero_buffer: bool, store_param_remainders: bool = False
     ) -> None:
         """Allocate a state filled with zeros; the master of a float32 parameter is an alias of the parameter."""
-        local = local_of(param).detach()
+        local = local_part(param).detach()
         dtype = torch.int16 if store_param_remainders else self.name_to_dtype_map[state_name]
         own = state_name == "master_param" and _is_own(local)
         made = local if own else states.zeros(local, dtype)
@@ -123,7 +123,7 @@ class AdamStates(CopiedWhole):
         self.state[param][state_name] = like(param, made)
 
     def _keeps_remainder(self, param: Tensor) -> bool:
-        local = local_of(param)
+        local = local_part(param)
         plain = local.dtype == torch.bfloat16 and not isinstance(local, QuantizedTensor)
         return self.store_param_remainders and self.master_weights and plain
 
@@ -165,8 +165,8 @@ class AdamStates(CopiedWhole):
                 self.set_scaled_state(parameter, name, saved[name].float())
             if self.master_weights and saved.get("master_param") is not None:
                 # A float32 master or its lower half, converted to the kind that is kept here.
-                keeps, local = self._keeps_remainder(parameter), local_of(parameter).detach()
-                master = local_of(saved["master_param"]).to(local.device)
+                keeps, local = self._keeps_remainder(parameter), local_part(parameter).detach()
+                master = local_part(saved["master_param"]).to(local.device)
                 if master.dtype == torch.int16 and not keeps:
                     master = joined(local.to(torch.bfloat16), master)
                 elif master.dtype != torch.int16 and keeps:
@@ -194,8 +194,8 @@ class AdamStates(CopiedWhole):
         if param not in self.state or "master_param" not in self.state[param]:
             self.initialize_state(param)
         if self._keeps_remainder(param):
-            remainder = local_of(self.state[param]["master_param"])
-            return like(param, joined(local_of(param).detach(), remainder))
+            remainder = local_part(self.state[param]["master_param"])
+            return like(param, joined(local_part(param).detach(), remainder))
         return self.get_unscaled_state(param, "master_param")
 
     def _parameters(self) -> Iterable[Tensor]:
@@ -207,7 +207,7 @@ def _is_own(local: Tensor) -> bool:
     return type(local) is Tensor and local.dtype == torch.float32
 
 
-def numbers_of(parameter: Tensor) -> Tensor:
+def float_values(parameter: Tensor) -> Tensor:
     """Return the values of a lower-precision parameter in float32."""
     if isinstance(parameter, QuantizedTensor):
         return parameter.dequantize(dtype=torch.float32)

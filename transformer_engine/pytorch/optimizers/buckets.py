@@ -14,7 +14,7 @@ from ...common.operation_settings import Adam
 from ..primitives.multi_tensor import Extents, adam_step
 from ..tensor.quantized_tensor import QuantizedTensor
 from .multi_tensor import adam_checked
-from .multi_tensor_apply import Checked, local_of, local_tensors, worked_on
+from .multi_tensor_apply import Checked, local_part, local_tensors, select_tensors
 
 
 class CheckedAdamStep:
@@ -50,7 +50,7 @@ class CheckedAdamStep:
         )
         known = known and _addresses(others) == self.addresses
         if not (known and self.held and all(map(Tensor.is_contiguous, local))):
-            lists = worked_on(tensor_lists)
+            lists = select_tensors(tensor_lists)
             adam_checked(noop_flag, lists)
             sizes = map(Tensor.numel, local)
             places = [place for place, size in enumerate(sizes) if size]
@@ -163,7 +163,7 @@ class GroupBuckets(NamedTuple):
     buckets: list[Bucket]
 
 
-def buckets_of(
+def group_into_buckets(
     params: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     states: Mapping[Tensor, dict[str, Tensor]],
@@ -175,13 +175,13 @@ def buckets_of(
     for place, (parameter, grad) in enumerate(zip(params, grads, strict=True)):
         if grad is None:
             continue
-        local = local_of(parameter)
+        local = local_part(parameter)
         kind = type(local) if isinstance(local, QuantizedTensor) else local.dtype
         members.setdefault((local.device, kind, grad.dtype, keeps_remainder(parameter)), []).append(place)
     buckets = []
     for places in members.values():
         of_bucket = [params[place] for place in places]
-        parameters = [local_of(parameter) for parameter in of_bucket]
+        parameters = [local_part(parameter) for parameter in of_bucket]
         quantized = isinstance(parameters[0], QuantizedTensor)
         own = not quantized and parameters[0].itemsize == 4
         kept = [states[parameter] for parameter in of_bucket]

@@ -14,7 +14,7 @@ from ...common.numbers import to_bool, to_float, to_int, with_article
 from ..runtime.checks import is_distributed
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.quantized_tensor import QuantizedTensor
-from .multi_tensor_apply import local_of
+from .multi_tensor_apply import local_part
 
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 _MASTERS = (torch.float32, torch.float16)
@@ -57,12 +57,12 @@ def check_numbers(group: dict[str, Any]) -> None:
     """
     for name in ("lr", "eps", "weight_decay"):
         one_number(name, group.get(name))
-    pair_of(group.get("betas"))
+    read_pair(group.get("betas"))
     to_bool("bias_correction", group.get("bias_correction"))
     reject_unsupported(group, "FusedAdam", "torch.optim.AdamW")
 
 
-def pair_of(betas: Any) -> tuple[float, float]:
+def read_pair(betas: Any) -> tuple[float, float]:
     """Convert two numbers in [0, 1), in any sequence, array or tensor, to floats; raise ValueError for others."""
     listed = betas.tolist() if hasattr(betas, "tolist") else betas
     is_pair = isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)) and len(listed) == 2
@@ -99,7 +99,7 @@ def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, captu
     """Raise RuntimeError or ValueError for a parameter that cannot be stepped with this gradient."""
     if grad.is_sparse:
         raise RuntimeError("FusedAdam takes no sparse gradients; use torch.optim.SparseAdam")
-    local, local_grad = local_of(parameter), local_of(grad)
+    local, local_grad = local_part(parameter), local_part(grad)
     if isinstance(local, QuantizedTensor):
         delayed = isinstance(getattr(local, "_quantizer", None), Float8Quantizer)
         if not master_weights and not delayed:
@@ -133,12 +133,12 @@ def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, captu
 
 def check_states(parameter: Tensor, states: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raise ValueError if a state belongs to a parameter with another size or device than the present one."""
-    local = local_of(parameter)
+    local = local_part(parameter)
     for name in names:
         state = states.get(name)
         if not isinstance(state, Tensor):
             continue
-        held = local_of(state)
+        held = local_part(state)
         if held.numel() != local.numel():
             raise ValueError(
                 f"{name} of a parameter is {list(held.shape)}, the parameter {list(local.shape)}: its data was "
@@ -232,7 +232,7 @@ def check_saved(
         to_int("step", step, 0)
         for place, parameter in zip(group["params"], into["params"], strict=False):
             if states.get(place):
-                _check_parts(place, states[place], parts, local_of(parameter))
+                _check_parts(place, states[place], parts, local_part(parameter))
     return steps
 
 
@@ -264,7 +264,7 @@ def _check_parts(place: Any, state: dict[str, Any], parts: tuple[str, ...], loca
         halves = name == "master_param" and value.dtype == torch.int16
         if not (value.is_floating_point() or halves):
             raise TypeError(f"{name} of parameter {place} is {value.dtype}; give floating-point numbers")
-        held = local_of(value)
+        held = local_part(value)
         if held.numel() != local.numel() or held.shape not in (local.shape, (local.numel(),)):
             raise ValueError(
                 f"{name} of parameter {place} is {list(held.shape)}, the parameter {list(local.shape)}; load the state "

@@ -17,8 +17,8 @@ from ...common.operation_settings import Adam
 from ..primitives.multi_tensor import adam_rates, on_device
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
-from .adam_states import NAMES, AdamStates, numbers_of
-from .buckets import Bucket, BucketKey, GroupBuckets, buckets_of
+from .adam_states import NAMES, AdamStates, float_values
+from .buckets import Bucket, BucketKey, GroupBuckets, group_into_buckets
 from .checks import (
     NUMBERS,
     GroupChecks,
@@ -27,10 +27,10 @@ from .checks import (
     check_numbers,
     check_parameter,
     check_states,
-    pair_of,
+    read_pair,
 )
 from .multi_tensor import device_rates
-from .multi_tensor_apply import Checked, local_of
+from .multi_tensor_apply import Checked, local_part
 from .multi_tensor_apply import multi_tensor_applier as multi_tensor_applier
 
 __all__ = ["FusedAdam"]
@@ -160,7 +160,7 @@ class FusedAdam(AdamStates):
         }
         check_numbers(defaults)
         super().__init__(params, defaults)
-        device = next((local_of(p).device for p in self._parameters()), torch.device("cpu"))
+        device = next((local_part(p).device for p in self._parameters()), torch.device("cpu"))
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
         if capturable:
             self._step_supports_amp_scaling = True
@@ -219,7 +219,7 @@ class FusedAdam(AdamStates):
             else [parameter.grad for parameter in group["params"]]
             for group in self.param_groups
         ]
-        layouts = self._layouts_for(grads)
+        layouts = self._renew_layouts(grads)
         self._known_states = list(self.state.values())
         lists = [
             [self._lists(of_group, bucket) for bucket in layout.buckets]
@@ -233,7 +233,7 @@ class FusedAdam(AdamStates):
                 group["step"] = int(group.get("step", 0)) + 1
             devices = {bucket.parameters[0].device for bucket in layout.buckets}
             # The ten `adam_step` numbers for a group step, on each device.
-            betas, eps = pair_of(group["betas"]), float(group["eps"])
+            betas, eps = read_pair(group["betas"]), float(group["eps"])
             step: Any = group["step"]
             rest = (to_bool("bias_correction", group["bias_correction"]), float(group["weight_decay"]))
             if not self.capturable:
@@ -276,7 +276,7 @@ class FusedAdam(AdamStates):
         read = [self._read(bucket.params, *state) for state in zip(kept, names, strict=True)]
         moments, masters = read[:2], read[2:]
         if bucket.quantized:
-            stepped = masters.pop() if masters else [numbers_of(parameter) for parameter in stepped]
+            stepped = masters.pop() if masters else [float_values(parameter) for parameter in stepped]
         multi_tensor_applier(
             bucket.step,
             self._dummy_overflow_buf.to(device),
@@ -286,12 +286,12 @@ class FusedAdam(AdamStates):
         for state, name, values in zip(kept, names, read, strict=True):
             if self.name_to_dtype_map[name] in states.RANGES:  # float32 numbers from `_read`
                 for parameter, stored, numbers in zip(bucket.params, state, values, strict=True):
-                    states.store(numbers, local_of(stored), self._scale(parameter, name))
+                    states.store(numbers, local_part(stored), self._scale(parameter, name))
         if bucket.quantized:
             for parameter, numbers in zip(bucket.parameters, stepped, strict=True):
                 # A rank without elements takes part too: the maximum is reduced over the ranks.
                 if isinstance(parameter, QuantizedTensor):
-                    values = local_of(numbers).view(parameter.shape)
+                    values = local_part(numbers).view(parameter.shape)
                     if may_skip:
                         _quantize_unless_skipped(self._dummy_overflow_buf.to(device) != 0, parameter, values)
                     else:
@@ -302,11 +302,11 @@ class FusedAdam(AdamStates):
         if self.name_to_dtype_map[name] not in states.RANGES or kept[0].dtype == torch.int16:
             return kept
         return [
-            states.unscaled(local_of(state), self._scale(parameter, name))
+            states.unscale(local_part(state), self._scale(parameter, name))
             for parameter, state in zip(members, kept, strict=True)
         ]
 
-    def _layouts_for(self, grads: list[list[Tensor | None]]) -> list[GroupBuckets]:
+    def _renew_layouts(self, grads: list[list[Tensor | None]]) -> list[GroupBuckets]:
         """Return the buckets of each group, cached while the facts are equal, and create missing states.
 
         All parameters and states are checked before the first state is created.
@@ -325,7 +325,9 @@ class FusedAdam(AdamStates):
             for parameter in groups[place]:
                 self._complete(parameter)
             how = (self.state, self._keeps_remainder, not self.use_decoupled_grad)
-            self._layouts[place] = GroupBuckets(facts[place], buckets_of(groups[place], grads[place], *how))
+            self._layouts[place] = GroupBuckets(
+                facts[place], group_into_buckets(groups[place], grads[place], *how)
+            )
         return [self._layouts[place] for place in range(len(facts))]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

@@ -25,13 +25,13 @@ from ...common.checks import described, one_of, suggests_keywords, whole
 from ...common.numbers import to_bool, with_article
 from ..constants import dist_group_type
 from ..distributed.collectives import gather_along_first_dim, rank, world_size
-from ..runtime.autograd import without_autocast
+from ..runtime.autograd import disable_autocast
 from ..runtime.checks import is_distributed
 from ..tensor.quantized_tensor import QuantizedTensor
 from .checks import GroupChecks, one_number, reject_unsupported
-from .multi_tensor_apply import like, local_of
+from .multi_tensor_apply import like, local_part
 from .newton_schulz import CoeffT
-from .orthogonal_updates import iteration_coefficients, matrices_of, orthogonalize
+from .orthogonal_updates import iteration_coefficients, orthogonalize, part_matrices
 from .states import CopiedWhole
 
 __all__ = ["FusedMuon"]
@@ -187,7 +187,7 @@ class FusedMuon(CopiedWhole):
         return loss
 
     def _check(self, parameter: Tensor, split: Sequence[int] | None) -> None:
-        grad, local = parameter.grad, local_of(parameter)
+        grad, local = parameter.grad, local_part(parameter)
         assert grad is not None
         if grad.is_sparse:
             raise RuntimeError("FusedMuon takes no sparse gradients; use torch.optim.SparseAdam")
@@ -199,17 +199,17 @@ class FusedMuon(CopiedWhole):
                 )
         elif local.dtype not in _PLAIN:
             raise RuntimeError(f"a parameter is {local.dtype}; give float32, float16 or bfloat16 ones")
-        if local_of(grad).shape != local.shape:
+        if local_part(grad).shape != local.shape:
             raise ValueError(
-                f"a parameter is {list(local.shape)}, its gradient {list(local_of(grad).shape)}; give both one shape"
+                f"a parameter is {list(local.shape)}, its gradient {list(local_part(grad).shape)}; give both one shape"
             )
         _check_shape(parameter, split)
 
-    @without_autocast
+    @disable_autocast
     def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Step the parameters of a group that have gradients."""
         lr, decay, momentum = (float(group[name]) for name in ("lr", "weight_decay", "momentum"))
-        grads = [local_of(parameter.grad) for parameter in params if parameter.grad is not None]
+        grads = [local_part(parameter.grad) for parameter in params if parameter.grad is not None]
         momenta = [self._momentum(*pair) for pair in zip(params, grads, strict=True)]
         torch._foreach_lerp_(momenta, grads, 1.0 - momentum)
         if group["nesterov"]:
@@ -241,7 +241,7 @@ class FusedMuon(CopiedWhole):
             steps = [self._local(update).to(update.target.dtype) for update in updates]
             torch._foreach_add_([update.target for update in updates], steps, alpha=-rate)
         for update in prepared:
-            local = local_of(update.param)
+            local = local_part(update.param)
             if isinstance(local, QuantizedTensor):
                 local.quantize_(update.target)
             elif local.data_ptr() != update.target.data_ptr():
@@ -252,18 +252,18 @@ class FusedMuon(CopiedWhole):
         state = self.state[parameter]
         if MOMENTUM not in state:
             state[MOMENTUM] = like(parameter, torch.zeros_like(grad, memory_format=torch.contiguous_format))
-        return local_of(state[MOMENTUM])
+        return local_part(state[MOMENTUM])
 
     def _target(self, parameter: Tensor) -> Tensor:
         """The local tensor that is stepped: the parameter, or its float32 master."""
-        local, state = local_of(parameter).detach(), self.state[parameter]
+        local, state = local_part(parameter).detach(), self.state[parameter]
         if not self.master_weights or (type(local) is Tensor and local.dtype == torch.float32):
             return local
         if MASTER not in state:
             quantized = isinstance(local, QuantizedTensor)
             values = local.dequantize(dtype=torch.float32) if quantized else local.to(torch.float32)
             state[MASTER] = like(parameter, values)
-        return local_of(state[MASTER])
+        return local_part(state[MASTER])
 
     def _update(self, parameter: Tensor, update: Tensor, split: Sequence[int] | None) -> _Update:
         """Gather a momentum, and divide it into matrices."""
@@ -273,7 +273,7 @@ class FusedMuon(CopiedWhole):
         elif self._is_sharded(parameter):
             full = _gathered(update, int(parameter.partition_dim), self.tp_group)  # pyright: ignore[reportAttributeAccessIssue]
         full = full.contiguous()
-        return _Update(parameter, self._target(parameter), matrices_of(full, split), full)
+        return _Update(parameter, self._target(parameter), part_matrices(full, split), full)
 
     def _local(self, update: _Update) -> Tensor:
         """This rank's part of an update."""

@@ -14,7 +14,7 @@ from ...common.checks import described, suggests_keywords
 from ...common.numbers import to_bool, to_float, with_article
 from .checks import GroupChecks, one_number, reject_unsupported
 from .multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
-from .multi_tensor_apply import like, local_of, multi_tensor_applier
+from .multi_tensor_apply import like, local_part, multi_tensor_applier
 from .states import CopiedWhole
 
 __all__ = ["FusedSGD"]
@@ -95,7 +95,7 @@ class FusedSGD(CopiedWhole):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
         first = next((p for group in self.param_groups for p in group["params"]), None)
-        device = torch.device("cpu") if first is None else local_of(first).device
+        device = torch.device("cpu") if first is None else local_part(first).device
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,17 +114,17 @@ class FusedSGD(CopiedWhole):
         for group, into in zip(state_dict["param_groups"], self.param_groups, strict=False):
             check_numbers({**self.defaults, **group})
             for place, parameter in zip(group["params"], into["params"], strict=False):
-                local = local_of(parameter)
+                local = local_part(parameter)
                 momentum = state_dict["state"].get(place, {}).get("momentum_buffer")
                 if momentum is not None:
                     if not isinstance(momentum, Tensor):
                         raise TypeError(
                             f"momentum_buffer of parameter {place} is {described(momentum)}; give a tensor"
                         )
-                    if local_of(momentum).shape != local.shape:
+                    if local_part(momentum).shape != local.shape:
                         raise ValueError(
-                            f"momentum_buffer of parameter {place} is {list(local_of(momentum).shape)}, the parameter "
-                            f"{list(local.shape)}; load the state of these parameters, in their order"
+                            f"momentum_buffer of parameter {place} is {list(local_part(momentum).shape)}, "
+                            f"the parameter {list(local.shape)}; load the state of these parameters, in their order"
                         )
         super().load_state_dict(state_dict)
         for state in self.state.values():
@@ -160,7 +160,7 @@ class FusedSGD(CopiedWhole):
             grad = parameter.grad
             if grad is None:
                 continue
-            local = local_of(parameter)
+            local = local_part(parameter)
             if grad.is_sparse:
                 raise RuntimeError("FusedSGD takes no sparse gradients; use torch.optim.SGD")
             if type(local) not in (Tensor, torch.nn.Parameter) or local.dtype not in _PLAIN:
@@ -170,7 +170,9 @@ class FusedSGD(CopiedWhole):
                 )
             is_first = "momentum_buffer" not in self.state.get(parameter, {})
             found.setdefault((local.device, local.dtype, grad.dtype, is_first), []).append(parameter)
-        return [_Bucket(group, params, local_of(params[0]).device, key[-1]) for key, params in found.items()]
+        return [
+            _Bucket(group, params, local_part(params[0]).device, key[-1]) for key, params in found.items()
+        ]
 
     def _check(self, batch: _Bucket) -> None:
         """Raise ValueError or TypeError for numbers and tensors that cannot be stepped, before any change."""
@@ -184,7 +186,7 @@ class FusedSGD(CopiedWhole):
     def _step_batch(self, batch: _Bucket) -> None:
         if batch.first:
             for parameter in batch.params:
-                zeros = torch.zeros_like(local_of(parameter).detach())
+                zeros = torch.zeros_like(local_part(parameter).detach())
                 self.state[parameter]["momentum_buffer"] = like(parameter, zeros)
         wd, momentum, dampening, lr, scale = self._rates(batch.group)
         ways = (to_bool("nesterov", batch.group["nesterov"]), batch.first, self.wd_after_momentum)

@@ -22,7 +22,7 @@ from ..primitives.multi_tensor import adam_rates, adam_step, on_device, scale_al
 from ..primitives.quantize import QuantizeSpec, quantize, scale_from_amax
 from ..primitives.quantize.encodings import e8m0_from_float
 from ..runtime.checks import tensor
-from ..tensor.elements import element_of
+from ..tensor.elements import find_element
 
 Lists = Sequence[Sequence[Tensor]]
 
@@ -131,7 +131,7 @@ def multi_tensor_adam_fp8(
             f"the scales have {[scale.numel() for scale in scales[0]]} elements for {len(codes)} tensors of codes; "
             "give one scale, one amax and one scale_inv of one element for each"
         )
-    spec = QuantizeSpec(FLOAT8, element_of(DType(int(fp8_dtype))))
+    spec = QuantizeSpec(FLOAT8, find_element(DType(int(fp8_dtype))))
     adam_step([grads, masters, first, second], on_device(rates, noop_flag.device), how)
     for target, master, scale, amax, inverse in zip(codes, masters, *scales, strict=True):
         if target.numel():

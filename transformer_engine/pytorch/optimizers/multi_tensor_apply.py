@@ -11,15 +11,15 @@ from torch import Tensor
 
 from ...common.numbers import to_int
 from ..runtime.checks import is_distributed
-from ..tensor.grouped_tensor import memory_of
+from ..tensor.grouped_tensor import group_memory
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 _MODULE = "torch.distributed.tensor"
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Shard of a DTensor on this rank, memory of a plain matrix group; any other tensor itself."""
-    return tensor._local_tensor if is_distributed(tensor) else memory_of(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor._local_tensor if is_distributed(tensor) else group_memory(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
@@ -62,19 +62,19 @@ class MultiTensorApply:
             tensor_lists: Parallel tensor lists; DTensors are replaced by their local shards.
             args: The operation's other arguments.
         """
-        lists = worked_on(tensor_lists)
+        lists = select_tensors(tensor_lists)
         if not lists or not lists[0]:
             return None
         return op(self.chunk_size, noop_flag_buffer, lists, *args)
 
 
 class Checked(tuple[Sequence[Tensor], ...]):
-    """Parallel lists with the cached result of `worked_on`."""
+    """Parallel lists with the cached result of `select_tensors`."""
 
     worked: list[Sequence[Tensor]]
 
 
-def worked_on(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+def select_tensors(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
     """Return the local tensors in the lists without empty ones; raise RuntimeError for lists with different lengths."""
     if isinstance(tensor_lists, Checked):
         return tensor_lists.worked
@@ -90,7 +90,7 @@ def worked_on(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]
 
 def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the local tensor of each tensor."""
-    return tensors if set(map(type, tensors)) <= _PLAIN else [local_of(tensor) for tensor in tensors]
+    return tensors if set(map(type, tensors)) <= _PLAIN else [local_part(tensor) for tensor in tensors]
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...common.checks import one_of, suggests_keywords, whole
 from ..constants import dist_group_type
 from ..distributed.collectives import gather_along_first_dim, rank, world_size
-from ..runtime.autograd import matrix_product, without_autocast
+from ..runtime.autograd import disable_autocast, matrix_product
 from ..runtime.checks import group_or_none, tensor
 
 __all__ = [
@@ -146,7 +146,7 @@ class CusolverMpCtx:
 
 
 @suggests_keywords
-@without_autocast
+@disable_autocast
 def newton_schulz(
     x: Tensor,
     ctx: CusolverMpCtx | None = None,
@@ -175,7 +175,7 @@ def newton_schulz(
         RuntimeError: The context was destroyed.
     """
     _check_matrix(x, num_iterations)
-    steps = _checked(coefficients, num_iterations)
+    steps = _check_coefficients(coefficients, num_iterations)
     group = None if ctx is None else ctx.group
     if ctx is not None and group is not None and x.shape[0] > x.shape[1] * ctx.nranks:
         raise ValueError(
@@ -224,7 +224,7 @@ def newton_schulz_tp(
         RuntimeError: The context was destroyed.
     """
     _check_matrix(x, num_iterations)
-    _checked(coefficients, num_iterations)
+    _check_coefficients(coefficients, num_iterations)
     ctx = CusolverMpCtx() if ctx is None else ctx
     group = ctx.group
     settings = (num_iterations, coefficients)
@@ -282,7 +282,7 @@ def _check_matrix(x: Tensor, num_iterations: int) -> None:
         )
 
 
-def _checked(coefficients: Sequence[Any] | None, num_iterations: int) -> list[CoeffT]:
+def _check_coefficients(coefficients: Sequence[Any] | None, num_iterations: int) -> list[CoeffT]:
     """Return (a, b, c) for each iteration; raise ValueError for another coefficient count."""
     if coefficients is None:
         return get_coefficients(num_iterations)

@@ -15,7 +15,7 @@ from .newton_schulz import CoeffT, get_coefficient_iterator
 _STACKED = 1 << 26
 
 
-def matrices_of(full: Tensor, split: Sequence[int] | None) -> list[Tensor]:
+def part_matrices(full: Tensor, split: Sequence[int] | None) -> list[Tensor]:
     """Views of the n matrices in each part of a parameter [.., out, in].
 
     Returns:

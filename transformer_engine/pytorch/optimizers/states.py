@@ -39,7 +39,7 @@ def _writer(device: torch.device) -> Float8Quantizer:
     return Float8Quantizer(one, torch.zeros_like(one), DType.kFloat8E4M3, columnwise=False)
 
 
-def unscaled(state: Tensor, scale: Tensor | None) -> Tensor:
+def unscale(state: Tensor, scale: Tensor | None) -> Tensor:
     """Return the values of a state in float32; float32 and int16 states are returned unchanged."""
     if isinstance(state, Float8Tensor):
         return state.dequantize(dtype=torch.float32)

@@ -9,4 +9,4 @@ from ...common.recipe import living
 from ..runtime.tracing import specialized
 
 dispatch.trace_when(torch.compiler.is_compiling)
-living.specialize_with(specialized)
+living.set_specialization(specialized)

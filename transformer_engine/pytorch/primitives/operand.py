@@ -56,11 +56,11 @@ class OwnedOperand(Operand):
         """self [M, K] @ other [N, K].T and the epilogue; see `gemm`."""
         raise NotImplementedError
 
-    def multiplied_gelu(self, other: Operand, epilogue: Any, keeps_input: bool) -> Any:
+    def multiply_gelu(self, other: Operand, epilogue: Any, keeps_input: bool) -> Any:
         """The results of `gemm_gelu`, or None if a product and an activation compute them."""
         return None
 
-    def multiplied_gelu_gradient(self, other: Operand, epilogue: Any, x: Tensor) -> Tensor | None:
+    def multiply_gelu_gradient(self, other: Operand, epilogue: Any, x: Tensor) -> Tensor | None:
         """The result of `gemm_gelu_gradient`, or None if a product and the gradient of an activation compute it."""
         return None
 

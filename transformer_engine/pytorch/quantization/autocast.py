@@ -175,7 +175,7 @@ class autocast(ContextDecorator):
         flags = type(enabled) is bool and type(calibrating) is bool
         complete = flags and (isinstance(recipe, Recipe) or (recipe is None and not (enabled or calibrating)))
         if others or not complete or amax_reduction_group is not None:
-            self.state = _checked_state(self.state, others)
+            self.state = _check_state(self.state, others)
         self._outer: AutocastState | None = None
 
     @property
@@ -215,7 +215,7 @@ class autocast(ContextDecorator):
             _update_scales(holder, state, traced)
 
 
-def _checked_state(state: AutocastState, others: dict[str, Any]) -> AutocastState:
+def _check_state(state: AutocastState, others: dict[str, Any]) -> AutocastState:
     """Check and convert the arguments of `autocast`; a block without a recipe gets the default recipe.
 
     Raises:

@@ -1,7 +1,7 @@
 """Replayed scales for compiled functions that a checkpoint recomputes.
 
 A checkpoint that is not reentrant matches the tensors that both runs save by their order, so both runs must
-call the same graph. The graph reads scales through the operator `repeated_scale`, which knows the run only
+call the same graph. The graph reads scales through the operator `replay_scale`, which knows the run only
 while it executes: in the first run it copies the present scale, and in the second run it returns that copy.
 Writes of the second run to scales and histories are undone at its end.
 """
@@ -102,7 +102,7 @@ class compiled_run(AbstractContextManager):
 @torch.library.custom_op(
     "transformer_engine::repeated_scale", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
-def repeated_scale(scale: torch.Tensor, history: torch.Tensor, state: str) -> torch.Tensor:
+def replay_scale(scale: torch.Tensor, history: torch.Tensor, state: str) -> torch.Tensor:
     """Copy a scale, float32 [n]: the present scale in the first run, and again the first run's scale in second runs.
 
     Args:
@@ -115,6 +115,6 @@ def repeated_scale(scale: torch.Tensor, history: torch.Tensor, state: str) -> to
     return scale.clone()
 
 
-@repeated_scale.register_fake
-def _repeated_scale_fake(scale, history, state):
+@replay_scale.register_fake
+def _replay_scale_fake(scale, history, state):
     return torch.empty_like(scale)

@@ -232,7 +232,7 @@ def _recipe_classes() -> list[type[Recipe]]:
     return [family.recipe for family in all_families() if family.checkpointed]
 
 
-def _derived_recipe(module: str, name: str) -> type[Recipe] | None:
+def _base_recipe(module: str, name: str) -> type[Recipe] | None:
     """Return the public recipe class from which an already imported subclass derives."""
     candidate = vars(sys.modules[module]).get(name) if module in sys.modules else None
     if not isinstance(candidate, type):
@@ -276,7 +276,7 @@ def _is_allowed(module: str, name: str) -> bool:
     if module == _RECIPE_MODULE:
         known = ("Format", "_OverrideLinearPrecision", *_DATA_CLASSES)
         return name in known or any(name == kind.__name__ for kind in _recipe_classes())
-    return (module, name) in _TORCH_FUNCTIONS or _derived_recipe(module, name) is not None
+    return (module, name) in _TORCH_FUNCTIONS or _base_recipe(module, name) is not None
 
 
 def _drop_functions(content: Any, foreign: set[type[Record]]) -> None:
@@ -316,7 +316,7 @@ class _Builder:
                 "it is not a module's state"
             )
         if isinstance(value, Record):
-            return self._of_record(value, depth + 1)
+            return self._read_record(value, depth + 1)
         if isinstance(value, dict):
             return {self.built(key, depth + 1): self.built(item, depth + 1) for key, item in value.items()}
         if isinstance(value, (list, tuple, set)):
@@ -325,7 +325,7 @@ class _Builder:
             raise ExtraStateError("extra state holds a class where it must hold a value")
         return value
 
-    def _of_record(self, record: Record, depth: int) -> Any:
+    def _read_record(self, record: Record, depth: int) -> Any:
         module, name = record.target
         if name == "OrderedDict" and module == "collections":
             return self.built(record.__dict__["entries"], depth)
@@ -340,7 +340,7 @@ class _Builder:
             # A frozen value: pickled by positional arguments (named tuple) or by its attributes (dataclass).
             arguments = self.built(record.__dict__["arguments"], depth)
             return _DATA_CLASSES[name](*arguments, **attributes)  # pyright: ignore
-        kind = getattr(recipes, name) if module == _RECIPE_MODULE else _derived_recipe(module, name)
+        kind = getattr(recipes, name) if module == _RECIPE_MODULE else _base_recipe(module, name)
         return _recipe(kind, attributes)
 
     def _torch_object(self, name: str, arguments: list[Any]) -> Any:

@@ -81,10 +81,10 @@ class NVFP4BlockScalingRecipeState(StatelessRecipeState):
 
 def _params(recipe: Float8CurrentScaling | Float8BlockScaling, mode: str, tensor: str) -> QParams:
     of_kinds = recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad
-    return _of_tensor(mode, tensor, *of_kinds)
+    return _slot_setting(mode, tensor, *of_kinds)
 
 
-def _of_tensor(mode: str, tensor: str, of_input: T, of_weight: T, of_gradient: T) -> T:
+def _slot_setting(mode: str, tensor: str, of_input: T, of_weight: T, of_gradient: T) -> T:
     """Return the recipe setting for the tensor kind of a slot."""
     if mode == "backward":
         return of_gradient
@@ -110,7 +110,7 @@ def _block_scaling(recipe: Float8BlockScaling, mode: str, tensor: str, device: t
         columnwise=True,
         amax_epsilon=params.amax_epsilon,
         force_pow_2_scales=params.power_2_scale,
-        block_scaling_dim=_of_tensor(mode, tensor, *dimensions),
+        block_scaling_dim=_slot_setting(mode, tensor, *dimensions),
     )
 
 
@@ -122,7 +122,7 @@ def _mxfp8(recipe: MXFP8BlockScaling, mode: str, tensor: str, device: torch.devi
 
 
 def _nvfp4(recipe: NVFP4BlockScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
-    params = _of_tensor(
+    params = _slot_setting(
         mode, tensor, recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight, recipe.fp4_quant_bwd_grad
     )
     # 4over6 and scales per row, where the recipe switches one on for this tensor; never gradients.

@@ -99,10 +99,10 @@ def all_families() -> Sequence[Family]:
 def family_of(recipe: Recipe) -> Family:
     """Return the row for the recipe's class or its nearest registered base class."""
     row = _FAMILIES.get(type(recipe))
-    return _inherited_family(recipe) if row is None else row
+    return _find_inherited_family(recipe) if row is None else row
 
 
-def _inherited_family(recipe: Recipe) -> Family:
+def _find_inherited_family(recipe: Recipe) -> Family:
     """Return the row for the nearest registered base class of a recipe's class."""
     for base in type(recipe).__mro__[1:]:
         row = _FAMILIES.get(base)

@@ -67,22 +67,22 @@ class StateAttributes(type):
     # {pool key: [a tensor per state]}; for amaxes, the row of the running step.
     @property
     def global_amax_buffer(cls) -> dict[str, list[Tensor]]:
-        return _of_pools(lambda state: state.amax_history[0])
+        return _read_pools(lambda state: state.amax_history[0])
 
     @property
     def global_amax_history_buffer(cls) -> dict[str, list[Tensor]]:
-        return _of_pools(lambda state: state.amax_history)
+        return _read_pools(lambda state: state.amax_history)
 
     @property
     def global_scale_buffer(cls) -> dict[str, list[Tensor]]:
-        return _of_pools(lambda state: state.scale_in_place)
+        return _read_pools(lambda state: state.scale_in_place)
 
     @property
     def skip_fp8_weight_update_tensor(cls) -> Tensor | None:
         return FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
 
 
-def _of_pools(read: Callable[[Any], Tensor]) -> dict[str, list[Tensor]]:
+def _read_pools(read: Callable[[Any], Tensor]) -> dict[str, list[Tensor]]:
     return {key: list(map(read, pool.states)) for key, pool in delayed_scaling.registry.pools.items()}
 
 
@@ -318,15 +318,15 @@ class FP8GlobalStateManager(FormatChecks, metaclass=StateAttributes):
                 "recomputation found no forward values of this module; "
                 "run its forward pass inside te.checkpoint first"
             )
-        copy_in(delayed, buffers[position].popleft())
+        write_states(delayed, buffers[position].popleft())
 
     @classmethod
     def restore_fp8_meta_tensors(cls, fp8_meta: dict[str, Any]) -> None:
         """Undo `get_old_fp8_meta_tensors_for_recompute`."""
-        copy_in(fp8_meta["scaling_fwd"].delayed_states, fp8_meta.pop(_UPDATED))
+        write_states(fp8_meta["scaling_fwd"].delayed_states, fp8_meta.pop(_UPDATED))
 
 
-def copy_in(states: Sequence[Any], values: Sequence[tuple[Tensor, Tensor]]) -> None:
+def write_states(states: Sequence[Any], values: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy a scale and a history into each delayed-scaling state."""
     for state, (scale, history) in zip(states, values, strict=True):
         state.scale.copy_(scale)

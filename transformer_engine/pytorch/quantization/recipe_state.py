@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
-from ...common.recipe import CustomRecipe, DelayedScaling, Format, Recipe, is_unchanged, revision_of
+from ...common.recipe import CustomRecipe, DelayedScaling, Format, Recipe, is_unchanged, recipe_revision
 from ..constants import DType
 from ..runtime.device import canonical_device
 from ..runtime.tracing import export_mode
@@ -64,7 +64,7 @@ class RecipeState:
         if num_quantizers < 0:
             raise ValueError(f"num_quantizers={num_quantizers} < 0; give the number of slots")
         self.recipe = recipe
-        self.revision = revision_of(recipe)
+        self.revision = recipe_revision(recipe)
         self.mode = mode
         self.num_quantizers = num_quantizers
         self.device = canonical_device(device)
@@ -282,7 +282,7 @@ class CustomRecipeState(RecipeState):
                     "DelayedScalingRequest, or None for high precision"
                 )
         before = self._delayed
-        self._delayed = {request: self._state_of(request, members) for request, members in slots.items()}
+        self._delayed = {request: self._find_state(request, members) for request, members in slots.items()}
         for request, (_, state) in before.items():
             if request not in self._delayed or self._delayed[request][1] is not state:
                 unregister(state)
@@ -291,7 +291,7 @@ class CustomRecipeState(RecipeState):
                 answers[slot] = Float8Quantizer.from_state(state, column, state.dtype)
         return answers
 
-    def _state_of(
+    def _find_state(
         self, request: DelayedScalingRequest, slots: tuple[int, ...]
     ) -> tuple[tuple[int, ...], DelayedScalingRecipeState]:
         """Return the slots of a request with their state; slots that had the request before keep their columns."""

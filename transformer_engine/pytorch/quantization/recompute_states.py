@@ -174,7 +174,7 @@ class SecondRun(RepeatedContext):
             reinstate(before)
 
 
-def repeated_values(kind: str, module: str, values: Sequence[tuple[Tensor, ...]]) -> CallStates | None:
+def replay_values(kind: str, module: str, values: Sequence[tuple[Tensor, ...]]) -> CallStates | None:
     """Values of the first run for a call in a second run, by state; None in a first run, which records copies.
 
     Args:
@@ -204,7 +204,7 @@ _MORE_OFTEN = (
 )
 
 
-def repeated_quantizers(
+def replay_quantizers(
     kind: str, module: str, products: Sequence[Sequence[Quantizer]]
 ) -> Sequence[Sequence[Quantizer]]:
     """Forward quantizers for a call in a recomputed function, by product: second runs replay first-run states.

@@ -16,17 +16,17 @@ from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..runtime.tracing import hidden_from_selective_checkpoints
-from .compiled_runs import is_recomputed, repeated_scale
+from .compiled_runs import is_recomputed, replay_scale
 
 
 @torch.library.custom_op("transformer_engine::copied_scale", mutates_args=())
-def _copied_scale(scale: torch.Tensor) -> torch.Tensor:
+def _copy_scale(scale: torch.Tensor) -> torch.Tensor:
     """Copy the present scale."""
     return scale.clone()
 
 
-@_copied_scale.register_fake
-def _copied_scale_fake(scale):
+@_copy_scale.register_fake
+def _copy_scale_fake(scale):
     return torch.empty_like(scale)
 
 
@@ -42,10 +42,10 @@ def _scale_snapshot(scale: Tensor) -> Tensor:
     before = meta.get("recompute")
     with hidden_from_selective_checkpoints() as hidden:
         if not hidden and before is None:
-            return _copied_scale(scale)
+            return _copy_scale(scale)
         meta["recompute"] = CheckpointPolicy.MUST_SAVE
         try:
-            return _copied_scale(scale)
+            return _copy_scale(scale)
         finally:
             meta["recompute"] = before
             if before is None:
@@ -58,7 +58,7 @@ def compiled_scale(state: Any) -> Tensor:
     In a recomputed function, the graph reads the scale of the first run in both runs.
     """
     if is_recomputed():
-        return repeated_scale(state.scale_in_place, state.amax_history, state.key)
+        return replay_scale(state.scale_in_place, state.amax_history, state.key)
     return scale_snapshot(state.scale_in_place)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, overload
 
 from ...common import env
 from ...common.checks import described, suggests_keywords
-from ...common.hardware import Hardware, is_older, limits_of
+from ...common.hardware import Hardware, capability_limits, is_older
 from ...common.numbers import to_bool, with_article
 from ...common.recipe import Recipe, reject_recipe_as_enabled
 from ...common.recipe.field_checks import defaults_are_readable, demand_readable_defaults
@@ -88,15 +88,15 @@ def _hardware_reason(kind: str) -> str:
     """Return an empty text if the current device computes the format in hardware, otherwise a sentence."""
     if not has_cuda():
         return f"There is no CUDA device for {kind} execution."
-    return _reason_for(kind, current_hardware(), cuda_version())
+    return _device_reason(kind, current_hardware(), cuda_version())
 
 
 @functools.cache
-def _reason_for(kind: str, hardware: Hardware, cuda: tuple[int, int]) -> str:
+def _device_reason(kind: str, hardware: Hardware, cuda: tuple[int, int]) -> str:
     """Return the reason for a device; cached, because every autocast block reads it."""
     needs = _requirement(kind)
     if not hardware.has(needs.capability):
-        least, below = limits_of(needs.capability)
+        least, below = capability_limits(needs.capability)
         if hardware.vendor == "nvidia" and not is_older(hardware, least):
             assert below is not None
             limit = below.architecture
@@ -220,7 +220,7 @@ def check(kind: str) -> Check:
     def check() -> tuple[bool, str]:
         return _check(kind)
 
-    return _named(check, f"check_{kind}_support", "(available, reason)")
+    return _name_function(check, f"check_{kind}_support", "(available, reason)")
 
 
 @functools.cache
@@ -231,10 +231,12 @@ def availability(kind: str) -> IsAvailable:
         checked = _check(kind)
         return checked if return_reason else checked[0]
 
-    return _named(is_available, f"is_{kind}_available", _AVAILABILITY.format(_requirement(kind).title))
+    return _name_function(
+        is_available, f"is_{kind}_available", _AVAILABILITY.format(_requirement(kind).title)
+    )
 
 
-def _named(function: Any, name: str, documentation: str) -> Any:
+def _name_function(function: Any, name: str, documentation: str) -> Any:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = documentation
     function.__module__ = __package__  # where callers and pickles find it

@@ -2,7 +2,7 @@
 
 torch.autocast chooses the activation dtype, which the layers read before they compute. Inside a computation
 it would change more: float32 products from dequantized codes would become bfloat16 products, and
-half-precision sums float32 tensors. `without_autocast` therefore turns it off, in backward passes too.
+half-precision sums float32 tensors. `disable_autocast` therefore turns it off, in backward passes too.
 
 Kernels read memory. The transforms in torch.func and forward-mode differentiation pass wrapped
 tensors, whose tangents or samples a kernel does not see. `check_transforms` raises instead.
@@ -28,7 +28,7 @@ _transforms_are_active = torch._C._are_functorch_transforms_active
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def without_autocast(function: F) -> F:
+def disable_autocast(function: F) -> F:
     """Decorate a function that computes with torch.autocast off, whether or not its caller has turned it on.
 
     No effect while a compiler traces: it may trace a backward pass twice, and the state of the
@@ -94,7 +94,7 @@ class Function(torch.autograd.Function):
         for name in ("forward", "backward"):
             if name in vars(cls) and not cls.KEEPS_AUTOCAST:
                 # A metaclass may watch assignments by users; this one is not by a user.
-                type.__setattr__(cls, name, staticmethod(without_autocast(getattr(cls, name))))
+                type.__setattr__(cls, name, staticmethod(disable_autocast(getattr(cls, name))))
         if "OPERATION" not in vars(cls):
             operation_name = getattr(cls.backward, "once_differentiable", cls.__name__.lstrip("_"))
             type.__setattr__(cls, "OPERATION", operation_name)
@@ -111,12 +111,12 @@ class Function(torch.autograd.Function):
         return super().apply(*args)
 
 
-def in_forward_mode() -> bool:
+def is_forward_mode() -> bool:
     """Return whether a forward-mode differentiation level is active."""
     return forward_ad._current_level >= 0
 
 
-def in_transform() -> bool:
+def is_transformed() -> bool:
     """Return whether a torch.func transform (grad, vmap, ...) is active."""
     return _transforms_are_active()
 
@@ -136,13 +136,13 @@ class _Product(Function):
         a, b = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = recorded_product(grad_output, b.transpose(-1, -2)).sum_to_size(a.shape)
+            grad_a = record_product(grad_output, b.transpose(-1, -2)).sum_to_size(a.shape)
         if ctx.needs_input_grad[1]:
-            grad_b = recorded_product(a.transpose(-1, -2), grad_output).sum_to_size(b.shape)
+            grad_b = record_product(a.transpose(-1, -2), grad_output).sum_to_size(b.shape)
         return grad_a, grad_b
 
 
-def recorded_product(a: Tensor, b: Tensor) -> Tensor:
+def record_product(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b; the backward pass that autograd records runs with torch.autocast off.
 
     torch's own node would multiply in the autocast dtype that is active during the backward pass.
@@ -153,7 +153,7 @@ def recorded_product(a: Tensor, b: Tensor) -> Tensor:
     return _Product.apply(a, b)
 
 
-def in_first_run() -> bool:
+def is_first_run() -> bool:
     """Return whether an autograd function computes its forward pass, such as the first run of a reentrant checkpoint.
 
     torch disables gradients and forward-mode gradients there, for checkpoints in every library;

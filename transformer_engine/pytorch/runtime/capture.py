@@ -41,9 +41,9 @@ class Recorder(Protocol):
 
     def warming(self) -> AbstractContextManager[None]: ...
 
-    def on_capture_stream(self) -> AbstractContextManager[None]: ...
+    def capture_stream_context(self) -> AbstractContextManager[None]: ...
 
-    def hand_over(self, tensors: Sequence[Tensor]) -> None: ...
+    def transfer(self, tensors: Sequence[Tensor]) -> None: ...
 
     def record(self, body: Callable[[], Results]) -> Recording: ...
 
@@ -135,12 +135,12 @@ class CudaRecorder:
     @contextmanager
     def warming(self) -> Iterator[None]:
         torch.cuda.synchronize()
-        with self.on_capture_stream():
+        with self.capture_stream_context():
             yield
         torch.cuda.synchronize()
 
     @contextmanager
-    def on_capture_stream(self) -> Iterator[None]:
+    def capture_stream_context(self) -> Iterator[None]:
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         try:
@@ -149,7 +149,7 @@ class CudaRecorder:
         finally:
             here.wait_stream(self.stream)
 
-    def hand_over(self, tensors: Sequence[Tensor]) -> None:
+    def transfer(self, tensors: Sequence[Tensor]) -> None:
         here = torch.cuda.current_stream()
         for tensor in tensors:
             as_storage: Any = getattr(tensor, "as_storage", None)  # of a quantized tensor
@@ -167,7 +167,7 @@ class CudaRecorder:
         )
         here = torch.cuda.current_stream()
         try:
-            with _without_collection(), recording:
+            with _disable_collection(), recording:
                 results = body()
         except BaseException as error:
             torch.cuda.set_stream(here)
@@ -191,7 +191,7 @@ class CudaRecorder:
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
+def _disable_collection() -> Iterator[None]:
     """Disable garbage collection: a collected tensor would return its memory to the pool that is being recorded."""
     enabled = gc.isenabled()
     gc.disable()
@@ -202,7 +202,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def unowned(values: Tensor) -> Tensor:
+def alias_unowned(values: Tensor) -> Tensor:
     """Return a tensor on the same memory that does not keep it alive, for memory from a pool with another owner."""
     storage = torch._C._construct_storage_from_data_pointer(  # pyright: ignore[reportAttributeAccessIssue]
         values.untyped_storage().data_ptr(), values.device, values.untyped_storage().nbytes()

@@ -24,11 +24,11 @@ def torch_determinism() -> int:
 
     With WARNS, PyTorch's attention keeps its non-deterministic backward algorithm.
     """
-    return _enabled_mode() if torch.are_deterministic_algorithms_enabled() else OFF
+    return _find_enabled_mode() if torch.are_deterministic_algorithms_enabled() else OFF
 
 
 @constant_while_tracing  # the compiler guards both switches, and traces reads of the first only
-def _enabled_mode() -> int:
+def _find_enabled_mode() -> int:
     return WARNS if torch.is_deterministic_algorithms_warn_only_enabled() else RAISES
 
 

@@ -74,7 +74,7 @@ def autocast_kind(device: torch.device) -> str:
 _CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def in_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def cast_to_autocast_dtype(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Cast plain floating-point tensors to the torch.autocast dtype where it is active; float64 stays."""
     results: list[Tensor | None] = []
     for x in tensors:

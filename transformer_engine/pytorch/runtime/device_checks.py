@@ -98,7 +98,7 @@ def collect(waiting: Waiting) -> None:
     global _registered
     with _lock:
         if not _registered:
-            atexit.register(_at_exit)
+            atexit.register(_print_pending)
             _registered = True
         _waiting.append(waiting)
 
@@ -120,7 +120,7 @@ def _settle(wait: bool) -> None:
             raise ValueError(f"found by TE_CHECK=1 in an earlier call: {error}") from None
 
 
-def _at_exit() -> None:
+def _print_pending() -> None:
     """Print the errors of pending checks: at process end, no caller could catch an exception."""
     try:
         _settle(wait=True)

@@ -44,17 +44,17 @@ class DeviceTables(Generic[K, V]):
         A capture cannot copy numbers from the host. It begins with a synchronization, so that it
         may read the tables of every stream.
         """
-        entry = (key, stream_of(device))
+        entry = (key, stream_handle(device))
         value = self._values.get(entry)
         if is_capturing(device):
-            return self._captured_value(key, value)
+            return self._find_captured(key, value)
         if value is None:
             value = self._values[entry] = self._build(key)
             if len(self._values) > self._most:
                 self._values.popitem(last=False)
         return value
 
-    def _captured_value(self, key: K, value: V | None) -> V | None:
+    def _find_captured(self, key: K, value: V | None) -> V | None:
         if key in self._captured:
             return self._captured[key]
         if value is None:
@@ -64,7 +64,7 @@ class DeviceTables(Generic[K, V]):
         return value
 
 
-def stream_of(device: torch.device) -> int:
+def stream_handle(device: torch.device) -> int:
     """Return the handle for the device's current stream; 0 on a CPU."""
     if device.type != "cuda":
         return 0

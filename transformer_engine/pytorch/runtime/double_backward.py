@@ -5,7 +5,7 @@ operations, but no kernels, codes or saved copies, and would silently treat thos
 Therefore every autograd function in this package uses one of three functions:
 
 * `@once_differentiable("Linear")`: differentiating the gradients raises an error with that name.
-* `replayed(program, tensors, grads)`: the gradients of the same function, written in torch operations.
+* `replay(program, tensors, grads)`: the gradients of the same function, written in torch operations.
 * `transposed(there, back, *grads)`: for a backward pass that is linear in its gradients.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import Function, in_transform
+from .autograd import Function, is_transformed
 
 
 def is_recorded() -> bool:
@@ -39,7 +39,7 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callab
                 return backward(ctx, *grads)
             with torch.no_grad():
                 made = backward(ctx, *grads)
-            return _without_derivative(operation, made, ctx, grads)
+            return _reject_derivative(operation, made, ctx, grads)
 
         guarded.__doc__ = backward.__doc__
         guarded.once_differentiable = operation  # pyright: ignore[reportFunctionMemberAccess]
@@ -48,7 +48,7 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def _without_derivative(operation: str, made: Any, ctx: Any, grads: Sequence[Any]) -> Any:
+def _reject_derivative(operation: str, made: Any, ctx: Any, grads: Sequence[Any]) -> Any:
     """Return the gradients of a node behind an autograd node that raises an error.
 
     Args:
@@ -110,7 +110,7 @@ def reject_second_derivative(operation: str, node: Any, *inputs: Tensor) -> None
 
     def reject(gradients: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
         # torch.func.grad records every backward pass; torch itself raises an error where another one reaches this.
-        if not is_recorded() or in_transform():
+        if not is_recorded() or is_transformed():
             return None
         links = [t for t in (*inputs, *grads) if isinstance(t, Tensor) and t.requires_grad]
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -123,7 +123,7 @@ def reject_second_derivative(operation: str, node: Any, *inputs: Tensor) -> None
     node.register_hook(reject)
 
 
-def replayed(
+def replay(
     program: Callable[..., Tensor | tuple[Tensor, ...]],
     tensors: Sequence[Tensor | None],
     grads: Tensor | Sequence[Tensor],

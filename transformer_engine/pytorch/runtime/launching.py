@@ -42,7 +42,7 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         return _listed(launch, first, inputs)
     makers = launch.makers.get(device)
     if makers is None:
-        makers = launch.makers[device] = makers_of(launch, device)
+        makers = launch.makers[device] = output_makers(launch, device)
     outputs = [None if make is None else make() for make in makers]
     if device.type == "cuda" and not is_current_device(device.index):
         with torch.cuda.device(device):
@@ -55,8 +55,8 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
 def _listed(launch: Launch, first: Symbol, inputs: Sequence[Any]) -> list[Any]:
     """Append a launch to the instructions of a pass; return its output symbols."""
     instructions = first.instructions
-    makers = makers_of(launch, instructions.device)
-    outputs = [None if maker is None else instructions.allocate_by(maker) for maker in makers]
+    makers = output_makers(launch, instructions.device)
+    outputs = [None if maker is None else instructions.append_allocation(maker) for maker in makers]
     instructions.start(launch, (*inputs, *outputs))
     return outputs
 
@@ -83,7 +83,7 @@ class Performed:
         self.device = device
         self.index = device.index
         self.may_be_elsewhere = device.type == "cuda"
-        self.launches, self.makers, self.zeroed, places, results = _planned(program, device)
+        self.launches, self.makers, self.zeroed, places, results = _plan_program(program, device)
         self.picks = tuple(_taking(of_step) for of_step in places)
         self.results = _taking(results)
         self.starters: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -128,7 +128,7 @@ class Performed:
     def _listed(self, first: Symbol, given: Sequence[Any]) -> tuple[Any, ...]:
         """Append the program to the instructions of a pass; return its result symbols."""
         instructions = first.instructions
-        made = [instructions.allocate_by(maker) for maker in self.makers]
+        made = [instructions.append_allocation(maker) for maker in self.makers]
         buffers = (None, *given, *made, *instructions.numbers(self.zeroed))
         for launch, pick in zip(self.launches, self.picks, strict=True):
             instructions.start(launch, pick(buffers))
@@ -153,7 +153,7 @@ class _Planned(NamedTuple):
     results: tuple[int, ...]
 
 
-def _planned(program: Program, device: torch.device) -> _Planned:
+def _plan_program(program: Program, device: torch.device) -> _Planned:
     steps, results = program.places
     given = len(program.inputs) + len(program.into)
     makers: list[Callable[[], Tensor]] = []
@@ -194,7 +194,7 @@ def _taking(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...
     return lambda sequence: tuple([sequence[place] for place in places])
 
 
-def run_into(launch: Launch, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+def run_program_into(launch: Launch, tensors: Sequence[Tensor | None], device: torch.device) -> None:
     """Start the launch on its inputs, followed by the outputs, which the caller has allocated on the device."""
     if device.type == "cuda" and not is_current_device(device.index):
         with torch.cuda.device(device):
@@ -203,7 +203,7 @@ def run_into(launch: Launch, tensors: Sequence[Tensor | None], device: torch.dev
         start(launch, tensors, device.index)
 
 
-def makers_of(launch: Launch, device: torch.device) -> list[Any]:
+def output_makers(launch: Launch, device: torch.device) -> list[Any]:
     """Return functions without arguments that allocate the launch's outputs on a device; None for absent outputs."""
     return [None if output is None else _maker(output, device) for output in launch.outputs]
 

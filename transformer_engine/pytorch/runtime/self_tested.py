@@ -70,11 +70,11 @@ def save(passed: Mapping[str, bool]) -> None:
     path = STORE.path_of(*machine_facts().items())
     if path is not None:
         STORE.write(path, json.dumps(dict(passed)).encode())
-    _stored.cache_clear()
+    _read_stored.cache_clear()
 
 
 @functools.cache
-def _stored(index: int) -> dict[str, bool]:
+def _read_stored(index: int) -> dict[str, bool]:
     path = STORE.path_of(*machine_facts().items())
     content = None if path is None else STORE.read(path)
     return {} if content is None else json.loads(content)
@@ -104,7 +104,7 @@ def untested_reason(path: str) -> str | None:
         return f"there is no GPU on which {path} could be tested"
     if path in _tested_now:
         return None
-    passed = _stored(torch.cuda.current_device()).get(path)
+    passed = _read_stored(torch.cuda.current_device()).get(path)
     if passed:
         return None
     state = "has not run" if passed is None else "has failed"

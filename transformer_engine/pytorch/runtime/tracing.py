@@ -33,7 +33,7 @@ def constant_while_tracing(function: F) -> F:
     return function
 
 
-def in_eager_mode(reason: str) -> Callable[[F], F]:
+def run_eagerly(reason: str) -> Callable[[F], F]:
     """Decorate a function that ends a compiled graph and runs in eager mode, without importing the compiler.
 
     Args:
@@ -85,7 +85,7 @@ def result_as(y: Tensor, dtype: torch.dtype) -> Tensor:
     return y.to(dtype, copy=torch.compiler.is_compiling())
 
 
-def result_in(y: Tensor, shape: Sequence[int]) -> Tensor:
+def reshape_result(y: Tensor, shape: Sequence[int]) -> Tensor:
     """Return y in another shape, for autograd function results: not a view for autograd, because y is not one.
 
     A view that is created within an autograd function cannot be written in place. The result shares y's memory but not

@@ -21,7 +21,7 @@ def zero(device: torch.device) -> Tensor:
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.float32, device=device)
-    return _popped(_slots_of(device), device)
+    return _pop_slot(_find_slots(device), device)
 
 
 def numbers(device: torch.device, zeroed: Sequence[bool]) -> list[Tensor]:
@@ -34,16 +34,16 @@ def numbers(device: torch.device, zeroed: Sequence[bool]) -> list[Tensor]:
             (torch.zeros if cleared else torch.empty)(1, dtype=torch.float32, device=device)
             for cleared in zeroed
         ]
-    slots = _slots_of(device)
-    return [_popped(slots, device) for _ in zeroed]
+    slots = _find_slots(device)
+    return [_pop_slot(slots, device) for _ in zeroed]
 
 
-def _slots_of(device: torch.device) -> list[Tensor]:
+def _find_slots(device: torch.device) -> list[Tensor]:
     """Return the unused slots for the device's current stream."""
     return _slots.setdefault((device.index, current_stream(device.index)), [])
 
 
-def _popped(slots: list[Tensor], device: torch.device) -> Tensor:
+def _pop_slot(slots: list[Tensor], device: torch.device) -> Tensor:
     try:
         return slots.pop()
     except IndexError:  # not checked before the pop, because two threads can share a stream

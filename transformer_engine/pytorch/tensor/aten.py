@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 
 from ...common.numbers import with_article
 from . import cut_views
-from .checkpoint_reads import COLLECTED, READS, narrowed
-from .promotion import decoded_dtype, read_arguments, writes
+from .checkpoint_reads import COLLECTED, READS, narrow_part
+from .promotion import decoding_dtype, read_arguments, writes
 from .row_writes import OUT_OF_DATE, ROWS_OF, remember_place, same_place, write, write_quantized
 from .storage.fsdp import DerivedTensors, row_slice
 from .storage.grouped_tensor_storage import GroupedTensorStorage
@@ -77,7 +77,7 @@ def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _values(leaf: Any, dtype: torch.dtype | None) -> Any:
     """Values of a quantized tensor or its part in a dtype, None for the nominal one, rounded at most once."""
     if isinstance(leaf, QuantizedTensorStorage):
-        return leaf.decode(leaf.dtype if dtype is None else decoded_dtype(dtype))
+        return leaf.decode(leaf.dtype if dtype is None else decoding_dtype(dtype))
     return cut_views.read(leaf, dtype)
 
 
@@ -103,7 +103,7 @@ def attributes(tensor: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name not in payload}
 
 
-def take_over(tensor: Any, source: Any) -> None:
+def replace_contents(tensor: Any, source: Any) -> None:
     """Make tensor hold source's payload, shape, dtype and device; user attributes and requires_grad stay."""
     if (tensor.shape, tensor.dtype, tensor.device) != (source.shape, source.dtype, source.device):
         replacement = source.detach()
@@ -193,7 +193,7 @@ def _view(tensor: Any, shape: Sequence[int], strides: Sequence[int] | None = Non
     for n in shape:
         known *= n if n != -1 else 1
     shape = tuple(tensor.numel() // max(known, 1) if n == -1 else n for n in shape)
-    storage = tensor.as_storage() if shape == tuple(tensor.shape) else tensor.viewed(shape)
+    storage = tensor.as_storage() if shape == tuple(tensor.shape) else tensor.view_as(shape)
     return NotImplemented if storage is None else same_place(tensor, _view_like(tensor, storage, shape))
 
 
@@ -206,7 +206,7 @@ def _expand(tensor: Any, shape: Sequence[int], *, implicit: bool = False) -> Any
 @_handles(aten.slice.Tensor)
 def _slice(tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     if READS in vars(tensor):
-        return narrowed(tensor, getattr(tensor, READS), (0,) * tensor.dim(), dim, start, end, step)
+        return narrow_part(tensor, getattr(tensor, READS), (0,) * tensor.dim(), dim, start, end, step)
     if dim % max(tensor.dim(), 1) or step != 1 or tensor.dim() == 0:
         return NotImplemented
     start, end, _ = slice(start, end).indices(tensor.shape[0])
@@ -298,7 +298,7 @@ def _new_zeros(
     writer.set_usage(**usages)
     storage = writer.empty(tuple(shape), nominal, device or tensor.device, bool(pin_memory))
     storage = storage.mapped(Tensor.zero_)
-    for name, scale in tensor._named_tensors().items():
+    for name, scale in tensor._tensors_by_name().items():
         # A shard without rows needs this scale too, to decode the gathered rows.
         if scale is not None and scale.dim() == 1 and scale.numel() == 1:
             getattr(storage, name).copy_(scale)

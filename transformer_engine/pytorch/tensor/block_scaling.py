@@ -26,13 +26,13 @@ T = TypeVar("T", bound=QuantizedTensor)
 DIRECTIONS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 
 
-def values_of(tensor: QuantizedTensor, names: Sequence[str]) -> tuple[Any, ...]:
+def tensor_fields(tensor: QuantizedTensor, names: Sequence[str]) -> tuple[Any, ...]:
     """Return the tensor's fields, with its nominal dtype and shape."""
     return tuple(getattr(tensor, name if name in ("dtype", "shape") else f"_{name}") for name in names)
 
 
 def from_values(kind: type[T], names: Sequence[str], values: Sequence[Any]) -> T:
-    """Return an object with `values_of(another, names)`; fields that an older pickle lacks get their defaults."""
+    """Return an object with `tensor_fields(another, names)`; fields that an older pickle lacks get their defaults."""
     fields = dict(zip(names, values, strict=False))
     return kind(fields.pop("shape"), fields.pop("dtype"), **fields)  # pyright: ignore[reportReturnType]
 

@@ -47,7 +47,7 @@ class ShardTarget(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         part = args[0]
         if func is aten.slice.Tensor and isinstance(part, ShardTarget):
-            return narrowed(part, part._whole, part._offsets, *args[1:], **(kwargs or {}))
+            return narrow_part(part, part._whole, part._offsets, *args[1:], **(kwargs or {}))
         if func in (aten.detach.default, aten.alias.default):
             return ShardTarget.of(part._whole, part._offsets, part.shape)
         if func is aten.copy_.default and isinstance(part, ShardTarget):
@@ -62,7 +62,7 @@ class ShardTarget(Tensor):
         return f"ShardTarget(offsets={self._offsets}, shape={tuple(self.shape)}, of={type(self._whole).__name__})"
 
 
-def narrowed(
+def narrow_part(
     part: Tensor,
     whole: Any,
     offsets: Offsets,
@@ -89,7 +89,7 @@ def collect(whole: Any, offsets: Offsets, source: Tensor) -> None:
     if sum(shard.numel() for shard in shards.values()) < whole.numel():
         return
     delattr(whole, COLLECTED)
-    storage = _joined(whole, shards)
+    storage = _join_shards(whole, shards)
     with torch.no_grad():
         if storage is not None:
             whole.copy_(type(whole).from_storage(storage))
@@ -106,7 +106,7 @@ def collect(whole: Any, offsets: Offsets, source: Tensor) -> None:
         whole.copy_(values)
 
 
-def _joined(whole: Any, shards: dict[Offsets, Tensor]) -> QuantizedTensorStorage | None:
+def _join_shards(whole: Any, shards: dict[Offsets, Tensor]) -> QuantizedTensorStorage | None:
     """Return the joined payload if shards are quantized rows with equal whole-tensor scales; None for other shards."""
     ordered = [(place, shards[place]) for place in sorted(shards)]
     first: Any = ordered[0][1]

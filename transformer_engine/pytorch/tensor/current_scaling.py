@@ -34,7 +34,7 @@ class RecordsScale:
     @amax.setter
     def amax(self, amax: Tensor) -> None:
         """Record maxima in another tensor from now on."""
-        self._record_in(amax, self._buffers()[1])
+        self._record_scale(amax, self._buffers()[1])
 
     @property
     def scale(self) -> Tensor:
@@ -44,9 +44,9 @@ class RecordsScale:
     @scale.setter
     def scale(self, scale: Tensor) -> None:
         """Record scales in another tensor from now on."""
-        self._record_in(self._buffers()[0], scale)
+        self._record_scale(self._buffers()[0], scale)
 
-    def _record_in(self, amax: Tensor, scale: Tensor) -> None:
+    def _record_scale(self, amax: Tensor, scale: Tensor) -> None:
         check_scalar("amax", amax)
         check_scalar("scale", scale)
         self._recorded = (amax, scale)
@@ -89,7 +89,7 @@ class ReducesMaximum:
     with_amax_reduction: bool
     amax_reduction_group: torch.distributed.ProcessGroup | None
 
-    def reducing_over(self: Q, group: torch.distributed.ProcessGroup) -> Q:
+    def reduce_over(self: Q, group: torch.distributed.ProcessGroup) -> Q:
         """Return this quantizer, or a copy of it that reduces over the group."""
         if self.with_amax_reduction and self.amax_reduction_group is group:
             return self

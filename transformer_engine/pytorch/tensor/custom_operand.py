@@ -122,7 +122,7 @@ def contracted(made: Any, axis: str, quantizer: Any) -> Operand:
     return plain(matrix if axis == COLS else matrix.t())
 
 
-def saved_attributes(made: Any) -> tuple[str, ...]:
+def list_attributes(made: Any) -> tuple[str, ...]:
     """Return the attributes in TENSORS; for a class of another library without it, all attributes with a tensor."""
     if hasattr(made, "TENSORS"):
         return tuple(made.TENSORS)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from ...common.numbers import with_article
-from .promotion import decoded_dtype, read_arguments, writes
+from .promotion import decoding_dtype, read_arguments, writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class CutView(Tensor):
         result = func(*plain_args, **plain_kwargs)
         if not func.is_view:
             return result
-        return tree_map(lambda leaf: _marked(leaf, args[0]._whole), result)
+        return tree_map(lambda leaf: _mark_cut(leaf, args[0]._whole), result)
 
 
 # Methods that hand out the memory, which torch implements for plain tensors only.
@@ -104,10 +104,10 @@ def read(leaf: Any, dtype: torch.dtype | None) -> Any:
     # A view in another dtype reads the bytes of the copy.
     if dtype is None or dtype == leaf.dtype or leaf.dtype != whole.like.dtype:
         return leaf._plain
-    return whole.part(leaf, decoded_dtype(dtype))
+    return whole.part(leaf, decoding_dtype(dtype))
 
 
-def _marked(values: Tensor, whole: _Whole) -> CutView:
+def _mark_cut(values: Tensor, whole: _Whole) -> CutView:
     cut = Tensor._make_subclass(CutView, values)
     cut._whole, cut._plain = whole, values
     return cut
@@ -129,4 +129,4 @@ def cut_view(result: Any, values: Tensor, tensor: Any) -> Any:
     # The copy does not follow later writes to the tensor, and neither do reads in other dtypes.
     storage = tensor.mapped(lambda part: part.clone(memory_format=torch.preserve_format))
     whole = _Whole(f"{with_article(type(tensor))} {list(tensor.shape)}", storage.decode, values.to("meta"))
-    return tree_map(lambda leaf: _marked(leaf, whole) if type(leaf) is Tensor else leaf, result)
+    return tree_map(lambda leaf: _mark_cut(leaf, whole) if type(leaf) is Tensor else leaf, result)

@@ -61,7 +61,7 @@ def float8_number(dtype: DType | torch.dtype | int) -> DType:
     return number
 
 
-def element_of(number: DType) -> Element:
+def find_element(number: DType) -> Element:
     """Return the element format of a number."""
     return _ELEMENTS[number]
 
@@ -104,5 +104,5 @@ def float8_spec(
 ) -> QuantizeSpec:
     """Describe a quantization with one scale."""
     return QuantizeSpec(
-        FLOAT8, element_of(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=epsilon
+        FLOAT8, find_element(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=epsilon
     )

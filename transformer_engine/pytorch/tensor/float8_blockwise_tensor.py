@@ -15,8 +15,8 @@ from ...common.numbers import to_bool, to_int
 from ..constants import DType
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, quantize
-from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
-from .elements import element_of, float8_number
+from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, tensor_fields
+from .elements import find_element, float8_number
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
 from .storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
@@ -30,7 +30,7 @@ def _spec(
 ) -> QuantizeSpec:
     tiles = BLOCK_2D if dimensions == 2 else BLOCK_1D
     return QuantizeSpec(
-        tiles, element_of(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=amax_epsilon
+        tiles, find_element(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=amax_epsilon
     )
 
 
@@ -47,7 +47,7 @@ class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  #
         return Float8BlockQuantizer(self._fp8_dtype, block_scaling_dim=dimensions, **self.get_usages())
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_float8_blockwise_tensor_in_reduce_ex, values_of(self, _PICKLED)
+        return _make_float8_blockwise_tensor_in_reduce_ex, tensor_fields(self, _PICKLED)
 
 
 class Float8BlockQuantizer(BlockScalingQuantizer):

@@ -131,7 +131,7 @@ class _PerTensorQuantizer(Quantizer):
     def encode_groups(self, x: Tensor, groups: PaddedGroups) -> dict[str, Tensor]:
         amax, scale = self._group_scales(maxima_of_groups(row_maxima(x), groups, groups.group_of_row()))
         usages = (self.rowwise_usage, self.columnwise_usage)
-        return {"amax": amax} | scaled_groups(x, groups, scale, elements.element_of(self.dtype), *usages)
+        return {"amax": amax} | scaled_groups(x, groups, scale, elements.find_element(self.dtype), *usages)
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
         return _operands(quantized, dtype)
@@ -258,7 +258,7 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         # a process group lives as long as its process
         return self.__dict__ | {"_slot": None, "amax_reduction_group": None}
 
-    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Float8Quantizer:
+    def reduce_over(self, group: torch.distributed.ProcessGroup) -> Float8Quantizer:
         if self.amax_reduction_group is group:
             return self
         together = copy.copy(self)
@@ -374,7 +374,7 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
     def _group_scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
         maxima = self.reduce_amax(maxima) if self.with_amax_reduction else maxima
         scaling = {"power_of_two": self.force_pow_2_scales, "epsilon": self.amax_epsilon}
-        return maxima, scale_from_amax(maxima, elements.element_of(self.dtype).maximum, **scaling)
+        return maxima, scale_from_amax(maxima, elements.find_element(self.dtype).maximum, **scaling)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         if self.with_amax_reduction:

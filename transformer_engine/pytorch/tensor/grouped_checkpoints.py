@@ -17,7 +17,7 @@ def join_members(members: Sequence[Tensor]) -> GroupedTensor:
     if all(isinstance(member, QuantizedTensor) for member in members):
         return GroupedTensor.of_members(members)
     plain = [m.dequantize() if isinstance(m, QuantizedTensor) else m for m in members]
-    return GroupedTensor.of_stack(torch.stack(plain))
+    return GroupedTensor.from_stack(torch.stack(plain))
 
 
 def convert_state(

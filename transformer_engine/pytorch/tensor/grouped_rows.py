@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .grouped_tensor import GroupedTensor, StackQuantizer
 from .padded_groups import PaddedGroups
-from .storage.grouped_layout import COLUMNWISE, ROWWISE, GroupLayout, Offsets, placed_members
+from .storage.grouped_layout import COLUMNWISE, ROWWISE, GroupLayout, Offsets, place_members
 from .storage.grouped_tensor_storage import GroupedTensorStorage
 
 
@@ -74,7 +74,7 @@ def quantize_blocks_of_stack(x: Tensor, quantizer: Any) -> GroupedTensor:
         f"_{name}" if "amax" in name else name: t for name, t in buffers.items()
     }
     known = {name: by_name.get(name) for name in (*ROWWISE, *COLUMNWISE)}
-    members = placed_members([(rows, depth)] * count, quantizer, known, x.dtype, Offsets())
+    members = place_members([(rows, depth)] * count, quantizer, known, x.dtype, Offsets())
     storage = GroupedTensorStorage(
         layout=GroupLayout.of(members),
         quantizer=StackQuantizer([quantizer.copy() for _ in range(count)]),

@@ -133,8 +133,8 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
     ) -> GroupedTensor:  # fmt: skip
         """Return uninitialized matrices; sizes are read from the device, and None means equal sizes."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
-        firsts = _extents_of("first_dims", first_dims, num_tensors, logical_first_dim, last_dims is None)
-        lasts = _extents_of("last_dims", last_dims, num_tensors, logical_last_dim, False)
+        firsts = _accept_extents("first_dims", first_dims, num_tensors, logical_first_dim, last_dims is None)
+        lasts = _accept_extents("last_dims", last_dims, num_tensors, logical_last_dim, False)
         shapes = list(zip(firsts, lasts, strict=True))
         varies = (first_dims is not None, last_dims is not None)
         return cls._uninitialized(shapes, quantizer, device, dtype, varies if any(varies) else None)
@@ -161,7 +161,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         return storage if internal else cls.from_storage(storage, requires_grad=rowwise_data.requires_grad)
 
     @classmethod
-    def of_stack(cls, stack: Tensor) -> GroupedTensor:
+    def from_stack(cls, stack: Tensor) -> GroupedTensor:
         """Return a group of plain matrices (or vectors) that shares the memory of a contiguous stack [n, ..]."""
         shapes = [tuple(stack.shape[1:])] * stack.shape[0]
         return cls.from_storage(GroupedTensorStorage.around(shapes, stack.detach(), StackQuantizer(None)))
@@ -170,7 +170,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):  # pyright: ignore[r
         """Adopt the memory of plain values with the same shape and dtype; otherwise as `QuantizedTensor.data`."""
         fits = (value.shape, value.dtype) == (self.shape, self.dtype) and value.is_contiguous()
         if self.holds_values and fits and not isinstance(value, QuantizedTensor):
-            value = GroupedTensor.of_stack(value)
+            value = GroupedTensor.from_stack(value)
         super()._set_data(value)
 
     data = property(QuantizedTensor._get_data, _set_data)  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
@@ -215,7 +215,7 @@ def _shared(group: GroupedTensor) -> Tensor:
 _views: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def memory_of(tensor: Any) -> Any:
+def group_memory(tensor: Any) -> Any:
     """The memory of a plain group as a tensor without gradient, the same in each call; or the tensor."""
     if not isinstance(tensor, GroupedTensor) or not tensor.holds_values:
         return tensor
@@ -320,7 +320,7 @@ def stack_quantizer(
     return StackQuantizer(quantizers, None if len(set(given)) == 1 and stacked is not False else given)
 
 
-def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:
+def _accept_extents(name: str, given: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:
     """Return one size per matrix; if none are given, `logical` or an equal share."""
     if given is None:
         if is_sum and logical % max(count, 1):

@@ -129,9 +129,9 @@ class HybridQuantizer(Quantizer):
             reason = self.columnwise_quantizer.unsupported_shape_reason(shape, False, True)
         return reason
 
-    def reducing_over(self, group: torch.distributed.ProcessGroup) -> HybridQuantizer:
-        rowwise = self.rowwise_quantizer.reducing_over(group)
-        columnwise = self.columnwise_quantizer.reducing_over(group)
+    def reduce_over(self, group: torch.distributed.ProcessGroup) -> HybridQuantizer:
+        rowwise = self.rowwise_quantizer.reduce_over(group)
+        columnwise = self.columnwise_quantizer.reduce_over(group)
         if rowwise is self.rowwise_quantizer and columnwise is self.columnwise_quantizer:
             return self
         together = copy.copy(self)

@@ -18,7 +18,7 @@ def keep_initial_values(param: Any, values: Tensor | None) -> None:
     """Attach accessors for the values, which are kept on the CPU for an optimizer's master weights; None: cleared."""
     if values is not None:
         setattr(param, VALUES, values.detach().cpu().clone())
-    param.get_high_precision_init_val = MethodType(initial_values_of, param)
+    param.get_high_precision_init_val = MethodType(find_initial_values, param)
     param.clear_high_precision_init_val = MethodType(forget_initial_values, param)
 
 
@@ -27,7 +27,7 @@ def forget_initial_values(param: Tensor) -> None:
     vars(param).pop(VALUES, None)
 
 
-def pickled(attributes: dict[str, Any]) -> dict[str, Any]:
+def pickle_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     """Return a tensor's attributes without accessors, with the initial values instead (None if cleared)."""
     if "get_high_precision_init_val" not in attributes:
         return attributes
@@ -36,7 +36,7 @@ def pickled(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore(tensor: Any, attributes: dict[str, Any]) -> None:
-    """Set the attributes that `pickled` gave, and the accessors that belong to them."""
+    """Set the attributes that `pickle_attributes` gave, and the accessors that belong to them."""
     for name, value in attributes.items():
         if name == VALUES:
             keep_initial_values(tensor, value)
@@ -44,7 +44,7 @@ def restore(tensor: Any, attributes: dict[str, Any]) -> None:
             setattr(tensor, name, value)
 
 
-def initial_values_of(param: Tensor) -> Tensor | None:
+def find_initial_values(param: Tensor) -> Tensor | None:
     """Return the high-precision initial values of a parameter; None if it has none, or none any more."""
     return getattr(param, VALUES, None)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...common.formats import FLOAT8
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, quantize, tiles
 from .block_scaling import BlockScalingQuantizer
-from .elements import element_of
+from .elements import find_element
 from .float8_tensor import Float8Quantizer
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
@@ -134,7 +134,7 @@ class _TensorScaled:
         delayed = isinstance(quantizer, Float8Quantizer)
         spec = QuantizeSpec(
             FLOAT8,
-            element_of(weight._fp8_dtype),
+            find_element(weight._fp8_dtype),
             power_of_two=not delayed and quantizer.force_pow_2_scales,
             epsilon=0.0 if delayed else quantizer.amax_epsilon,
         )

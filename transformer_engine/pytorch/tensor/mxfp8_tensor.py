@@ -14,8 +14,8 @@ from ...common.formats import MXFP8
 from ...common.numbers import to_bool
 from ..constants import DType
 from ..primitives.quantize import QuantizeSpec
-from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
-from .elements import element_of, float8_number
+from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, tensor_fields
+from .elements import find_element, float8_number
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.mxfp8_tensor_storage import MXFP8TensorStorage
@@ -43,12 +43,12 @@ class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # pyright: ignore[repor
         return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self._square_tiles, **self.get_usages())
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_mxfp8_tensor_in_reduce_ex, values_of(self, _PICKLED)
+        return _make_mxfp8_tensor_in_reduce_ex, tensor_fields(self, _PICKLED)
 
 
 @functools.cache
 def _spec(dtype: DType, rowwise: bool, columnwise: bool, square: bool) -> QuantizeSpec:
-    return QuantizeSpec(MXFP8, element_of(dtype), rowwise, columnwise, two_dimensional=square)
+    return QuantizeSpec(MXFP8, find_element(dtype), rowwise, columnwise, two_dimensional=square)
 
 
 class MXFP8Quantizer(BlockScalingQuantizer):
@@ -77,7 +77,7 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         self.dtype = float8_number(fp8_dtype)
         self.with_2d_quantization = to_bool("with_2d_quantization", with_2d_quantization)
 
-    def joins_shards_of(self, kind: type) -> bool:
+    def can_join_shards(self, kind: type) -> bool:
         return issubclass(kind, MXFP8TensorStorage)
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:

@@ -18,17 +18,17 @@ from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, hadamard_transform, pack_fp4, quantize
 from ..primitives.quantize.encodings import row_maxima
 from ..primitives.quantize.formats.nvfp4 import encode as encode_rows
-from ..primitives.quantize.formats.nvfp4 import transformed_maximum
+from ..primitives.quantize.formats.nvfp4 import hadamard_maximum
 from ..primitives.quantize.maximum import maximum
 from ..runtime.checks import group_or_none
 from ..runtime.launching import uniform
-from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
+from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, tensor_fields
 from .current_scaling import ReducesMaximum, all_reduce_maxima
 from .elements import element_number
 from .padded_groups import (
     TILE,
     PaddedGroups,
-    by_group,
+    index_groups,
     maxima_of_groups,
     transposed_codes,
     transposed_scales,
@@ -77,7 +77,7 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # pyright: ignore[repor
         )
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_nvfp4_tensor_in_reduce_ex, values_of(self, _PICKLED)
+        return _make_nvfp4_tensor_in_reduce_ex, tensor_fields(self, _PICKLED)
 
 
 @functools.cache
@@ -266,7 +266,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         """
         maxima = [maximum(matrix)]
         if spec.columnwise:
-            maxima.append(transformed_maximum(matrix, spec.random_sign))
+            maxima.append(hadamard_maximum(matrix, spec.random_sign))
         reduced = all_reduce_maxima(maxima, self.amax_reduction_group, 2)
         return reduced[0], reduced[1] if spec.columnwise else None
 
@@ -283,7 +283,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
         amax = maxima_of_groups(row_maxima(x), groups, group)
         buffers: dict[str, Tensor] = {}
         if self.rowwise_usage:
-            codes, scale = self._rows_with_maxima(x, by_group(amax, group))
+            codes, scale = self._rows_with_maxima(x, index_groups(amax, group))
             buffers["rowwise_data"] = codes.index_select(0, groups.padded_row())
             buffers["scale_inv"] = padded(scale.view(torch.uint8), 1, 4)
             buffers["amax"] = amax
@@ -293,7 +293,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
             if self.with_rht:
                 x_t = hadamard_transform(x_t, self.with_random_sign_mask)
                 amax = maxima_of_groups(row_maxima(x_t.t().contiguous()), groups, group)
-            of_blocks = by_group(amax, group[::16]).repeat(depth)
+            of_blocks = index_groups(amax, group[::16]).repeat(depth)
             codes_t, scale_t = self._rows_with_maxima(x_t.view(-1, 16), of_blocks)
             scale_t = padded(scale_t.view(torch.uint8).reshape(depth, -1), TILE, 1)
             buffers["columnwise_data"] = transposed_codes(codes_t.reshape(depth, -1), groups, packing=2)

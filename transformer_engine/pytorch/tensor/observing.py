@@ -15,7 +15,7 @@ from .storage.quantized_tensor_storage import QuantizedTensorStorage, plain_matr
 Record = Callable[[Tensor, Operand | None], None]
 
 
-def _forwarded(name: str) -> Any:
+def _forward_method(name: str) -> Any:
     """Return a method that calls the method with the same name on the observed quantizer."""
     return lambda self, *args, **kwargs: getattr(self.quantizer, name)(*args, **kwargs)
 
@@ -64,19 +64,19 @@ class Observing(Quantizer):
         else:
             self.record(matrix, None)
 
-    wrap = _forwarded("wrap")
-    empty = _forwarded("empty")
-    calibrate = _forwarded("calibrate")
-    unsupported_shape_reason = _forwarded("unsupported_shape_reason")
-    replay_state = _forwarded("replay_state")
-    replaying = _forwarded("replaying")
-    is_requantization_safe = _forwarded("is_requantization_safe")
-    shard_granularity = _forwarded("shard_granularity")
-    supports_only_rowwise_all_gather = _forwarded("supports_only_rowwise_all_gather")
-    _get_compatible_recipe = _forwarded("_get_compatible_recipe")
+    wrap = _forward_method("wrap")
+    empty = _forward_method("empty")
+    calibrate = _forward_method("calibrate")
+    unsupported_shape_reason = _forward_method("unsupported_shape_reason")
+    replay_state = _forward_method("replay_state")
+    replaying = _forward_method("replaying")
+    is_requantization_safe = _forward_method("is_requantization_safe")
+    shard_granularity = _forward_method("shard_granularity")
+    supports_only_rowwise_all_gather = _forward_method("supports_only_rowwise_all_gather")
+    _get_compatible_recipe = _forward_method("_get_compatible_recipe")
 
-    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
-        return Observing(self.quantizer.reducing_over(group), self.record)
+    def reduce_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
+        return Observing(self.quantizer.reduce_over(group), self.record)
 
     def sharing_scale(self, group: torch.distributed.ProcessGroup) -> Quantizer:
         """Observe a copy of the delayed-scaling quantizer with the least scale over the ranks of a group."""

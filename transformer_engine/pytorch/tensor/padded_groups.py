@@ -102,7 +102,7 @@ def maxima_of_groups(maxima: Tensor, groups: PaddedGroups, group_of: Tensor) -> 
     return largest.scatter_reduce(0, group_of, maxima, "amax")[: groups.count]
 
 
-def by_group(values: Tensor, group_of: Tensor) -> Tensor:
+def index_groups(values: Tensor, group_of: Tensor) -> Tensor:
     """Each position's group value, from [n]; 1 for positions outside the groups."""
     return torch.cat((values, values.new_ones(1)))[group_of]
 
@@ -154,7 +154,7 @@ def scaled_groups(
 ) -> dict[str, Tensor]:
     """FP8 codes saturate(x * scale of its group) for x [total, K], by the keyword of `GroupedTensorStorage`."""
     group = groups.group_of_row()
-    codes = cast(x.to(torch.float32) * by_group(scale, group)[:, None], element).view(torch.uint8)
+    codes = cast(x.to(torch.float32) * index_groups(scale, group)[:, None], element).view(torch.uint8)
     inverse, buffers = scale.reciprocal(), {"scale": scale}
     if rowwise:
         buffers |= {"rowwise_data": codes, "scale_inv": inverse}

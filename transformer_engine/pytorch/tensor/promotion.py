@@ -38,14 +38,14 @@ def read_arguments(
     arguments = func._schema.arguments
     written = {argument.name for argument in arguments if writes(argument)}
     foreach = func.name().startswith("aten::_foreach_")
-    dtype = None if foreach else _computed_dtype(func, args, kwargs)
+    dtype = None if foreach else _computation_dtype(func, args, kwargs)
 
     def values(name: str, argument: Any) -> Any:
         if name in written or not (foreach and isinstance(argument, (list, tuple))):
             return tree_map(lambda leaf: read(leaf, None if name in written else dtype), argument)
         # Each list entry is a separate computation.
         return [
-            read(leaf, _computed_dtype(func, *_entry_arguments(args, kwargs, index)))
+            read(leaf, _computation_dtype(func, *_entry_arguments(args, kwargs, index)))
             for index, leaf in enumerate(argument)
         ]
 
@@ -68,7 +68,7 @@ def _entry_arguments(
     }
 
 
-def decoded_dtype(dtype: torch.dtype) -> torch.dtype:
+def decoding_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which values are decoded for an operation: its own floating-point dtype, or float32."""
     return dtype if dtype in _DECODED_DTYPES else torch.float32
 
@@ -78,7 +78,7 @@ def writes(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _computed_dtype(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+def _computation_dtype(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
     """The dtype that an operation reads values in; None for the nominal dtype."""
     if func is aten.copy_.default:
         return args[0].dtype

@@ -33,8 +33,8 @@ from .storage.fsdp import (
     DerivedTensors,
     GatheredPayload,
     ShardedBuffers,
-    derived_tensors,
     join_payload,
+    list_derived,
     sent_shard,
     write_gathered,
 )
@@ -242,14 +242,14 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         if isinstance(value, QuantizedTensor) and not isinstance(value, type(self)):
             value = value.dequantize()
         if isinstance(value, type(self)):
-            aten.take_over(self, value)
+            aten.replace_contents(self, value)
         elif value.shape == self.shape:
             self.quantize_(value.detach())
         else:
             writer = self.writer().copy()
             writer.set_usage(**self.get_usages())
             writer.internal = False
-            aten.take_over(self, writer.quantize(value.detach()))
+            aten.replace_contents(self, writer.quantize(value.detach()))
 
     data = property(_get_data, _set_data)  # pyright: ignore[reportAssignmentType]
 
@@ -299,7 +299,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         is_parameter = isinstance(self, torch.nn.Parameter)
         if self.requires_grad or is_parameter:
             made = _rebuild_trained, (*made, self.requires_grad, is_parameter)
-        state = initial_values.pickled(aten.attributes(self))
+        state = initial_values.pickle_attributes(aten.attributes(self))
         state = {name: value for name, value in state.items() if name != DerivedTensors.NAME}
         return (*made, state) if state else made
 
@@ -337,7 +337,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         From now on the shard is quantized with the whole tensor's scale, so that its bytes match other shards.
         """
         if mesh is not None and mesh.size() > 1:
-            self._quantizer = self.writer().reducing_over(mesh.get_group(mesh.ndim - 1))
+            self._quantizer = self.writer().reduce_over(mesh.get_group(mesh.ndim - 1))
         return sent_shard(self, orig_size, None if mesh is None else mesh.size())
 
     def fsdp_post_all_gather(
@@ -355,14 +355,14 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         """
         if out is None:
             storage = join_payload(all_gather_outputs, metadata, param_dtype)
-            derived = derived_tensors(storage, all_gather_outputs)
+            derived = list_derived(storage, all_gather_outputs)
             whole = type(self).from_storage(storage)
             setattr(whole, DerivedTensors.NAME, derived)
             return whole, derived
         assert isinstance(out, QuantizedTensor)
         columnwise = metadata.columnwise or (self.transposable and out.get_usages()["columnwise"])
         storage = join_payload(all_gather_outputs, metadata, param_dtype, columnwise)
-        write_gathered(out, storage, derived_tensors(storage, all_gather_outputs))
+        write_gathered(out, storage, list_derived(storage, all_gather_outputs))
         return None
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
@@ -376,10 +376,10 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         if OUT_OF_DATE in vars(self) and (columnwise_usage or rowwise_usage is False):
             remake_columns(self)
         derived = vars(self).get(DerivedTensors.NAME)
-        before = None if derived is None else QuantizedTensorStorage._named_tensors(self)
+        before = None if derived is None else QuantizedTensorStorage._tensors_by_name(self)
         QuantizedTensorStorage.update_usage(self, rowwise_usage, columnwise_usage)
         if derived is not None and before is not None:
-            derived.follow(before, QuantizedTensorStorage._named_tensors(self))
+            derived.follow(before, QuantizedTensorStorage._tensors_by_name(self))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

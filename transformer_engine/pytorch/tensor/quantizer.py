@@ -170,22 +170,22 @@ class Quantizer(EncodesGroups, DescribesTensors):
     def _quantize(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
         if is_compiling():
             with torch.no_grad():
-                return self._wrapped(tensor.detach(), dtype)
+                return self._wrap_values(tensor.detach(), dtype)
         grad = is_grad_enabled()
         if not grad:
-            return self._wrapped(
+            return self._wrap_values(
                 tensor.detach() if tensor.requires_grad or self.is_identity else tensor, dtype
             )
         # torch.no_grad() as a context takes as long as a kernel launch.
         set_grad_enabled(False)
         try:
-            return self._wrapped(
+            return self._wrap_values(
                 tensor.detach() if tensor.requires_grad or self.is_identity else tensor, dtype
             )
         finally:
             set_grad_enabled(True)
 
-    def _wrapped(self, values: Tensor, dtype: torch.dtype | None) -> Any:
+    def _wrap_values(self, values: Tensor, dtype: torch.dtype | None) -> Any:
         """Return the tensor, or bare storage, for values without a gradient."""
         storage = self.encode(values, self.rowwise_usage, self.columnwise_usage)
         if dtype is not None:
@@ -299,7 +299,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
         """Return the recipe class for whose weights this quantizer is made; None: any."""
         return self.RECIPE
 
-    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
+    def reduce_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
         """Return the quantizer for a shard whose tensor is sharded over a group: one tensor has one scale."""
         return self
 
@@ -310,12 +310,12 @@ class Quantizer(EncodesGroups, DescribesTensors):
     def shard_granularity(self, columnwise: bool) -> int | None:
         """Return the row multiple at which joining the shards' codes along rows gives the whole matrix's codes.
 
-        One scale per tensor must then be shared by all shards; see `reducing_over`. With
+        One scale per tensor must then be shared by all shards; see `reduce_over`. With
         `columnwise` the column direction is joined too. None if codes cannot be joined.
         """
         return None
 
-    def joins_shards_of(self, kind: type) -> bool:
+    def can_join_shards(self, kind: type) -> bool:
         """Return whether codes from a caller's shards of this class join like this quantizer's."""
         return False
 

@@ -67,7 +67,7 @@ def write(values: Tensor, target: Any) -> None:
         fresh = place.whole.writer().encode(rows, usages["rowwise"], usages["columnwise"])
         whole = place.whole
         if isinstance(whole, BlockScaledStorage):
-            whole = whole.in_scale_order(False)
+            whole = whole.order_scales(False)
         written = row_views(whole, place.start, place.stop)
         for into, part in zip(written, fresh.unpack(), strict=True):
             if into is not None and part is not None:
@@ -79,7 +79,7 @@ def write(values: Tensor, target: Any) -> None:
     current = row_slice(place.whole, place.start, place.stop)
     assert current is not None
     shape: Sequence[int] = target.shape
-    same = current if tuple(current.shape) == tuple(shape) else current.viewed(tuple(shape))
+    same = current if tuple(current.shape) == tuple(shape) else current.view_as(tuple(shape))
     assert same is not None
     target.copy_from_storage(same)
 

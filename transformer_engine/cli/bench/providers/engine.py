@@ -20,7 +20,7 @@ from ....pytorch.router import fused_topk_with_score_function
 from ....pytorch.runtime import launching
 from ..cases import QUANTIZATIONS, RECIPES, Case
 from ..kernel_cases import GpuLimits, kernel_call
-from ..workload import Workload, routed_tokens
+from ..workload import Workload, draw_routed_tokens
 from .provider import Builders, Provider
 
 BF16 = torch.bfloat16
@@ -239,7 +239,7 @@ def _rope(case: Case, device: torch.device) -> Workload:
 
 @BUILDERS.of("permute")
 def _permute(case: Case, device: torch.device) -> Workload:
-    tokens, mask, probs = routed_tokens(case, device)
+    tokens, mask, probs = draw_routed_tokens(case, device)
     rows = case.arguments["tokens"] * case.arguments["places"]
 
     def there_and_back(x: Tensor, probs: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def _permute(case: Case, device: torch.device) -> Workload:
 
 @BUILDERS.of("padding")
 def _padding(case: Case, device: torch.device) -> Workload:
-    a, splits = case.arguments, splits_of(case)
+    a, splits = case.arguments, uneven_splits(case)
     padding, unpadding = te.Fp8Padding(a["groups"], 128), te.Fp8Unpadding(a["groups"], 128)
 
     def there_and_back(x: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def _padding(case: Case, device: torch.device) -> Workload:
     return Workload(there_and_back, (_random(device, a["rows"], a["width"]),))
 
 
-def splits_of(case: Case) -> list[int]:
+def uneven_splits(case: Case) -> list[int]:
     """Row counts per group, all different, which add up to the case's rows."""
     groups, rows = case.arguments["groups"], case.arguments["rows"]
     splits = [rows // groups + number - groups // 2 for number in range(groups)]
@@ -283,17 +283,17 @@ def _router(case: Case, device: torch.device) -> Workload:
 def _cross_entropy(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     loss = functools.partial(te.parallel_cross_entropy, reduce_loss=True, overwrite_input=True)
-    return Workload(loss, (_random(device, 1, a["rows"], a["ids"]), ids_of(case, device)))
+    return Workload(loss, (_random(device, 1, a["rows"], a["ids"]), target_ids(case, device)))
 
 
 @BUILDERS.of("linear_cross_entropy")
 def _linear_cross_entropy(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     hidden, weight = _random(device, 1, a["rows"], a["depth"]), _random(device, a["ids"], a["depth"])
-    return Workload(te.fused_linear_cross_entropy, (hidden, weight, ids_of(case, device)))
+    return Workload(te.fused_linear_cross_entropy, (hidden, weight, target_ids(case, device)))
 
 
-def ids_of(case: Case, device: torch.device) -> Tensor:
+def target_ids(case: Case, device: torch.device) -> Tensor:
     """Draw a target for every row."""
     return torch.randint(0, case.arguments["ids"], (1, case.arguments["rows"]), device=device)
 
@@ -302,7 +302,7 @@ def ids_of(case: Case, device: torch.device) -> Tensor:
 def _adam(case: Case, device: torch.device) -> Workload:
     recipe = recipe_named(case.recipe)
     if recipe is None:
-        return stepping(te.optimizers.FusedAdam(parameters_of(case, device), lr=1e-4))
+        return stepping(te.optimizers.FusedAdam(float_parameters(case, device), lr=1e-4))
     # Quantized parameters, which the optimizer writes from float32 master weights.
     count, width = case.arguments["count"], case.arguments["width"]
     with te.quantized_model_init(recipe=recipe):
@@ -315,7 +315,7 @@ def _adam(case: Case, device: torch.device) -> Workload:
 
 @BUILDERS.of("sgd")
 def _sgd(case: Case, device: torch.device) -> Workload:
-    return stepping(te.optimizers.FusedSGD(parameters_of(case, device), lr=1e-4, momentum=0.9))
+    return stepping(te.optimizers.FusedSGD(float_parameters(case, device), lr=1e-4, momentum=0.9))
 
 
 @BUILDERS.of("kernel")
@@ -333,7 +333,7 @@ def _kernel(case: Case, device: torch.device) -> Workload | None:
     return Workload(lambda *x: launching.perform(call.program, given), ())
 
 
-def parameters_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
+def float_parameters(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
     """Create float32 parameters with gradients."""
     a = case.arguments
     parameters = [torch.nn.Parameter(torch.randn(a["size"], device=device)) for _ in range(a["count"])]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..cases import Case
-from ..workload import Workload, routed_tokens
-from .engine import Recomputed, ids_of, parameters_of, splits_of, stepping
+from ..workload import Workload, draw_routed_tokens
+from .engine import Recomputed, float_parameters, stepping, target_ids, uneven_splits
 from .provider import Builders, Provider
 
 BF16 = torch.bfloat16
@@ -245,7 +245,7 @@ def _rope(case: Case, device: torch.device) -> Workload:
 @BUILDERS.of("permute")
 def _permute(case: Case, device: torch.device) -> Workload:
     """Build a permutation by the token and the expert of every row, sorted by expert."""
-    tokens, mask, probs = routed_tokens(case, device)
+    tokens, mask, probs = draw_routed_tokens(case, device)
 
     def there_and_back(x: Tensor, probs: Tensor) -> Tensor:
         expert, token = mask.t().nonzero(as_tuple=True)
@@ -257,7 +257,7 @@ def _permute(case: Case, device: torch.device) -> Workload:
 
 @BUILDERS.of("padding")
 def _padding(case: Case, device: torch.device) -> Workload:
-    a, splits = case.arguments, splits_of(case)
+    a, splits = case.arguments, uneven_splits(case)
 
     def there_and_back(x: Tensor) -> Tensor:
         padded = torch.cat([F.pad(part, (0, 0, 0, -len(part) % 128)) for part in x.split(splits)])
@@ -287,7 +287,7 @@ def _router(case: Case, device: torch.device) -> Workload:
 @BUILDERS.of("cross_entropy")
 def _cross_entropy(case: Case, device: torch.device) -> Workload:
     a = case.arguments
-    return Workload(_mean_loss, (_random(device, 1, a["rows"], a["ids"]), ids_of(case, device)))
+    return Workload(_mean_loss, (_random(device, 1, a["rows"], a["ids"]), target_ids(case, device)))
 
 
 @BUILDERS.of("linear_cross_entropy")
@@ -297,7 +297,7 @@ def _linear_cross_entropy(case: Case, device: torch.device) -> Workload:
     hidden, weight = _random(device, 1, a["rows"], a["depth"]), _random(device, a["ids"], a["depth"])
     return Workload(
         lambda hidden, weight, target: _mean_loss(F.linear(hidden, weight), target),
-        (hidden, weight, ids_of(case, device)),
+        (hidden, weight, target_ids(case, device)),
     )
 
 
@@ -309,13 +309,13 @@ def _mean_loss(logits: Tensor, target: Tensor) -> Tensor:
 def _adam(case: Case, device: torch.device) -> Workload:
     """Build the step that is one kernel per device, if there is a GPU."""
     fused = device.type == "cuda"
-    return stepping(torch.optim.AdamW(parameters_of(case, device), lr=1e-4, fused=fused))
+    return stepping(torch.optim.AdamW(float_parameters(case, device), lr=1e-4, fused=fused))
 
 
 @BUILDERS.of("sgd")
 def _sgd(case: Case, device: torch.device) -> Workload:
     fused = device.type == "cuda"
-    return stepping(torch.optim.SGD(parameters_of(case, device), lr=1e-4, momentum=0.9, fused=fused))
+    return stepping(torch.optim.SGD(float_parameters(case, device), lr=1e-4, momentum=0.9, fused=fused))
 
 
 def _compiled(case: Case, device: torch.device) -> Workload | None:

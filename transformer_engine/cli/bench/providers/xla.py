@@ -23,7 +23,7 @@ def _dense(width: int, bias: bool = False) -> nn.Dense:
     return nn.Dense(width, use_bias=bias, dtype=BF16, param_dtype=BF16)
 
 
-def _norm_of(kind: type[nn.Module]) -> Any:
+def _norm_function(kind: type[nn.Module]) -> Any:
     return kind(dtype=BF16, param_dtype=BF16)
 
 
@@ -42,7 +42,7 @@ class XlaGatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        a, b = jnp.split(_dense(2 * self.inner)(_norm_of(nn.RMSNorm)(x)), 2, axis=-1)
+        a, b = jnp.split(_dense(2 * self.inner)(_norm_function(nn.RMSNorm)(x)), 2, axis=-1)
         return _dense(x.shape[-1])(nn.silu(a) * b)
 
 
@@ -57,16 +57,16 @@ class XlaLayer(nn.Module):
         a = self.sizes
         extent = a["hidden"] // a["heads"]
         widths = (a["heads"], a["groups"], a["groups"])
-        qkv = _dense(sum(widths) * extent)(_norm_of(nn.RMSNorm)(x))
+        qkv = _dense(sum(widths) * extent)(_norm_function(nn.RMSNorm)(x))
         qkv = qkv.reshape(*x.shape[:2], sum(widths), extent)
         q, k, v = jnp.split(qkv, (a["heads"], a["heads"] + a["groups"]), axis=2)
         if a["rotary"]:
-            q, k = _rotated(q), _rotated(k)
+            q, k = _rotate(q), _rotate(k)
         x = x + _dense(a["hidden"])(_attend(q, k, v, None, self.cudnn).reshape(x.shape))
         return x + XlaGatedMLP(a["inner"])(x)
 
 
-def _rotated(x: Array) -> Array:
+def _rotate(x: Array) -> Array:
     """Rotate x [b, s, h, d] by the angles of its positions."""
     half = x.shape[-1] // 2
     frequency = 10000.0 ** -(jnp.arange(half) / half)
@@ -92,7 +92,7 @@ def _quantize(case: Case, device: torch.device) -> JaxWorkload:
 @BUILDERS.of("norm")
 def _norm(case: Case, device: torch.device) -> JaxWorkload:
     a = case.arguments
-    module = _norm_of({"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[a["kind"]])
+    module = _norm_function({"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[a["kind"]])
     return module_workload(module, random(a["rows"], a["width"]))
 
 
@@ -106,7 +106,7 @@ def _linear(case: Case, device: torch.device) -> JaxWorkload:
 def _layernorm_linear(case: Case, device: torch.device) -> JaxWorkload:
     a = case.arguments
     return module_workload(
-        nn.Sequential([_norm_of(nn.RMSNorm), _dense(a["width"])]), random(a["rows"], a["depth"])
+        nn.Sequential([_norm_function(nn.RMSNorm), _dense(a["width"])]), random(a["rows"], a["depth"])
     )
 
 
@@ -116,7 +116,7 @@ def _layernorm_mlp(case: Case, device: torch.device) -> JaxWorkload:
     module: nn.Module = XlaGatedMLP(a["inner"])
     if a["activation"] != "swiglu":
         module = nn.Sequential(
-            [_norm_of(nn.LayerNorm), _dense(a["inner"], True), nn.gelu, _dense(a["hidden"], True)]
+            [_norm_function(nn.LayerNorm), _dense(a["inner"], True), nn.gelu, _dense(a["hidden"], True)]
         )
     return module_workload(module, random(a["rows"], a["hidden"]))
 

@@ -128,7 +128,7 @@ class StatsBuffers:
                 alone.append(buffer)
         reduced = {id(buffer): buffer.vector for buffer in alone if buffer.vector is not None}
         for group, members in groups.values():
-            reduced |= _reduced_over_ranks(group, members)
+            reduced |= _reduce_over_ranks(group, members)
         for buffer in buffers:
             if id(buffer) in reduced:
                 buffer.log(reduced[id(buffer)])
@@ -139,7 +139,7 @@ class StatsBuffers:
             self._buffers.clear()
 
 
-def _reduced_over_ranks(group: Any, buffers: list[StatsBuffer]) -> dict[int, Tensor]:
+def _reduce_over_ranks(group: Any, buffers: list[StatsBuffer]) -> dict[int, Tensor]:
     """Merge {buffer id: fields} over all ranks of a group, by one collective."""
     vectors = [
         buffer.fields.neutral() if buffer.vector is None else buffer.vector.cpu() for buffer in buffers

@@ -14,7 +14,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import Kernel
-from ..launching import run, unsupported_on
+from ..launching import platform_failure, run
 from ..partitioning import ShardingRule
 from ..several_axes import call_on_axes, with_rows
 from .reference import ActivationParams, ActivationRequest
@@ -30,7 +30,7 @@ def unsupported_reason(request: ActivationRequest) -> str | None:
     if request.elements == 0:
         return "an array without elements"
     name = "ActLuPrimitive" if request.operation == "forward" else "DActLuDBiasQuantizePrimitive"
-    return unsupported_on(request.platform, name)
+    return platform_failure(request.platform, name)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class _ActivationCodes(ActivationKernel):
             made, maxed = [codes, f"{rows} {unit}{w.blocks}", *codes_t, *scale_t], ()
         text = f"{x} -> {', '.join([*made, *sums])}"
         summed = tuple(range(len(made), len(made) + len(sums)))
-        return ShardingRule.of_extents(text, r, w, whole=("n",), summed=summed, maxed=maxed)
+        return ShardingRule.from_extents(text, r, w, whole=("n",), summed=summed, maxed=maxed)
 
     def machine(self, bytes_read: int) -> Machine:
         """GPU properties that determine tile sizes."""
@@ -106,14 +106,14 @@ class _ActivationCodes(ActivationKernel):
 
 @dataclass(frozen=True)
 class ActivationCodes(_ActivationCodes):
-    """(x, [multiplier [1]]) -> `coded_shapes` for y [rows, width]"""
+    """(x, [multiplier [1]]) -> `code_shapes` for y [rows, width]"""
 
     @property
     def rule(self) -> ShardingRule:
         return self.sharing("", "")
 
     def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return coded_shapes(self.spec, x.shape[0], x.shape[2])
+        return code_shapes(self.spec, x.shape[0], x.shape[2])
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import activation_codes  # it imports triton
@@ -128,12 +128,12 @@ class ActivationCodes(_ActivationCodes):
         else:
             cast = quantization.one_scale(self.spec)
             program = activation_codes.forward(*plain, x.dtype.name, self.constants, cast)
-        return _coded_results(program, self.spec, [x.reshape(rows, parts * width), *multiplier])
+        return _run_coded(program, self.spec, [x.reshape(rows, parts * width), *multiplier])
 
 
 @dataclass(frozen=True)
 class GradientCodes(_ActivationCodes):
-    """(dy [rows, width], x, [multiplier [1]]) -> `coded_shapes` for dx [rows, n, width], [column sums of dx]
+    """(dy [rows, width], x, [multiplier [1]]) -> `code_shapes` for dx [rows, n, width], [column sums of dx]
 
     Attributes:
         sums: dtype for the column sums, or None to omit them.
@@ -155,7 +155,7 @@ class GradientCodes(_ActivationCodes):
         rows, parts, width = operands[1].shape
         per_direction = 2 if self.spec.format.block else 1
         made = []
-        for index, one in enumerate(coded_shapes(self.spec, rows, parts * width)):
+        for index, one in enumerate(code_shapes(self.spec, rows, parts * width)):
             shape = one.shape
             # The axis n * width becomes two: row-wise [.., n, ..], column-wise [n, .., ..].
             if index < per_direction:
@@ -178,7 +178,7 @@ class GradientCodes(_ActivationCodes):
         else:
             cast = quantization.one_scale(self.spec)
             program = activation_codes.backward(*plain, x.dtype.name, self.constants, cast, self.sums)
-        arrays = _coded_results(program, self.spec, [dy, x.reshape(rows, parts * width), *multiplier])
+        arrays = _run_coded(program, self.spec, [dy, x.reshape(rows, parts * width), *multiplier])
         return tuple(
             array.reshape(shape.shape) for array, shape in zip(arrays, self.results(dy, x), strict=True)
         )
@@ -243,7 +243,7 @@ def _sums(parts: int, width: int, dtype: str | None) -> list[jax.ShapeDtypeStruc
     return [] if dtype is None else [jax.ShapeDtypeStruct((parts, width), jnp.dtype(dtype))]
 
 
-def coded_shapes(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def code_shapes(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes of the arrays that represent a quantized matrix [rows, width].
 
     Returns:
@@ -263,8 +263,8 @@ def coded_shapes(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDt
     return tuple(shapes)
 
 
-def _coded_results(program: Program, spec: QuantizeSpec, inputs: list[Array]) -> tuple[Array, ...]:
-    """Run a program and return its results in `coded_shapes` order, followed by the sums."""
+def _run_coded(program: Program, spec: QuantizeSpec, inputs: list[Array]) -> tuple[Array, ...]:
+    """Run a program and return its results in `code_shapes` order, followed by the sums."""
     given: list[Array | None] = [*inputs, *[None] * (len(program.inputs) - len(inputs))]
     codes, scale, codes_t, scale_t, *rest = perform(program, given)
     arrays = (codes, scale, codes_t, scale_t) if spec.format.block else (codes, codes_t, scale)
@@ -306,9 +306,9 @@ def backward(
 def _quantized(
     arrays: Sequence[Array], spec: QuantizeSpec, cast: Request, shape: tuple[int, ...]
 ) -> Quantized:
-    """Pack arrays in `coded_shapes` order into a record; codes have the given shape, scales the matrix shape."""
+    """Pack arrays in `code_shapes` order into a record; codes have the given shape, scales the matrix shape."""
     if spec.format.block:
-        flat = coded_shapes(spec, *cast.shape)
+        flat = code_shapes(spec, *cast.shape)
         codes = Quantized(*(one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(arrays)))
         return codes.with_axes(shape, cast.axis)
     codes, *codes_t, scale, amax = arrays

@@ -47,7 +47,7 @@ class AlignShardings(Kernel):
         replicated = tuple(sorted(set(re.findall(r"\w+", text)).difference(_SHARDED)))
         return ShardingRule(text, replicated, {"g": self.groups, "r": self.members, "ro": self.members})
 
-    def under_vmap(self, mapped: Sequence[bool]) -> tuple[AlignShardings, tuple[bool, ...]]:
+    def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[AlignShardings, tuple[bool, ...]]:
         axes = (
             f"v{place} {a}" if is_mapped else a
             for place, (a, is_mapped) in enumerate(zip(self.axes, mapped, strict=True))
@@ -77,10 +77,10 @@ def align(query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Arr
         bias: [1 or b, 1 or h, s, t], or None.
         lengths: Arrays [b, ..].
     """
-    return _aligned(query, key, value, bias, lengths)
+    return _align_shardings(query, key, value, bias, lengths)
 
 
-def _aligned(
+def _align_shardings(
     query: Array,
     key: Array,
     value: Array,
@@ -106,13 +106,13 @@ def _aligned(
 def _forward(
     query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Array, ...]
 ) -> tuple[Any, Any]:
-    made = _aligned(query, key, value, bias, lengths)
+    made = _align_shardings(query, key, value, bias, lengths)
     return made, tuple(array for array in made[:4] if array is not None)
 
 
 def _backward(primals: tuple[Array, ...], gradients: Any) -> tuple[Any, ...]:
     dq, dk, dv, dbias, _ = gradients
-    return (*_aligned(dq, dk, dv, dbias, (), primals)[:4], None)
+    return (*_align_shardings(dq, dk, dv, dbias, (), primals)[:4], None)
 
 
 align.defvjp(_forward, _backward)

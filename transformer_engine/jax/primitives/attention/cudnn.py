@@ -12,7 +12,7 @@ from jax import Array
 from ....common import env
 from ....common.dispatch import Backend
 from ...platform import hardware
-from ..launching import switched_off
+from ..launching import disabled_reason
 from . import cudnn_packed
 from .alignment import align, isolate
 from .enums import AttnBiasType, AttnSoftmaxType
@@ -28,7 +28,7 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
         return reason
     if request.platform != "cuda":
         return f"it needs a CUDA device, the program is for {request.platform}"
-    if (reason := switched_off("FusedAttnFwdPrimitive")) is not None:
+    if (reason := disabled_reason("FusedAttnFwdPrimitive")) is not None:
         return reason
     if (reason := cudnn_packed.library_failure()) is not None:
         return reason

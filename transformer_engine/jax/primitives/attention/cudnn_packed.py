@@ -93,7 +93,7 @@ def _packed(query: Array, key: Array, value: Array, given: PackedBounds, scale: 
     The backward pass receives the cleared result, so that the kernel clears it in place. JAX's own rule would save the
     uncleared result, which must not be overwritten.
     """
-    return cleared(_call(query, key, value, given, scale, causal, False), given[4], key.shape[2])
+    return clear_unseen(_call(query, key, value, given, scale, causal, False), given[4], key.shape[2])
 
 
 def _call(
@@ -114,7 +114,7 @@ def _forward(
     query: Array, key: Array, value: Array, given: PackedBounds, scale: float, causal: bool
 ) -> tuple[Array, Any]:
     out, level = _call(query, key, value, given, scale, causal, True)
-    out = cleared(out, given[4], key.shape[2])
+    out = clear_unseen(out, given[4], key.shape[2])
     return out, (query, key, value, given, out, level)
 
 
@@ -124,10 +124,10 @@ def _backward(scale: float, causal: bool, saved: Any, dout: Array) -> tuple[Any,
     *bounds, seen_q, seen_kv = given
     groups = key.shape[2]
     others = (absent, *bounds, absent, absent)
-    dout = cleared(dout, seen_q, groups)
+    dout = clear_unseen(dout, seen_q, groups)
     dq, dk, dv = _gradients(query, key, value, others, out, level, dout, scale, _padding_mask(causal))
     seen = (seen_q, seen_kv, seen_kv)
-    return *(cleared(dx, of, groups) for dx, of in zip((dq, dk, dv), seen, strict=True)), None
+    return *(clear_unseen(dx, of, groups) for dx, of in zip((dq, dk, dv), seen, strict=True)), None
 
 
 _packed.defvjp(_forward, _backward)
@@ -232,7 +232,7 @@ class ClearUnseen(Kernel):
         return (made,)
 
 
-def cleared(x: Array, seen: Array, groups: int) -> Array:
+def clear_unseen(x: Array, seen: Array, groups: int) -> Array:
     """Clear x outside seen, bool [b, s]; for programs that are lowered for CUDA."""
     if kernels_unsupported_reason() is not None:
         return jnp.where(seen[:, :, None, None], x, 0)

@@ -185,9 +185,9 @@ class SequenceDescriptor:
                 lengths[place] = (ids != 0).sum(axis=1, dtype=jnp.int32)
         return lengths[0], lengths[1], offsets[0], offsets[1]
 
-    def lengths_within(self, queries: int, keys: int) -> Pair:
+    def limited_lengths(self, queries: int, keys: int) -> Pair:
         """Lengths, limited to their rows."""
-        return _within(self.seqlens[0], queries), _within(self.seqlens[1], keys)
+        return _limit_lengths(self.seqlens[0], queries), _limit_lengths(self.seqlens[1], keys)
 
     def bounds(self, batch: int, queries: int, keys: int, most: int) -> tuple[Array, Array, Array, Array]:
         """Query and key lengths, then their first tokens, int32 [b, n]; 0 for absent sequences.
@@ -210,12 +210,12 @@ class SequenceDescriptor:
             elif offsets.size:
                 _fits("seqlens", lengths.shape[:1], (batch,))
                 begins = offsets[:, :-1]
-                lengths = _within(lengths, tokens - begins)
+                lengths = _limit_lengths(lengths, tokens - begins)
                 real = (begins >= 0) & (lengths > 0)
                 made.append((jnp.where(real, lengths, 0), jnp.where(real, begins, 0)))
             else:
                 _fits("seqlens", lengths.shape, (batch,))
-                made.append((_within(lengths, tokens)[:, None], jnp.zeros((batch, 1), jnp.int32)))
+                made.append((_limit_lengths(lengths, tokens)[:, None], jnp.zeros((batch, 1), jnp.int32)))
         count = max(lengths.shape[1] for lengths, _ in made)
         (lengths_q, starts_q), (lengths_kv, starts_kv) = (
             [(x if x.shape[1] == count else jnp.pad(x, ((0, 0), (0, count - x.shape[1])))) for x in pair]
@@ -224,7 +224,7 @@ class SequenceDescriptor:
         return lengths_q, lengths_kv, starts_q, starts_kv
 
 
-def _within(lengths: Array, room: Array | int) -> Array:
+def _limit_lengths(lengths: Array, room: Array | int) -> Array:
     """Limit lengths to their row sizes: kernels read as many tokens as the lengths specify."""
     return jnp.clip(lengths, 0, jnp.maximum(room, 0))
 

@@ -53,7 +53,7 @@ def reads_mask(mask_type: AttnMaskType, window: Window | None) -> bool:
     return mask_type.is_padding() or (mask_type.is_causal() and window is not None)
 
 
-def checked_tokens(
+def check_tokens(
     descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, window: Window | None, packed: bool,
     most: int, scores: tuple[int, int, int, int],
 ) -> SequenceDescriptor | Array | None:  # fmt: skip

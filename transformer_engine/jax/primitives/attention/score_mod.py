@@ -124,8 +124,8 @@ def modifier(
     """
     contract = _contract(score_mod)
     if contract != _SCORES:
-        tensors = _named("score_mod_tensors", tensors)
-        bprop_tensors = _named("score_mod_bprop_tensors", bprop_tensors)
+        tensors = _name_arrays("score_mod_tensors", tensors)
+        bprop_tensors = _name_arrays("score_mod_bprop_tensors", bprop_tensors)
 
     def apply(scores: Array, tensors: Any) -> Array:
         if contract == _SCORES:
@@ -156,16 +156,16 @@ def modifier(
     leaves, structure = jax.tree.flatten((tensors, bprop_tensors))
     traced = [isinstance(leaf, Array) for leaf in leaves]
 
-    def both_of(arrays: list[Array]) -> Any:
+    def join_arrays(arrays: list[Array]) -> Any:
         remaining = iter(arrays)
         return structure.unflatten(
             next(remaining) if is_array else leaf for leaf, is_array in zip(leaves, traced, strict=True)
         )
 
-    modified = jax.custom_vjp(lambda scores, arrays: apply(scores, both_of(arrays)[0]))
+    modified = jax.custom_vjp(lambda scores, arrays: apply(scores, join_arrays(arrays)[0]))
     modified.defvjp(
-        lambda scores, arrays: (apply(scores, both_of(arrays)[0]), (scores, arrays)),
-        lambda saved, gradient: (differentiate(gradient, saved[0], *both_of(saved[1])), None),
+        lambda scores, arrays: (apply(scores, join_arrays(arrays)[0]), (scores, arrays)),
+        lambda saved, gradient: (differentiate(gradient, saved[0], *join_arrays(saved[1])), None),
     )
     arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
     return lambda scores: modified(scores, arrays)
@@ -179,7 +179,7 @@ def _places(scores: Array) -> tuple[Array, ...]:
     )
 
 
-def _named(name: str, tensors: Any) -> Mapping[str, Any]:
+def _name_arrays(name: str, tensors: Any) -> Mapping[str, Any]:
     """Named arrays as a mapping; empty for None."""
     if tensors is None:
         return {}

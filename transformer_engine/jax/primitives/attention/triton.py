@@ -16,7 +16,7 @@ from ....common.dispatch import Backend
 from ....common.kernels.launch import LARGEST_GRID
 from ...manual_axes import align_manual_axes
 from ..kernels import call as call_kernel
-from ..launching import unsupported_on
+from ..launching import platform_failure
 from .enums import AttnBiasType, AttnMaskType
 from .masks import Window
 from .request import AttentionOperands, AttentionRequest, Parts, spread_unsupported_reason
@@ -29,7 +29,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 def unsupported_reason(request: AttentionRequest) -> str | None:
     if (reason := spread_unsupported_reason(request)) is not None:
         return reason
-    if (reason := unsupported_on(request.platform, "FusedAttnFwdPrimitive")) is not None:
+    if (reason := platform_failure(request.platform, "FusedAttnFwdPrimitive")) is not None:
         return reason
     if request.dtype not in _DTYPES:
         return f"{request.dtype}; it takes bfloat16, float16 and float32"

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ....common.dispatch import Table
 from ..operand import Operand
-from ..platforms import WithOptions, bind_by_platform, by_platform
+from ..platforms import WithOptions, bind_by_platform, call_by_platform
 from ..quantize import decoded as decoded_values
 from ..quantize import inverse_transform
 from . import codes_product, decoded, float8, reference, scaled_codes
@@ -70,11 +70,11 @@ def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
     options = (("dtype", dtype), ("exact", exact))
     cuda, cpu = (WithOptions(calls[platform], options) for platform in ("cuda", "cpu"))
     if cuda == cpu:
-        return checkpoint_name(_on_every_platform(a, b, cpu), NAME)
-    return checkpoint_name(by_platform(a, b, cuda=cuda, default=cpu), NAME)
+        return checkpoint_name(_one_program(a, b, cpu), NAME)
+    return checkpoint_name(call_by_platform(a, b, cuda=cuda, default=cpu), NAME)
 
 
 @functools.partial(jax.jit, static_argnames=("product",))
-def _on_every_platform(a: Operand, b: Operand, product: WithOptions) -> Array:
+def _one_program(a: Operand, b: Operand, product: WithOptions) -> Array:
     """Compute the product as one program. In eager mode, a code product takes seconds operation by operation."""
     return product(a, b)

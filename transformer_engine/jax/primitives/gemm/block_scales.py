@@ -65,7 +65,7 @@ class BlockScaledProduct(Kernel):
         ]
         scales = [f"{m.blocks} {k.blocks}", f"{n.blocks} {k.blocks}"]
         text = f"{', '.join((*codes, *scales, *maxima))} -> {m.whole} {n.whole}"
-        return ShardingRule.of_extents(text, m, n, k, led_by_results=True, summed=(0,))
+        return ShardingRule.from_extents(text, m, n, k, led_by_results=True, summed=(0,))
 
     def _packs(self, form: TensorFormat) -> bool:
         return self.packs and form.packing == 2
@@ -87,7 +87,7 @@ class BlockScaledProduct(Kernel):
         return (self.product(*operands),)
 
 
-def multiplied(kernel: type[Product], a: Operand, b: Operand, dtype: jnp.dtype, **options: Any) -> Array:
+def multiply_codes(kernel: type[Product], a: Operand, b: Operand, dtype: jnp.dtype, **options: Any) -> Array:
     """Compute a [*M, *K] @ b [*N, *K].T in dtype by a primitive."""
     assert a.format is not None and b.format is not None
     product = kernel((a.format, b.format), (a.rows, b.rows, a.depth), dtype, **options)
@@ -101,7 +101,7 @@ def multiplied(kernel: type[Product], a: Operand, b: Operand, dtype: jnp.dtype, 
     codes, scales, maxima = [], [], []
     for operand, packed in zip((a, b), packs, strict=True):
         assert operand.scale is not None
-        codes.append(pack_e2m1(operand.codes) if packed else _in_bytes(operand.codes))
+        codes.append(pack_e2m1(operand.codes) if packed else _widen_codes(operand.codes))
         one_byte = operand.scale.dtype.itemsize == 1
         scales.append(lax.bitcast_convert_type(operand.scale, jnp.uint8) if one_byte else operand.scale)
         if operand.amax is not None:
@@ -117,7 +117,7 @@ def multiplied(kernel: type[Product], a: Operand, b: Operand, dtype: jnp.dtype, 
     return out.reshape(*a.codes.shape[: a.axis], *b.codes.shape[: b.axis])
 
 
-def _in_bytes(codes: Array) -> Array:
+def _widen_codes(codes: Array) -> Array:
     """Convert E2M1 codes to E4M3, which represents all their values: collective libraries support bytes."""
     if codes.dtype != jnp.float4_e2m1fn:
         return codes

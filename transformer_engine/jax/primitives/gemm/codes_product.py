@@ -22,7 +22,7 @@ from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, ceil_div
 from ...platform import hardware, processors
 from ..kernels import Kernel
-from ..launching import run, unsupported_on
+from ..launching import platform_failure, run
 from ..operand import Operand
 from ..partitioning import ShardingRule, extent
 from ..several_axes import call_on_axes
@@ -36,7 +36,7 @@ _GLUON = "triton.experimental.gluon.language.nvidia.hopper"
 _GLUON_VERSIONS = ("3.6", "3.7")  # Triton releases; Gluon is experimental and changes between them
 
 
-def multiplied(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, by_groups: bool = False) -> Array:
+def multiply_codes(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, by_groups: bool = False) -> Array:
     """Compute a [*M, *K] @ b [*N, *K].T in dtype; by_groups: see `CodesProduct`."""
     assert a.scale is not None and b.scale is not None
     scales, blocks = (a.scale, b.scale), None
@@ -82,7 +82,7 @@ class CodesProduct(Kernel):
             scale_b = f"{k.blocks} {n.whole}" if self.blocks == 1 else f"{n.blocks} {k.blocks}"
             scales = f"{k.blocks} m, {scale_b}"
         text = f"m {k.whole}, {n.whole} {k.whole}, {scales} -> m {n.whole}"
-        return ShardingRule.of_extents(text, n, k, led_by_results=True, summed=(0,))
+        return ShardingRule.from_extents(text, n, k, led_by_results=True, summed=(0,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct((operands[0].shape[0], operands[1].shape[0]), self.dtype),)
@@ -164,7 +164,7 @@ def one_group(rows: int) -> Array:
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
-    if (reason := unsupported_on(request.platform, "GemmPrimitive")) is not None:
+    if (reason := platform_failure(request.platform, "GemmPrimitive")) is not None:
         return reason
     if (reason := request.hardware.lacks("fp8 products")) is not None:
         return reason
@@ -187,14 +187,14 @@ def unsupported_reason(request: GemmRequest) -> str | None:
 def bind(request: GemmRequest) -> Callable[..., Array]:
     if request.a_format == FLOAT8:
         warn_of_the_flag(request)
-    return multiplied
+    return multiply_codes
 
 
 TRITON = Backend[GemmRequest]("triton", unsupported_reason=unsupported_reason, bind=bind)
 
 
 def gluon_unsupported_reason(request: GemmRequest) -> str | None:
-    if (reason := unsupported_on(request.platform, "GemmPrimitive")) is not None:
+    if (reason := platform_failure(request.platform, "GemmPrimitive")) is not None:
         return reason
     if (reason := request.hardware.lacks("hopper instructions")) is not None:
         return reason
@@ -216,7 +216,7 @@ def gluon_unsupported_reason(request: GemmRequest) -> str | None:
 
 
 # One object for all requests: equal functions are traced once.
-_RUN_GLUON = functools.partial(multiplied, by_groups=True)
+_RUN_GLUON = functools.partial(multiply_codes, by_groups=True)
 GLUON = Backend[GemmRequest](
     "gluon", unsupported_reason=gluon_unsupported_reason, bind=lambda request: _RUN_GLUON
 )

@@ -18,7 +18,7 @@ from jax import Array
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
 from ..kernels import Kernel
-from ..launching import switched_off
+from ..launching import disabled_reason
 from ..operand import Operand
 from ..several_axes import OverVmap
 from . import block_scales, float8, reference
@@ -27,17 +27,17 @@ from .request import GemmRequest
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
-    return _unsupported_on(request.platform) or block_scales.unsupported_reason(request)
+    return _platform_failure(request.platform) or block_scales.unsupported_reason(request)
 
 
-def _unsupported_on(platform: str) -> str | None:
+def _platform_failure(platform: str) -> str | None:
     if platform != "cuda":
         return f"it needs a CUDA device, the program is for {platform}"
-    return switched_off("GemmPrimitive")
+    return disabled_reason("GemmPrimitive")
 
 
 def widen_unsupported_reason(request: GemmRequest) -> str | None:
-    reason = _unsupported_on(request.platform) or request.hardware.lacks("bf16 products")
+    reason = _platform_failure(request.platform) or request.hardware.lacks("bf16 products")
     if reason is not None:
         return reason
     if not _one_scale(request) and (reason := block_scales.unsupported_reason(request)) is not None:
@@ -64,7 +64,7 @@ class DecodedProduct(BlockScaledProduct):
 
     widens: bool = False
 
-    def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
+    def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
         return OverVmap(self, tuple(mapped)), (True,)
 
     def product(self, a: Operand, b: Operand) -> Array:
@@ -74,7 +74,7 @@ class DecodedProduct(BlockScaledProduct):
 
 def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, widens: bool) -> Array:
     """Compute a [*M, *K] @ b [*N, *K].T in dtype, with partial sums in float32 even if exact is False."""
-    return block_scales.multiplied(DecodedProduct, a, b, dtype, widens=widens)
+    return block_scales.multiply_codes(DecodedProduct, a, b, dtype, widens=widens)
 
 
 # One object per form: equal functions are traced once.

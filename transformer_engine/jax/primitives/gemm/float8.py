@@ -25,7 +25,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
 from ...platform import has_gpu, xla_flag
-from ..launching import switched_off
+from ..launching import disabled_reason
 from ..operand import Operand
 from ..partitioning import ShardingRule
 from ..several_axes import OperationsKernel, call_on_axes
@@ -58,7 +58,7 @@ def _warn() -> None:
 def unsupported_reason(request: GemmRequest) -> str | None:
     if request.platform != "cuda":
         return f"it needs a CUDA device, the program is for {request.platform}"
-    if (reason := switched_off("GemmPrimitive")) is not None:
+    if (reason := disabled_reason("GemmPrimitive")) is not None:
         return reason
     if (reason := request.hardware.lacks("fp8 products")) is not None:
         return reason

@@ -25,7 +25,7 @@ from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, SWIZZLED_NAMES, TensorFormat
 from ....common.kernels import launch
 from ...platform import hardware
-from ..launching import run, switched_off, unsupported_on
+from ..launching import disabled_reason, platform_failure, run
 from ..operand import Operand
 from ..quantize import unpack_e2m1
 from . import block_scales, reference
@@ -63,7 +63,7 @@ class DotScaledProduct(BlockScaledProduct):
             launch = promoted_product.block_product(*sides, depth, rows[1], dtype)
         else:
             assert a.format.block is not None
-            scales = tuple(map(_swizzled, scales))
+            scales = tuple(map(_swizzle, scales))
             factor = 1.0
             if units[0] is not None and units[1] is not None:
                 levels, factor = (a.amax, b.amax), 1.0 / (units[0] * units[1])
@@ -108,7 +108,7 @@ def _side(operand: Operand) -> Side:
     return Side(rows, width, _ELEMENTS[jnp.dtype(operand.codes.dtype)], levels, unit, strides)
 
 
-def _swizzled(scale: Array) -> Array:
+def _swizzle(scale: Array) -> Array:
     """Swizzle one-byte scales uint8 [R, C]; see `swizzled_scales.swizzle`."""
     from ....common.kernels.swizzled_scales import swizzle  # it imports triton
 
@@ -119,7 +119,7 @@ def _swizzled(scale: Array) -> Array:
 
 
 def unsupported_reason(request: GemmRequest) -> str | None:
-    if (reason := unsupported_on(request.platform, "GemmPrimitive")) is not None:
+    if (reason := platform_failure(request.platform, "GemmPrimitive")) is not None:
         return reason
     if (reason := _unsupported_pair(request)) is not None:
         return reason
@@ -148,7 +148,7 @@ def _unsupported_pair(request: GemmRequest) -> str | None:
 
 def run_dot_scaled(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
     """Compute a [*M, *K] @ b [*N, *K].T in dtype, with partial sums in float32 even if exact is False."""
-    return block_scales.multiplied(DotScaledProduct, a, b, dtype)
+    return block_scales.multiply_codes(DotScaledProduct, a, b, dtype)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _with_codes(operand: Operand) -> Operand:
 def matmul_unsupported_reason(request: GemmRequest) -> str | None:
     if request.platform != "cuda":
         return f"it needs a CUDA device, the program is for {request.platform}"
-    if (reason := switched_off("GemmPrimitive") or _unsupported_pair(request)) is not None:
+    if (reason := disabled_reason("GemmPrimitive") or _unsupported_pair(request)) is not None:
         return reason
     if not request.swizzled:
         return f"it takes two operands of {SWIZZLED_NAMES}"
@@ -208,7 +208,7 @@ def _length(form: TensorFormat | None) -> int:
 
 def run_scaled_matmul(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
     """Compute a [*M, *K] @ b [*N, *K].T in dtype; see `ScaledMatmulProduct`."""
-    return block_scales.multiplied(ScaledMatmulProduct, a, b, dtype)
+    return block_scales.multiply_codes(ScaledMatmulProduct, a, b, dtype)
 
 
 DOT_SCALED = Backend[GemmRequest](

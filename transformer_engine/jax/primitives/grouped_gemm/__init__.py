@@ -77,14 +77,14 @@ def grouped_contraction(
     )  # fmt: skip
 
 
-def _decoded_rows(
+def _decode_rows(
     a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype, features_first: bool
 ) -> Array:
     """Compute `grouped_block_gemm` on values in the codes' nominal dtype."""
     return grouped_gemm(a.dequantize(), b.dequantize(), group_sizes, dtype, features_first=features_first)
 
 
-def _decoded_contraction(a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype) -> Array:
+def _decode_contraction(a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype) -> Array:
     """Compute `grouped_block_contraction` on values in the codes' nominal dtype."""
     return grouped_contraction(a.dequantize(), b.dequantize(), group_sizes, dtype)
 
@@ -96,7 +96,7 @@ BLOCK_TABLE: Table[GroupedBlockRequest] = Table(
         blocks.TRITON,
         Backend(
             "dequantized",
-            bind=lambda request: _decoded_contraction if request.contracts_rows else _decoded_rows,
+            bind=lambda request: _decode_contraction if request.contracts_rows else _decode_rows,
         ),
     ),
 )

@@ -23,7 +23,7 @@ from ....common.formats import BLOCK_1D, BLOCK_2D, SWIZZLED_NAMES, TensorFormat
 from ....common.kernels.launch import LARGEST_EXTENT
 from ...platform import hardware, processors
 from ..kernels import Kernel, call
-from ..launching import run, unsupported_on
+from ..launching import platform_failure, run
 from ..operand import Operand
 from ..partitioning import ShardingRule, extent
 from ..quantize import pack_e2m1
@@ -103,7 +103,7 @@ class GroupedBlockRequest(NamedTuple):
 
 def _unsupported_reason(request: GroupedBlockRequest) -> str | None:
     """Reason why no kernel computes a product; the callers check the formats."""
-    if (reason := unsupported_on(request.platform, "GroupedGemmPrimitive")) is not None:
+    if (reason := platform_failure(request.platform, "GroupedGemmPrimitive")) is not None:
         return reason
     if request.padded:
         return "rows share scales, so that a has padding between its groups"
@@ -206,7 +206,7 @@ class BlockRows(_BlockProduct):
         text = (
             f"m {codes}, g {n.whole} {codes}, g, m {k.blocks}, g {n.blocks} {k.blocks}{maxima} -> m {n.whole}"
         )
-        return ShardingRule.of_extents(text, n, k, whole=("m", "g"), summed=(0,))
+        return ShardingRule.from_extents(text, n, k, whole=("m", "g"), summed=(0,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         a, b = operands[:2]
@@ -280,17 +280,17 @@ def of_rows(
     """See `grouped_block_gemm`."""
     left, right = a.operand(), b.operand()
     shape = right.codes.shape[1], right.codes.shape[2]
-    return _multiplied(BlockRows, left, right, group_sizes, dtype, shape=shape)
+    return _multiply_bytes(BlockRows, left, right, group_sizes, dtype, shape=shape)
 
 
 def over_rows(a: BlockTensor, b: BlockTensor, group_sizes: Array, dtype: jnp.dtype) -> Array:
     """See `grouped_block_contraction`."""
     left, right = a.operand(), b.operand()
     assert left.format is not None
-    return _multiplied(BlockContraction, left, right, padded_sizes(group_sizes, left.format), dtype)
+    return _multiply_bytes(BlockContraction, left, right, padded_sizes(group_sizes, left.format), dtype)
 
 
-def _multiplied(
+def _multiply_bytes(
     kernel: type[Product], a: Operand, b: Operand, sizes: Array, dtype: jnp.dtype, **options: Any
 ) -> Array:
     """Run a kernel on byte codes, and on scales in the dtype that it reads."""
@@ -299,7 +299,7 @@ def _multiplied(
     codes, scales = [], []
     for matrix, scale, form in ((a.codes, a.scale, a.format), (b.codes, b.scale, b.format)):
         codes.append(pack_e2m1(matrix) if form.packing == 2 else matrix)
-        scales.append(lax.bitcast_convert_type(scale, jnp.uint8) if form.by_exponents else scale)
+        scales.append(lax.bitcast_convert_type(scale, jnp.uint8) if form.exponent_scales else scale)
     maxima = [] if a.amax is None or b.amax is None else [a.amax.reshape(-1), b.amax.reshape(-1)]
     product = kernel((a.format, b.format), elements, jnp.dtype(dtype), **options)
     return call(product, *codes, sizes, *scales, *maxima)[0]

@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ....common.dispatch import Backend
 from ...manual_axes import align_manual_axes
-from ..kernels import batched_in_turn, result_like, run_compiled
+from ..kernels import batch_in_turn, result_like, run_compiled
 
 # Both operands' code scales, one per group; None for values.
 Scales = tuple[Array, Array] | None
@@ -119,7 +119,7 @@ def _define(
     def _shape(a: Any, b: Any, group_sizes: Any) -> ShapedArray:
         return result_like(a, jax.ShapeDtypeStruct(shape_of(a, b, group_sizes), jnp.dtype(jnp.float32)))
 
-    def differentiated(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def differentiate_rows(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (a, b, group_sizes), (da, db, _) = primals, tangents
         out = primitive.bind(a, b, group_sizes)
         parts = []
@@ -136,9 +136,9 @@ def _define(
             return transpose_of_a(b, dout, group_sizes).astype(a.aval.dtype), None, None
         return None, transpose_of_b(a, dout, group_sizes).astype(b.aval.dtype), None
 
-    ad.primitive_jvps[primitive] = differentiated
+    ad.primitive_jvps[primitive] = differentiate_rows
     ad.primitive_transposes[primitive] = transposed
-    batching.primitive_batchers[primitive] = functools.partial(batched_in_turn, primitive.bind)
+    batching.primitive_batchers[primitive] = functools.partial(batch_in_turn, primitive.bind)
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
 
 

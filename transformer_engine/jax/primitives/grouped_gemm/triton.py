@@ -14,7 +14,7 @@ from ....common.formats import E4M3, E5M2
 from ....common.kernels.launch import LARGEST_EXTENT
 from ...platform import hardware, processors
 from ..kernels import Kernel, call
-from ..launching import run, unsupported_on
+from ..launching import platform_failure, run
 from ..partitioning import ShardingRule
 from .reference import GroupedGemmRequest, Scales
 
@@ -24,7 +24,7 @@ _RESULTS = (*_HALVES, jnp.float32)
 
 
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:
-    if (reason := unsupported_on(request.platform, "GroupedGemmPrimitive")) is not None:
+    if (reason := platform_failure(request.platform, "GroupedGemmPrimitive")) is not None:
         return reason
     if request.scaled:
         if request.dtype not in _ELEMENTS:
@@ -148,9 +148,9 @@ def _columns(codes: Array, layout: Array, groups: int) -> Array:
 
 def layout_of_rows(sizes: Array, rows: int) -> Array:
     """Positions of groups with these sizes [G] among the rows, as `common/kernels/grouped_layout.py` stores them."""
-    from ....common.kernels.grouped_layout import layout_of  # it imports triton
+    from ....common.kernels.grouped_layout import group_layout  # it imports triton
 
-    (layout,) = run(layout_of(rows, sizes.shape[0]), [sizes])
+    (layout,) = run(group_layout(rows, sizes.shape[0]), [sizes])
     assert layout is not None
     return layout
 

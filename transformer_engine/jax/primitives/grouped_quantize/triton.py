@@ -16,14 +16,14 @@ from ....common.kernels.launch import LARGEST_EXTENT
 from ...platform import hardware
 from .. import exact
 from ..kernels import Kernel, call
-from ..launching import run, unsupported_on
+from ..launching import platform_failure, run
 from ..partitioning import ShardingRule
 from ..quantize import jax_dtype
 from .reference import RowCodes, RowsRequest, StackCodes, StackRequest
 
 
 def unsupported_reason(request: StackRequest | RowsRequest) -> str | None:
-    if (reason := unsupported_on(request.platform, "GroupedQuantizePrimitive")) is not None:
+    if (reason := platform_failure(request.platform, "GroupedQuantizePrimitive")) is not None:
         return reason
     if (reason := hardware().lacks("cast kernels")) is not None:
         return reason
@@ -98,11 +98,11 @@ class GroupMaxima(Kernel):
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import grouped_cast  # it imports triton
-        from ....common.kernels.grouped_layout import layout_of
+        from ....common.kernels.grouped_layout import group_layout
 
         x, sizes = arrays
         (groups,) = sizes.shape
-        (layout,) = run(layout_of(x.shape[0], groups), [sizes])
+        (layout,) = run(group_layout(x.shape[0], groups), [sizes])
         (amax,) = run(grouped_cast.maximum(x.shape, groups, True), [x, None, layout])
         assert amax is not None
         return (amax,)
@@ -136,11 +136,11 @@ class GroupedRowsCast(Kernel):
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import grouped_cast  # it imports triton
-        from ....common.kernels.grouped_layout import layout_of
+        from ....common.kernels.grouped_layout import group_layout
 
         x, sizes, *numbers = arrays
         (groups,) = sizes.shape
-        (layout,) = run(layout_of(x.shape[0], groups), [sizes])
+        (layout,) = run(group_layout(x.shape[0], groups), [sizes])
         scaled, factor = self.given == "multiplier", None
         if scaled:
             factor, amax = numbers[0], jnp.zeros(groups, jnp.float32)
@@ -167,7 +167,7 @@ def quantize_rows(
         return RowCodes(*call(GroupedRowsCast(element, scaling, "multiplier"), x, group_sizes, multiplier))
     if not over:
         return RowCodes(*call(GroupedRowsCast(element, scaling, None), x, group_sizes))
-    amax = exact.largest_over(call(GroupMaxima(), x, group_sizes)[0], over)
+    amax = exact.maximum_over_axes(call(GroupMaxima(), x, group_sizes)[0], over)
     codes, scale = call(GroupedRowsCast(element, scaling, "amax"), x, group_sizes, amax)
     return RowCodes(codes, scale, amax)
 

@@ -53,9 +53,9 @@ def forward(
     if mean is not None:
         wide = wide - mean
     rstdev = lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + epsilon)
-    y = wide * rstdev * _of_rank(gamma, x.ndim, zero_centered)
+    y = wide * rstdev * _broadcast_parameter(gamma, x.ndim, zero_centered)
     if beta is not None:
-        y = y + _of_rank(beta, x.ndim)
+        y = y + _broadcast_parameter(beta, x.ndim)
     return y.astype(x.dtype), mean, rstdev
 
 
@@ -70,7 +70,7 @@ def backward(
     """
     wide, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
     normalized = (wide if mean is None else wide - mean) * rstdev
-    g = dy * _of_rank(gamma, x.ndim, zero_centered)
+    g = dy * _broadcast_parameter(gamma, x.ndim, zero_centered)
     inner = g - normalized * (g * normalized).mean(axis=-1, keepdims=True)
     if mean is not None:
         inner = inner - g.mean(axis=-1, keepdims=True)
@@ -82,7 +82,7 @@ def backward(
     return dx.astype(x.dtype), dgamma.astype(dtype), dbeta.astype(dtype)
 
 
-def _of_rank(parameter: Array, ndim: int, zero_centered: bool = False) -> Array:
+def _broadcast_parameter(parameter: Array, ndim: int, zero_centered: bool = False) -> Array:
     """Convert a parameter [width] to float32 [1, .., width]: jax_numpy_rank_promotion may be "raise"."""
     wide = lax.expand_dims(parameter.astype(jnp.float32), range(ndim - 1))
     return wide + 1.0 if zero_centered else wide

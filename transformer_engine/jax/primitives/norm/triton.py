@@ -14,7 +14,7 @@ from jax import Array
 from ....common.dispatch import Backend
 from ...platform import processors
 from ..kernels import Kernel
-from ..launching import perform, run, unsupported_on
+from ..launching import perform, platform_failure, run
 from ..partitioning import ShardingRule
 from ..several_axes import call_on_axes, with_rows
 from .reference import NormRequest
@@ -24,7 +24,7 @@ def unsupported_reason(request: NormRequest) -> str | None:
     if request.rows == 0:
         return "an array without rows"
     name = "NormFwdPrimitive" if request.operation == "forward" else "NormBwdPrimitive"
-    return unsupported_on(request.platform, name)
+    return platform_failure(request.platform, name)
 
 
 @dataclass(frozen=True)

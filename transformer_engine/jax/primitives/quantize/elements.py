@@ -19,13 +19,13 @@ _HALF_LEAST_NORMAL = 0x00400000  # float32 bits for 2^-127, the least E8M0 scale
 
 def absolute_maximum(x: Array) -> Array:
     """Compute max|x| as float32 [1]; 0 for an empty array, NaN if any element is NaN."""
-    return exact.float_of(jnp.max(exact.magnitude_bits(x), initial=0).reshape(1))
+    return exact.bits_to_float(jnp.max(exact.magnitude_bits(x), initial=0).reshape(1))
 
 
 def row_maxima(x: Array, axis: int) -> Array:
     """Compute max|x| per row in x [*rows, *columns] as float32 [prod(rows)]; NaN where a row has a NaN."""
     bits = jnp.max(exact.magnitude_bits(x), axis=tuple(range(axis, x.ndim)), initial=0)
-    return exact.float_of(bits.reshape(-1))
+    return exact.bits_to_float(bits.reshape(-1))
 
 
 def scale_from_amax(
@@ -45,15 +45,15 @@ def scale_from_amax(
         epsilon: Least maximum.
         value_for_inf: Replaces an infinite quotient.
     """
-    bits = exact.bits_of(amax.astype(jnp.float32))
+    bits = exact.float_bits(amax.astype(jnp.float32))
     if epsilon > 0.0:
         bits = jnp.maximum(bits, exact.bits_of_constant(epsilon))
-    scale = exact.bits_of(exact.divide(maximum, exact.float_of(bits)))
+    scale = exact.float_bits(exact.divide(maximum, exact.bits_to_float(bits)))
     scale = jnp.where(scale == exact.INFINITY, exact.bits_of_constant(value_for_inf), scale)
     if power_of_two:
         scale = scale & _SIGN_AND_EXPONENT
     usable = (bits > 0) & (bits < exact.INFINITY)
-    return exact.float_of(jnp.where(usable, scale, exact.bits_of_constant(1.0)))
+    return exact.bits_to_float(jnp.where(usable, scale, exact.bits_of_constant(1.0)))
 
 
 def value_for_inf(dtype: jnp.dtype) -> float:
@@ -83,10 +83,10 @@ def cast(x: Array, element: Element) -> Array:
     codes = lax.bitcast_convert_type(codes, dtype)
     # XLA for a GPU removes float32 -> float8 -> float32: without a barrier, readers in the same program would get
     # values that were never rounded.
-    return lax.platform_dependent(codes, cpu=_unchanged, default=lax.optimization_barrier)
+    return lax.platform_dependent(codes, cpu=_keep_codes, default=lax.optimization_barrier)
 
 
-def _unchanged(codes: Array) -> Array:
+def _keep_codes(codes: Array) -> Array:
     return codes  # one function: JAX caches traces by function identity
 
 
@@ -136,7 +136,7 @@ def e8m0_from_float(v: Array) -> Array:
     E8M0 stores a power of two 2^(e - 127) in one byte, the scale in OCP Microscaling Formats (MX) 1.0. NaN becomes 255,
     a value above 2^127 becomes 254.
     """
-    bits = exact.bits_of(v)
+    bits = exact.float_bits(v)
     exponent = bits >> 23
     mantissa = bits & 0x007FFFFF
     above = jnp.where(exponent == 0, mantissa > _HALF_LEAST_NORMAL, mantissa != 0)
@@ -150,7 +150,7 @@ def times_power(values: Array, exponent: Array) -> Array:
     2^-127 is subnormal, and XLA on a CPU flushes it to zero: the result is values * 2^-126, halved, instead.
     """
     bits = jnp.where(exponent == E8M0_NAN, exact.NAN, jnp.maximum(exponent, 1) << 23)
-    product = values * exact.float_of(bits)
+    product = values * exact.bits_to_float(bits)
     return jnp.where(exponent == 0, product * 0.5, product)
 
 

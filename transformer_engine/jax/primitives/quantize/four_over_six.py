@@ -43,7 +43,7 @@ def encode(
     """
     base = exact.multiply(exact.divide(tiles.tile_amax(cut, axis), jnp.float32(E2M1.maximum)), encode_scale)
     six, four = (
-        _coded(cut, axis, wanted, measure, largest, amax, encode_scale, multiplier_of)
+        _encode_candidate(cut, axis, wanted, measure, largest, amax, encode_scale, multiplier_of)
         for wanted in (base, exact.multiply(base, 1.5))
     )
     takes_four = four[2] < six[2]
@@ -53,7 +53,7 @@ def encode(
     )
 
 
-def _coded(
+def _encode_candidate(
     cut: Array,
     axis: int,
     wanted: Array,
@@ -64,12 +64,12 @@ def _coded(
     multiplier_of: Callable[[Array], Array],
 ) -> Coding:
     scale = cast(wanted, E4M3)
-    scale, multiplier = tiles.settled((scale, multiplier_of(scale)))
+    scale, multiplier = tiles.settle_scales((scale, multiplier_of(scale)))
     codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), None)
     # At most 6 significant bits, from 2^-10 on: exact.
     product = jnp.abs(codes.astype(jnp.float32)) * tiles.spread(scale.astype(jnp.float32), axis)
     # A code has its value's sign, so that magnitude differences equal value differences.
-    values = exact.float_of(exact.magnitude_bits(cut))
+    values = exact.bits_to_float(exact.magnitude_bits(cut))
     of_tiles = tiles.spread(amax, axis), tiles.spread(encode_scale, axis)
     if measure in (FAST_MAE, FAST_MSE):
         difference = jnp.abs(product - exact.multiply(values, of_tiles[1]))
@@ -77,7 +77,7 @@ def _coded(
     else:
         # |product * amax / largest - values|, or its square, times a power of two that only depends on amax.
         amax = of_tiles[0]
-        exponent = ((exact.bits_of(amax) >> 23) & 0xFF) - 127
+        exponent = ((exact.float_bits(amax) >> 23) & 0xFF) - 127
         lift = jnp.clip(-exponent, 0, 100)
         decoded = exact.divide(exact.multiply(product, amax), jnp.float32(largest))
         difference = jnp.abs(exact.multiply(decoded, _power(lift)) - exact.multiply(values, _power(lift)))
@@ -99,4 +99,4 @@ def _coded(
 
 def _power(exponent: Array) -> Array:
     """Compute 2^exponent, for -126 to 127."""
-    return exact.float_of((exponent + 127) << 23)
+    return exact.bits_to_float((exponent + 127) << 23)

@@ -20,7 +20,7 @@ def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
     groups = _groups(x)
     if random_sign:
         groups = groups * _signs(groups.ndim)
-    return _rounded((_butterflies(groups) * 0.25).reshape(x.shape), x.dtype)
+    return _round_values((_butterflies(groups) * 0.25).reshape(x.shape), x.dtype)
 
 
 def inverse_transform(y: Array, random_sign: bool = True) -> Array:
@@ -28,10 +28,10 @@ def inverse_transform(y: Array, random_sign: bool = True) -> Array:
     groups = _butterflies(_groups(y)) * 0.25
     if random_sign:
         groups = groups * _signs(groups.ndim)
-    return _rounded(groups.reshape(y.shape), y.dtype)
+    return _round_values(groups.reshape(y.shape), y.dtype)
 
 
-def _rounded(values: Array, dtype: jnp.dtype) -> Array:
+def _round_values(values: Array, dtype: jnp.dtype) -> Array:
     """Round float32 values to dtype.
 
     XLA removes a conversion to bfloat16 and back on a GPU (`xla_allow_excess_precision`), but no `reduce_precision`.

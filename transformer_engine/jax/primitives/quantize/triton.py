@@ -16,7 +16,7 @@ from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ....common.kernels.launch import LARGEST_EXTENT
 from ...platform import hardware
-from ..launching import unsupported_on
+from ..launching import platform_failure
 from .elements import value_for_inf
 from .formats import FORMATS
 from .spec import Quantized, QuantizeInputs, QuantizeSpec, Request
@@ -30,7 +30,7 @@ _NAMES = ("QuantizePrimitive", "DBiasQuantizePrimitive")
 
 def unsupported_reason(request: Request) -> str | None:
     for name in _NAMES:
-        if (reason := unsupported_on(request.platform, name)) is not None:
+        if (reason := platform_failure(request.platform, name)) is not None:
             return reason
     if (reason := hardware().lacks("cast kernels")) is not None:
         return reason

@@ -11,7 +11,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import Kernel, call
-from ..launching import run, unsupported_on
+from ..launching import platform_failure, run
 from ..partitioning import ShardingRule
 from .reference import RopeRequest
 
@@ -19,7 +19,7 @@ from .reference import RopeRequest
 def unsupported_reason(request: RopeRequest) -> str | None:
     if 0 in request.shape:
         return "an array without elements"
-    return unsupported_on(request.platform, "RotaryPrimitive")
+    return platform_failure(request.platform, "RotaryPrimitive")
 
 
 @dataclass(frozen=True)

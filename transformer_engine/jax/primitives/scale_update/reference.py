@@ -40,10 +40,10 @@ def scale_of(amax: Array, scale: Array, maxima: tuple[float, ...], margin: float
     computed = exact.divide(jnp.asarray(np.asarray(maxima, np.float32)), amax)
     if margin:
         computed = exact.divide(computed, jnp.full(amax.shape, 2.0**margin, jnp.float32))
-    computed, bits = exact.bits_of(computed), exact.bits_of(amax)
+    computed, bits = exact.float_bits(computed), exact.float_bits(amax)
     computed = jnp.where(computed == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), computed)
     usable = (bits > 0) & (bits < exact.INFINITY)
-    return exact.float_of(jnp.where(usable, computed, exact.bits_of(given_multiplier(scale))))
+    return exact.bits_to_float(jnp.where(usable, computed, exact.float_bits(given_multiplier(scale))))
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "maxima", "margin"))
@@ -67,14 +67,14 @@ def advance_scales(
         maxima: Largest number in each state's element type.
         margin: Exponent of the margin.
     """
-    latest = exact.bits_of(amaxes)[:, None]
-    steps = jnp.concatenate((latest, exact.bits_of(histories)[:, 1:]), axis=1)
+    latest = exact.float_bits(amaxes)[:, None]
+    steps = jnp.concatenate((latest, exact.float_bits(histories)[:, 1:]), axis=1)
     reference = steps.max(axis=1) if algorithm == "max" else steps[:, 0]
-    new_scales = scale_of(exact.float_of(reference), scales, maxima, margin)
+    new_scales = scale_of(exact.bits_to_float(reference), scales, maxima, margin)
     cleared = jnp.zeros_like(latest)
     moved = cleared if steps.shape[1] == 1 else jnp.concatenate((cleared, steps[:, 2:], latest), axis=1)
     # Computed once per step, not once for every scale reader.
-    return lax.optimization_barrier((exact.float_of(moved), new_scales))
+    return lax.optimization_barrier((exact.bits_to_float(moved), new_scales))
 
 
 def run(

@@ -15,7 +15,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import Kernel, call
-from ..launching import run, unsupported_on
+from ..launching import platform_failure, run
 from ..partitioning import ShardingRule
 from .reference import ScaleUpdateRequest
 
@@ -26,7 +26,7 @@ _STATES = 6  # per launch: `delayed_scaling.STATES`, whose file imports triton
 def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
     if request.length > _LONGEST:
         return f"a history of {request.length} steps; the kernel holds up to {_LONGEST}"
-    return unsupported_on(request.platform, "QuantizePrimitive")
+    return platform_failure(request.platform, "QuantizePrimitive")
 
 
 @dataclass(frozen=True)

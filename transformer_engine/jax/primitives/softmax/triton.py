@@ -11,7 +11,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import Kernel, call
-from ..launching import run, unsupported_on
+from ..launching import platform_failure, run
 from ..partitioning import ShardingRule, broadcast_factors, strides_over_scores
 from .reference import SoftmaxRequest
 
@@ -27,7 +27,7 @@ def unsupported_reason(request: SoftmaxRequest) -> str | None:
     if batch * heads * queries >= _LIMIT:
         return f"{request.shape} has {_LIMIT} rows or more"
     name = "ScaledMaskedSoftmaxFwdPrimitive" if request.hidden else "ScaledSoftmaxFwdPrimitive"
-    return unsupported_on(request.platform, name)
+    return platform_failure(request.platform, name)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def check_heads(heads: int, groups: int, tp_size: int) -> None:
         )
 
 
-def unpacked(
+def unpack_qkv(
     q: Tensor | None, k: Tensor | None, v: Tensor | None, qkv: Tensor | None, kv: Tensor | None, axis: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v, given one by one or as packed buffer views.
@@ -94,7 +94,7 @@ def _parts(name: str, packed: Tensor, count: int, axis: int) -> tuple[Tensor, ..
     return packed.unbind(axis)
 
 
-def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArguments:
+def settle_arguments(config: AttentionConfig, a: AttentionArguments) -> AttentionArguments:
     """Convert the arguments of a call to their annotated types, without arguments that the call ignores.
 
     Two calls whose arguments compare equal afterwards are computed alike, so the arguments can be
@@ -143,7 +143,7 @@ def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArgument
     if a.attn_mask_type is not None and not isinstance(a.attn_mask_type, str):
         canonical_name(a.attn_mask_type)
     if a.attention_mask is not None:
-        a = a._replace(attention_mask=used_mask(config, a))
+        a = a._replace(attention_mask=prepare_mask(config, a))
     if a.window_size is not None:
         a = a._replace(window_size=window_pair(a.window_size))
     longest_q, longest_kv = a.max_seqlen_q, a.max_seqlen_kv
@@ -152,7 +152,7 @@ def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArgument
     return a._replace(max_seqlen_q=whole_length("q", longest_q), max_seqlen_kv=whole_length("kv", longest_kv))
 
 
-def used_mask(config: AttentionConfig, a: AttentionArguments) -> Any:
+def prepare_mask(config: AttentionConfig, a: AttentionArguments) -> Any:
     """Return the attention mask of a call as bool tensors, or None where the mask type does not read one.
 
     Only padding and arbitrary mask types read a mask. An integer mask masks where it is not 0, and
@@ -209,7 +209,7 @@ def check_cache_kind(inference_params: Any) -> None:
         )
 
 
-def accepted_angles(rotary_pos_emb: Any) -> Tensor | tuple[Tensor, Tensor]:
+def accept_angles(rotary_pos_emb: Any) -> Tensor | tuple[Tensor, Tensor]:
     """Return rotary embedding angles: one table, or a pair for queries and keys.
 
     Raises:
@@ -303,7 +303,7 @@ def check_tensors(q: Any, k: Any, v: Any, qkv_format: str, config: AttentionConf
         )
 
 
-def sink_of(softmax_type: str, offset: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
+def sink_logit(softmax_type: str, offset: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
     """Return the logit [h] for a key without a value, by softmax type; None for "vanilla"."""
     if softmax_type == "off-by-one":
         return torch.zeros(heads, dtype=torch.float32, device=device)

@@ -104,9 +104,9 @@ def describe_call(
         q_format=q_format,
         kv_format=kv_format,
         page_size=page_size,
-        bias_shape=None if bias is None else _known_shape(bias.shape),
-        slopes_shape=None if slopes_shape is None else _known_shape(slopes_shape),
-        masked_shape=_known_shape(a.attention_mask.shape) if sequences.arbitrary else None,  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        bias_shape=None if bias is None else _concrete_shape(bias.shape),
+        slopes_shape=None if slopes_shape is None else _concrete_shape(slopes_shape),
+        masked_shape=_concrete_shape(a.attention_mask.shape) if sequences.arbitrary else None,  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         # A comparison would fix the symbolic sizes of an export.
         mask=mask if export_mode.onnx else mask.within(max(seqlen_q, seqlen_kv)),
         scale=scale,
@@ -141,7 +141,7 @@ def whole_sequence(
     assert context is not None
     axis = 1 if tensor_format == "bshd" else 0
     held = qkv[0].shape[axis] if len(qkv[0].shape) > 1 else 0
-    tensors = tuple(_lengthened(x, axis, context.size) if len(x.shape) > 1 else x for x in qkv)
+    tensors = tuple(_lengthen_axis(x, axis, context.size) if len(x.shape) > 1 else x for x in qkv)
     given = {"core_attention_bias": a.core_attention_bias}
     if mask_name(config, a) == "arbitrary":
         given["attention_mask"] = a.attention_mask  # pyright: ignore[reportArgumentType]
@@ -153,11 +153,11 @@ def whole_sequence(
                 f"{name} {list(x.shape)} has {x.shape[-2]} rows; a context-parallel rank gives the rows of its "  # pyright: ignore[reportOptionalMemberAccess]
                 f"{held} queries, in their order, and the columns of all keys"
             )
-        a = a._replace(**{name: _lengthened(x, x.ndim - 2, context.size)})  # pyright: ignore[reportOptionalMemberAccess]
+        a = a._replace(**{name: _lengthen_axis(x, x.ndim - 2, context.size)})  # pyright: ignore[reportOptionalMemberAccess]
     return tensors, a  # pyright: ignore[reportReturnType]
 
 
-def _lengthened(x: Any, axis: int, size: int) -> TensorFacts:
+def _lengthen_axis(x: Any, axis: int, size: int) -> TensorFacts:
     """Describe a tensor whose axis is `size` times as long."""
     shape = list(x.shape)
     shape[axis] *= size
@@ -167,7 +167,7 @@ def _lengthened(x: Any, axis: int, size: int) -> TensorFacts:
 def mask_name(config: AttentionConfig, a: AttentionArguments) -> str:
     """Return the mask type of the call, by default the layer's; with a cache, sequences have individual lengths."""
     name = config.attn_mask_type if a.attn_mask_type is None else masks.canonical_name(a.attn_mask_type)
-    return name if a.inference_params is None else masks.over_cached_keys(name)
+    return name if a.inference_params is None else masks.cached_mask_type(name)
 
 
 def known(size: int) -> int:
@@ -180,5 +180,5 @@ def known(size: int) -> int:
     return len(range(size)) if torch.compiler.is_compiling() and not export_mode.onnx else size
 
 
-def _known_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _concrete_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(known(size) for size in shape)

@@ -12,26 +12,26 @@ from torch import Tensor
 
 from ....common.memory import Memory
 from ....common.numbers import to_bool
-from ...compat.argument_orders import accepts_older_orders, call_of
+from ...compat.argument_orders import accepts_older_orders, declare_call
 from ...constants import AttentionType, CPLoadBalancingStrategy, SoftmaxType, TensorFormat
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
-from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, without_aliases
+from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, view_aliases
 from ...functions.attention.context_parallel.groups import context_groups
 from ...functions.attention.fp8 import RecomputedFP8Attention
 from ...module.arguments import accepts, head_sizes
 from ...module.base import TransformerEngineBaseModule
-from ...module.config import configured
+from ...module.config import configure_class
 from ...module.parameters import ParameterInit
 from ...primitives.attention import mask as masks
 from ...primitives.attention.call import AttentionInputs
 from ...quantization import QuantizerRole
 from ...quantization.autocast import current, eager_thread_state
-from ...runtime.device import canonical_device, in_autocast_dtype, is_meta
+from ...runtime.device import canonical_device, cast_to_autocast_dtype, is_meta
 from ...runtime.tracing import export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
-from .arguments import RULES, accept_older_state, check_heads, unpacked
-from .fp8_recipe import attention_recipe, attention_roles, fp8_attention, requested_backward
+from .arguments import RULES, accept_older_state, check_heads, unpack_qkv
+from .fp8_recipe import attention_recipe, attention_roles, fp8_attention, request_backward
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
 from .policies import attend_by_policies, check_policies
@@ -50,13 +50,13 @@ def _same_as(name: str) -> property:
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
 
 
-def _divided(layer: Any, name: str, value: Any) -> None:
+def _divide_groups(layer: Any, name: str, value: Any) -> None:
     """Divide the groups among the ranks."""
     if name == "num_gqa_groups":
         layer.num_gqa_groups_per_partition = value // layer.tp_size
 
 
-@configured(AttentionConfig, written=_divided, rules=RULES)
+@configure_class(AttentionConfig, written=_divide_groups, rules=RULES)
 class DotProductAttention(TransformerEngineBaseModule):
     """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v over the visible keys; 0 for a
     query without any. The other arguments are as in `Linear`.
@@ -280,7 +280,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             bf16_backward = bf16_backward is not None and to_bool("bf16_backward", bf16_backward)
         if torch._C._is_any_autocast_enabled():
             given = (query_layer, key_layer, value_layer, qkv_layer, kv_layer)
-            query_layer, key_layer, value_layer, qkv_layer, kv_layer = in_autocast_dtype(given)
+            query_layer, key_layer, value_layer, qkv_layer, kv_layer = cast_to_autocast_dtype(given)
         score_mod = self.score_mod if score_mod is None else score_mod
         if not (score_mod is score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
             given = (score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
@@ -300,7 +300,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             names = (qkv_format, attn_mask_type)
             prepared = prepare(self._plans, *known, (query_layer, key_layer, value_layer), PLAIN, False, names)
             return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
-        qkv = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
+        qkv = unpack_qkv(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         arguments = AttentionArguments(
             attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, core_attention_bias,
             alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
@@ -319,7 +319,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     if TYPE_CHECKING:
 
-        @call_of(forward)
+        @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def attend_checked(
@@ -357,7 +357,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if tracing:
             state = current()
             if call.needs_gradient:
-                inputs = without_aliases(inputs)
+                inputs = view_aliases(inputs)
         else:
             state = eager_thread_state().state
             before = self.numerics.state_without_gradients
@@ -369,7 +369,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             if not tracing:
                 self.follow_device(inputs.q.device)
             state = state if recipe is state.recipe else state._replace(recipe=recipe)
-            requested = requested_backward(bf16_backward)
+            requested = request_backward(bf16_backward)
             attending, fp8 = fp8_attention(self, state, call, backend, bool(fp8_output), requested)
             if recompute:
                 attending = RecomputedFP8Attention(attending)

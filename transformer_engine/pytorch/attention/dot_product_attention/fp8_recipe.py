@@ -101,14 +101,14 @@ def projects_codes(projection: Linear | LayerNormLinear, state: AutocastState, x
     return True
 
 
-def requested_backward(bf16_backward: bool | None) -> Any:
+def request_backward(bf16_backward: bool | None) -> Any:
     """Return the requested backward pass: False for high precision, True for FP8, None for the faster one."""
     if bf16_backward:
         return False
     return None if _requested_backward() is None else env.get("NVTE_FP8_DPA_BWD")
 
 
-def scaling_of(recipe: Recipe) -> str:
+def scaling_kind(recipe: Recipe) -> str:
     """Return "delayed", "current", "mxfp8" or "block".
 
     Args:
@@ -142,14 +142,14 @@ def fp8_attention(
         call: The attention.
         backend: Backend of the call in 16 bits, or its division among context-parallel ranks.
         fp8_output: Return a Float8Tensor.
-        requested: Result from `requested_backward`.
+        requested: Result from `request_backward`.
     """
     if isinstance(backend, ContiguousAttention):
         raise UnsupportedStrategy("NO_LOAD_BALANCE with FP8 attention; set fp8_dpa and fp8_mha to False")
     shared = isinstance(backend, ContextParallelAttention)
     of_rank = backend.inner_call if shared else call
     assert state.recipe is not None
-    scaling = scaling_of(state.recipe)
+    scaling = scaling_kind(state.recipe)
     products, active = layer._product_quantizers(state), layer.numerics.cached.recipe
     direct = scaling == "delayed" and active is not None and products is active.products
     fp8 = FP8Attention(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common import env
-from ....common.dispatch import undisturbed
+from ....common.dispatch import is_undisturbed
 from ....common.memory import Memory
 from ...fast import run_backward_on_calling_thread
 from ...functions.attention.context_parallel.attention import (
@@ -30,19 +30,27 @@ from ...primitives.attention.visible import default_slopes
 from ...runtime import checks
 from ...runtime.autograd import gradients_expected
 from ...runtime.determinism import torch_determinism
-from ...runtime.tracing import export_mode, in_eager_mode
+from ...runtime.tracing import export_mode, run_eagerly
 from ..inference import CachedKeysValues
-from .arguments import check_cache, check_tensors, settled, sink_of
+from .arguments import check_cache, check_tensors, settle_arguments, sink_logit
 from .describe import describe_call, describe_sequences, mask_name
 from .last_choice import last_choice
-from .sequences import Cached, Sequences, are_same, cached_tensors, demand_lengths, longest_of, tensors_of
+from .sequences import (
+    Cached,
+    Sequences,
+    are_same,
+    bucket_longest,
+    cached_tensors,
+    demand_lengths,
+    sequence_tensors,
+)
 from .settings import (
     NO_ARGUMENTS,
     AttentionArguments,
     AttentionConfig,
     TensorFacts,
-    described_arguments,
-    facts_of,
+    argument_facts,
+    describe_arguments,
 )
 
 # Plans per layer before its cache is emptied; for all layers with a score_mod, which may hold tensors.
@@ -73,7 +81,7 @@ class PlanKey(NamedTuple):
         environment: env.generation().
         renewed: How often callers requested a new choice for all backends.
         qkv_format, attn_mask_type: Names given to the call.
-        given: `facts_of` the arguments; None if no others than the two names are given.
+        given: `argument_facts` the arguments; None if no others than the two names are given.
         cached, same_lengths: See `describe_sequences`.
     """
 
@@ -103,7 +111,7 @@ class PlanKey(NamedTuple):
         if self.given is None:
             a = NO_ARGUMENTS._replace(qkv_format=self.qkv_format, attn_mask_type=self.attn_mask_type)
         else:
-            a = described_arguments(self.given)
+            a = describe_arguments(self.given)
         qkv = (
             TensorFacts(self.q_shape, self.q_dtype, self.q_device, False),
             TensorFacts(self.k_shape, self.k_dtype, self.k_device, False),
@@ -136,7 +144,7 @@ class CheckedArguments(NamedTuple):
 
     Attributes:
         arguments: The arguments.
-        facts: `facts_of` the arguments; None if nothing is given, and while a compiler traces.
+        facts: `argument_facts` the arguments; None if nothing is given, and while a compiler traces.
         same_lengths: `are_same` for the arguments.
         upcoming: Keys and values that the cache will return, before anything is written; None without a cache, and
             if only a custom manager knows them.
@@ -168,7 +176,7 @@ def check_arguments(
     Raises:
         TypeError, ValueError: An argument cannot be used.
     """
-    a = settled(config, arguments)
+    a = settle_arguments(config, arguments)
     same_lengths = are_same(a)
     tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
     if a.alibi_slopes is not None:
@@ -184,17 +192,17 @@ def check_arguments(
         upcoming, cached = _upcoming(config, a, tensor_format, qkv, tracing)
     elif tensor_format == "thd" and (a.max_seqlen_q is None or a.max_seqlen_kv is None):
         # Finding the longest sequence lengths waits for the device.
-        tensors = tensors_of(describe_sequences(config, qkv(), a, None, same_lengths)[1], a)
+        tensors = sequence_tensors(describe_sequences(config, qkv(), a, None, same_lengths)[1], a)
         size_q, size_kv = a.max_seqlen_q, a.max_seqlen_kv
         if size_q is None:
-            size_q = longest_of("q", tensors.lengths_q)
+            size_q = bucket_longest("q", tensors.lengths_q)
         if size_kv is None:
-            size_kv = longest_of("kv", tensors.lengths_kv)
+            size_kv = bucket_longest("kv", tensors.lengths_kv)
         a = a._replace(max_seqlen_q=size_q, max_seqlen_kv=size_kv)
     facts = None
     if not tracing:
         try:
-            facts = facts_of(a)
+            facts = argument_facts(a)
         except AttributeError:
             # An object of another kind in the place of a tensor: this raises the error that names it.
             describe_sequences(config, qkv(), a, cached, same_lengths)
@@ -261,7 +269,7 @@ def prepare(
     q, k, v = qkv
     a, bias, sink = checked.arguments, checked.arguments.core_attention_bias, None
     if config.softmax_type != "vanilla":
-        sink = sink_of(config.softmax_type, offset, config.heads, q.device)
+        sink = sink_logit(config.softmax_type, offset, config.heads, q.device)
     gradient = torch.is_grad_enabled() and (
         joint
         or q.requires_grad
@@ -299,7 +307,7 @@ def prepare(
     if upcoming is not None:
         lengths = cached_tensors(upcoming, plan.sequences.queries.tokens is not None)
     else:
-        lengths = tensors_of(plan.sequences, a)
+        lengths = sequence_tensors(plan.sequences, a)
     slopes = None if a.core_attention_bias_type != "alibi" else _slopes(config, a, q.device)
     pages = None if upcoming is None else upcoming.page_table
     return plan, AttentionInputs(q, k, v, *lengths, bias, slopes, sink, pages), append
@@ -347,12 +355,12 @@ def _find(
         k.device,
         v.device,
     )
-    if not undisturbed():
+    if not is_undisturbed():
         return plan_of(key)
     return memory[key] if a.score_mod is None else SCORE_MOD_PLANS[key]
 
 
-@in_eager_mode("attention of context-parallel ranks communicates")
+@run_eagerly("attention of context-parallel ranks communicates")
 def _shared_outside_of_graphs(config: AttentionConfig, *described: Any) -> AttentionPlan:
     """Plan a context-parallel attention in eager mode: it communicates, which ends a compiled graph."""
     call, sequences = describe_call(config, *described)

@@ -20,10 +20,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....common.checks import described, one_of
 from ...primitives.attention.choose import NoBackend
 from ...primitives.attention.mask import canonical_name, check_set_window_size
-from ...primitives.attention.packed import cumulative, lengths_of
+from ...primitives.attention.packed import cumulative, sequence_lengths
 from ...quantization.autocast import AutocastState
 from ...runtime.operator_definition import define_operator
-from ...runtime.tracing import in_eager_mode
+from ...runtime.tracing import run_eagerly
 from ...runtime.warn_once import warn_once
 from .arguments import DISPATCHES
 from .fp8_recipe import attention_recipe
@@ -91,10 +91,10 @@ def check_policies(
     ):  # fmt: skip
         if wrong:
             raise ValueError(f"thd_attention_policies with {argument}; {remedy}")
-    return [_checked(index, policy, a, device) for index, policy in enumerate(given)]
+    return [_check_policy(index, policy, a, device) for index, policy in enumerate(given)]
 
 
-def _checked(index: int, policy: Any, a: AttentionArguments, device: torch.device) -> Policy:
+def _check_policy(index: int, policy: Any, a: AttentionArguments, device: torch.device) -> Policy:
     name = f"thd_attention_policies[{index}]"
     if not isinstance(policy, dict):
         raise ValueError(
@@ -180,7 +180,7 @@ def check_coverage(ids: list[Tensor], batch: int) -> None:
         _COVERED[ids[0]] = ([weakref.ref(x) for x in ids], versions, batch)
 
 
-def _checked_ids(ids: list[Tensor], sequences: int) -> list[Tensor]:
+def _copy_checked_ids(ids: list[Tensor], sequences: int) -> list[Tensor]:
     """Compute copies of the ids after their check, in a compiled graph, which cannot read them itself."""
     check_coverage(ids, sequences)
     return [x.clone() for x in ids]
@@ -190,7 +190,7 @@ define_operator(
     "transformer_engine",
     "sequence_ids_of_policies(Tensor[] ids, int sequences) -> Tensor[]",
     "CompositeExplicitAutograd",
-    _checked_ids,
+    _copy_checked_ids,
     lambda ids, sequences: [torch.empty_like(x) for x in ids],
     (torch.Tag.cudagraph_unsafe,),
 )
@@ -239,14 +239,14 @@ def attend_by_policies(
     if len(used) == 1 and a.thd_attention_policy_dispatch != "grouped":
         return _attend(attend, used[0], qkv, (cu_q, cu_kv, a.cu_seqlens_q_padded, padded_kv), a)
     queries = _Packed(
-        (q,), lengths_of(cu_q), cu_q if a.cu_seqlens_q_padded is None else a.cu_seqlens_q_padded
+        (q,), sequence_lengths(cu_q), cu_q if a.cu_seqlens_q_padded is None else a.cu_seqlens_q_padded
     )
     keys = _Packed((k, v), queries.lengths, queries.starts)
     if cu_kv is not None and not (cu_kv is cu_q and padded_kv is a.cu_seqlens_q_padded):
-        keys = _Packed((k, v), lengths_of(cu_kv), cu_kv if padded_kv is None else padded_kv)
+        keys = _Packed((k, v), sequence_lengths(cu_kv), cu_kv if padded_kv is None else padded_kv)
     if a.thd_attention_policy_dispatch == "grouped":
         return _sum_of_gathered(attend, used, queries, keys, a)
-    outputs = [_in_place_or_gathered(attend, policy, queries, keys, a) for policy in used]
+    outputs = [_attend_in_place_or_gathered(attend, policy, queries, keys, a) for policy in used]
     return functools.reduce(torch.add, outputs)
 
 
@@ -256,7 +256,7 @@ def _zeros(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_zeros(q.shape[0], q.shape[1] * v.shape[2]) + nothing
 
 
-def _in_place_or_gathered(
+def _attend_in_place_or_gathered(
     attend: Attend, policy: Policy, queries: _Packed, keys: _Packed, a: AttentionArguments
 ) -> Tensor:
     """Attention for a policy's sequences, in the whole buffer if a backend supports other tokens between sequences."""
@@ -268,7 +268,7 @@ def _in_place_or_gathered(
         return _gathered(attend, policy, queries, keys, a)
 
 
-@in_eager_mode(
+@run_eagerly(
     "thd_attention_policy_dispatch='grouped' gathers tokens, whose number depends on values; use 'auto'"
 )
 def _sum_of_gathered(

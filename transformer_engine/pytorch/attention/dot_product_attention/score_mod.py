@@ -99,10 +99,10 @@ class GraphScoreMod(BoundScoreMod):
 
     def forward(self, score: Tensor, places: Places) -> Tensor:
         """Return the modified scores."""
-        tensors = _at(self.tensors, places)
+        tensors = _index_tensors(self.tensors, places)
         program = self.recorded.program
         if isinstance(program, ScoreProgram) and program.configures:
-            return program.compute(ScoreGraph(torch, places), _numbered(score, tensors))
+            return program.compute(ScoreGraph(torch, places), _number_inputs(score, tensors))
         return self.function(ScoreGraph(torch, places), score, tensors)
 
     def backward(self, score: Tensor, gradient: Tensor, places: Places) -> Tensor:
@@ -110,15 +110,17 @@ class GraphScoreMod(BoundScoreMod):
         assert self.bprop is not None
         program = self.recorded.program
         if isinstance(program, ScoreProgram) and program.configures:
-            values = _numbered(score, _at(self.tensors, places), _at(self.bprop_tensors, places))
+            values = _number_inputs(
+                score, _index_tensors(self.tensors, places), _index_tensors(self.bprop_tensors, places)
+            )
             program.compute(ScoreGraph(torch, places), values)
             values[GRADIENT] = gradient
             return program.compute_gradient(ScoreGraph(torch, places), values)
         self.forward(score, places)
-        return self.bprop(ScoreGraph(torch, places), gradient, _at(self.bprop_tensors, places))
+        return self.bprop(ScoreGraph(torch, places), gradient, _index_tensors(self.bprop_tensors, places))
 
 
-def _numbered(score: Tensor, *named: Mapping[str, Tensor]) -> dict[int, Tensor]:
+def _number_inputs(score: Tensor, *named: Mapping[str, Tensor]) -> dict[int, Tensor]:
     """Return the inputs of a program by number: the scores and the tensors, in order."""
     tensors = [tensor for mapping in named for tensor in mapping.values()]
     return {SCORE: score, **dict(enumerate(tensors, FIRST_OPERAND))}
@@ -140,7 +142,7 @@ class _WithGradient(Function):
         return ctx.modifier.backward(score, grad_output, ctx.places), None, None
 
 
-def _at(tensors: Mapping[str, Tensor], places: Places) -> dict[str, Tensor]:
+def _index_tensors(tensors: Mapping[str, Tensor], places: Places) -> dict[str, Tensor]:
     """Return the elements of tensors [1 | b, 1 | h, 1 | q, 1 | k] at some places; one element belongs to all places."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -189,13 +191,13 @@ def bound_score_mod(
         return score_mod
     return (GraphScoreMod if graph else BoundScoreMod)(
         score_mod,
-        _checked("score_mod_tensors", tensors),
+        _check_tensors("score_mod_tensors", tensors),
         score_mod_bprop,
-        _checked("score_mod_bprop_tensors", bprop_tensors),
+        _check_tensors("score_mod_bprop_tensors", bprop_tensors),
     )
 
 
-def _checked(name: str, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+def _check_tensors(name: str, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
     """Return named tensors, none for None."""
     if tensors is None:
         return {}

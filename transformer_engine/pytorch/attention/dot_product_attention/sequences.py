@@ -11,7 +11,7 @@ from ....common.checks import described
 from ....common.formats import round_up
 from ....common.numbers import with_article
 from ...primitives.attention.mask import Mask
-from ...primitives.attention.packed import cumulative, lengths_of, lengths_of_mask
+from ...primitives.attention.packed import cumulative, lengths_of_mask, sequence_lengths
 from ...primitives.attention.sequence_rules import are_bounds
 from ...runtime.device_checks import demand
 from ..inference import CachedKeysValues, StepLimits
@@ -134,7 +134,7 @@ def are_same(a: AttentionArguments) -> bool:
     return mask is None or not is_pair(mask) or len(mask) != 2 or _same(mask[0], mask[1])
 
 
-def tensors_of(s: Sequences, a: AttentionArguments) -> SequenceTensors:
+def sequence_tensors(s: Sequences, a: AttentionArguments) -> SequenceTensors:
     """Return the tensors for given sequences, whose lengths have been checked."""
     mask: Any = a.attention_mask
     if s.queries.lengths is None and s.keys.lengths is None:
@@ -198,7 +198,7 @@ class Cached(NamedTuple):
         """Return the metadata; if needed, a length that the manager does not know is read from the device."""
         longest = cached.max_seqlen_q
         if needs_longest and not longest:
-            longest = longest_of("q", cached_tensors(cached, True).lengths_q)
+            longest = bucket_longest("q", cached_tensors(cached, True).lengths_q)
         k, v = cached.key, cached.value
         return cls(
             TensorFacts(k.shape, k.dtype, k.device, False),
@@ -234,8 +234,8 @@ def cached_sequences(q: Any, q_format: str, max_seqlen_q: int | None, cached: Ca
 def cached_tensors(cached: CachedKeysValues, packed: bool) -> SequenceTensors:
     """Return the lengths of a step, and the starts of its packed queries."""
     return SequenceTensors(
-        lengths_of(cached.cu_seqlens_q) if cached.lengths_q is None else cached.lengths_q,
-        lengths_of(cached.cu_seqlens_kv) if cached.lengths_kv is None else cached.lengths_kv,
+        sequence_lengths(cached.cu_seqlens_q) if cached.lengths_q is None else cached.lengths_q,
+        sequence_lengths(cached.cu_seqlens_kv) if cached.lengths_kv is None else cached.lengths_kv,
         cached.cu_seqlens_q if packed else None,
     )
 
@@ -319,7 +319,7 @@ def _check_cumulative(name: str, bounds: Any, x: Tensor) -> None:
 def _lengths(side: Side, cu_seqlens: Tensor | None, masked: Tensor | None) -> Tensor | None:
     if side.lengths == "bounds":
         assert cu_seqlens is not None
-        return lengths_of(cu_seqlens)
+        return sequence_lengths(cu_seqlens)
     if side.lengths is None:
         return None
     assert masked is not None
@@ -348,7 +348,7 @@ def _same(a: Any, b: Any) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-def longest_of(name: str, lengths: Tensor | None) -> int:
+def bucket_longest(name: str, lengths: Tensor | None) -> int:
     """Return the longest sequence, rounded up so that batches share shapes; this waits for the device."""
     if torch.compiler.is_compiling():
         raise ValueError(f"max_seqlen_{name} is needed under torch.compile with qkv_format='thd'; pass it")

@@ -97,7 +97,7 @@ class AttentionArguments(NamedTuple):
     """The arguments of an attention's forward(), under their public names.
 
     The outermost public call packs them once; TransformerLayer, MultiheadAttention and DotProductAttention pass the
-    record on. Tensors come first: `facts_of` replaces them by their metadata in a key.
+    record on. Tensors come first: `argument_facts` replaces them by their metadata in a key.
     """
 
     attention_mask: Tensor | tuple[Tensor, Tensor] | None = None
@@ -149,7 +149,7 @@ def pack_arguments(*fields: Any) -> AttentionArguments:
     return NO_ARGUMENTS
 
 
-def facts_of(a: AttentionArguments) -> tuple[Any, ...]:
+def argument_facts(a: AttentionArguments) -> tuple[Any, ...]:
     """Return the arguments as part of a key: tensor metadata, and whether there is a cache.
 
     Raises:
@@ -168,8 +168,8 @@ def facts_of(a: AttentionArguments) -> tuple[Any, ...]:
     )
 
 
-def described_arguments(facts: tuple[Any, ...]) -> AttentionArguments:
-    """Return the arguments that `facts_of` was called with, with descriptions in place of tensors."""
+def describe_arguments(facts: tuple[Any, ...]) -> AttentionArguments:
+    """Return the arguments that `argument_facts` was called with, with descriptions in place of tensors."""
     mask, *tensors = facts[:_TENSORS]
     if mask and type(mask[0]) is torch.Size:
         mask = TensorFacts(*mask)
@@ -197,7 +197,7 @@ class TensorFacts(NamedTuple):
         return math.prod(self.shape)
 
 
-def described_of(x: Tensor) -> TensorFacts:
+def tensor_metadata(x: Tensor) -> TensorFacts:
     """Return a tensor's metadata."""
     return TensorFacts(x.shape, x.dtype, x.device, x.requires_grad)
 

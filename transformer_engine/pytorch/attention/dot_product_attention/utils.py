@@ -26,10 +26,10 @@ from ...primitives.attention.choose import TABLE, logger
 from ...primitives.attention.layout import get_qkv_layout as get_qkv_layout
 from ...primitives.attention.mask import check_set_window_size as check_set_window_size
 from ...primitives.attention.mask import resolve
-from ...primitives.attention.packed import cumulative, lengths_of, lengths_of_mask
+from ...primitives.attention.packed import cumulative, lengths_of_mask, sequence_lengths
 from ...runtime.determinism import RAISES, torch_determinism
 from ...runtime.device import canonical_device, current_hardware
-from .fp8_recipe import scaling_of
+from .fp8_recipe import scaling_kind
 from .score_mod import GraphScoreMod
 
 
@@ -172,7 +172,9 @@ class AttentionParams:
             slopes_given=self.alibi_slopes_shape is not None,
             page_size=cache.page_size if cache is not None and cache.is_paged else 0,
             cached=cache is not None,
-            score_mod=GraphScoreMod(_unchanged, {}, _unchanged if self.has_score_mod_bprop else None, {})
+            score_mod=GraphScoreMod(
+                _leave_unchanged, {}, _leave_unchanged if self.has_score_mod_bprop else None, {}
+            )
             if self.has_score_mod or self.has_score_mod_bprop
             else None,
         )
@@ -205,7 +207,7 @@ AttentionParams.__init__ = accepts_older_orders(v2_19=_ADDED, v2_11=(*_ADDED, "b
 )
 
 
-def _unchanged(graph: Any, score: torch.Tensor, tensors: Any) -> torch.Tensor:
+def _leave_unchanged(graph: Any, score: torch.Tensor, tensors: Any) -> torch.Tensor:
     """Return the scores, or their gradient, unchanged: a placeholder for a score_mod and its gradient."""
     return score
 
@@ -223,7 +225,7 @@ def get_attention_backend(
     if params.fp8:
         # cuDNN's kernels are "fused", emulation is "unfused".
         recipe = (params.fp8_meta or {}).get("recipe")
-        request = replace(request, fp8="delayed" if recipe is None else scaling_of(recipe))
+        request = replace(request, fp8="delayed" if recipe is None else scaling_kind(recipe))
         verdicts = fp8.FORWARD.explain(request)
         fused = any(verdict.chosen and verdict.backend == "cudnn" for verdict in verdicts)
         emulated = request.switches.unfused
@@ -264,7 +266,7 @@ def fused_attention_support(attention_params: AttentionParams) -> tuple[NVTE_Fus
     request = attention_params.request()
     if attention_params.fp8:
         recipe = (attention_params.fp8_meta or {}).get("recipe")
-        request = replace(request, fp8="delayed" if recipe is None else scaling_of(recipe))
+        request = replace(request, fp8="delayed" if recipe is None else scaling_kind(recipe))
         verdicts = [v for v in fp8.FORWARD.explain(request) if v.backend == "cudnn"]
     else:
         verdicts = [v for v in TABLE.explain(request) if v.backend not in (*FLASH, "reference")]
@@ -317,7 +319,7 @@ def get_thd_padding_mask(
     sequence = torch.searchsorted(starts, token, right=True) - 1
     behind = sequence >= starts.shape[0] - 1
     sequence = sequence.clamp(0, starts.shape[0] - 2)
-    return behind | (token - starts[sequence] >= lengths_of(cu_seqlens)[sequence])
+    return behind | (token - starts[sequence] >= sequence_lengths(cu_seqlens)[sequence])
 
 
 class AttentionLogging:

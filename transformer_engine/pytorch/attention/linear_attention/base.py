@@ -20,7 +20,7 @@ from ...primitives.linear_attention.request import (
     Option,
 )
 from ...runtime import checks
-from .inputs import CallLayout, batch_first, check_qkv, check_sequences, check_state, layout_of
+from .inputs import CallLayout, batch_first, call_layout, check_qkv, check_sequences, check_state
 
 
 class DeltaRule(torch.nn.Module):
@@ -133,7 +133,7 @@ class LinearAttentionBase(torch.nn.Module):
         else:
             one_of("qkv_format", qkv_format, QKV_FORMATS)
         heads = self.num_attention_heads_per_partition
-        layout = layout_of(query, qkv_format, heads, self.qk_head_dim, self.v_head_dim)
+        layout = call_layout(query, qkv_format, heads, self.qk_head_dim, self.v_head_dim)
         check_qkv(layout, query, key, value, updates)
         return layout
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...compat.argument_orders import call_of
+from ...compat.argument_orders import declare_call
 from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from .base import DeltaRule, LinearAttentionBase, flags, missing_gates
 from .inputs import check_dtype
@@ -85,5 +85,5 @@ class GatedDeltaNetAttention(LinearAttentionBase):
 
     if TYPE_CHECKING:
 
-        @call_of(forward)
+        @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....common.checks import one_of, suggests_keywords
-from ...compat.argument_orders import call_of
+from ...compat.argument_orders import declare_call
 from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from ...runtime import checks
 from .base import DeltaRule, LinearAttentionBase, flags, householders, missing_gates
@@ -120,7 +120,7 @@ class GatedDeltaProductAttention(LinearAttentionBase):
 
     if TYPE_CHECKING:
 
-        @call_of(forward)
+        @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 

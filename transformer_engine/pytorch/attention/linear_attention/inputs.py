@@ -66,7 +66,7 @@ class CallLayout(NamedTuple):
             )
 
 
-def layout_of(query: object, qkv_format: str, heads: int, size_qk: int, size_v: int) -> CallLayout:
+def call_layout(query: object, qkv_format: str, heads: int, size_qk: int, size_v: int) -> CallLayout:
     """Return the layout of a call by its queries.
 
     Raises:

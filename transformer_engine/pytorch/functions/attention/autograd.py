@@ -19,13 +19,13 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...primitives.attention import reference
 from ...primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
-from ...primitives.attention.choose import passes_of
+from ...primitives.attention.choose import choose_passes
 from ...primitives.attention.operators import BIAS, SINK, as_traced
 from ...primitives.attention.passes import Bound, Differentiable, Passes
-from ...runtime.autograd import Function, check_transforms, in_forward_mode, without_autocast
-from ...runtime.double_backward import is_recorded, once_differentiable, replayed
+from ...runtime.autograd import Function, check_transforms, disable_autocast, is_forward_mode
+from ...runtime.double_backward import is_recorded, once_differentiable, replay
 from ..saving import take_saved
-from ..split_heads import joined, parts_of, split_heads
+from ..split_heads import joined, split_heads, split_views
 from .fp8 import RecomputedFP8Attention
 from .fp8_attention import FP8Attention
 
@@ -56,7 +56,7 @@ def attention_forward(
         The output [.., h, d_v] with `lse`, the float32 log-sum-exp [b, h, s_q] ([h, t] for packed
         sequences), and the argument `saved` for `attention_backward`.
     """
-    passes = passes_of(call) if passes is None else passes
+    passes = choose_passes(call) if passes is None else passes
     attended = passes.forward(call, inputs)
     return attended, SavedAttention(passes, inputs, attended)
 
@@ -77,7 +77,7 @@ def attention_backward(call: AttentionCall, saved: SavedAttention, grad_output: 
     return passes.backward(call, inputs, attended, grad_output.contiguous().view(shape))
 
 
-def without_aliases(inputs: AttentionInputs) -> AttentionInputs:
+def view_aliases(inputs: AttentionInputs) -> AttentionInputs:
     """Return the tensors with views for repeated ones: Dynamo traces no autograd function with a repeated tensor."""
     tensors: list[Tensor | None] = []
     for x in inputs:
@@ -116,7 +116,7 @@ Attending = (
 )
 
 
-@without_autocast
+@disable_autocast
 def attend(
     backend: Attending,
     call: AttentionCall,
@@ -165,7 +165,7 @@ def attend(
     if type(backend) is Passes and call.needs_gradient:
         return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
     if isinstance(backend, Differentiable):
-        if in_forward_mode():  # torch's own attention has no forward mode; reverse-mode transforms work
+        if is_forward_mode():  # torch's own attention has no forward mode; reverse-mode transforms work
             check_transforms(_CoreAttention.OPERATION, inputs)
         return backend.run(call, inputs)
     check_transforms(_CoreAttention.OPERATION, inputs)
@@ -201,7 +201,7 @@ class _CoreAttention(Function):
 
         # By dense matrices in torch operations, which a backward pass through this backward pass
         # differentiates. A dropout mask is drawn inside a kernel, which these operations cannot repeat.
-        return None, None, *replayed(attention, tensors, grad_output)
+        return None, None, *replay(attention, tensors, grad_output)
 
 
 @once_differentiable("attention with dropout")
@@ -245,23 +245,23 @@ class _ProjectedAttention(Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not is_recorded() or ctx.call.dropout > 0.0:
-            return _projected_gradients(ctx, grad_output)
+            return _project_gradients(ctx, grad_output)
         call, interleaved = ctx.call, ctx.interleaved
         x, _, _, _, *others = ctx.saved_tensors
 
         def attention(x: Tensor, *others: Any) -> Tensor:
-            heads = parts_of(x, call.heads, call.groups, call.head_dim_qk, interleaved)
+            heads = split_views(x, call.heads, call.groups, call.head_dim_qk, interleaved)
             return reference.forward(call, AttentionInputs(*heads, *others)).output.flatten(-2)
 
-        return None, None, None, None, *replayed(attention, [x, *others], grad_output)
+        return None, None, None, None, *replay(attention, [x, *others], grad_output)
 
 
 @once_differentiable("attention with dropout")
-def _projected_gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+def _project_gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     call = ctx.call
     x, output, lse, rng_state, *others = take_saved(ctx)
     of_others: list[Tensor | None] = [None] * len(others)
-    heads = parts_of(x, call.heads, call.groups, call.head_dim_qk, ctx.interleaved)
+    heads = split_views(x, call.heads, call.groups, call.head_dim_qk, ctx.interleaved)
     saved = SavedAttention(ctx.passes, AttentionInputs(*heads, *others), Attended(output, lse, rng_state))
     # The joined gradient is as large as x: free x and the output first.
     del x, output, heads, others

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, Table, undisturbed
+from ....common.dispatch import Backend, Table, is_undisturbed
 from ....common.memory import Memory
 from ....common.warning import warn_once
 from ...primitives.attention.backends import cudnn, cudnn_blocks, cudnn_fp8
@@ -24,12 +24,12 @@ from ...primitives.attention.call import (
     Feature,
     Gradients,
 )
-from ...primitives.attention.choose import passes_of
+from ...primitives.attention.choose import choose_passes
 from ...primitives.attention.operators import passes_when_traced
 from ...primitives.attention.passes import Passes
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from . import blocks_cudnn, fp8_cudnn, fp8_emulation
-from .fp8_attention import AttentionQuantizers, FP8Attention, FP8Passes, Rounded, values_of
+from .fp8_attention import AttentionQuantizers, FP8Attention, FP8Passes, Rounded, dequantize_heads
 
 
 class BackwardRequest(NamedTuple):
@@ -121,7 +121,7 @@ def high_precision(
     q, k, v = (x.decode(call.dtype) if isinstance(x, QuantizedTensorStorage) else x for x in inputs[:3])
     output = rounded.output
     if output is None:
-        output = values_of(rounded.codes, call.dtype, call.heads)
+        output = dequantize_heads(rounded.codes, call.dtype, call.heads)
     attended = Attended(output, rounded.lse, rounded.rng_state)
     inputs = inputs._replace(q=q, k=k, v=v)
     return attention.passes.plain.backward(call, inputs, attended, grad_output.contiguous())
@@ -165,10 +165,10 @@ def choose_fp8(call: AttentionCall, scaling: str, requested: bool | None) -> FP8
             return FP8Passes(fp8_emulation.forward, fp8_emulation.backward, plain, False)
         return FP8Passes(fp8_emulation.forward, high_precision, plain, True)
     key = (call, scaling, requested)
-    return _PASSES[key] if undisturbed() else _chosen_passes(key)
+    return _PASSES[key] if is_undisturbed() else _choose_passes(key)
 
 
-def _chosen_passes(key: PassesKey) -> FP8Passes:
+def _choose_passes(key: PassesKey) -> FP8Passes:
     call, scaling, requested = key
     in_fp8 = replace(call, fp8=scaling)
     forward: Any = FORWARD.bind(in_fp8)
@@ -187,14 +187,14 @@ def _chosen_passes(key: PassesKey) -> FP8Passes:
         # After cuDNN's FP8 kernel its own 16-bit backward, whose statistics are the same.
         plain = cudnn.bind(call)
     if not isinstance(plain, Passes):
-        plain = passes_of(call)
+        plain = choose_passes(call)
     return FP8Passes(forward, backward, plain, backward in (high_precision, blocks_cudnn.backward))
 
 
 _FORWARD_NAMES: dict[Any, str] = {fp8_cudnn.forward: "cudnn", blocks_cudnn.forward: cudnn_blocks.NAME}
 
 
-_PASSES: Memory[PassesKey, FP8Passes] = Memory(_chosen_passes, 1024)
+_PASSES: Memory[PassesKey, FP8Passes] = Memory(_choose_passes, 1024)
 
 
 class RecomputedFP8Attention:

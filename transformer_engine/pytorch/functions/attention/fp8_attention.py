@@ -16,7 +16,7 @@ from ...primitives.attention.passes import Passes
 from ...runtime.autograd import Function
 from ...runtime.device import current_hardware
 from ...runtime.double_backward import once_differentiable
-from ...runtime.launching import run_into
+from ...runtime.launching import run_program_into
 from ...tensor.elements import float8_dtype
 from ...tensor.float8_tensor import Float8TensorStorage
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, storage_of
@@ -121,21 +121,21 @@ class Rounded(NamedTuple):
     max_logit: Tensor | None
 
 
-def codes_of(x: Tensor, quantizer: Quantizer) -> QuantizedTensorStorage:
+def quantize_heads(x: Tensor, quantizer: Quantizer) -> QuantizedTensorStorage:
     """Quantize x [.., h, d] to codes [.., h * d]; the codes of a quantized tensor are used unchanged."""
     if isinstance(x, QuantizedTensor):
         storage = storage_of(x)
-        flat = storage.viewed((*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+        flat = storage.view_as((*x.shape[:-2], x.shape[-2] * x.shape[-1]))
         if flat is not None:
             return flat
         x = storage.decode(x.dtype)
     return quantizer.encode(x.flatten(-2), True, False)
 
 
-def values_of(storage: QuantizedTensorStorage, dtype: torch.dtype, heads: int) -> Tensor:
+def dequantize_heads(storage: QuantizedTensorStorage, dtype: torch.dtype, heads: int) -> Tensor:
     """Dequantize codes [.., h * d] to values [.., h, d]."""
     if isinstance(storage, Float8TensorStorage) and _launchable(storage._data):
-        return launched_values(storage, dtype, None, None).unflatten(-1, (heads, -1))
+        return launch_values(storage, dtype, None, None).unflatten(-1, (heads, -1))
     return storage.decode(dtype).unflatten(-1, (heads, -1))
 
 
@@ -146,7 +146,7 @@ def _launchable(codes: Tensor | None) -> bool:
     return launch.missing(current_hardware()) is None and codes.is_contiguous() and codes.numel() > 0
 
 
-def launched_values(
+def launch_values(
     storage: Float8TensorStorage, dtype: torch.dtype, amax: Tensor | None, history: Tensor | None
 ) -> Tensor:
     """Dequantize codes in one launch, which also records amax [2] (output and softmax) in row 0 of a history."""
@@ -154,10 +154,10 @@ def launched_values(
 
     data = storage._data
     assert data is not None
-    record = fp8_attention.values_of(data.numel(), (SOFTMAX, OUTPUT), _NAMES[dtype])
+    record = fp8_attention.value_launch(data.numel(), (SOFTMAX, OUTPUT), _NAMES[dtype])
     values = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(float8_dtype(storage._fp8_dtype))
-    run_into(record, (codes, storage._scale_inv, amax, history, values), data.device)
+    run_program_into(record, (codes, storage._scale_inv, amax, history, values), data.device)
     return values
 
 
@@ -174,7 +174,7 @@ class _FP8Attention(Function):
             saved = (*inputs, None, None, None, codes, rounded.output, *rounded[5:])
         else:
             saved = (None, None, None, *inputs[3:], *rounded[:4], None, *rounded[5:])
-        ctx.forms, flat = _flattened(saved)
+        ctx.forms, flat = _flatten_values(saved)
         ctx.save_for_backward(*flat)
         if rounded.max_logit is not None:
             ctx.mark_non_differentiable(rounded.max_logit)
@@ -184,7 +184,7 @@ class _FP8Attention(Function):
     @once_differentiable("FP8 attention")
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
         attention: FP8Attention = ctx.attention
-        values = _restored(ctx.saved_tensors, ctx.forms)
+        values = _restore_values(ctx.saved_tensors, ctx.forms)
         count = len(AttentionInputs._fields)
         inputs, rounded = AttentionInputs(*values[:count]), Rounded(*values[count:])
         if isinstance(grad_output, QuantizedTensor):
@@ -199,7 +199,7 @@ class _FP8Attention(Function):
         return None, *of_tensors
 
 
-def _flattened(values: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[Tensor | None]]:
+def _flatten_values(values: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[Tensor | None]]:
     """Return how to restore values, and their tensors, which `save_for_backward` takes."""
     forms: list[tuple[int, Any]] = []
     tensors: list[Tensor | None] = []
@@ -216,8 +216,8 @@ def _flattened(values: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[Tenso
     return forms, tensors
 
 
-def _restored(tensors: Sequence[Tensor | None], forms: Sequence[tuple[int, Any]]) -> list[Any]:
-    """Return the values that `_flattened` decomposed."""
+def _restore_values(tensors: Sequence[Tensor | None], forms: Sequence[tuple[int, Any]]) -> list[Any]:
+    """Return the values that `_flatten_values` decomposed."""
     values: list[Any] = []
     start = 0
     for count, rebuild in forms:

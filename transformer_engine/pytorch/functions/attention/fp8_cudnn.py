@@ -12,7 +12,7 @@ from ....common.kernels import launch
 from ...primitives.attention.backends import cudnn_fp8
 from ...primitives.attention.call import AttentionCall, AttentionInputs, Gradients
 from ...runtime.device import current_hardware
-from ...runtime.launching import run_into
+from ...runtime.launching import run_program_into
 from ...tensor.elements import float8_dtype
 from ...tensor.float8_tensor import Float8TensorStorage
 from ...tensor.quantized_tensor import QuantizedTensorStorage
@@ -22,9 +22,9 @@ from .fp8_attention import (
     SOFTMAX_SCALE,
     FP8Attention,
     Rounded,
-    codes_of,
-    launched_values,
-    values_of,
+    dequantize_heads,
+    launch_values,
+    quantize_heads,
 )
 
 _CODE_NAMES = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
@@ -50,7 +50,7 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     ):
         return _forward_of_state(attention, inputs)
     call, quantizers = attention.call, attention.quantizers
-    q, k, v = (_aligned(codes_of(x, quantizers.qkv)) for x in inputs[:3])
+    q, k, v = (_contiguous_codes(quantize_heads(x, quantizers.qkv)) for x in inputs[:3])
     quantizer: Any = quantizers.output
     # The output multiplier is needed before its maximum; without a state, it is v's multiplier.
     scale_output = quantizer.scale if attention.scaling == "delayed" else v._scale_inv.reciprocal()
@@ -66,11 +66,11 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     codes = _storage(done.output, descale_output, quantizer, call.dtype)
     if attention.scaling == "delayed":
         _record(attention, done.amax)
-    output = None if attention.fp8_output else values_of(codes, call.dtype, call.heads)
+    output = None if attention.fp8_output else dequantize_heads(codes, call.dtype, call.heads)
     return Rounded(q, k, v, codes, output, done.lse, None, None)
 
 
-def _aligned(storage: Any) -> Any:
+def _contiguous_codes(storage: Any) -> Any:
     """Return the storage with contiguous codes."""
     return storage if storage._data.is_contiguous() else storage.mapped(Tensor.contiguous)
 
@@ -108,7 +108,7 @@ def _forward_of_state(attention: FP8Attention, inputs: AttentionInputs) -> Round
     record = fp8_attention.codes_of_three(sizes, (QKV, OUTPUT), _CODE_NAMES[code])
     codes = [torch.empty(x.shape, dtype=code, device=device) for x in (q, k, v)]
     descales = torch.empty(8, dtype=torch.float32, device=device)
-    run_into(record, (q, k, v, scale, history, *codes, descales), device)
+    run_program_into(record, (q, k, v, scale, history, *codes, descales), device)
     of_input = descales.data_ptr()
     scalars = {
         "descale_q": of_input,
@@ -123,7 +123,7 @@ def _forward_of_state(attention: FP8Attention, inputs: AttentionInputs) -> Round
     if attention.fp8_output:
         _record(attention, done.amax)
     else:
-        output = launched_values(result, call.dtype, done.amax, history).unflatten(-1, (call.heads, -1))
+        output = launch_values(result, call.dtype, done.amax, history).unflatten(-1, (call.heads, -1))
     inverse = descales[:1]
     of_inputs = (_storage(x, inverse, quantizer, call.dtype) for x in codes)
     return Rounded(*of_inputs, result, output, done.lse, None, None)  # pyright: ignore[reportCallIssue]
@@ -139,7 +139,7 @@ def backward(
     k: Any = rounded.k
     v: Any = rounded.v
     codes: Any = rounded.codes
-    grad: Any = _aligned(codes_of(grad_output, quantizers.grad_output))
+    grad: Any = _contiguous_codes(quantize_heads(grad_output, quantizers.grad_output))
     scale_dp, scale_grad = quantizers.grad_softmax.scale, quantizers.grad_qkv.scale
     descale_dp = scale_dp.reciprocal()
     scalars = {
@@ -171,7 +171,7 @@ def backward(
     quantizers.grad_softmax.record(done.amax[3:])
     inverse = scale_grad.reciprocal()
     found = (
-        values_of(_storage(x, inverse, quantizers.grad_qkv, call.dtype), call.dtype, heads)
+        dequantize_heads(_storage(x, inverse, quantizers.grad_qkv, call.dtype), call.dtype, heads)
         for x, heads in ((done.q, call.heads), (done.k, call.groups), (done.v, call.groups))
     )
     return Gradients(*found)

@@ -13,30 +13,30 @@ from ...primitives.attention import reference
 from ...primitives.attention.call import Attended, AttentionCall, AttentionInputs, Gradients
 from ...primitives.attention.dense import Rounding
 from ...tensor.quantizer import Quantizer
-from .fp8_attention import SOFTMAX_SCALE, FP8Attention, Rounded, codes_of, values_of
+from .fp8_attention import SOFTMAX_SCALE, FP8Attention, Rounded, dequantize_heads, quantize_heads
 
 
 def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     """Compute attention from the dequantized q, k and v; the output is quantized."""
     call, quantizers = attention.call, attention.quantizers
-    q, k, v = (codes_of(x, quantizers.qkv) for x in inputs[:3])
-    values = rounded_inputs(call, inputs, q, k, v)
+    q, k, v = (quantize_heads(x, quantizers.qkv) for x in inputs[:3])
+    values = round_inputs(call, inputs, q, k, v)
     if attention.passes.plain.name == reference.PASSES.name:
         attended = reference.forward(call, values, _rounding_of_softmax(quantizers.softmax))
     else:
         attended = attention.passes.plain.forward(call, values)
     codes = quantizers.output.encode(attended.output.flatten(-2), True, False)
-    output = None if attention.fp8_output else values_of(codes, call.dtype, call.heads)
+    output = None if attention.fp8_output else dequantize_heads(codes, call.dtype, call.heads)
     return Rounded(q, k, v, codes, output, attended.lse, attended.rng_state, attended.max_logit)
 
 
-def rounded_inputs(call: AttentionCall, inputs: AttentionInputs, *codes: object) -> AttentionInputs:
+def round_inputs(call: AttentionCall, inputs: AttentionInputs, *codes: object) -> AttentionInputs:
     """Return the inputs with dequantized q, k and v."""
     q, k, v = codes
     return inputs._replace(
-        q=values_of(q, call.dtype, call.heads),  # pyright: ignore[reportArgumentType]
-        k=values_of(k, call.dtype, call.groups),  # pyright: ignore[reportArgumentType]
-        v=values_of(v, call.dtype, call.groups),  # pyright: ignore[reportArgumentType]
+        q=dequantize_heads(q, call.dtype, call.heads),  # pyright: ignore[reportArgumentType]
+        k=dequantize_heads(k, call.dtype, call.groups),  # pyright: ignore[reportArgumentType]
+        v=dequantize_heads(v, call.dtype, call.groups),  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -45,9 +45,13 @@ def backward(
 ) -> Gradients:
     """Compute gradients from the dequantized tensors and a dequantized dO; they are quantized and dequantized too."""
     call, quantizers = attention.call, attention.quantizers
-    values = rounded_inputs(call, inputs, rounded.q, rounded.k, rounded.v)
-    grad_output = values_of(codes_of(grad_output, quantizers.grad_output), call.dtype, call.heads)
-    output = values_of(rounded.codes, call.dtype, call.heads) if rounded.output is None else rounded.output
+    values = round_inputs(call, inputs, rounded.q, rounded.k, rounded.v)
+    grad_output = dequantize_heads(
+        quantize_heads(grad_output, quantizers.grad_output), call.dtype, call.heads
+    )
+    output = (
+        dequantize_heads(rounded.codes, call.dtype, call.heads) if rounded.output is None else rounded.output
+    )
     attended = Attended(output, rounded.lse, rounded.rng_state)
     if attention.passes.plain.name == reference.PASSES.name:
         round_ds = (
@@ -58,7 +62,7 @@ def backward(
     else:
         found = attention.passes.plain.backward(call, values, attended, grad_output.contiguous())
     q, k, v = (
-        values_of(codes_of(x, quantizers.grad_qkv), call.dtype, heads)
+        dequantize_heads(quantize_heads(x, quantizers.grad_qkv), call.dtype, heads)
         for x, heads in ((found.q, call.heads), (found.k, call.groups), (found.v, call.groups))
     )
     return found._replace(q=q, k=k, v=v)
@@ -67,10 +71,10 @@ def backward(
 def _rounding(quantizer: Quantizer) -> Rounding:
     """Return a function that quantizes and dequantizes a tensor."""
 
-    def rounded(x: Tensor) -> Tensor:
+    def round_values(x: Tensor) -> Tensor:
         return quantizer.encode(x, True, False).decode(x.dtype)
 
-    return rounded
+    return round_values
 
 
 def _rounding_of_softmax(records: Quantizer | None) -> Rounding:
@@ -80,7 +84,7 @@ def _rounding_of_softmax(records: Quantizer | None) -> Rounding:
         records: Quantizer that records the largest p.
     """
 
-    def rounded(p: Tensor) -> Tensor:
+    def round_values(p: Tensor) -> Tensor:
         if records is not None:
             records.calibrate(p)
         largest = p.amax(dim=-1, keepdim=True)
@@ -88,4 +92,4 @@ def _rounding_of_softmax(records: Quantizer | None) -> Rounding:
         codes = (p / largest * SOFTMAX_SCALE).to(torch.float8_e4m3fn)
         return codes.to(p.dtype) * (largest / SOFTMAX_SCALE)
 
-    return rounded
+    return round_values

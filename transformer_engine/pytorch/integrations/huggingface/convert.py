@@ -34,13 +34,13 @@ from .convertible import (
     check_decoder,
     check_hooks,
     decoder_config,
-    decoders_of,
+    factory_kwargs,
+    find_decoders,
     fresh_layer,
-    norm_of,
-    norm_place_of,
-    place_of,
+    leave_unfilled,
+    norm_factory_kwargs,
+    norm_keywords,
     reject_adapters,
-    unfilled,
 )
 from .fused_attention import SET_BY_CALLERS, FusedAttention
 from .hooks import drop_hooks, enter_recipe, leave_recipe, renew_recorders, return_angles, return_cosines
@@ -77,7 +77,7 @@ def convert_hf(model: M, recipe: Recipe | None = None) -> M:
         ValueError: The family is not supported, or layers were modified; nothing is replaced.
     """
     check_block(True, recipe)
-    found = [(decoder, decoder_config(decoder)) for decoder in decoders_of(model)]
+    found = [(decoder, decoder_config(decoder)) for decoder in find_decoders(model)]
     for decoder, config in found:
         check_decoder(decoder, config)
     register_te_attention()
@@ -160,7 +160,7 @@ def _convert(decoder: Any, config: DecoderConfig, recipe: Recipe | None) -> None
         config.hidden,
         eps=config.epsilon,
         zero_centered_gamma=config.zero_centered,
-        **norm_place_of(norm.weight),
+        **norm_factory_kwargs(norm.weight),
     )
     decoder.norm = made.train(norm.training)
     decoder.norm.weight = norm.weight
@@ -175,15 +175,15 @@ def _convert_layer(layer: Any, number: int, config: DecoderConfig, names: LayerN
     wanted = dict(stock)
     names.to_ours(stock)
     frozen = {ours for ours, theirs in names.pairs() if theirs in wanted and not wanted[theirs].requires_grad}
-    place = place_of(layer.mlp.down_proj.weight)
+    place = factory_kwargs(layer.mlp.down_proj.weight)
     mlp = LayerNormMLP(
         config.hidden,
         config.feed_forward,
         bias=config.mlp_bias,
         activation=config.activation,
-        init_method=unfilled,
-        output_layer_init_method=unfilled,
-        **norm_of(config),
+        init_method=leave_unfilled,
+        output_layer_init_method=leave_unfilled,
+        **norm_keywords(config),
         **place,
     )
     attention = FusedAttention(layer.self_attn, config, number)

@@ -14,7 +14,7 @@ from ....common.numbers import with_article
 from ...conversion import DecoderConfig
 from ...conversion.families import family_named
 from ...conversion.settings import Settings
-from .hooks import hooked_by_callers
+from .hooks import find_hooked
 from .injection import InjectedForward
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
@@ -27,7 +27,7 @@ _LINEAR = (*_JOINED[0], "self_attn.o_proj", *_JOINED[1], "mlp.down_proj")
 _ACTIVATIONS = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh")}
 
 
-def decoders_of(model: Any) -> list[nn.Module]:
+def find_decoders(model: Any) -> list[nn.Module]:
     """Return the decoder layer stacks in a transformers model; ValueError if it has no supported one."""
     reason = optional.failure("transformers")
     if reason is not None:
@@ -134,7 +134,7 @@ def check_hooks(decoder: nn.Module) -> None:
         for name in REPLACED
     ]
     for place, module in (*replaced, (f"the last norm of {type(decoder).__name__}", decoder.norm)):
-        hooked = next(hooked_by_callers(module), None)  # pyright: ignore[reportArgumentType]
+        hooked = next(find_hooked(module), None)  # pyright: ignore[reportArgumentType]
         if hooked is not None:
             raise ValueError(
                 f"{place} has a hook{f' on {hooked}' if hooked else ''} and is replaced; remove the hook, and register "
@@ -174,17 +174,17 @@ def _check_products(layer: nn.Module, place: str) -> None:
             )
 
 
-def place_of(weight: Tensor) -> dict[str, Any]:
+def factory_kwargs(weight: Tensor) -> dict[str, Any]:
     """Return device and dtype keywords for a layer that replaces the layer of `weight`."""
     return {"device": weight.device, "params_dtype": weight.dtype}
 
 
-def norm_place_of(weight: Tensor) -> dict[str, Any]:
+def norm_factory_kwargs(weight: Tensor) -> dict[str, Any]:
     """Return device and dtype keywords for a norm that replaces the norm of `weight`."""
     return {"device": weight.device, "dtype": weight.dtype}
 
 
-def norm_of(config: DecoderConfig) -> dict[str, Any]:
+def norm_keywords(config: DecoderConfig) -> dict[str, Any]:
     """Return the keywords for the first norm in a layer."""
     return {
         "normalization": config.norm,
@@ -193,5 +193,5 @@ def norm_of(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def unfilled(weight: Tensor) -> None:
+def leave_unfilled(weight: Tensor) -> None:
     """Leave a weight uninitialized, as an init_method for weights that are overwritten."""

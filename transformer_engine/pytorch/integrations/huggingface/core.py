@@ -81,7 +81,7 @@ def _make_while_tracing(name: str, text: str) -> bool:
     return True
 
 
-def core_of(module: torch.nn.Module, kind: CoreSettings) -> DotProductAttention:
+def find_core(module: torch.nn.Module, kind: CoreSettings) -> DotProductAttention:
     """Return the layer's DotProductAttention with these settings; while tracing, it is a constant.
 
     Compiled layers share one unless their attention is FP8, which has a state: a graph that reads an attribute of its
@@ -123,7 +123,7 @@ def attend(core: DotProductAttention, q: Tensor, k: Tensor, v: Tensor, masking: 
     return out.view(batch, queries, core.num_attention_heads, -1)
 
 
-def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cast_to_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v in the dtype of an active torch.autocast, to which torch casts them for its own attention."""
     device = q.device.type
     if not torch.is_autocast_enabled(device):

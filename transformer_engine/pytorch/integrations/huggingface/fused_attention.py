@@ -13,7 +13,7 @@ from ...conversion import DecoderConfig
 from ...module.layernorm_linear import LayerNormLinear
 from ...module.linear import Linear
 from ...module.rmsnorm import RMSNorm
-from .convertible import norm_of, norm_place_of, place_of, unfilled
+from .convertible import factory_kwargs, leave_unfilled, norm_factory_kwargs, norm_keywords
 from .hooks import Turns
 
 # Stock attention attributes that its calls read, and that callers may have set.
@@ -41,21 +41,21 @@ class FusedAttention(nn.Module):
         self.sliding_window = decoder.windows[index]
         self.eager: Callable[..., Any] = sys.modules[type(stock).__module__].eager_attention_forward
         attended, grouped = self.heads * self.head_dim, 2 * self.groups * self.head_dim
-        place: dict[str, Any] = place_of(stock.o_proj.weight)
+        place: dict[str, Any] = factory_kwargs(stock.o_proj.weight)
         self.layernorm_qkv = LayerNormLinear(
             decoder.hidden,
             attended + grouped,
             bias=decoder.qkv_bias,
-            init_method=unfilled,
-            **norm_of(decoder),
+            init_method=leave_unfilled,
+            **norm_keywords(decoder),
             **place,
         )
         self.o_proj = Linear(
-            attended, decoder.hidden, bias=decoder.output_bias, init_method=unfilled, **place
+            attended, decoder.hidden, bias=decoder.output_bias, init_method=leave_unfilled, **place
         )
         if decoder.qk_norm:
             self.q_norm, self.k_norm = (
-                RMSNorm(self.head_dim, eps=decoder.epsilon, **norm_place_of(stock.q_norm.weight))
+                RMSNorm(self.head_dim, eps=decoder.epsilon, **norm_factory_kwargs(stock.q_norm.weight))
                 for _ in range(2)
             )
         self.qk_norm = decoder.qk_norm

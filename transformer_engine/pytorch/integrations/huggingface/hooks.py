@@ -37,7 +37,7 @@ def drop_hooks(hooks: MutableMapping[int, Any], is_ours: Callable[[Any], bool]) 
     return numbers
 
 
-def hooked_by_callers(module: nn.Module) -> Iterator[str]:
+def find_hooked(module: nn.Module) -> Iterator[str]:
     """Iterate over submodules and parameters with a hook other than transformers' recorders."""
     for name, part in module.named_modules():
         if any(not _is_recorder(hook) for kind in MODULE_HOOKS for hook in getattr(part, kind).values()):
@@ -68,18 +68,18 @@ class Turns(NamedTuple):
 
 def return_angles(rotary: nn.Module) -> None:
     """Make a transformers rotary embedding return Turns, until `return_cosines`."""
-    rotary.register_forward_pre_hook(_in_float32, with_kwargs=True)
+    rotary.register_forward_pre_hook(_cast_to_float32, with_kwargs=True)
     rotary.register_forward_hook(_turns)
 
 
 def return_cosines(rotary: nn.Module) -> None:
     """Undo `return_angles`."""
-    for number in drop_hooks(rotary._forward_pre_hooks, lambda hook: hook is _in_float32):
+    for number in drop_hooks(rotary._forward_pre_hooks, lambda hook: hook is _cast_to_float32):
         rotary._forward_pre_hooks_with_kwargs.pop(number, None)
     drop_hooks(rotary._forward_hooks, lambda hook: hook is _turns)
 
 
-def _in_float32(
+def _cast_to_float32(
     rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Replace the first argument, whose dtype and device alone are used, by a float32 tensor."""

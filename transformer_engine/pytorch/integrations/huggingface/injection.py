@@ -16,8 +16,8 @@ from torch import Tensor
 from ....common.checks import described
 from ...attention import DotProductAttention
 from . import masks, sdpa
-from .core import DTYPES, Cores, CoreSettings, attend, count, in_autocast
-from .layouts import HeadLayout, layout_of
+from .core import DTYPES, Cores, CoreSettings, attend, cast_to_autocast, count
+from .layouts import HeadLayout, module_layout
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,10 @@ def inject_te_attention_into_module(module: torch.nn.Module) -> bool:
     """
     if hasattr(module, "attn_module"):
         return False
-    layout = layout_of(module)
+    layout = module_layout(module)
     if layout is None:
         return False
-    name = sdpa.imported_by_name(module)
+    name = sdpa.find_imported_name(module)
     if name is not None:
         logger.warning(
             "%s is not changed: its file imports scaled_dot_product_attention as %s, which cannot be replaced; "
@@ -115,15 +115,15 @@ class Replacement:
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        q, k, v = in_autocast(query, key, value)
+        q, k, v = cast_to_autocast(query, key, value)
         masking = None
         k, v = self._once(k), self._once(v)
         reason = self._fallback_reason(q, k, v, scale)
         if reason is None:
             if attn_mask is None:
-                masking = masks.without_tensor(is_causal, q.shape[2], k.shape[2], self.layout.window)
+                masking = masks.maskless_masking(is_causal, q.shape[2], k.shape[2], self.layout.window)
             elif not is_causal:
-                masking = masks.of_mask(attn_mask, q.shape[0])
+                masking = masks.mask_masking(attn_mask, q.shape[0])
             reason = "fallback_mask" if masking is None else None
         count(reason or "te_hits")
         if masking is None or reason is not None:

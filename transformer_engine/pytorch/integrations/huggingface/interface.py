@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....common import optional
 from . import masks
-from .core import CoreSettings, attend, core_of, count, in_autocast
+from .core import CoreSettings, attend, cast_to_autocast, count, find_core
 
 NAME = "transformer_engine"
 
@@ -67,15 +67,15 @@ def te_attention_forward(
             raise NotImplementedError(
                 f'{name} is not computed by attn_implementation={NAME!r}; use attn_implementation="eager" or {remedy}'
             )
-    q, k, v = in_autocast(query, key, value)
+    q, k, v = cast_to_autocast(query, key, value)
     scale = q.shape[3] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None:
         causal = q.shape[2] > 1 and causal
-        masking = masks.without_tensor(causal, q.shape[2], k.shape[2], sliding_window)
+        masking = masks.maskless_masking(causal, q.shape[2], k.shape[2], sliding_window)
     else:
-        masking = masks.of_mask(attention_mask, q.shape[0]) or masks.as_it_is(attention_mask)
+        masking = masks.mask_masking(attention_mask, q.shape[0]) or masks.as_it_is(attention_mask)
     sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-    core = core_of(module, CoreSettings(*sizes, scale, dropout, masking.causal, softcap or 0.0))
+    core = find_core(module, CoreSettings(*sizes, scale, dropout, masking.causal, softcap or 0.0))
     count("te_hits")
     return attend(core, q, k, v, masking), None

@@ -40,9 +40,9 @@ class HeadLayout:
         return self.heads // self.groups
 
 
-def layout_of(module: torch.nn.Module) -> HeadLayout | None:
+def module_layout(module: torch.nn.Module) -> HeadLayout | None:
     """Return the layout of an attention module; None for other modules and unknown projections."""
-    found = _of_separate(module) or _of_fused(module)
+    found = _separate_layout(module) or _fused_layout(module)
     if found is None:
         return None
     heads, groups, size, size_v = found
@@ -80,14 +80,14 @@ def out_features(projection: object) -> int | None:
     return weight.shape[0] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
 
 
-def _of_separate(module: torch.nn.Module) -> tuple[int, int, int, int] | None:
+def _separate_layout(module: torch.nn.Module) -> tuple[int, int, int, int] | None:
     for names in SEPARATE:
         widths = [out_features(module._modules.get(name)) for name in names]
         q, k, v = widths
         if q is None or k is None or v is None:
             continue
-        size = _stated(module, _SIZE)
-        heads = _stated(module, _HEADS)
+        size = _stated_number(module, _SIZE)
+        heads = _stated_number(module, _HEADS)
         if size is None:
             if heads is None or q % heads:
                 return None
@@ -100,20 +100,20 @@ def _of_separate(module: torch.nn.Module) -> tuple[int, int, int, int] | None:
     return None
 
 
-def _of_fused(module: torch.nn.Module) -> tuple[int, int, int, int] | None:
+def _fused_layout(module: torch.nn.Module) -> tuple[int, int, int, int] | None:
     for name in FUSED:
         width = out_features(module._modules.get(name))
-        heads = _stated(module, _HEADS)
+        heads = _stated_number(module, _HEADS)
         if width is None or heads is None:
             continue
-        groups = _stated(module, _GROUPS) or heads
-        size = _stated(module, _SIZE) or width // (heads + 2 * groups)
+        groups = _stated_number(module, _GROUPS) or heads
+        size = _stated_number(module, _SIZE) or width // (heads + 2 * groups)
         if width == (heads + 2 * groups) * size:
             return heads, groups, size, size
     return None
 
 
-def _stated(module: torch.nn.Module, names: tuple[str, ...]) -> int | None:
+def _stated_number(module: torch.nn.Module, names: tuple[str, ...]) -> int | None:
     """Return a number under one of these names in the module, or otherwise in its config."""
     for owner in (module, getattr(module, "config", None)):
         for name in names:

@@ -52,7 +52,7 @@ class Masking:
 NO_MASK, CAUSAL = Masking("no_mask"), Masking("causal")
 
 
-def without_tensor(causal: bool, queries: int, keys: int, window: int | None) -> Masking:
+def maskless_masking(causal: bool, queries: int, keys: int, window: int | None) -> Masking:
     """Return the masking for a call without a mask; a causal one begins at the first query and key."""
     if not causal:
         return NO_MASK
@@ -62,7 +62,7 @@ def without_tensor(causal: bool, queries: int, keys: int, window: int | None) ->
     return Masking("causal", (window - 1, 0), cut)
 
 
-def of_one_query(mask: Tensor) -> Masking:
+def one_query_masking(mask: Tensor) -> Masking:
     """Return the masking of a boolean mask [b, 1, 1, kv], True = visible: a padding mask, whose values are not read."""
     query = mask.new_zeros(()).expand(mask.shape[0], 1, 1, 1)
     return Masking("padding", arguments={"attention_mask": (query, ~mask)})
@@ -76,7 +76,7 @@ def as_it_is(mask: Tensor) -> Masking:
     return Masking("no_mask", arguments=bias)
 
 
-def of_mask(mask: Tensor, batch: int) -> Masking | None:
+def mask_masking(mask: Tensor, batch: int) -> Masking | None:
     """Return the masking for a mask [batch | 1, 1, q, kv], boolean (True = visible) or additive.
 
     None if no mask type is equivalent, if the mask cannot be read (a compiler traces, a CUDA graph is captured, or
@@ -89,13 +89,13 @@ def of_mask(mask: Tensor, batch: int) -> Masking | None:
             return None
         mask = mask[:, :1]
     if mask.shape[2] == 1 and mask.dtype == torch.bool:
-        return of_one_query(mask.expand(batch, -1, -1, -1))
+        return one_query_masking(mask.expand(batch, -1, -1, -1))
     if torch.compiler.is_compiling() or mask.is_meta or mask.requires_grad:
         return None
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     # An inference tensor has no version counter: a result for it may be outdated in the next layer.
-    return _recognised(mask, batch) if mask.is_inference() else _remembered(mask, batch)
+    return _recognize_mask(mask, batch) if mask.is_inference() else _recall_mask(mask, batch)
 
 
 _last: dict[int, tuple[weakref.ref[Tensor], int, int, Masking | None]] = {}
@@ -103,19 +103,19 @@ _last: dict[int, tuple[weakref.ref[Tensor], int, int, Masking | None]] = {}
 _MANY = 64
 
 
-def _remembered(mask: Tensor, batch: int) -> Masking | None:
+def _recall_mask(mask: Tensor, batch: int) -> Masking | None:
     """Return the cached result for this tensor object, which all layers in a forward pass receive."""
     known = _last.get(id(mask))
     if known is not None and known[0]() is mask and known[1:3] == (mask._version, batch):
         return known[3]
-    found = _recognised(mask, batch)
+    found = _recognize_mask(mask, batch)
     if len(_last) >= _MANY:
         _last.clear()
     _last[id(mask)] = (weakref.ref(mask), mask._version, batch, found)
     return found
 
 
-def _recognised(mask: Tensor, batch: int) -> Masking | None:
+def _recognize_mask(mask: Tensor, batch: int) -> Masking | None:
     if mask.stride(0) == 0:
         mask = mask[:1]
     rows = mask[:, 0]
@@ -125,11 +125,11 @@ def _recognised(mask: Tensor, batch: int) -> Masking | None:
         agrees = (visible | (rows < HIDDEN)).all()
         rows = visible
     seen = _read(rows)
-    facts = _judged(seen, agrees)
+    facts = _judge_mask(seen, agrees)
     if facts.everything:
         return _everything(facts, seen.begin, seen.end, batch)
     if facts.banded:
-        return _banded(facts, seen.begin, seen.end, batch)
+        return _band_masking(facts, seen.begin, seen.end, batch)
     return _packed(seen.first, facts.longest, batch) if facts.longest else None
 
 
@@ -191,7 +191,7 @@ def _read(visible: Tensor) -> _Intervals:
     return _Intervals(first, last, blind, intervals, begin, end, keys)
 
 
-def _judged(seen: _Intervals, agrees: Tensor | None) -> _Facts:
+def _judge_mask(seen: _Intervals, agrees: Tensor | None) -> _Facts:
     """Return the properties, computed on the mask's device and read at once."""
     first, last, blind = seen.first, seen.last, seen.blind
     queries = first.shape[1]
@@ -242,7 +242,7 @@ def _everything(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Maskin
     return _ranges("padding", None, facts, queries, (begin, end), batch)
 
 
-def _banded(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking | None:
+def _band_masking(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking | None:
     """Return the masking for queries that see keys up to a diagonal, limited by a window."""
     square = facts.queries == facts.keys
     diagonal, left = facts.diagonal, facts.window - 1

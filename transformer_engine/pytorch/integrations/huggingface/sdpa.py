@@ -80,7 +80,7 @@ def original() -> Function:
     return _exchanged.before if _exchanged.inside else F.scaled_dot_product_attention
 
 
-def imported_by_name(module: torch.nn.Module) -> str | None:
+def find_imported_name(module: torch.nn.Module) -> str | None:
     """Return the global name by which the module's file calls torch's attention, bypassing torch.nn.functional."""
     for owner in type(module).__mro__:
         names = vars(sys.modules.get(owner.__module__, object))

@@ -15,12 +15,12 @@ from .equivalents import (
     CrossAttentionSubmodules,
     SelfAttentionSubmodules,
     built,
+    count_ranks,
     process_groups,
-    ranks_of,
     rng_tracker,
     setting,
 )
-from .rotation import Forms, check_reach, concentration, embeddings_of, rotated
+from .rotation import Forms, check_reach, concentration, rotate, unpack_embeddings
 
 
 class Attention(CachedAttention, ABC):
@@ -55,7 +55,7 @@ class Attention(CachedAttention, ABC):
         self.layer_number, self._pp_layer_offset = layer_number, pp_layer_offset
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.pg_collection = process_groups(pg_collection)
-        self.world_size = ranks_of(self.pg_collection.tp)
+        self.world_size = count_ranks(self.pg_collection.tp)
         heads, groups = config.num_attention_heads, config.num_query_groups
         for label, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
             if count % self.world_size:
@@ -138,14 +138,14 @@ class Attention(CachedAttention, ABC):
             packed_seq_params: Packed sequence starts; hidden_states are [t, 1, h] then.
             sequence_len_offset: int32 [b] tokens in the caches, under flash_decode.
         """
-        context = self._cache_of(inference_context if inference_params is None else inference_params)
+        context = self._find_cache(inference_context if inference_params is None else inference_params)
         config = self.config
         if config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]:
             rotary_pos_emb = rotary_pos_cos = rotary_pos_sin = rotary_pos_cos_sin = None
         if rotary_pos_emb is not None and not isinstance(rotary_pos_emb, tuple):
             rotary_pos_emb = (rotary_pos_emb, rotary_pos_emb)
         forms = Forms(rotary_pos_emb, (rotary_pos_cos, rotary_pos_sin), rotary_pos_cos_sin)
-        rotary_pos_emb = embeddings_of(forms, context, config.flash_decode)
+        rotary_pos_emb = unpack_embeddings(forms, context, config.flash_decode)
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         gates = setting(config, "attention_output_gate", False)
         if self._rotates_unsplit(rotary_pos_emb, context, packed):
@@ -163,7 +163,7 @@ class Attention(CachedAttention, ABC):
             gate = rest[0] if rest else None
             if context is not None and config.flash_decode and context.is_decode_only():
                 tables = rotary_pos_cos, rotary_pos_sin
-                return self._decoded(context, query, key, value, tables, sequence_len_offset, gate)
+                return self._decode_step(context, query, key, value, tables, sequence_len_offset, gate)
             query, key, value, rotary_pos_emb, mask_type, table = self._adjust_key_value_for_inference(
                 context, query, key, value, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin,
                 sequence_len_offset,
@@ -175,7 +175,7 @@ class Attention(CachedAttention, ABC):
                 query, key, rotary_pos_emb, context, packed_seq_params if packed else None
             )
         if context is not None and not context.is_static_batching():
-            out = self._attended_in_pages(context, query, key, value, table)
+            out = self._attend_in_pages(context, query, key, value, table)
         elif self.checkpoint_core_attention and self.training:
             out = self._checkpointed_attention_forward(
                 query, key, value, attention_mask, None, mask_type, attention_bias, packed_seq_params
@@ -194,7 +194,7 @@ class Attention(CachedAttention, ABC):
             out = out.reshape(out.shape[0], 1, -1)
         return self.linear_proj(out if gate is None else _gated(out, gate))
 
-    def _cache_of(self, context: Any) -> Any:
+    def _find_cache(self, context: Any) -> Any:
         """Return the context to which this layer writes its keys; None if its keys are the keys of its call.
 
         Cross-attention has the same keys in every step, and its entry in a static context belongs to self-attention.
@@ -235,13 +235,13 @@ class Attention(CachedAttention, ABC):
                 query = context.apply_rotary_emb_query(query, of_query, config, None, group, mscale=mscale)
             return query, key
         # The angles belong to the rank's own tokens; packed sequences have the angles of whole sequences.
-        size = 1 if packed is None else ranks_of(self.pg_collection.cp)
+        size = 1 if packed is None else count_ranks(self.pg_collection.cp)
         cp = (size, 0 if size == 1 else torch.distributed.get_rank(self.pg_collection.cp))
         bounds = (None, None) if packed is None else _bounds(packed)
         if of_query is not None:
-            query = rotated(query, of_query, config.rotary_interleaved, mscale, bounds[0], cp)
+            query = rotate(query, of_query, config.rotary_interleaved, mscale, bounds[0], cp)
         if of_key is not None:
-            key = rotated(key, of_key, config.rotary_interleaved, mscale, bounds[1], cp)
+            key = rotate(key, of_key, config.rotary_interleaved, mscale, bounds[1], cp)
         return query, key
 
     def _checkpointed_attention_forward(
@@ -261,7 +261,7 @@ class Attention(CachedAttention, ABC):
             packed_seq_params=packed_seq_params,
         )
 
-    def _decoded(
+    def _decode_step(
         self, context: Any, query: Tensor, key: Tensor, value: Tensor, tables: Any, offset: Any, gate: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return a decoding step over static caches: one call that rotates, writes and attends."""
@@ -278,7 +278,7 @@ class Attention(CachedAttention, ABC):
         out = out.transpose(0, 1).flatten(-2)
         return self.linear_proj(out if gate is None else _gated(out, gate))
 
-    def _attended_in_pages(
+    def _attend_in_pages(
         self, context: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None
     ) -> Tensor:
         assert table is not None

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .equivalents import AttnMaskType, MegatronModule, ranks_of, setting
+from .equivalents import AttnMaskType, MegatronModule, count_ranks, setting
 from .packed_core import PackedRows, attend, packed_core
-from .rotation import check_reach, concentration, rotated_by_tables
+from .rotation import check_reach, concentration, rotate_by_tables
 
 
 class CachedAttention(MegatronModule):
@@ -40,13 +40,13 @@ class CachedAttention(MegatronModule):
         if self._pp_layer_offset is not None:
             return self._pp_layer_offset
         pp = getattr(self.pg_collection, "pp", None)
-        if ranks_of(pp) == 1:
+        if count_ranks(pp) == 1:
             return 0
-        if self.config.num_layers % ranks_of(pp):
+        if self.config.num_layers % count_ranks(pp):
             raise ValueError(
-                f"{ranks_of(pp)} stages do not divide num_layers={self.config.num_layers}; give pp_layer_offset"
+                f"{count_ranks(pp)} stages do not divide num_layers={self.config.num_layers}; give pp_layer_offset"
             )
-        return torch.distributed.get_rank(pp) * (self.config.num_layers // ranks_of(pp))
+        return torch.distributed.get_rank(pp) * (self.config.num_layers // count_ranks(pp))
 
     def _adjust_key_value_for_inference(
         self, inference_context: Any, query: Tensor, key: Tensor, value: Tensor, rotary_pos_emb: Any,
@@ -63,7 +63,7 @@ class CachedAttention(MegatronModule):
         if context is None:
             return query, key, value, rotary_pos_emb, self.attn_mask_type, None
         if context.is_static_batching():
-            return self._in_static_cache(
+            return self._attend_in_static_cache(
                 context, query, key, value, rotary_pos_emb, (rotary_pos_cos, rotary_pos_sin)
             )
         if context.use_flashinfer_fused_rope and rotary_pos_cos_sin is not None:
@@ -80,7 +80,7 @@ class CachedAttention(MegatronModule):
         key, value, table = context.key_value_cache(layer)
         return query, key, value, rotary_pos_emb, AttnMaskType.no_mask, table
 
-    def _in_static_cache(
+    def _attend_in_static_cache(
         self, context: Any, query: Tensor, key: Tensor, value: Tensor, rotary_pos_emb: Any, tables: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any, Any, None]:
         tokens, rows = self._places(context, key, context.sequence_len_offset)
@@ -89,9 +89,7 @@ class CachedAttention(MegatronModule):
         if self.config.flash_decode and tables[0] is not None:
             check_reach(tables, tokens.stop)
             cos, sin = (table[tokens, None, None] for table in tables)
-            query, key = (
-                rotated_by_tables(x, cos, sin, self.config.rotary_interleaved) for x in (query, key)
-            )
+            query, key = (rotate_by_tables(x, cos, sin, self.config.rotary_interleaved) for x in (query, key))
         with torch.no_grad():
             keys[tokens, rows], values[tokens, rows] = key, value
         mask_type = self.attn_mask_type
@@ -151,7 +149,7 @@ class CachedAttention(MegatronModule):
             tables = (table[positions][:, :, None] for table in (rotary_cos, rotary_sin))
             cos, sin = tables
             query_layer, key_layer = (
-                rotated_by_tables(x, cos, sin, rotary_interleaved) for x in (query_layer, key_layer)
+                rotate_by_tables(x, cos, sin, rotary_interleaved) for x in (query_layer, key_layer)
             )
         rows = torch.arange(batch, device=query_layer.device).expand(new, batch)
         with torch.no_grad():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....common.checks import whole
 from ...runtime.device import canonical_device
-from .rotation import rotated, rotated_by_tables
+from .rotation import rotate, rotate_by_tables
 
 
 class StaticContext:
@@ -160,13 +160,13 @@ class PagedContext:
         cp_group: Any = None, mscale: float = 1.0,
     ) -> Tensor:  # fmt: skip
         """Return query [t, 1, h, d], rotated by its token positions' angles."""
-        return rotated(query, freqs[self._positions], config.rotary_interleaved, mscale)
+        return rotate(query, freqs[self._positions], config.rotary_interleaved, mscale)
 
     def apply_rotary_emb_key(
         self, key: Tensor, freqs: Tensor, config: Any, cp_group: Any = None, mscale: float = 1.0
     ) -> Tensor:
         """Return key [t, 1, h, d], rotated by its token positions' angles."""
-        return rotated(key, freqs[self._positions], config.rotary_interleaved, mscale)
+        return rotate(key, freqs[self._positions], config.rotary_interleaved, mscale)
 
     def apply_fused_qk_rotary_emb(
         self, query: Tensor, key: Tensor, cos_sin: Tensor, config: Any
@@ -174,7 +174,7 @@ class PagedContext:
         """Return query and key, rotated by one table [positions, d] with cosines before sines."""
         cos, sin = cos_sin[self._positions].chunk(2, dim=-1)
         tables = cos[:, None, None], sin[:, None, None]
-        return tuple(rotated_by_tables(x, *tables, config.rotary_interleaved) for x in (query, key))  # pyright: ignore
+        return tuple(rotate_by_tables(x, *tables, config.rotary_interleaved) for x in (query, key))  # pyright: ignore
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:

@@ -36,17 +36,17 @@ class _LightModule(torch.nn.Module):
         self.config = config
 
 
-def _of_megatron(module: str, name: str, otherwise: Any) -> Any:
+def _megatron_attribute(module: str, name: str, otherwise: Any) -> Any:
     if not optional.installed("megatron") or optional.failure("megatron.core", "parallel_state") is not None:
         return otherwise
     return getattr(importlib.import_module(f"megatron.core.{module}"), name)
 
 
-AttnMaskType: Any = _of_megatron("transformer.enums", "AttnMaskType", _LightMaskType)
+AttnMaskType: Any = _megatron_attribute("transformer.enums", "AttnMaskType", _LightMaskType)
 """The keys that a query sees: Megatron-core's enumeration, or one with the same names where it is missing."""
-MegatronModule: Any = _of_megatron("transformer.module", "MegatronModule", _LightModule)
-_ProcessGroups: Any = _of_megatron("process_groups_config", "ProcessGroupCollection", None)
-_get_rng_tracker: Any = _of_megatron("tensor_parallel.random", "get_cuda_rng_tracker", None)
+MegatronModule: Any = _megatron_attribute("transformer.module", "MegatronModule", _LightModule)
+_ProcessGroups: Any = _megatron_attribute("process_groups_config", "ProcessGroupCollection", None)
+_get_rng_tracker: Any = _megatron_attribute("tensor_parallel.random", "get_cuda_rng_tracker", None)
 
 
 @dataclass
@@ -206,7 +206,7 @@ def process_groups(given: Any) -> Any:
     return ProcessGroups()
 
 
-def ranks_of(group: Any) -> int:
+def count_ranks(group: Any) -> int:
     """Return the size of a group; 1 for None."""
     return 1 if group is None else torch.distributed.get_world_size(group)
 

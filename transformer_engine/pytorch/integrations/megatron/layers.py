@@ -15,7 +15,7 @@ from ... import attention as attentions
 from ...constants import AttentionType
 from ...module import LayerNorm, LayerNormLinear, Linear, RMSNorm
 from ...runtime.device import canonical_device
-from .equivalents import CrossAttentionSubmodules, SelfAttentionSubmodules, ranks_of, rng_tracker, setting
+from .equivalents import CrossAttentionSubmodules, SelfAttentionSubmodules, count_ranks, rng_tracker, setting
 
 
 def self_attention_submodules(config: Any, input_norm: bool = False) -> SelfAttentionSubmodules:
@@ -43,7 +43,7 @@ def _arguments(
     config: Any, *, init_method: Any, bias: bool, tp_group: Any = None, name: str | None = None, **_: Any
 ) -> dict[str, Any]:
     """Convert Megatron's constructor arguments; arguments that the class determines are ignored."""
-    tp_size = ranks_of(tp_group)
+    tp_size = count_ranks(tp_group)
     return {
         "name": name,
         "bias": bias,
@@ -152,7 +152,7 @@ class CoreAttention(attentions.DotProductAttention):
             qkv_format="sbhd",
             attn_mask_type=attn_mask_type.name,
             window_size=config.window_size,
-            tp_size=ranks_of(tp_group),
+            tp_size=count_ranks(tp_group),
             tp_group=tp_group,
             get_rng_state_tracker=rng_tracker(),
             layer_number=layer_number,

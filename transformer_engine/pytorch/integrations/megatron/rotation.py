@@ -19,7 +19,7 @@ class Forms(NamedTuple):
     cos_sin: Tensor | None
 
 
-def embeddings_of(given: Forms, context: Any, flash_decode: bool) -> Any:
+def unpack_embeddings(given: Forms, context: Any, flash_decode: bool) -> Any:
     """Return query and key angles, None if tables are used; raise ValueError for an unused form.
 
     Caches of flash_decode contain rotated keys and use the tables; contexts that rotate themselves use one table.
@@ -74,7 +74,7 @@ def check_reach(tables: tuple[Tensor | None, Tensor | None], end: int) -> None:
             raise ValueError(f"{name} has {table.shape[0]} positions, {end} are needed; make it longer")
 
 
-def rotated(
+def rotate(
     x: Tensor,
     freqs: Tensor,
     interleaved: bool,
@@ -100,7 +100,7 @@ def rotated(
             )
         # One sequence with all tokens, whose positions are token indices.
         tokens, table = x.flatten(0, 1).unsqueeze(1), freqs[: x.shape[0]].flatten(0, 1).unsqueeze(1)
-        return rotated(tokens, table, interleaved, mscale).view(x.shape)
+        return rotate(tokens, table, interleaved, mscale).view(x.shape)
     turned = apply_rotary_pos_emb(
         x,
         freqs,
@@ -116,7 +116,7 @@ def rotated(
     return torch.cat((head, rest), dim=-1) if rest.shape[-1] else head
 
 
-def rotated_by_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotate_by_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x [.., d], rotated by cos and sin [.., r / 2], one column per feature pair; the rest is copied."""
     size = 2 * cos.shape[-1]
     turned, rest = x[..., :size].float(), x[..., size:]

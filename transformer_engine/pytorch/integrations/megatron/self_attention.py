@@ -10,7 +10,7 @@ from torch import Tensor
 from ...functions.split_heads import SplitAlongDim
 from ...tensor import QuantizedTensor
 from .attention import Attention, save_original_input
-from .equivalents import AttnMaskType, SelfAttentionSubmodules, built, ranks_of, setting
+from .equivalents import AttnMaskType, SelfAttentionSubmodules, built, count_ranks, setting
 from .layers import HeadL2Norm, ProjectionHeads, clip_rows, head_norm
 
 
@@ -96,9 +96,9 @@ class SelfAttention(Attention):
         mine = torch.stack(list(parameters.values()))
         groups = {"tensor": self.pg_collection.tp, "data": getattr(self.pg_collection, "dp", None)}
         for kind, group in groups.items():
-            if ranks_of(group) == 1:
+            if count_ranks(group) == 1:
                 continue
-            theirs = [torch.empty_like(mine) for _ in range(ranks_of(group))]
+            theirs = [torch.empty_like(mine) for _ in range(count_ranks(group))]
             torch.distributed.all_gather(theirs, mine, group=group)
             for rank, other in enumerate(theirs):
                 wrong = [

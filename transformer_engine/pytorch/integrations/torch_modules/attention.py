@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ....common.recipe import Recipe
 from ...quantization.autocast import autocast
 from ..huggingface import masks, sdpa
-from ..huggingface.core import DTYPES, CoreSettings, attend, core_of, in_autocast
+from ..huggingface.core import DTYPES, CoreSettings, attend, cast_to_autocast, find_core
 from ..huggingface.injection import InjectedForward
 
 _CORES = "_te_cores"
@@ -33,16 +33,16 @@ class EngineAttention:
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        q, k, v = in_autocast(query, key, value)
+        q, k, v = cast_to_autocast(query, key, value)
         if unsupported_call(q, k, v, attn_mask, dropout_p, enable_gqa):
             return sdpa.original()(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        masking = masks.without_tensor(is_causal, q.shape[2], k.shape[2], None)
+        masking = masks.maskless_masking(is_causal, q.shape[2], k.shape[2], None)
         factor: float = q.shape[3] ** -0.5 if scale is None else scale
         settings = CoreSettings(q.shape[1], k.shape[1], q.shape[3], v.shape[3], factor, causal=masking.causal)
         with nullcontext() if self.recipe is None else autocast(recipe=self.recipe):
-            core = core_of(self.module, settings)
+            core = find_core(self.module, settings)
             return attend(core, q, k, v, masking).transpose(1, 2)
 
 
@@ -92,7 +92,7 @@ def unsupported_module(module: nn.Module) -> str | None:
     """Reason why the attention of a module cannot be replaced; None if it can."""
     if "forward" in vars(module):
         return "its forward was replaced"
-    name = sdpa.imported_by_name(module)
+    name = sdpa.find_imported_name(module)
     if name is not None:
         return f"its file imports scaled_dot_product_attention as {name}; call torch.nn.functional's"
     return None

@@ -24,7 +24,7 @@ from .attention import (
 )
 from .eligibility import Eligibility, Filter, candidates, check_filter, check_recipe, matches
 from .layers import CONVERTED, Converter, restore_module
-from .sample import Sample, SampleCall, SampleCalls, in_shards, record, run, tensors_of, unchanged_state
+from .sample import Sample, SampleCall, SampleCalls, is_sharded, iterate_tensors, preserve_state, record, run
 from .table import ConversionTable, LayerChoice
 from .timing import Comparison, compare, time_functions, wait_for_device
 
@@ -83,7 +83,7 @@ def convert(
     recorded = None if sample is None else record(model, sample, modules)
     chooser = _Chooser(Converter(recipe), recorded, timed, convert_outputs, compiled)
     rows = [chooser.choice(name, module, reasons[name]) for name, module in modules.items()]
-    rows += [*chooser.attention(model, include, exclude), *_stacked_experts(model)]
+    rows += [*chooser.attention(model, include, exclude), *_skip_stacked_experts(model)]
     before = _model_ms(model, sample) if timed else None
     named = dict(model.named_modules())
     for row in rows:
@@ -221,7 +221,7 @@ class _Chooser:
         key = described_as, *_tensor_facts(module), frozenset(calls.items())
         if key not in self._compared:
             self._compared[key] = compare(module, self.converter, calls)
-        return _timed_choice(name, described_as, choice, self._compared[key])
+        return _time_choice(name, described_as, choice, self._compared[key])
 
     def _sample_reason(self, name: str, linear: bool, calls: Counter[SampleCall] | None) -> str | None:
         """Reason from the sample, or from the way in which the model will run."""
@@ -256,11 +256,11 @@ class _Chooser:
             key = _ATTENTION, frozenset(calls.items())
             if key not in self._compared:
                 self._compared[key] = _compare_attention(calls)
-            rows.append(_timed_choice(name, _ATTENTION, "te", self._compared[key]))
+            rows.append(_time_choice(name, _ATTENTION, "te", self._compared[key]))
         return rows
 
 
-def _stacked_experts(model: nn.Module) -> list[LayerChoice]:
+def _skip_stacked_experts(model: nn.Module) -> list[LayerChoice]:
     """Rows for modules with experts in one parameter [experts, .., ..], which are not converted."""
     reason = "its experts are one parameter; build them with te.GroupedLinear, or as nn.Linear in a loop"
     return [
@@ -282,7 +282,7 @@ def _compare_attention(calls: Counter[SampleCall]) -> Comparison:
     return Comparison(*time_functions(functions, call))
 
 
-def _timed_choice(name: str, module: str, converted: str, compared: Comparison) -> LayerChoice:
+def _time_choice(name: str, module: str, converted: str, compared: Comparison) -> LayerChoice:
     ratio = compared.converted.ms / compared.original.ms
     choice = converted if ratio <= MARGIN else "torch"
     return LayerChoice(name, module, choice, f"{ratio:.2f} of the time", compared)
@@ -308,18 +308,18 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _model_ms(model: nn.Module, sample: Any) -> float | None:
     """Median milliseconds for the sample, forward and backward; None for a model in shards."""
-    if in_shards(model):
+    if is_sharded(model):
         return None
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step() -> None:
         outputs = run(model, sample)
-        roots = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
+        roots = [tensor for tensor in iterate_tensors(outputs) if tensor.requires_grad]
         if roots and wanted:
             torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
 
     times = []
-    with unchanged_state(model), torch.enable_grad():
+    with preserve_state(model), torch.enable_grad():
         for _ in range(8):
             wait_for_device()
             begin = time.perf_counter()

@@ -55,7 +55,7 @@ def check_recipe(recipe: Recipe | None) -> None:
         )
 
 
-def tied_parameters(model: nn.Module) -> dict[int, list[str]]:
+def find_tied_parameters(model: nn.Module) -> dict[int, list[str]]:
     """Names of modules that share a parameter, by the parameter's id."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -77,7 +77,7 @@ class Eligibility:
 
     def __init__(self, model: nn.Module, recipe: Recipe | None, include: Filter, exclude: Filter) -> None:
         self.recipe, self.include, self.exclude = recipe, include, exclude
-        self._tied = tied_parameters(model)
+        self._tied = find_tied_parameters(model)
 
     def unsupported_reason(self, name: str, module: nn.Module) -> str | None:
         """Reason to leave a Linear or norm as it is, independently of its inputs; None if it can be converted."""
@@ -85,7 +85,7 @@ class Eligibility:
             return "not selected by include"
         if matches(self.exclude, name, module):
             return "excluded"
-        reason = _modified(module)
+        reason = _modification_reason(module)
         if reason is not None:
             return reason
         weight: Any = module._parameters.get("weight")
@@ -107,7 +107,7 @@ class Eligibility:
         return None
 
 
-def _modified(module: nn.Module) -> str | None:
+def _modification_reason(module: nn.Module) -> str | None:
     """Reason to leave a module whose computation differs from its torch.nn class."""
     if type(module) in CONVERTED:
         return "converted already"

@@ -80,8 +80,8 @@ def record(model: nn.Module, sample: Sample, modules: Mapping[str, nn.Module]) -
     eager = torch.compiler.set_stance("force_eager")
     with (
         recorder.hooked(),
-        unchanged_state(model),
-        torch.set_grad_enabled(not in_shards(model)),
+        preserve_state(model),
+        torch.set_grad_enabled(not is_sharded(model)),
         eager,
         recorder,
     ):
@@ -96,13 +96,13 @@ def record(model: nn.Module, sample: Sample, modules: Mapping[str, nn.Module]) -
     return recorder.recorded
 
 
-def in_shards(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether parameters of a model are DTensors."""
     return any(is_distributed(parameter) for parameter in model.parameters())
 
 
 @contextmanager
-def unchanged_state(model: nn.Module) -> Iterator[None]:
+def preserve_state(model: nn.Module) -> Iterator[None]:
     """Restore random states and the model's buffers on exit."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
@@ -115,16 +115,16 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
     """Iterate over the tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for part in value.values():
-            yield from tensors_of(part)
+            yield from iterate_tensors(part)
     elif isinstance(value, (tuple, list)):
         for part in value:
-            yield from tensors_of(part)
+            yield from iterate_tensors(part)
 
 
 class _SampleMode(TorchFunctionMode):
@@ -152,7 +152,7 @@ class _SampleMode(TorchFunctionMode):
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._running.append(name)
-            x = next(tensors_of((*args, *kwargs.values())), None)
+            x = next(iterate_tensors((*args, *kwargs.values())), None)
             if name in self.modules and x is not None:
                 trains = any(parameter.requires_grad for parameter in module.parameters())
                 call = SampleCall((tuple(x.shape),), x.dtype, x.device, _needs_grad(x), trains)
@@ -195,7 +195,7 @@ class _SampleMode(TorchFunctionMode):
 
     def mark_outputs(self, outputs: Any) -> None:
         """Record the modules whose last output shares memory with any of `outputs`."""
-        memory = {_storage(tensor) for tensor in tensors_of(outputs)} - {0}
+        memory = {_storage(tensor) for tensor in iterate_tensors(outputs)} - {0}
         self.recorded.outputs |= {
             name for name, copies in self._last.items() if _share_memory(copies, memory)
         }

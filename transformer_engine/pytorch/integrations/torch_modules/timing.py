@@ -85,14 +85,14 @@ def time_functions(functions: Sequence[Callable[..., Tensor]], call: SampleCall)
     for step in steps:
         for _ in range(_WARM_STEPS):
             step()
-    single = min(_elapsed(step, 1, place) for step in steps)
+    single = min(_time_steps(step, 1, place) for step in steps)
     repeats = max(1, min(100, int(_SECONDS / max(single, 1e-6))))
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(_ROUNDS):
         for step, measured in zip(steps, times, strict=True):
-            measured.append(_elapsed(step, repeats, place) / repeats)
+            measured.append(_time_steps(step, repeats, place) / repeats)
     return [
-        Cost(1e3 * statistics.median(measured), _held(function, inputs))
+        Cost(1e3 * statistics.median(measured), _count_held_bytes(function, inputs))
         for measured, function in zip(times, functions, strict=True)
     ]
 
@@ -111,7 +111,7 @@ def _step(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[],
     return step
 
 
-def _elapsed(step: Callable[[], Any], repeats: int, device: torch.device) -> float:
+def _time_steps(step: Callable[[], Any], repeats: int, device: torch.device) -> float:
     """Seconds for some steps, including the host's time."""
     wait_for_device(device)
     begin = time.perf_counter()
@@ -121,7 +121,7 @@ def _elapsed(step: Callable[[], Any], repeats: int, device: torch.device) -> flo
     return time.perf_counter() - begin
 
 
-def _held(function: Callable[..., Tensor], inputs: list[Tensor]) -> int | None:
+def _count_held_bytes(function: Callable[..., Tensor], inputs: list[Tensor]) -> int | None:
     """Bytes in the inputs, the output and saved tensors that exist after a forward pass; None on a CPU."""
     device = inputs[0].device
     if device.type != "cuda":

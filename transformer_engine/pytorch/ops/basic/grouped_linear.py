@@ -25,7 +25,7 @@ from ...functions.grouped_request import (
     TABLE,
     TOGETHER,
     GroupedRequest,
-    requested_by_environment,
+    environment_request,
 )
 from ...functions.linear_spec import LinearSpec, replace_fields
 from ...functions.weight_gradient import WeightGradient, WeightGradStore
@@ -34,7 +34,7 @@ from ...quantization.family import family_of
 from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.grouped_checkpoints import convert_state
-from ...tensor.grouped_tensor import GroupedTensor, memory_of, plain_stack
+from ...tensor.grouped_tensor import GroupedTensor, group_memory, plain_stack
 from ...tensor.initial_values import keep_initial_values
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..pass_operation import PassOperation
@@ -45,7 +45,7 @@ from ..passes.grouped import (
     GroupedKind,
     GroupedParameters,
     GroupedPasses,
-    accepted_buffers,
+    accept_buffers,
 )
 from ..passes.linear import linear_spec
 from .basic_linear import check_input, check_main_grad, parameter_dtype
@@ -186,7 +186,7 @@ class GroupedLinear(PassOperation):
             elif quantized:
                 made = self._quantized(values, int(name[6:]))
             elif stacked:
-                made = GroupedTensor.of_stack(values)
+                made = GroupedTensor.from_stack(values)
             parameter = torch.nn.Parameter(made, requires_grad=before.requires_grad)
             for key, value in vars(before).items():
                 if not hasattr(parameter, key):
@@ -239,7 +239,9 @@ class GroupedLinear(PassOperation):
 
     def _weight_parameters(self) -> list[Tensor]:
         """Return the parameters that are weights: one per group, or the stack."""
-        return [memory_of(getattr(self, name)) for name in self.parameter_names if name.startswith("weight")]
+        return [
+            group_memory(getattr(self, name)) for name in self.parameter_names if name.startswith("weight")
+        ]
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Check the parameters.
@@ -304,7 +306,7 @@ class GroupedLinear(PassOperation):
         kind = GroupedKind(spec, rows, x.device, self._weight_parameters)
         stacks = self.single_grouped_weight, self.single_grouped_bias
         parameters = GroupedParameters(self.parameter_names, *stacks)
-        buffers = accepted_buffers(x, self.out_features, call.options, dtype)
+        buffers = accept_buffers(x, self.out_features, call.options, dtype)
         made = GroupedPasses(kind, parameters, x.dtype, bias_dtype, self._scale_bias, grad_bias, buffers)
         return made, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
 
@@ -317,7 +319,7 @@ class GroupedLinear(PassOperation):
         enabled = call.state.enabled
         forward = self.forward_quantizers() if enabled or call.state.calibrating else []
         backward = self._quantizers["backward"]
-        plain = not isinstance(memory_of(first), QuantizedTensorStorage)
+        plain = not isinstance(group_memory(first), QuantizedTensorStorage)
         store = self.wgrad_store if self.wgrad_store.delay_wgrad_compute() else None
         groups: list[LinearSpec] = []
         unquantized: list[LinearSpec] = []
@@ -337,7 +339,7 @@ class GroupedLinear(PassOperation):
         extents = (self.out_features, self.in_features)
         # fmt: off
         request = GroupedRequest(
-            features, requested=requested_by_environment(), plain=not x.subclass, has_rows=True, width=self.in_features,
+            features, requested=environment_request(), plain=not x.subclass, has_rows=True, width=self.in_features,
             dtype=dtype, device=x.device, extents=extents, weight_device=first.device, compute_dtype=dtype,
             weight_read_dtype=None if forward and enabled else first.dtype, multiple=quantizers.multiple,
         )
@@ -359,7 +361,7 @@ class GroupedLinear(PassOperation):
     def _features(self, call: OperationCall, group: LinearSpec) -> tuple[str, ...]:
         """Return the features in every call of a kind that one launch per step does not support."""
         stacked = self.single_grouped_weight or self.single_grouped_bias
-        kinds = {type(memory_of(getattr(self, name))) for name in self.parameter_names}
+        kinds = {type(group_memory(getattr(self, name))) for name in self.parameter_names}
         found = {
             DELAYED_WEIGHT_GRADIENTS: self.wgrad_store.delay_wgrad_compute(),
             QUANTIZED_PARAMETERS: any(issubclass(kind, QuantizedTensorStorage) for kind in kinds),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.recipe import Recipe, description_of, recipe_described_as
+from ....common.recipe import Recipe, recipe_described_as, recipe_description
 from ...functions.grouped_call import GroupedCall, GroupedSpec
 from ...functions.grouped_operators import (
     GroupedKernel,
@@ -20,7 +20,7 @@ from ...functions.grouped_operators import (
     register,
 )
 from ...quantization.autocast import AutocastState
-from ...runtime.autograd import without_autocast
+from ...runtime.autograd import disable_autocast
 from ...runtime.tracing import constant_while_tracing
 from ..passes.contract import (
     BackwardResult,
@@ -90,9 +90,9 @@ def traced_passes(op: Any, x: InputFacts, call: OperationCall) -> tuple[Operatio
     state = call.state
     active = state.enabled or state.calibrating
     states = [op.delayed_states(mode) if active else () for mode in MODES]
-    key = _registered_while_tracing(
+    key = _register_while_tracing(
         op._traced_name,
-        description_of(state.recipe) if active else None,
+        recipe_description(state.recipe) if active else None,
         (state.enabled, state.calibrating, call.saves, call.grad_input),
         state.group,
         call.autocast,
@@ -106,7 +106,7 @@ def traced_passes(op: Any, x: InputFacts, call: OperationCall) -> tuple[Operatio
 
 
 @constant_while_tracing
-def _registered_while_tracing(
+def _register_while_tracing(
     key: str,
     recipe: str | None,
     flags: tuple[bool, bool, bool, bool],
@@ -176,9 +176,9 @@ def _kernel(passes: GroupedPasses, extra: int, states: Any) -> GroupedKernel:
 
     return GroupedKernel(
         spec=kind.spec,
-        inference=lambda call, inputs: without_autocast(forward)(call, inputs, True).output.shaped(),
-        again=lambda call, inputs: list(without_autocast(forward)(call, inputs, False).saved),
-        backward=without_autocast(backward),
+        inference=lambda call, inputs: disable_autocast(forward)(call, inputs, True).output.shaped(),
+        again=lambda call, inputs: list(disable_autocast(forward)(call, inputs, False).saved),
+        backward=disable_autocast(backward),
         lists=None,
         present=present,
         call=call,

@@ -69,7 +69,7 @@ class ScaledTanhSReLU(BasicOperation):
         ctx = basic_op_ctxs[0]
         if ctx.requires_grad:
             ctx.save_for_backward(input_, scales)
-        bounded, _ = self._bounded(input_)
+        bounded, _ = self._bound_input(input_)
         y = bounded.square() * scales.float().reshape(*input_.shape[:-1], 1)
         return y.to(input_.dtype), [()]
 
@@ -81,14 +81,14 @@ class ScaledTanhSReLU(BasicOperation):
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
         x, scales = basic_op_ctxs[0].saved_tensors
-        bounded, tanh = self._bounded(x)
+        bounded, tanh = self._bound_input(x)
         dy = grad_output.float()
         row_scales = scales.float().reshape(*x.shape[:-1], 1)
         dx = dy * row_scales * (2.0 * bounded * (1.0 - tanh.square()))
         dscales = (dy * bounded.square()).sum(-1)
         return dx.to(x.dtype), [()], [(dscales.reshape(scales.shape).to(scales.dtype),)]
 
-    def _bounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _bound_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """b = s * tanh(max(x, 0) / s) and the tanh, float32."""
         tanh = torch.tanh(torch.relu(x.float()) / self.tanh_clamp_scale)
         return self.tanh_clamp_scale * tanh, tanh

@@ -20,7 +20,7 @@ from ...functions.linear_spec import LinearSpec
 from ...primitives.gemm import as_matrix
 from ...primitives.quantize import Cast
 from ...quantization.autocast import AutocastState
-from ...runtime.tracing import result_in
+from ...runtime.tracing import reshape_result
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.quantizer import Quantizer
 from ...tensor.storage.quantized_tensor_storage import plain_values
@@ -110,7 +110,7 @@ class Value(NamedTuple):
         if self.leading is None:
             return data
         shape = (*leading_shape(self.leading, data.shape[0]), data.shape[-1])
-        return data.view(shape) if type(data) is Symbol else result_in(data, shape)
+        return data.view(shape) if type(data) is Symbol else reshape_result(data, shape)
 
     def result(self) -> Any:
         """The tensor that a chain returns: a quantized one unchanged, any other in its own shape."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ....common.kernels import launch
 from ...distributed.recompute import is_fp8_activation_recompute_enabled
-from ...functions.caller_buffers import check_buffers, handed_out
-from ...functions.grouped_call import GroupedCall, GroupedSpec, members_of, stacked_gradient
+from ...functions.caller_buffers import alias_buffer, check_buffers
+from ...functions.grouped_call import GroupedCall, GroupedSpec, stack_gradient, stack_members
 from ...functions.grouped_linear import grouped_linear_backward, grouped_linear_forward
-from ...functions.grouped_products import converted_weights
+from ...functions.grouped_products import convert_weights
 from ...functions.grouped_request import (
     IRREGULAR,
     RECOMPUTATION,
@@ -199,7 +199,7 @@ class GroupedPasses(OperationPasses):
         biases = added = None
         if self.has_bias:
             biases = self.parameters.of_kind("bias", tensors.parameters)
-            added = converted_weights(biases, call) if self.converts_bias else biases
+            added = convert_weights(biases, call) if self.converts_bias else biases
         layer_tensors = (x.data, weights, None if self.scale_bias else added)
         (y,), saved = grouped_linear_forward(layer_tensors, call, call.spec.needs_grad, compute_y=compute_y)
         if self.scale_bias:
@@ -209,7 +209,7 @@ class GroupedPasses(OperationPasses):
                 y = scaled_bias(y, added, scales, call)
         if self.buffers[0] is not None:
             self.buffers[0].copy_(y)
-            y = handed_out(self.buffers[0])
+            y = alias_buffer(self.buffers[0])
         return ForwardResult(Value(y, x.leading, self.buffers[0] is None), saved)
 
     def fused_backward(
@@ -238,13 +238,13 @@ class GroupedPasses(OperationPasses):
             return BackwardResult(None, parameters, extra)
         if self.buffers[1] is not None:
             self.buffers[1].copy_(dx)
-            dx = handed_out(self.buffers[1])
+            dx = alias_buffer(self.buffers[1])
         return BackwardResult(Value(dx, leading).converted(self.gradient_dtype), parameters, extra)
 
 
 def scaled_bias(y: Tensor, biases: Any, scales: Tensor, call: GroupedCall) -> Tensor:
     """y_g + scales_g * bias_g for each group g, in float32."""
-    parts = zip(call.rows_of(y), members_of(biases), call.rows_of(scales), strict=True)
+    parts = zip(call.rows_of(y), stack_members(biases), call.rows_of(scales), strict=True)
     return call.joined(
         [(part.float() + rows.float() * bias.float()).to(y.dtype) for part, bias, rows in parts]
     )
@@ -254,15 +254,15 @@ def scaled_bias_backward(dy: Tensor, biases: Any, scales: Tensor, call: GroupedC
     """Bias gradients [N], and scale gradients [M, 1]."""
     grads: list[Tensor | None] = []
     grad_scales: list[Tensor] = []
-    for part, bias, rows in zip(call.rows_of(dy), members_of(biases), call.rows_of(scales), strict=True):
+    for part, bias, rows in zip(call.rows_of(dy), stack_members(biases), call.rows_of(scales), strict=True):
         wide = part.float()
         grads.append((wide * rows.float()).sum(0).to(bias.dtype))
         grad_scales.append((wide @ bias.float()).to(scales.dtype).unsqueeze(1))
-    of_biases = stacked_gradient(grads, WeightGradient()) if call.spec.stacked_bias else grads
+    of_biases = stack_gradient(grads, WeightGradient()) if call.spec.stacked_bias else grads
     return of_biases, call.joined(grad_scales)
 
 
-def accepted_buffers(
+def accept_buffers(
     x: InputFacts, width: int, options: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check the caller's buffers for the output [.., width] and the input gradient, and return both."""

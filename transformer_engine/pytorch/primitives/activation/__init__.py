@@ -23,7 +23,7 @@ from .request import (
     Constants,
     MeasuredGradient,
     OutputCast,
-    request_of,
+    make_request,
 )
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-def _constants_of(name: str, params: ActivationParams) -> Constants:
+def _activation_constants(name: str, params: ActivationParams) -> Constants:
     """The constants of an activation; zeros if it has none.
 
     Unused constants are not read: with dynamic shapes, torch 2.11 turns each float that a compiled function reads into
@@ -69,7 +69,7 @@ def activation_forward(
     With a cast, x is a matrix, and the codes of y are returned instead of y. On a GPU the kernel writes codes with
     one scale per tensor or per block. Then y is not stored, unless one scale is computed from its maximum.
     """
-    facts = (name, x.shape, x.stride(), x.dtype, x.device, _constants_of(name, params))
+    facts = (name, x.shape, x.stride(), x.dtype, x.device, _activation_constants(name, params))
     if cast is None:
         return TABLE.bound(facts)(x)
     spec, multiplier, record = cast
@@ -116,7 +116,7 @@ def activation_backward(
             depends on the backend; None: no sum. With a sum, codes in row-wise blocks only are cast
             after dx is stored; for these, `gradient_fuses` is False.
     """
-    constants, gradient = _constants_of(name, params), (dy.stride(), dy.dtype)
+    constants, gradient = _activation_constants(name, params), (dy.stride(), dy.dtype)
     facts = (name, x.shape, x.stride(), x.dtype, x.device, constants, gradient)
     if cast is None:
         return TABLE.bound(facts)(dy, x)
@@ -147,7 +147,7 @@ def activation_backward_and_output(
         cast: Cast of dx with a given multiplier, or None.
         output: Cast of f(x).
     """
-    constants, gradient = _constants_of(name, params), (dy.stride(), dy.dtype)
+    constants, gradient = _activation_constants(name, params), (dy.stride(), dy.dtype)
     spec, multiplier, record = (None, None, None) if cast is None else cast
     described = (spec, multiplier is not None, record is not None, None, output.spec)
     encoded = isinstance(x, Operand)
@@ -190,7 +190,7 @@ _backward_operator = operator(
 )
 
 
-def _operator_of(request: ActivationRequest) -> Operator:
+def _make_operator(request: ActivationRequest) -> Operator:
     """Return the operator of the activation; a cast and column sums are separate operators."""
     limit, alpha, offset = request.constants
     one = _backward_operator if request.backward else _forward_operator
@@ -198,7 +198,7 @@ def _operator_of(request: ActivationRequest) -> Operator:
     if request.output is not None:
         rest = request._replace(output=None, encoded=False)
         value = _forward_operator.given(name=request.name, limit=limit, alpha=alpha, offset=offset)
-        steps = zip(_operator_of(rest), value, strict=True)
+        steps = zip(_make_operator(rest), value, strict=True)
         return Operator(*[reference.with_output(request, *pair) for pair in steps])
     if request.cast is None:
         return alone
@@ -206,5 +206,5 @@ def _operator_of(request: ActivationRequest) -> Operator:
 
 
 TABLE: Table[ActivationRequest] = Table(
-    "activation", (triton.BACKEND, reference.BACKEND), describe=request_of, operator=_operator_of
+    "activation", (triton.BACKEND, reference.BACKEND), describe=make_request, operator=_make_operator
 )

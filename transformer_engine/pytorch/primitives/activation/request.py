@@ -146,7 +146,7 @@ class ActivationRequest(NamedTuple):
         return rows, width // 2 if self.gated and not self.backward else width
 
 
-def request_of(
+def make_request(
     name: str,
     shape: torch.Size,
     strides: tuple[int, ...],

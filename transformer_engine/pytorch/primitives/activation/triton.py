@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, undisturbed
+from ....common.dispatch import Backend, is_undisturbed
 from ....common.kernels.launch import LARGEST_EXTENT, Machine
 from ...runtime import launching
 from ...runtime.device import current_hardware
@@ -49,7 +49,7 @@ def fuses(request: ActivationRequest, cast: CastRequest) -> bool:
         return False
     if not request.backward:
         return True
-    if request.gated and fused_codes.in_blocks(cast.spec) and request.shape[1] % _HALVES:
+    if request.gated and fused_codes.has_block_scales(cast.spec) and request.shape[1] % _HALVES:
         return False
     return fused_codes.gradient_fuses(cast.spec, request.dbias is not None)
 
@@ -64,7 +64,7 @@ def recomputes(request: ActivationRequest) -> bool:
         return False
     if request.device.type == "cuda" and not current_hardware().has("fp8 casts"):
         return False  # dx and f(x) have codes of two dtypes; see `conversion`
-    return not fused_codes.in_blocks(spec)
+    return not fused_codes.has_block_scales(spec)
 
 
 def _forward(request: ActivationRequest) -> Callable[[Tensor], Tensor]:
@@ -145,7 +145,7 @@ def _forward_codes(
 
     shape, stride = request.made, _rows(request.shape, request.strides)[1]
     plain = (request.name, request.gated, shape, stride)
-    if fused_codes.in_blocks(cast.spec):
+    if fused_codes.has_block_scales(cast.spec):
         bytes_read = (2 if request.gated else 1) * request.dtype.itemsize
         machine = _machine(request, bytes_read)
         blocks = fused_codes.blocks(cast.spec, request.dtype)
@@ -156,7 +156,7 @@ def _forward_codes(
     taken, performed = len(program.inputs), Performed(program, request.device)
 
     def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> Quantized:
-        if not undisturbed():
+        if not is_undisturbed():
             fused_codes.report(shape, request.dtype, request.device, cast)
         return Quantized(*performed(*(rows_dense(x), as_float32(multiplier), record)[:taken]))
 
@@ -178,7 +178,7 @@ def _backward_codes(
     )
     plain = (request.name, request.gated, (rows, width), strides)
     sums = None if request.dbias is None else DTYPE_NAMES[request.dbias]
-    if fused_codes.in_blocks(cast.spec):
+    if fused_codes.has_block_scales(cast.spec):
         bytes_read = dy_dtype.itemsize + (2 if request.gated else 1) * request.dtype.itemsize
         machine = _machine(request, bytes_read)
         blocks = fused_codes.blocks(cast.spec, request.dtype)
@@ -191,7 +191,7 @@ def _backward_codes(
     def run(
         dy: Tensor, x: Tensor, multiplier: Tensor | None, record: Tensor | None
     ) -> tuple[Quantized, Tensor | None]:
-        if not undisturbed():
+        if not is_undisturbed():
             fused_codes.report(request.made, request.dtype, request.device, cast)
         given = (rows_dense(dy), rows_dense(x), as_float32(multiplier), record)
         *codes, sums = performed(*given[:taken])
@@ -234,7 +234,7 @@ def _backward_and_output(
         if cast is None:
             dx, amax, codes_t, scale = performed(*matrices, *of_output)
             return MeasuredGradient(dx, amax), Quantized(codes_t=codes_t, scale_t=scale)
-        if not undisturbed():
+        if not is_undisturbed():
             fused_codes.report(request.made, request.dtype, request.device, cast)
         given = (*matrices, as_float32(multiplier), record, *of_output)
         *codes, codes_t, scale = performed(*given)

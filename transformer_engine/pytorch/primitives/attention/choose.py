@@ -129,7 +129,7 @@ def check(call: AttentionCall) -> None:
         raise NoBackend(f"No dot product attention backend is available: {reasons}") from None
 
 
-def passes_of(call: AttentionCall) -> Passes:
+def choose_passes(call: AttentionCall) -> Passes:
     """Return the forward and backward functions from the first backend that supports the call and has both
     separately."""
     bound = TABLE.bind(call)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.autograd import recorded_product
+from ...runtime.autograd import record_product
 from ...runtime.device import autocast_kind
 from .dropout import kept
 
@@ -67,10 +67,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | N
     with torch.autocast(autocast_kind(q.device), enabled=False):
         logits = _logits(_scores(q, k, terms), terms)
         lse = _log_sum(logits, terms.sink)
-        probabilities = _dropped(_probabilities(logits, lse), terms.dropout, rng_state)
+        probabilities = _drop_weights(_probabilities(logits, lse), terms.dropout, rng_state)
         if terms.round_p is not None:
             probabilities = terms.round_p(probabilities)
-        out = _ungrouped(recorded_product(_grouped(probabilities, k.shape[1]), _wide(v)[:, :, None]))
+        out = _ungroup_heads(record_product(_grouped(probabilities, k.shape[1]), _wide(v)[:, :, None]))
         max_logit = (
             logits.amax(dim=(0, 2, 3)) if logits.numel() else logits.new_full((q.shape[1],), -torch.inf)
         )
@@ -97,9 +97,9 @@ def backward(
         probabilities = _probabilities(_logits(scores, terms), lse)
         grad_out = _wide(grad_out)
         inner = (grad_out * _wide(out)).sum(dim=-1)
-        grad_p = _ungrouped(_grouped(grad_out, groups) @ _wide(v)[:, :, None].transpose(-1, -2))
-        grad_p = _dropped(grad_p, terms.dropout, rng_state)
-        dropped = _dropped(probabilities, terms.dropout, rng_state)
+        grad_p = _ungroup_heads(_grouped(grad_out, groups) @ _wide(v)[:, :, None].transpose(-1, -2))
+        grad_p = _drop_weights(grad_p, terms.dropout, rng_state)
+        dropped = _drop_weights(probabilities, terms.dropout, rng_state)
         if terms.round_p is not None:
             dropped = terms.round_p(dropped)
         grad_v = (_grouped(dropped, groups).transpose(-1, -2) @ _grouped(grad_out, groups)).sum(dim=2)
@@ -112,7 +112,7 @@ def backward(
         if terms.softcap == 0.0 or terms.caps_bias:
             grad_after = grad_s
         grouped_s = _grouped(grad_s, groups)
-        grad_q = _ungrouped(grouped_s @ _wide(k)[:, :, None]) * terms.scale
+        grad_q = _ungroup_heads(grouped_s @ _wide(k)[:, :, None]) * terms.scale
         grad_k = (grouped_s.transpose(-1, -2) @ _grouped(_wide(q), groups)).sum(dim=2) * terms.scale
         bias, sink = terms.bias, terms.sink
         grad_bias = None if bias is None else grad_after.sum_to_size(bias.shape).to(bias.dtype)
@@ -138,14 +138,14 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
 
 
-def _ungrouped(x: Tensor) -> Tensor:
+def _ungroup_heads(x: Tensor) -> Tensor:
     return x.flatten(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     """Compute the scores [b, h, i, j] before the softcap: scale * q k^T, and a bias that the softcap limits too."""
     keys = _wide(k)[:, :, None].transpose(-1, -2)
-    scores = _ungrouped(recorded_product(_grouped(_wide(q), k.shape[1]), keys)) * terms.scale
+    scores = _ungroup_heads(record_product(_grouped(_wide(q), k.shape[1]), keys)) * terms.scale
     if terms.bias is not None and (terms.softcap == 0.0 or terms.caps_bias):
         scores = scores + terms.bias.to(scores.dtype)
     return scores
@@ -202,7 +202,7 @@ def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:
     return torch.where(blind, 0.0, torch.exp(logits - torch.where(blind, 0.0, lse)))
 
 
-def _dropped(x: Tensor, probability: float, rng_state: Tensor | None) -> Tensor:
+def _drop_weights(x: Tensor, probability: float, rng_state: Tensor | None) -> Tensor:
     if probability == 0.0:
         return x
     if probability == 1.0:  # 1 / (1 - probability) is infinite, and x * 0.0 is NaN for infinities

@@ -23,12 +23,12 @@ def kept(state: Tensor, shape: torch.Size, probability: float) -> Tensor:
         size *= extent
     index = torch.arange(1, size + 1, dtype=torch.int64, device=state.device)
     x = (state[0] << 31) + state[1] + index * _INCREMENT
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    x = x ^ _shifted(x, 31)
-    return (_shifted(x, 40) >= int(probability * (1 << 24))).reshape(shape)
+    x = (x ^ _shift_right(x, 30)) * _FIRST
+    x = (x ^ _shift_right(x, 27)) * _SECOND
+    x = x ^ _shift_right(x, 31)
+    return (_shift_right(x, 40) >= int(probability * (1 << 24))).reshape(shape)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Return x >> bits, filled with zeros instead of the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

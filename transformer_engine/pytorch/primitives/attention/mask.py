@@ -97,7 +97,7 @@ def resolve(
     return Mask(name, check_set_window_size(name, window_size), bottom_right).within(WIDEST)
 
 
-def over_cached_keys(name: str) -> str:
+def cached_mask_type(name: str) -> str:
     """Return the mask type for a step with cached keys, with lengths per sequence and bottom-right diagonals."""
     if name == "arbitrary":
         raise ValueError(

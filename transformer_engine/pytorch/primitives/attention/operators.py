@@ -20,7 +20,7 @@ from ...runtime.operator_definition import define_operator
 from ...runtime.tracing import constant_while_tracing
 from . import reference
 from .call import Attended, AttentionCall, AttentionInputs, Gradients, Switches
-from .choose import TABLE, choose, passes_of
+from .choose import TABLE, choose, choose_passes
 from .mask import Mask
 from .passes import Bound, Passes
 
@@ -70,7 +70,7 @@ def choose_when_traced(call: AttentionCall) -> Bound:
         backend = TABLE.named(_name_with_score_mod(as_text(call), with_bprop))
         assert backend.bind is not None
         return cast(Bound, backend.bind(call))
-    return _when_traced(_chosen_name(as_text(call)), call)
+    return _when_traced(_choose_name(as_text(call)), call)
 
 
 def choose_when_exported(call: AttentionCall) -> Bound:
@@ -97,7 +97,7 @@ def passes_when_traced(call: AttentionCall) -> Passes:
 
 
 @constant_while_tracing
-def _chosen_name(text: str) -> str:
+def _choose_name(text: str) -> str:
     return choose(from_text(text)).name
 
 
@@ -113,29 +113,31 @@ def _name_with_score_mod(text: str, with_bprop: bool) -> str:
 
 @constant_while_tracing
 def _name_of_passes(text: str) -> str:
-    return passes_of(from_text(text)).name
+    return choose_passes(from_text(text)).name
 
 
 def _when_traced(name: str, call: AttentionCall) -> Bound:
     """Return a backend as a tracing compiler sees it: operators if it is opaque, otherwise its own operations."""
     backend = TABLE.named(name)
     if backend.opaque:
-        return by_operators(name)
+        return operator_passes(name)
     assert backend.bind is not None
     return backend.bind(call)  # pyright: ignore[reportReturnType]
 
 
 def as_traced(passes: Passes) -> Passes:
     """Return passes chosen by an eager call for a compiler that traces only the backward pass."""
-    return by_operators(passes.name) if TABLE.named(passes.name).opaque else passes
+    return operator_passes(passes.name) if TABLE.named(passes.name).opaque else passes
 
 
-def by_operators(name: str) -> Passes:
+def operator_passes(name: str) -> Passes:
     """Return the passes of a backend as calls to the two operators."""
 
     def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
         found = torch.ops.transformer_engine.attention_forward(name, as_text(call), list(inputs))
-        output, *others = (x if wanted else None for x, wanted in zip(found, _returned(call), strict=True))
+        output, *others = (
+            x if wanted else None for x, wanted in zip(found, _returned_fields(call), strict=True)
+        )
         assert output is not None
         return Attended(output, *others)
 
@@ -164,7 +166,7 @@ def _passes_and_call(key: tuple[str, str]) -> tuple[Passes, AttentionCall]:
 _BY_TEXT: Memory[tuple[str, str], tuple[Passes, AttentionCall]] = Memory(_passes_and_call, REMEMBERED)
 
 
-def _returned(call: AttentionCall) -> tuple[bool, ...]:
+def _returned_fields(call: AttentionCall) -> tuple[bool, ...]:
     """Return which `Attended` fields are tensors."""
     return True, call.needs_gradient, call.dropout > 0.0, call.max_logit
 
@@ -173,7 +175,7 @@ def _forward_operator(name: str, text: str, tensors: list[Tensor | None]) -> tup
     passes, call = _BY_TEXT[name, text]
     attended = passes.forward(call, AttentionInputs(*tensors))  # pyright: ignore[reportArgumentType]
     nothing = attended.output.new_empty(0)
-    wanted = zip(attended, _returned(call), strict=True)
+    wanted = zip(attended, _returned_fields(call), strict=True)
     return tuple(
         value.contiguous() if want and value is not None else nothing.clone() for value, want in wanted
     )
@@ -182,7 +184,7 @@ def _forward_operator(name: str, text: str, tensors: list[Tensor | None]) -> tup
 def _forward_shapes(name: str, text: str, tensors: list[Tensor | None]) -> tuple[Tensor, ...]:
     call, q = from_text(text), tensors[0]
     assert q is not None
-    _, gradient, dropout, max_logit = _returned(call)
+    _, gradient, dropout, max_logit = _returned_fields(call)
     rows = (call.heads, q.shape[0]) if call.packed else (call.batch, call.heads, call.seqlen_q)
     return (
         q.new_empty(*q.shape[:-1], call.head_dim_v),

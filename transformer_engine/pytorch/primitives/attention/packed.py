@@ -13,7 +13,7 @@ from ...runtime.device import current_hardware
 from ...runtime.launching import DTYPE_NAMES, run
 
 
-def lengths_of(cu_seqlens: Tensor) -> Tensor:
+def sequence_lengths(cu_seqlens: Tensor) -> Tensor:
     """Return the tokens per sequence [b] from their cumulative sum [b + 1]."""
     return cu_seqlens[1:] - cu_seqlens[:-1]
 

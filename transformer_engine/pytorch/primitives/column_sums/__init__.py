@@ -11,7 +11,7 @@ from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from ..quantize import Cast, Quantized
 from . import reference, triton
-from .reference import ColumnSumsRequest, request_of
+from .reference import ColumnSumsRequest, make_request
 
 __all__ = ["TABLE", "ColumnSumsRequest", "column_sums"]
 
@@ -44,7 +44,7 @@ _operator = operator(
 )
 
 
-def _operator_of(request: ColumnSumsRequest) -> Operator:
+def _make_operator(request: ColumnSumsRequest) -> Operator:
     """Return the operator of the sums; a cast is a separate operator."""
     sums = _operator.given(dtype=request.result)
     if request.cast is None:
@@ -53,5 +53,5 @@ def _operator_of(request: ColumnSumsRequest) -> Operator:
 
 
 TABLE: Table[ColumnSumsRequest] = Table(
-    "column_sums", (triton.BACKEND, reference.BACKEND), describe=request_of, operator=_operator_of
+    "column_sums", (triton.BACKEND, reference.BACKEND), describe=make_request, operator=_make_operator
 )

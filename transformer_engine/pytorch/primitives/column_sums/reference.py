@@ -24,7 +24,7 @@ class ColumnSumsRequest(NamedTuple):
     cast: CastRequest | None = None
 
 
-def request_of(
+def make_request(
     shape: tuple[int, int],
     strides: tuple[int, int],
     dtype: torch.dtype,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....common.dispatch import Backend, undisturbed
+from ....common.dispatch import Backend, is_undisturbed
 from ....common.kernels.launch import LARGEST_EXTENT, Machine
 from ...runtime import launching
 from ...runtime.device import current_hardware
@@ -57,7 +57,7 @@ def _machine(request: ColumnSumsRequest) -> Machine:
 def _with_codes(
     request: ColumnSumsRequest, cast: CastRequest
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor]]:
-    in_blocks = fused_codes.in_blocks(cast.spec)
+    in_blocks = fused_codes.has_block_scales(cast.spec)
     if in_blocks or cast.given:
         # One pass: casting the gradient of the identity also sums the columns of its tiles.
         from ....common.kernels import activation_codes  # it imports triton
@@ -65,7 +65,7 @@ def _with_codes(
         stride = request.strides[0] if request.strides[1] == 1 else request.shape[1]
         plain = ("identity", False, request.shape, (stride, 0))
         sums = DTYPE_NAMES[request.result]
-        if fused_codes.in_blocks(cast.spec):
+        if fused_codes.has_block_scales(cast.spec):
             blocks = fused_codes.blocks(cast.spec, request.dtype)
             program = activation_codes.backward_blocks(*plain, _NO_CONSTANTS, blocks, sums, _machine(request))
         else:
@@ -95,7 +95,7 @@ def _with_codes(
     performed = Performed(program, request.device)
 
     def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> tuple[Quantized, Tensor]:
-        if not undisturbed():
+        if not is_undisturbed():
             fused_codes.report(request.shape, request.dtype, request.device, cast)
         *codes, sums = performed(*(ready(x), None, as_float32(multiplier), record)[:taken])
         return Quantized(*codes), sums

@@ -14,7 +14,7 @@ from ....common.dispatch import Operator, Table
 from ....common.operation_settings import Labels
 from ...runtime.launching import operator
 from . import reference, triton
-from .reference import CrossEntropyRequest, strips_of
+from .reference import CrossEntropyRequest, count_strips
 
 __all__ = [
     "TABLE",
@@ -32,7 +32,7 @@ def cross_entropy_statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tens
 
     They are max, sum(exp(x - max)), x[target] (-inf outside the strip) and sum(x / vocabulary).
     """
-    key = ("statistics", *x.shape, x.dtype, x.device, labels, strips_of(*x.shape))
+    key = ("statistics", *x.shape, x.dtype, x.device, labels, count_strips(*x.shape))
     return TABLE.bound(key)(x, targets)
 
 
@@ -79,7 +79,9 @@ _OPERATORS = {
     "statistics": operator(
         f"cross_entropy_statistics(Tensor x, Tensor targets, *, {_FACTS}) -> Tensor",
         lambda x, targets, **labels: cross_entropy_statistics(x, targets, Labels(**labels)),
-        lambda x, targets, **labels: x.new_empty((strips_of(*x.shape), x.shape[0], 4), dtype=torch.float32),
+        lambda x, targets, **labels: x.new_empty(
+            (count_strips(*x.shape), x.shape[0], 4), dtype=torch.float32
+        ),
     ),
     "losses": operator(
         f"cross_entropy_losses(Tensor partials, Tensor targets, *, {_FACTS}) -> (Tensor, Tensor)",

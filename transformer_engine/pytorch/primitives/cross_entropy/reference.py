@@ -35,7 +35,7 @@ class CrossEntropyRequest(NamedTuple):
     in_place: bool = False
 
 
-def strips_of(rows: int, width: int) -> int:
+def count_strips(rows: int, width: int) -> int:
     """Return how many strips a row has: with few rows, one program per row would leave most of a GPU idle."""
     whole = ceil_div(width, 8192)
     return ceil_div(whole, ceil_div(whole, min(ceil_div(1024, rows), whole)))

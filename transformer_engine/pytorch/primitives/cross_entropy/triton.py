@@ -37,11 +37,11 @@ def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
     if request.operation == "rescale":
         rescale = kernels.rescale(rows, width)
 
-        def rescaled(x: Tensor, factor: Tensor) -> Tensor:
+        def rescale_gradient(x: Tensor, factor: Tensor) -> Tensor:
             run(rescale, (x, factor))
             return x
 
-        return rescaled
+        return rescale_gradient
     dtype, in_place = DTYPE_NAMES[request.dtype], request.in_place
     launch = kernels.gradient(rows, width, labels, dtype, request.per_row, in_place)
 

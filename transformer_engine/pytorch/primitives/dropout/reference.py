@@ -27,12 +27,12 @@ class DropoutRequest(NamedTuple):
     p: float = 0.0
 
 
-def threshold_of(p: float) -> int:
+def keep_threshold(p: float) -> int:
     """Return the least number in 0 .. 2^16 - 1 that keeps an element: p * 2^16, which matches p within 8e-6."""
     return round(p * _UNIT)
 
 
-def factor_of(p: float) -> float:
+def keep_factor(p: float) -> float:
     """Return the factor for kept elements, 1 / (1 - p); 0 for p = 1, which keeps no element."""
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
@@ -67,7 +67,7 @@ def forward(
     # An element is kept if its 16 random bits, half a word, are at least p * 2^16.
     words = torch.stack(_philox(seed, torch.arange(-(-size // 8), device=seed.device)), dim=1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=2)
-    kept = halves.reshape(-1)[:size] >= threshold_of(p)
+    kept = halves.reshape(-1)[:size] >= keep_threshold(p)
     y = _scaled(x if bias is None else _sum(x, bias), kept, p)
     bits = torch.nn.functional.pad(kept.to(torch.int32), (0, -size % 8)).reshape(-1, 8)
     mask = (bits << torch.arange(8, device=kept.device, dtype=torch.int32)).sum(1).to(torch.uint8)
@@ -93,7 +93,7 @@ def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
 
 def _scaled(x: Tensor, kept: Tensor, p: float) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return result_as(torch.where(kept.view(x.shape), x.to(wide) * factor_of(p), 0.0), x.dtype)
+    return result_as(torch.where(kept.view(x.shape), x.to(wide) * keep_factor(p), 0.0), x.dtype)
 
 
 def _philox(seed: Tensor, counter: Tensor, rounds: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, run, unsupported_elementwise
-from .reference import DropoutRequest, empty_dropout, factor_of, threshold_of
+from .reference import DropoutRequest, empty_dropout, keep_factor, keep_threshold
 
 _LIMIT = 1 << 35  # eight elements share a 32-bit counter
 
@@ -32,15 +32,15 @@ def bind(request: DropoutRequest) -> Callable[..., Any]:
 
     size, dtype = shape.numel(), DTYPE_NAMES[request.dtype]
     if operation == "backward":
-        backward = dropout.backward(size, dtype, factor_of(p))
+        backward = dropout.backward(size, dtype, keep_factor(p))
         return lambda dy, mask: run(backward, (dy.contiguous(), mask.contiguous()))[0].view(shape)
     width = shape[-1] if shape else 1
     if operation == "bias_add":
-        add = dropout.forward(size, width, dtype, threshold_of(0.0), factor_of(0.0), drops=False)
+        add = dropout.forward(size, width, dtype, keep_threshold(0.0), keep_factor(0.0), drops=False)
         return lambda x, bias, residual: run(
             add, (x.contiguous(), bias.contiguous(), residual.contiguous(), None)
         )[1].view(shape)
-    launch = dropout.forward(size, width, dtype, threshold_of(p), factor_of(p), drops=True)
+    launch = dropout.forward(size, width, dtype, keep_threshold(p), keep_factor(p), drops=True)
 
     def forward(
         x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor

@@ -24,10 +24,10 @@ def block_scale(operand: Operand, codes: Tensor) -> Tensor:
     padded to a multiple of 4 K blocks.
     """
     scale = block_scale_memory(operand, codes.shape)
-    return scale if in_rows(operand.format) else scale.t()
+    return scale if has_row_blocks(operand.format) else scale.t()
 
 
-def in_rows(form: TensorFormat | None) -> bool:
+def has_row_blocks(form: TensorFormat | None) -> bool:
     """Return whether blocks of a format lie in one row, 1x128 elements."""
     return form is BLOCK_1D or (form is not None and form.block == BLOCK_1D.block)
 
@@ -42,7 +42,7 @@ def block_scale_memory(operand: Operand, shape: Sequence[int]) -> Tensor:
     scale = operand.scale
     assert scale is not None
     rows, depth = shape
-    if in_rows(operand.format):
+    if has_row_blocks(operand.format):
         if scale.shape[0] != rows:
             # Padding codes are zero: any finite scale will do.
             scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
@@ -56,7 +56,7 @@ def block_scale_memory(operand: Operand, shape: Sequence[int]) -> Tensor:
     return scale if scale.is_contiguous() else scale.clone(memory_format=torch.contiguous_format)
 
 
-def aligned_scale(scale: Tensor) -> Tensor:
+def align_scale(scale: Tensor) -> Tensor:
     """Return the scale of a tensor at a multiple of 16 bytes, as cuBLASLt requires.
 
     A stack's member scales are adjacent, so they have other addresses and are copied here. Addresses are

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common import dispatch
-from ....common.dispatch import Backend, undisturbed
+from ....common.dispatch import Backend, is_undisturbed
 from ..activation import activation_backward, activation_forward
 from ..operand import Operand
 from ..quantize import Cast, Quantized, quantize_as
@@ -64,10 +64,10 @@ class FusedRequest:
         dtype: torch.dtype | None,
     ) -> FusedRequest:
         """Return the request for this product and the operation that follows it."""
-        return described(*key_of(kind, a, b, epilogue, second, x, dtype))
+        return described(*request_key(kind, a, b, epilogue, second, x, dtype))
 
 
-def key_of(
+def request_key(
     kind: str,
     a: Operand,
     b: Operand,
@@ -79,13 +79,13 @@ def key_of(
     """Return the arguments of `described`, without building the request."""
     x_layout = None if x is None else (x.shape, x.stride(), x.device)
     forced = None
-    if not undisturbed():
+    if not is_undisturbed():
         for operation in ("gemm", "activation", "quantize"):
-            name = dispatch.forced(operation)
+            name = dispatch.forced_backend(operation)
             if name is not None and name != "cublaslt":
                 forced = f"use_backend({operation}={name!r}) is in force"
                 break
-    return kind, second, x_layout, dtype, forced, *request.key_of(a, b, epilogue)
+    return kind, second, x_layout, dtype, forced, *request.request_key(a, b, epilogue)
 
 
 def described(

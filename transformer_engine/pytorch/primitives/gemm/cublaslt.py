@@ -22,7 +22,7 @@ from ...runtime.self_tested import untested_reason
 from ..operand import Operand
 from . import cublaslt_library as library
 from . import cublaslt_swizzled, tuning
-from .cublaslt_plan import CublasPlan, NoAlgorithm, plan_for
+from .cublaslt_plan import CublasPlan, NoAlgorithm, build_plan
 from .cublaslt_problem import NO_BIAS, NO_SCALE, VEC16_UE4M3, VEC32_UE8M0, CublasProblem
 from .request import EPILOGUES, Epilogue, GemmRequest, MatrixLayout
 
@@ -107,10 +107,10 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
 
 def reads_bytes(request: GemmRequest) -> bool:
     """Return whether the library reads the scales of both operands as swizzled bytes."""
-    return request.swizzled or _by_exponents(request)
+    return request.swizzled or _uses_exponents(request)
 
 
-def _by_exponents(request: GemmRequest) -> bool:
+def _uses_exponents(request: GemmRequest) -> bool:
     """Whether 128-element blocks are multiplied by exponents: where no product reads their float32 scales."""
     needs = request.scaled_products if request.power_of_two else None
     hardware = request.hardware
@@ -163,10 +163,10 @@ def reads_all_layouts() -> bool:
     return hardware.has(_ALL_LAYOUTS) and library.missing() is None and untested_reason(_ALL_LAYOUTS) is None
 
 
-def problem_of(request: GemmRequest) -> CublasProblem:
+def make_problem(request: GemmRequest) -> CublasProblem:
     """Return the request in cuBLASLt's column-major terms, in which b is the left matrix and a the right one."""
     a, b, out = request.a_layout, request.b_layout, request.out_layout
-    bias, exponents = NO_BIAS, _by_exponents(request)
+    bias, exponents = NO_BIAS, _uses_exponents(request)
     if request.bias is not None:  # the dtype that the epilogue reads; a bias with another dtype is cast to it
         narrow = request.a_format is not None and request.dtype == torch.float32
         bias = library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
@@ -198,7 +198,7 @@ def _scale_mode(form: TensorFormat | None) -> int:
 
 def plan_of(request: GemmRequest) -> CublasPlan:
     """Return the plan of a supported request; raise NoAlgorithm if the library has none."""
-    return plan_for(problem_of(request))
+    return build_plan(make_problem(request))
 
 
 def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
@@ -208,10 +208,10 @@ def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]
         return PlanFailure(str(error))
     if plan.problem.swizzled:
         return functools.partial(cublaslt_swizzled.run, plan)
-    return tuning.tuned(plan) if request.tuned else plan.run
+    return tuning.tune_plan(plan) if request.tuned else plan.run
 
 
-def _without_bias(request: GemmRequest) -> GemmRequest:
+def _drop_bias(request: GemmRequest) -> GemmRequest:
     """Return the request for the product alone, in float32."""
     layout = MatrixLayout(True, request.n)
     return dataclasses.replace(
@@ -222,12 +222,12 @@ def _without_bias(request: GemmRequest) -> GemmRequest:
 def _unsupported_before_bias(request: GemmRequest) -> str | None:
     if request.bias is None:
         return "there is no bias"
-    return unsupported_reason(_without_bias(request))
+    return unsupported_reason(_drop_bias(request))
 
 
 def bind_before_bias(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
     """Bind the product alone, for problems with a bias that the library has no algorithm for."""
-    product = bind(_without_bias(request))
+    product = bind(_drop_bias(request))
     if isinstance(product, PlanFailure):
         return product
 

@@ -24,7 +24,7 @@ from ..operand import Operand
 from ..quantize import Cast, Quantized, torch_dtype
 from . import composed, cublaslt, cublaslt_swizzled
 from .composed import CODES, GELU, GELU_GRADIENT, KINDS, FusedRequest
-from .cublaslt_plan import Attached, CublasPlan, NoAlgorithm, plan_for
+from .cublaslt_plan import Attached, CublasPlan, NoAlgorithm, build_plan
 from .cublaslt_problem import ALIGNMENT, CublasProblem
 from .request import Epilogue
 
@@ -74,9 +74,9 @@ def _unsupported_codes(request: FusedRequest) -> str | None:
     return None
 
 
-def problem_of(request: FusedRequest) -> CublasProblem:
+def fused_problem(request: FusedRequest) -> CublasProblem:
     """Return the product's problem with its activation, or with an FP8 result."""
-    problem, product = cublaslt.problem_of(request.product), request.product
+    problem, product = cublaslt.make_problem(request.product), request.product
     if request.kind == GELU:
         kept = {"activation": "GELU_AUX", "aux_leading": product.n} if request.second else {}
         return problem._replace(**{"activation": "GELU", **kept})
@@ -93,7 +93,7 @@ def problem_of(request: FusedRequest) -> CublasProblem:
 def bind(request: FusedRequest) -> Callable[..., Any] | PlanFailure:
     """Return a callable with the same arguments as the function for this kind in `composed`."""
     try:
-        plan = plan_for(problem_of(request))
+        plan = build_plan(fused_problem(request))
     except NoAlgorithm as error:
         return PlanFailure(str(error))
     return functools.partial(_KINDS[request.kind], plan, request.second)
@@ -103,7 +103,7 @@ def _gelu(
     plan: CublasPlan, keeps: bool, a: Operand, b: Operand, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor | None]:
     bias = _bias(epilogue)
-    aligned = _aligned(plan, a, b, bias)
+    aligned = _align_plan(plan, a, b, bias)
     if aligned is None:
         return composed.gelu(keeps, a, b, epilogue)
     out = torch.empty((plan.problem.n, plan.problem.m), dtype=epilogue.dtype, device=a.codes.device)
@@ -116,7 +116,7 @@ def _gelu(
 def _gelu_gradient(
     plan: CublasPlan, second: bool, a: Operand, b: Operand, epilogue: Epilogue, x: Tensor
 ) -> Tensor:
-    aligned = _aligned(plan, a, b, x)
+    aligned = _align_plan(plan, a, b, x)
     if aligned is None:
         return composed.gelu_gradient(second, a, b, epilogue, x)
     out = torch.empty((plan.problem.n, plan.problem.m), dtype=epilogue.dtype, device=a.codes.device)
@@ -133,7 +133,7 @@ def _codes(
     cast: Cast,
 ) -> Quantized:
     bias = _bias(epilogue)
-    aligned = _aligned(plan, a, b, bias)
+    aligned = _align_plan(plan, a, b, bias)
     if aligned is None:
         return composed.codes(records, a, b, epilogue, cast)
     multiplier, record = cast.multiplier, cast.record
@@ -151,7 +151,7 @@ def _codes(
 _KINDS: dict[str, Callable[..., Any]] = {GELU: _gelu, GELU_GRADIENT: _gelu_gradient, CODES: _codes}
 
 
-def plan_behind(call: Callable[..., Any]) -> CublasPlan | None:
+def find_plan(call: Callable[..., Any]) -> CublasPlan | None:
     """Return the plan behind a bound product with GELU, or with its gradient; None for another backend's."""
     if isinstance(call, functools.partial) and call.func in (_gelu, _gelu_gradient):
         return call.args[0]
@@ -167,7 +167,7 @@ def _bias(epilogue: Epilogue) -> Tensor | None:
     return bias if bias.dtype == dtype else bias.to(dtype)
 
 
-def _aligned(plan: CublasPlan, a: Operand, b: Operand, other: Tensor | None) -> CublasPlan | None:
+def _align_plan(plan: CublasPlan, a: Operand, b: Operand, other: Tensor | None) -> CublasPlan | None:
     """Return a plan for the alignment of the matrices: this one, another one for less alignment, or None."""
     joined = a.codes.data_ptr() | b.codes.data_ptr()
     if other is not None:
@@ -178,7 +178,7 @@ def _aligned(plan: CublasPlan, a: Operand, b: Operand, other: Tensor | None) -> 
     if alignment < _LEAST_ALIGNMENT:
         return None
     try:
-        return plan_for(plan.problem._replace(alignment=alignment))
+        return build_plan(plan.problem._replace(alignment=alignment))
     except NoAlgorithm:
         return None
 

@@ -71,12 +71,12 @@ def workspace(device: int, stream: int) -> int:
     """Return the scratch memory address for a stream, whose products run one after another and share it."""
     found = _workspaces.get((device, stream))
     if found is None:
-        memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device_of(device))
+        memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=indexed_device(device))
         found = _workspaces[device, stream] = (memory.data_ptr(), memory)
     return found[0]
 
 
-def device_of(device: int) -> torch.device:
+def indexed_device(device: int) -> torch.device:
     """Return the torch.device with this index."""
     return torch.device("cuda", device)
 

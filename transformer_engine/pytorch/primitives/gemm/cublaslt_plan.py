@@ -20,7 +20,7 @@ from torch import Tensor
 from ....common.memory import Memory
 from ..operand import Operand
 from . import cublaslt_library as library
-from .block_scales import SCALE_ALIGNMENT, aligned_scale, block_scale_memory
+from .block_scales import SCALE_ALIGNMENT, align_scale, block_scale_memory
 from .cublaslt_problem import NO_BIAS, NO_SCALE, POINTERS, SCALAR, CublasProblem, Descriptor, make_descriptor
 from .request import Epilogue
 
@@ -128,7 +128,7 @@ class CublasPlan:
             (p.n, p.m),
             (p.m, 1),
             p.result,
-            library.device_of(p.device),
+            library.indexed_device(p.device),
             p.device,
             p.alignment - 1,
             _BIAS_DTYPES[p.bias],
@@ -185,7 +185,7 @@ class CublasPlan:
             left_address = left_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
             right_address = right_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
             if (left_address | right_address) & _SCALE_MASK:
-                left_scale, right_scale = aligned_scale(left_scale), aligned_scale(right_scale)  # pyright: ignore
+                left_scale, right_scale = align_scale(left_scale), align_scale(right_scale)  # pyright: ignore
                 left_address, right_address = left_scale.data_ptr(), right_scale.data_ptr()
             pointers[0], pointers[1] = left_address, right_address
             set_attribute(operation, left_scale_pointer, address, 8)
@@ -238,7 +238,7 @@ class CublasPlan:
             descriptor = self._make_descriptor()
         operation, pointers, address = descriptor
         set_attribute, attributes = self._lib.matmul_desc_set_attribute, self._attributes
-        scales = [scale if scale is None else aligned_scale(scale) for scale in (b.scale, a.scale)]
+        scales = [scale if scale is None else align_scale(scale) for scale in (b.scale, a.scale)]
         for i, tensor in enumerate((*scales, *attached)):
             if tensor is not None:
                 pointers[i] = tensor.data_ptr()
@@ -262,11 +262,11 @@ class CublasPlan:
         problem = self.problem
         assert epilogue.out is not None
         if problem.left_scale == NO_SCALE or alignment >= _FP8_ALIGNMENT:
-            return plan_for(problem._replace(alignment=alignment)).run(a, b, epilogue)
+            return build_plan(problem._replace(alignment=alignment)).run(a, b, epilogue)
         bias = None if epilogue.bias is None else epilogue.bias.clone()
         a, b = a._replace(codes=a.codes.clone()), b._replace(codes=b.codes.clone())
         compact = problem._replace(accumulate=False, result_leading=problem.m)
-        product = plan_for(compact).run(a, b, Epilogue(problem.result, bias))
+        product = build_plan(compact).run(a, b, Epilogue(problem.result, bias))
         product = product.view(epilogue.out.shape)  # a repeated product's result may have more dimensions
         return epilogue._replace(bias=None, accumulate=problem.accumulate).store(product)
 
@@ -363,7 +363,7 @@ def _destroy(lib: ModuleType, idle: list[Descriptor], layouts: tuple[int, ...]) 
         lib.matrix_layout_destroy(layout)
 
 
-def _planned(problem: CublasProblem) -> CublasPlan | NoAlgorithm:
+def _find_plan(problem: CublasProblem) -> CublasPlan | NoAlgorithm:
     """Return the plan of a problem, or the cached NoAlgorithm."""
     try:
         return CublasPlan(problem)
@@ -371,10 +371,10 @@ def _planned(problem: CublasProblem) -> CublasPlan | NoAlgorithm:
         return NoAlgorithm(*error.args)
 
 
-_plans: Memory[CublasProblem, CublasPlan | NoAlgorithm] = Memory(_planned, 4096)
+_plans: Memory[CublasProblem, CublasPlan | NoAlgorithm] = Memory(_find_plan, 4096)
 
 
-def plan_for(problem: CublasProblem) -> CublasPlan:
+def build_plan(problem: CublasProblem) -> CublasPlan:
     """Return the plan of a problem, built once; raise NoAlgorithm if the library has none."""
     plan = _plans[problem]
     if isinstance(plan, NoAlgorithm):

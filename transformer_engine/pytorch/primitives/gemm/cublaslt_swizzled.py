@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ..operand import Operand
 from . import cublaslt_library as library
-from .cublaslt_plan import Attached, CublasPlan, plan_for
+from .cublaslt_plan import Attached, CublasPlan, build_plan
 from .cublaslt_problem import CublasProblem
 from .request import Epilogue
-from .swizzle import second_level, swizzled_scale
+from .swizzle import second_level, swizzle_operand_scale
 
 _ALIGNMENT = 16  # bytes; cuBLASLt has no code products at smaller multiples
 
@@ -20,18 +20,18 @@ def run(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     problem, out, bias = plan.problem, epilogue.out, epilogue.bias
     if out is None:
         shape = problem.n, problem.m
-        out = torch.empty(shape, dtype=problem.result, device=library.device_of(problem.device))
+        out = torch.empty(shape, dtype=problem.result, device=library.indexed_device(problem.device))
     if bias is not None and bias.dtype != plan.bias_dtype():
         bias = bias.to(plan.bias_dtype())
     joined = a.codes.data_ptr() | b.codes.data_ptr() | out.data_ptr()
     alignment = min(joined & -joined, problem.alignment)
     if alignment < _ALIGNMENT:
         a, b = a._replace(codes=a.codes.clone()), b._replace(codes=b.codes.clone())
-        compact = plan_for(problem._replace(accumulate=False, result_leading=problem.m))
+        compact = build_plan(problem._replace(accumulate=False, result_leading=problem.m))
         product = run(compact, a, b, Epilogue(problem.result, bias))
         return epilogue._replace(bias=None, out=out, accumulate=problem.accumulate).store(product)
     if alignment < problem.alignment:
-        plan = plan_for(problem._replace(alignment=alignment))
+        plan = build_plan(problem._replace(alignment=alignment))
     a, b, scalars = arguments(problem, a, b)
     plan.run_attached(a, b, out, Attached(bias), scalars)
     return out
@@ -42,7 +42,7 @@ def arguments(problem: CublasProblem, a: Operand, b: Operand) -> tuple[Operand, 
     if not problem.swizzled:
         return a, b, None
     scalars = _scalars(a, b, problem.accumulate) if problem.device_scalars else None
-    left, right = (operand._replace(scale=swizzled_scale(operand)) for operand in (a, b))
+    left, right = (operand._replace(scale=swizzle_operand_scale(operand)) for operand in (a, b))
     return left, right, scalars
 
 

@@ -14,7 +14,7 @@ from ...runtime.launching import operator
 from ..operand import Operand, OwnedOperand
 from ..quantize import Cast, Quantized, quantize_as, torch_dtype
 from . import composed, cublaslt_fused, triton_fused
-from .composed import CODES, GELU, GELU_GRADIENT, FusedRequest, described, key_of
+from .composed import CODES, GELU, GELU_GRADIENT, FusedRequest, described, request_key
 from .product import product
 from .request import Epilogue, format_named
 
@@ -44,7 +44,7 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue, cast: Cast | None = None) -
     spec, multiplier, record = cast
     if multiplier is None or spec.columnwise or not spec.rowwise or not type(a) is type(b) is Operand:
         return quantize_as(product(a, b, epilogue), cast)
-    key = key_of(CODES, a, b, epilogue, record is not None, None, torch_dtype(spec.element))
+    key = request_key(CODES, a, b, epilogue, record is not None, None, torch_dtype(spec.element))
     return TABLE.bound(key)(a, b, epilogue, cast)
 
 
@@ -59,9 +59,9 @@ def gemm_gelu(
         ValueError: See `gemm`.
     """
     if not type(a) is type(b) is Operand:
-        made = a.multiplied_gelu(b, epilogue, keeps_input) if isinstance(a, OwnedOperand) else None
+        made = a.multiply_gelu(b, epilogue, keeps_input) if isinstance(a, OwnedOperand) else None
         return composed.gelu(keeps_input, a, b, epilogue) if made is None else made
-    return TABLE.bound(key_of(GELU, a, b, epilogue, keeps_input))(a, b, epilogue)
+    return TABLE.bound(request_key(GELU, a, b, epilogue, keeps_input))(a, b, epilogue)
 
 
 def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) -> Tensor:
@@ -73,9 +73,9 @@ def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) ->
     if epilogue.bias is not None:
         raise ValueError("a gradient has no bias to add; leave epilogue.bias out")
     if not type(a) is type(b) is Operand:
-        made = a.multiplied_gelu_gradient(b, epilogue, x) if isinstance(a, OwnedOperand) else None
+        made = a.multiply_gelu_gradient(b, epilogue, x) if isinstance(a, OwnedOperand) else None
         return composed.gelu_gradient(False, a, b, epilogue, x) if made is None else made
-    return TABLE.bound(key_of(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype))(a, b, epilogue, x)
+    return TABLE.bound(request_key(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype))(a, b, epilogue, x)
 
 
 # The operators for torch.compile.
@@ -142,7 +142,7 @@ def _codes_results(records: bool, a: Operand, b: Operand, epilogue: Epilogue, ca
     return Quantized(codes, a.codes.new_empty(1, dtype=torch.float32), amax=cast.record)
 
 
-def _operator_of(request: FusedRequest) -> Operator:
+def _make_operator(request: FusedRequest) -> Operator:
     if request.kind == CODES:
         # Two steps that a compiler traces: an operator that updates a record would have to declare the mutation.
         return Operator(
@@ -160,5 +160,5 @@ TABLE: Table[FusedRequest] = Table(
     "gemm_epilogue",
     (cublaslt_fused.BACKEND, triton_fused.BACKEND, composed.BACKEND),
     describe=described,
-    operator=_operator_of,
+    operator=_make_operator,
 )

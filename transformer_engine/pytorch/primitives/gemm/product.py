@@ -21,7 +21,7 @@ from .request import (
     format_named,
     is_compiling,
     key_in_eager_mode,
-    key_of,
+    request_key,
 )
 
 _REMEDY = "quantize both, or neither, with custom quantizers of one family"
@@ -34,7 +34,7 @@ def product(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     if type(b) is not Operand:
         raise TypeError(f"an operand in a custom format is multiplied by a plain one; {_REMEDY}")
     if is_compiling():
-        return TABLE.bound(key_of(a, b, epilogue))(a, b, epilogue)
+        return TABLE.bound(request_key(a, b, epilogue))(a, b, epilogue)
     return TABLE.bound_in_eager_mode(key_in_eager_mode(a, b, epilogue))(a, b, epilogue)
 
 

@@ -25,7 +25,7 @@ def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     Where an operand has a second-level scale per row, both second levels are applied to the sum.
     """
     if _has_row_scales(a, b):
-        product = matrix_product(_values(_at_unit_amax(a)), _values(_at_unit_amax(b)).t())
+        product = matrix_product(_values(_drop_second_scale(a)), _values(_drop_second_scale(b)).t())
         product = _with_second_level(product, a, b)
     else:
         product = matrix_product(_values(a), _values(b).t())
@@ -41,7 +41,7 @@ def _has_row_scales(a: Operand, b: Operand) -> bool:
     return any(operand.format is not None and operand.format.row_scaled for operand in (a, b))
 
 
-def _at_unit_amax(operand: Operand) -> Operand:
+def _drop_second_scale(operand: Operand) -> Operand:
     """Return the operand without its second-level scale; the operand itself where the format has none."""
     unit = None if operand.format is None else operand.format.unit_amax
     if unit is None:
@@ -51,7 +51,7 @@ def _at_unit_amax(operand: Operand) -> Operand:
 
 
 def _with_second_level(product: Tensor, a: Operand, b: Operand) -> Tensor:
-    """product [M, N], float32, from operands `_at_unit_amax`, times the row maxima of a and b, over their ranges.
+    """product [M, N], float32, from operands `_drop_second_scale`, times the row maxima of a and b, over their ranges.
 
     Where one operand has a single maximum, the two are multiplied first and the product by that vector.
     """
@@ -115,7 +115,7 @@ def _codes_in_bfloat16(operand: Operand) -> Tensor:
     assert operand.format is not None
     if operand.format.block is None:
         return operand.codes.to(torch.bfloat16)
-    return dequantize(_at_unit_amax(operand)._replace(dtype=torch.bfloat16))
+    return dequantize(_drop_second_scale(operand)._replace(dtype=torch.bfloat16))
 
 
 def _tensor_scale(operand: Operand) -> Tensor | float:

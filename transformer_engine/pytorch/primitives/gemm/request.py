@@ -30,7 +30,7 @@ asked = env.watch(_NAME)  # the value of the variable; None if it is not set
 asked_in_eager_mode = env.watch_in_eager_mode(_NAME)
 
 
-def wanted() -> bool:
+def requests_tuning() -> bool:
     """Return whether an `autotune` context or NVTE_AUTOTUNE asks for tuning; False in deterministic mode."""
     if is_demanded():
         return False
@@ -154,7 +154,7 @@ class GemmRequest:
     @classmethod
     def of(cls, a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
         """Return the request for this product."""
-        return described(*key_of(a, b, epilogue))
+        return described(*request_key(a, b, epilogue))
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -200,13 +200,13 @@ Key = tuple[Any, ...]
 OUT = 14  # index of the properties of `out` in a key
 
 
-def key_of(a: Operand, b: Operand, epilogue: Epilogue) -> Key:
+def request_key(a: Operand, b: Operand, epilogue: Epilogue) -> Key:
     """Return the arguments of `described`, without building the request."""
     return key_in_eager_mode(a, b, epilogue, is_compiling())
 
 
 def key_in_eager_mode(a: Operand, b: Operand, epilogue: Epilogue, traced: bool = False) -> Key:
-    """Return `key_of` for a caller that knows that no compiler is tracing."""
+    """Return `request_key` for a caller that knows that no compiler is tracing."""
     dtype, bias, out, accumulate, exact = epilogue
     # torch.compile is not a dispatch mode, and cannot trace queries for process-wide settings.
     return (
@@ -219,7 +219,7 @@ def key_in_eager_mode(a: Operand, b: Operand, epilogue: Epilogue, traced: bool =
         exact,
         not traced and dispatch_modes() > 0,
         a.codes.dtype is torch.float32 and not traced and _rounds_to_tf32(a.codes),
-        not traced and (Switch.depth > 0 or asked_in_eager_mode() is not None) and wanted(),
+        not traced and (Switch.depth > 0 or asked_in_eager_mode() is not None) and requests_tuning(),
     )
 
 

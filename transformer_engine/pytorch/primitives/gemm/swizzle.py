@@ -13,7 +13,7 @@ from ..operand import Operand
 from ..scale_order import TILE, swizzled
 
 
-def swizzled_scale(operand: Operand) -> Tensor:
+def swizzle_operand_scale(operand: Operand) -> Tensor:
     """Scales of an operand in swizzled order, one byte each.
 
     Power-of-two float32 scales of 128-element blocks become exponents for 32 elements in every row.

@@ -18,9 +18,9 @@ from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, SWIZZLED_NAMES, round
 from ...runtime.autograd import matrix_product
 from ...runtime.launching import rows_dense
 from ..operand import Operand
-from .block_scales import BLOCK, aligned_scale, block_scale, in_rows
+from .block_scales import BLOCK, align_scale, block_scale, has_row_blocks
 from .request import EPILOGUES, Epilogue, GemmRequest
-from .swizzle import second_level, swizzled_scale
+from .swizzle import second_level, swizzle_operand_scale
 
 # cuBLASLt requires 16-byte rows; zero codes added along K add nothing, and zero rows of b are sliced off again.
 _ALIGNMENT = 16
@@ -41,7 +41,7 @@ def _product_and_bias(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     return torch.addmm(epilogue.bias.to(a.codes.dtype), a.codes, b.codes.t())
 
 
-def _finished(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+def _finish_product(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     a_mk, b_kn, out = a.codes, b.codes.t(), epilogue.out
     result = epilogue.dtype if out is None else out.dtype
     sixteen_bits = a_mk.dtype in (torch.bfloat16, torch.float16)
@@ -60,7 +60,7 @@ def _finished(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 
 def _bind_matmul(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
     if request.into or request.dtype != request.a_element:
-        return _finished
+        return _finish_product
     if request.bias is None:
         return lambda a, b, epilogue: matrix_product(a[0], b[0].t())
     return _product_and_bias
@@ -96,8 +96,8 @@ def _run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     product = torch._scaled_mm(
         a_codes,
         b_codes.t(),
-        scale_a=aligned_scale(a.scale),
-        scale_b=aligned_scale(b.scale),
+        scale_a=align_scale(a.scale),
+        scale_b=align_scale(b.scale),
         bias=epilogue.bias if fused else None,
         out_dtype=_result_dtype(epilogue),
         use_fast_accum=not epilogue.exact,
@@ -125,7 +125,7 @@ def _unsupported_block_scales(request: GemmRequest) -> str | None:
 
 
 def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    a_kind, b_kind = (_BLOCK_KINDS[in_rows(x.format)] for x in (a, b))
+    a_kind, b_kind = (_BLOCK_KINDS[has_row_blocks(x.format)] for x in (a, b))
     a_codes, b_codes = _pad(a.codes, a_kind[0], BLOCK), _pad(b.codes, b_kind[0], BLOCK)
     fused = _fuses_bias(b, epilogue) and b_codes.shape[0] == b.rows
     product = F.scaled_mm(
@@ -169,7 +169,7 @@ def _run_swizzled_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     # cuBLASLt rejects a bias on some GPUs if the operands have two scale levels.
     one_level = b.format is not None and b.format.levels is None
     fused = one_level and _fuses_bias(b, epilogue)
-    scales, kinds, swizzles = zip(*map(_swizzled_arguments, (a, b)), strict=True)
+    scales, kinds, swizzles = zip(*map(_swizzled_operands, (a, b)), strict=True)
     elements = [torch.float4_e2m1fn_x2 if x.codes.dtype == torch.uint8 else x.codes.dtype for x in (a, b)]
     product = F.scaled_mm(
         rows_dense(a.codes).view(elements[0]),
@@ -186,9 +186,9 @@ def _run_swizzled_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     return epilogue.store(product) if fused else epilogue.finish(product)
 
 
-def _swizzled_arguments(operand: Operand) -> tuple[list[Tensor], list[F.ScalingType], list[F.SwizzleType]]:
+def _swizzled_operands(operand: Operand) -> tuple[list[Tensor], list[F.ScalingType], list[F.SwizzleType]]:
     """Return the scales, their kinds and their orders, as torch.nn.functional.scaled_mm takes them."""
-    scales, level = swizzled_scale(operand), second_level(operand)
+    scales, level = swizzle_operand_scale(operand), second_level(operand)
     if level is None:
         kinds = [F.ScalingType.BlockWise1x32]
         return [scales.view(torch.float8_e8m0fnu)], kinds, [F.SwizzleType.SWIZZLE_32_4_4]

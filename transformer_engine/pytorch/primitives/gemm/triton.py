@@ -20,9 +20,9 @@ from ....common.kernels import launch
 from ...runtime.device import is_current_device
 from ...runtime.launching import rows_dense
 from ..operand import Operand
-from .block_scales import in_rows
+from .block_scales import has_row_blocks
 from .request import EPILOGUES, Epilogue, GemmRequest
-from .swizzle import swizzled_scale
+from .swizzle import swizzle_operand_scale
 
 if TYPE_CHECKING:
     from ....common.kernels.product_parts import ProductEpilogue, TmaOptions
@@ -139,7 +139,7 @@ def run_scaled(
         for x, amax in zip(codes, (a.amax, b.amax), strict=True)
     ]
     out, stride = _result(a, b, epilogue)
-    scales = swizzled_scale(a), swizzled_scale(b)
+    scales = swizzle_operand_scale(a), swizzle_operand_scale(b)
     record = scaled_product.product(
         *sides,
         a.depth,
@@ -164,11 +164,11 @@ def _tma_options(
     """Return the tensors of a product whose addresses and rows are aligned for TMA."""
     from ....common.kernels.product_parts import TmaOptions  # it imports triton
 
-    operands = all(map(_aligned, codes)) and all(x.data_ptr() % launch.ALIGNMENT == 0 for x in scales)
-    return TmaOptions(operands, all(x is None or _aligned(x) for x in results))
+    operands = all(map(_is_aligned, codes)) and all(x.data_ptr() % launch.ALIGNMENT == 0 for x in scales)
+    return TmaOptions(operands, all(x is None or _is_aligned(x) for x in results))
 
 
-def _aligned(x: Tensor) -> bool:
+def _is_aligned(x: Tensor) -> bool:
     """Return whether a matrix with contiguous rows has elements, and its address and rows are aligned to 16 bytes."""
     pitch = x.stride(0) * x.element_size()
     return x.numel() > 0 and x.stride(1) == 1 and (x.data_ptr() | pitch) % launch.ALIGNMENT == 0
@@ -213,7 +213,7 @@ def _run_blocks(
     sides, scales = [], (a.scale, b.scale)
     for operand, x in zip((a, b), codes, strict=True):
         assert operand.scale is not None
-        unit = 1 if in_rows(operand.format) else 128
+        unit = 1 if has_row_blocks(operand.format) else 128
         down, along = operand.scale.stride()
         sides.append(Side(x.shape[0], x.stride(0), _ELEMENTS[x.dtype], 0, unit, (down, along)))
     out, stride = _result(a, b, epilogue)

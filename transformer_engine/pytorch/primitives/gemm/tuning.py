@@ -36,7 +36,7 @@ _ROUND_SECONDS = 1e-3  # GPU time for one candidate in one round or duel
 _GAIN = 0.98  # another algorithm than the heuristic's first must need at most this share of its time
 
 
-def tuned(plan: CublasPlan) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+def tune_plan(plan: CublasPlan) -> Callable[[Operand, Operand, Epilogue], Tensor]:
     """Return the plan's `run` with the fastest algorithm, which the first call determines."""
 
     def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
@@ -54,7 +54,7 @@ def tune(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> None:
     if plan.tuned or torch.cuda.is_current_stream_capturing():
         return
     plan.tuned = True
-    path = file_of(plan)
+    path = algorithm_file(plan)
     stored = None if path is None else CHOICES.read(path)
     if stored is not None and plan.adopt(stored):
         return
@@ -110,6 +110,6 @@ def _library_and_gpu(device: int) -> str:
     return f"{torch.cuda.get_device_name(device)} cublaslt {library.bindings().get_version()}"
 
 
-def file_of(plan: CublasPlan) -> Path | None:
+def algorithm_file(plan: CublasPlan) -> Path | None:
     """Return the file with the algorithm for a plan's problem; None without a cache folder."""
     return CHOICES.path_of(_library_and_gpu(plan.problem.device), plan.problem.key)

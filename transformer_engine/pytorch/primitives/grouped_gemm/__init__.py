@@ -23,7 +23,7 @@ from .request import (
     GroupedOperand,
     GroupedProduct,
     GroupedRows,
-    request_of,
+    make_request,
 )
 
 __all__ = [
@@ -99,7 +99,7 @@ def product_of_rows(
     if groups.total == 0:
         return out
     product = GroupedProduct(a, b, groups, (n, k), out, bias, False, exact, clears)
-    TABLE.bound_in_eager_mode(request_of(product))(product)
+    TABLE.bound_in_eager_mode(make_request(product))(product)
     return out
 
 
@@ -129,4 +129,4 @@ def product_of_columns(
             result.zero_()
         return
     product = GroupedProduct(a, b, groups, extents, out, None, accumulate, exact)
-    TABLE.bound_in_eager_mode(request_of(product))(product)
+    TABLE.bound_in_eager_mode(make_request(product))(product)

@@ -41,13 +41,13 @@ def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return table
 
 
-def _copied(key: _Numbers) -> Tensor:
+def _copy_key(key: _Numbers) -> Tensor:
     device, dtype, numbers = key
     table = torch.tensor(numbers, dtype=dtype, device="cpu")
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-_tables: DeviceTables[_Numbers, Tensor] = DeviceTables(_copied, _KEPT_TABLES)
+_tables: DeviceTables[_Numbers, Tensor] = DeviceTables(_copy_key, _KEPT_TABLES)
 
 
 class Groups(NamedTuple):
@@ -71,7 +71,7 @@ class Groups(NamedTuple):
     fits: bool = False
 
     @property
-    def known_rows(self) -> tuple[int, ...]:
+    def read_rows(self) -> tuple[int, ...]:
         """Return the rows of each group; the host waits for the device if it does not know them."""
         if self.rows is not None:
             return self.rows
@@ -80,7 +80,7 @@ class Groups(NamedTuple):
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return each group's rows in a matrix [total, ..], without rows behind the last group."""
-        rows = self.known_rows
+        rows = self.read_rows
         return x[: sum(rows)].split(rows)
 
 
@@ -106,7 +106,7 @@ def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) 
             from ....common.kernels import grouped_layout
 
             count = splits.shape[0]
-            (layout,) = run(grouped_layout.layout_of(total, count), (splits.contiguous(),))
+            (layout,) = run(grouped_layout.group_layout(total, count), (splits.contiguous(),))
             return Groups(count, total, None, layout, tiles_at_most(total, count) * TILE_ROWS)
         splits = splits.tolist()
     rows = tuple(splits)

@@ -19,9 +19,9 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ...runtime.device import current_hardware
-from ..gemm.block_scales import block_scale, in_rows
+from ..gemm.block_scales import block_scale, has_row_blocks
 from ..operand import Operand
-from .pieces import operands_of
+from .pieces import iterate_operands
 from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
 
 FEW = 6  # groups
@@ -75,7 +75,7 @@ def _bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
 def _each(multiply: Callable[..., None], product: GroupedProduct) -> None:
     along_columns = isinstance(product.b, GroupedMatrices)
     biases = [None] * product.groups.count if product.bias is None else product.bias.unbind(0)
-    for bias, (rows, a, b, out) in zip(biases, operands_of(product), strict=True):
+    for bias, (rows, a, b, out) in zip(biases, iterate_operands(product), strict=True):
         if rows:
             multiply(a, b, out, bias, product.accumulate, product.exact)
         elif not along_columns and not product.accumulate:
@@ -141,7 +141,7 @@ def _block_scales(
 
 def _kind(operand: Operand) -> int:
     kinds = F.ScalingType
-    return (kinds.BlockWise1x128 if in_rows(operand.format) else kinds.BlockWise128x128).value
+    return (kinds.BlockWise1x128 if has_row_blocks(operand.format) else kinds.BlockWise128x128).value
 
 
 BACKEND: Backend[GroupedGemmRequest] = Backend("library", unsupported_reason=unsupported_reason, bind=_bind)

@@ -12,7 +12,7 @@ from .groups import TILE_ROWS, Groups
 from .request import GroupedColumns, GroupedMatrices, GroupedProduct, GroupedRows, is_tiled
 
 
-def rows_of(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
+def iterate_rows(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
     """Iterate over a_e [M_e, K] of every group."""
     if a.format is None or a.scale is None:
         for codes in groups.split(a.codes):
@@ -28,25 +28,25 @@ def rows_of(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
             yield Operand(codes, scale, a.format, amax)
         return
     blocks = ceil_div(a.codes.shape[1], TILE_ROWS)
-    scales = a.scale.split([m * blocks for m in groups.known_rows])
+    scales = a.scale.split([m * blocks for m in groups.read_rows])
     for codes, scale in zip(groups.split(a.codes), scales, strict=True):
         yield Operand(codes, scale.view(blocks, len(codes)).t(), a.format)
 
 
-def columns_of(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operand]:
+def iterate_columns(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operand]:
     """Iterate over a_e.T [width, M_e] of every group; quantized: M_e rounded up to 128, with zero codes."""
     if a.format is None or a.scale is None:
         for codes in groups.split(a.codes):
             yield Operand(codes.t(), dtype=codes.dtype)
         return
     if a.format.swizzled:
-        rows = groups.known_rows
+        rows = groups.read_rows
         parts = a.codes.split([m // a.format.packing for m in rows], 1)
         scales = a.scale.split([m // a.format.length for m in rows], 1)
         for codes, scale, amax in zip(parts, scales, _amaxes(a, groups), strict=True):
             yield Operand(codes, scale, a.format, amax)
         return
-    tiles = [ceil_div(m, TILE_ROWS) for m in groups.known_rows]
+    tiles = [ceil_div(m, TILE_ROWS) for m in groups.read_rows]
     if is_tiled(a):
         codes = [part.transpose(0, 1).reshape(-1) for part in a.codes[: sum(tiles)].split(tiles)]
     else:
@@ -59,7 +59,7 @@ def columns_of(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operan
         yield Operand(matrix, scale if a.format == FLOAT8 else scale.view(count, width).t(), a.format)
 
 
-def matrices_of(b: GroupedMatrices) -> Iterator[Operand]:
+def iterate_matrices(b: GroupedMatrices) -> Iterator[Operand]:
     """Iterate over b_e [N, K] of every group."""
     if b.codes is None or b.scale is None:
         assert b.matrices is not None
@@ -79,7 +79,7 @@ def _amaxes(a: GroupedRows | GroupedColumns, groups: Groups) -> Sequence[Tensor 
     return groups.split(a.amax) if a.format.row_scaled else a.amax.split(1)
 
 
-def results_of(product: GroupedProduct) -> tuple[Tensor, ...]:
+def list_results(product: GroupedProduct) -> tuple[Tensor, ...]:
     """Return each group's result."""
     out = product.out
     if isinstance(product.b, GroupedMatrices):
@@ -88,14 +88,14 @@ def results_of(product: GroupedProduct) -> tuple[Tensor, ...]:
     return tuple(out.unbind(0)) if isinstance(out, Tensor) else tuple(out)
 
 
-def operands_of(product: GroupedProduct) -> Iterator[tuple[int, Operand, Operand, Tensor]]:
+def iterate_operands(product: GroupedProduct) -> Iterator[tuple[int, Operand, Operand, Tensor]]:
     """Iterate over (rows, a, b, result) of every group."""
     groups = product.groups
     if isinstance(product.b, GroupedMatrices):
         assert isinstance(product.a, GroupedRows)
-        first, second = rows_of(product.a, groups), matrices_of(product.b)
+        first, second = iterate_rows(product.a, groups), iterate_matrices(product.b)
     else:
         assert isinstance(product.a, GroupedColumns)
         width, depth = product.extents
-        first, second = columns_of(product.a, groups, width), columns_of(product.b, groups, depth)
-    return zip(groups.known_rows, first, second, results_of(product), strict=True)
+        first, second = iterate_columns(product.a, groups, width), iterate_columns(product.b, groups, depth)
+    return zip(groups.read_rows, first, second, list_results(product), strict=True)

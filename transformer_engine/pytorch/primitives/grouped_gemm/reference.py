@@ -9,16 +9,16 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ..gemm import Epilogue, gemm
-from .pieces import operands_of
+from .pieces import iterate_operands
 from .request import GroupedGemmRequest, GroupedProduct
 
 
 def run(product: GroupedProduct) -> None:
     if product.clears:
         assert isinstance(product.out, Tensor)
-        product.out[sum(product.groups.known_rows) :].zero_()
+        product.out[sum(product.groups.read_rows) :].zero_()
     biases = [None] * product.groups.count if product.bias is None else product.bias.unbind(0)
-    for bias, (_, a, b, out) in zip(biases, operands_of(product), strict=True):
+    for bias, (_, a, b, out) in zip(biases, iterate_operands(product), strict=True):
         epilogue = Epilogue(out.dtype, bias=bias, out=out, accumulate=product.accumulate, exact=product.exact)
         gemm(a, b, epilogue)
 

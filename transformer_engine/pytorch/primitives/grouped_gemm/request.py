@@ -96,7 +96,7 @@ class GroupedMatrices(NamedTuple):
 
     def split_tensors(self) -> tuple[list[Tensor | None], Rebuilt]:
         """Return these tensors, and the function that reconstructs the operand from them."""
-        return self.tensors(), functools.partial(_rebuilt, _of_codes, self.format)
+        return self.tensors(), functools.partial(_rebuilt, _coded_operand, self.format)
 
     @property
     def extents(self) -> tuple[int, int]:
@@ -124,7 +124,7 @@ def is_tiled(operand: GroupedRows | GroupedColumns) -> bool:
 GroupedOperand = GroupedRows | GroupedColumns | GroupedMatrices
 
 
-def _of_codes(
+def _coded_operand(
     codes: Tensor, scale: Tensor, tensor_format: TensorFormat, amax: Tensor | None
 ) -> GroupedMatrices:
     return GroupedMatrices(codes=codes, scale=scale, format=tensor_format, amax=amax)
@@ -197,7 +197,7 @@ class GroupedGemmRequest(NamedTuple):
     tiled: bool = False
 
 
-def request_of(product: GroupedProduct) -> GroupedGemmRequest:
+def make_request(product: GroupedProduct) -> GroupedGemmRequest:
     """Return the request for one call."""
     a, b, groups, (n, k), out, _, accumulate, exact, clears = product
     rows = groups.rows

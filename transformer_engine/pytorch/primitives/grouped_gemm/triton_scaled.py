@@ -70,12 +70,12 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
     by_tma = make(tma=True)
 
     def start_aligned(record: launch.Launch, product: GroupedProduct, device: int) -> None:
-        start(by_tma if _aligned(product) else record, product, device)
+        start(by_tma if _is_aligned(product) else record, product, device)
 
     return on_device(start_aligned, record)
 
 
-def _aligned(product: GroupedProduct) -> bool:
+def _is_aligned(product: GroupedProduct) -> bool:
     """Return whether TMA can load the codes: they are not empty, and addresses and rows are divisible by 16 bytes."""
     for codes in (product.a.codes, product.b.codes):  # pyright: ignore[reportAttributeAccessIssue]
         if codes is None or not codes.numel():

@@ -27,7 +27,7 @@ def _run(
     spec = request.spec
     if isinstance(values, Matrices):
         parts = _each(values.tensors, spec, slots)
-        stacks = [_stacked([part[i] for part in parts]) for i in range(4)]
+        stacks = [_stack_tensors([part[i] for part in parts]) for i in range(4)]
         codes, scale, codes_t, scale_t = stacks
         if spec.tile is None:
             scale, scale_t = (None if s is None else s.reshape(-1, 1).repeat(1, 4) for s in (scale, scale_t))
@@ -38,7 +38,7 @@ def _run(
     if spec.tile is None:
         scale, scale_t = (None if s is None else s.reshape(-1, 1).repeat(1, 4) for s in (scale, scale_t))
     return GroupedQuantized(
-        _joined([part.codes for part in parts]),
+        _join_tensors([part.codes for part in parts]),
         scale,
         _tiles([part.codes_t for part in parts])
         if request.tiled
@@ -57,12 +57,12 @@ def _each(parts: Sequence[Tensor], spec: QuantizeSpec, slots: ScaleSlots | None)
     return made
 
 
-def _stacked(tensors: list[Tensor | None]) -> Tensor | None:
+def _stack_tensors(tensors: list[Tensor | None]) -> Tensor | None:
     found = [tensor for tensor in tensors if tensor is not None]
     return _bytewise(torch.stack, found) if found else None
 
 
-def _joined(tensors: list[Tensor | None]) -> Tensor | None:
+def _join_tensors(tensors: list[Tensor | None]) -> Tensor | None:
     found = [tensor for tensor in tensors if tensor is not None]
     return _bytewise(torch.cat, found) if found else None
 
@@ -88,7 +88,7 @@ def _padded(codes_t: Tensor | None) -> Tensor | None:
 def _tiles(codes_t: list[Tensor | None]) -> Tensor | None:
     """Split codes [K, rows] into tiles [K, 128] of 128 rows, with zeros behind a group's last row."""
     padded = [_padded(codes) for codes in codes_t]
-    return _joined(
+    return _join_tensors(
         [
             None if codes is None else codes.view(len(codes), codes.shape[1] // 128, 128).transpose(0, 1)
             for codes in padded

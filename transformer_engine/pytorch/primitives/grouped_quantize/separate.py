@@ -38,14 +38,14 @@ def quantize_rows_separately(
     if amax is not None and spec.format.row_scaled:
         amaxes = torch.cat(amax)
     else:
-        amaxes = _of_all([None if part is None else part.amax for part in parts], amax)
+        amaxes = _merge_maxima([None if part is None else part.amax for part in parts], amax)
     return GroupedQuantized(
-        _joined(codes, 0),
-        _joined(scale, 0),
-        _joined(codes_t, 1),
-        _joined(scale_t, 1),
+        _join_parts(codes, 0),
+        _join_parts(scale, 0),
+        _join_parts(codes_t, 1),
+        _join_parts(scale_t, 1),
         amaxes,
-        _of_all([None if part is None else part.amax_t for part in parts], amax_t),
+        _merge_maxima([None if part is None else part.amax_t for part in parts], amax_t),
     )
 
 
@@ -59,14 +59,14 @@ def quantize_matrices_separately(
         for i, first in enumerate(parts[0])
     ]
     stacks = [
-        None if members is None else _joined([member[None] for member in members], 0)
+        None if members is None else _join_parts([member[None] for member in members], 0)
         for members in (codes, scale, codes_t, scale_t)
     ]
     maxima = [None if members is None else torch.cat(members) for members in (amax, amax_t)]
     return GroupedQuantized(*stacks, *maxima)
 
 
-def _of_all(maxima: Sequence[Tensor | None], present: list[Tensor] | None) -> Tensor | None:
+def _merge_maxima(maxima: Sequence[Tensor | None], present: list[Tensor] | None) -> Tensor | None:
     """One maximum per group, 0 for a group without rows; None without a direction."""
     if present is None:
         return None
@@ -74,7 +74,7 @@ def _of_all(maxima: Sequence[Tensor | None], present: list[Tensor] | None) -> Te
     return torch.cat([absent if amax is None else amax for amax in maxima])
 
 
-def _joined(parts: list[Tensor] | None, dim: int) -> Tensor | None:
+def _join_parts(parts: list[Tensor] | None, dim: int) -> Tensor | None:
     """Concatenate bytes along an axis: torch cannot concatenate FP8 tensors on every device."""
     if parts is None:
         return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
 from ....common.kernels.launch import LARGEST_EXTENT
-from ...runtime.launching import Performed, run_into, unsupported_casts
+from ...runtime.launching import Performed, run_program_into, unsupported_casts
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import FORMATS, QuantizeSpec, torch_dtype
 from .spec import Call, GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
@@ -38,8 +38,8 @@ def unsupported_reason(request: GroupedQuantizeRequest) -> str | None:
 def bind(request: GroupedQuantizeRequest) -> Call:
     """Return the call that runs the planned launches; buffers for row groups depend on the groups."""
     spec = request.spec
-    scaled = _by_exponents if spec.format.by_exponents else _by_blocks
-    quantize = (_by_tensor if spec.format == FLOAT8 else scaled)(request)
+    scaled = _exponent_program if spec.format.exponent_scales else _block_program
+    quantize = (_tensor_program if spec.format == FLOAT8 else scaled)(request)
 
     def call(values: Tensor | Matrices, groups: Groups | None, slots: ScaleSlots | None) -> GroupedQuantized:
         if isinstance(values, Matrices):
@@ -78,7 +78,7 @@ def bind(request: GroupedQuantizeRequest) -> Call:
     return call
 
 
-def _by_blocks(request: GroupedQuantizeRequest) -> Callable[..., None]:
+def _block_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
     from ....common.kernels import grouped_block_cast as kernels  # it imports triton
 
     spec = request.spec
@@ -88,29 +88,29 @@ def _by_blocks(request: GroupedQuantizeRequest) -> Callable[..., None]:
     record = blocks(request.shape, request.groups, *steps)
 
     def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
-        run_into(record, (*inputs, *made[:4]), inputs[0].device)
+        run_program_into(record, (*inputs, *made[:4]), inputs[0].device)
 
     return quantize
 
 
-def _by_exponents(request: GroupedQuantizeRequest) -> Callable[..., None]:
+def _exponent_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
     spec = request.spec
     matrices = FORMATS[spec.format.name].matrices
     assert matrices is not None
     record = matrices(spec, request.shape, request.groups)
 
     def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
-        run_into(record, (*inputs[:2], *made[:4]), inputs[0].device)
+        run_program_into(record, (*inputs[:2], *made[:4]), inputs[0].device)
 
     return quantize
 
 
-def _by_tensor(request: GroupedQuantizeRequest) -> Callable[..., None]:
+def _tensor_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
     from ....common.kernels import grouped_cast as kernels  # it imports triton
 
     spec = request.spec
     how = (spec.element, spec.power_of_two, spec.epsilon, spec.rowwise, spec.columnwise)
-    program = kernels.by_tensor(
+    program = kernels.tensor_scaled(
         request.shape, request.groups, not request.matrices, *how, request.slots, request.tiled
     )
     performed = Performed(program, request.device)
@@ -139,7 +139,7 @@ def _space_for_matrices(
         return GroupedQuantized(
             codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None
         )
-    if spec.format.by_exponents:
+    if spec.format.exponent_scales:
         length = spec.format.length
         exponents = partial(torch.empty, dtype=torch.uint8, device=device)
         scale = exponents(count, rows, ceil_div(depth, length)) if spec.rowwise else None

@@ -25,7 +25,7 @@ def bind(request: CacheRequest) -> Callable[..., None]:
     """(new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached) -> None"""
     if request.longest == 0 or request.empty or request.batch < 1:
         return lambda *_: None
-    launch = _launch(request._replace(longest=_rounded(request.longest)))
+    launch = _launch(request._replace(longest=_round_length(request.longest)))
 
     def append(*tensors: Tensor | None) -> None:
         run(launch, tensors)
@@ -33,7 +33,7 @@ def bind(request: CacheRequest) -> Callable[..., None]:
     return append
 
 
-def _rounded(longest: int) -> int:
+def _round_length(longest: int) -> int:
     """Round a length up to one of a few, so that prompts of all lengths share launches.
 
     Short lengths are rounded to powers of two. Long lengths are rounded to eight lengths per power

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ....common.dispatch import Operator, Table
-from ...runtime.autograd import without_autocast
+from ...runtime.autograd import disable_autocast
 from . import chunked, cudnn, fla, reference
 from .operators import TracedLinearAttention
 from .request import (
@@ -17,16 +17,16 @@ from .request import (
 )
 
 
-@without_autocast
+@disable_autocast
 def linear_attention(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
     """Compute the output [B, T, H, dv] in q's dtype, and the final state [N, H, dv, dk] in float32 if requested.
 
     `reference` has the recurrence, `DeltaInputs` the shapes. torch.autocast has no effect.
     """
-    return TABLE.bound(_key_of(inputs, spec))(*inputs)
+    return TABLE.bound(_request_key(inputs, spec))(*inputs)
 
 
-def _key_of(inputs: DeltaInputs, spec: DeltaSpec) -> tuple[object, ...]:
+def _request_key(inputs: DeltaInputs, spec: DeltaSpec) -> tuple[object, ...]:
     """Return the request fields for a call."""
     q, cu_seqlens = inputs.q, inputs.cu_seqlens
     return (
@@ -45,7 +45,7 @@ def _key_of(inputs: DeltaInputs, spec: DeltaSpec) -> tuple[object, ...]:
 _TRACED = TracedLinearAttention(linear_attention)
 
 
-def _operator_of(request: DeltaRequest) -> Operator:
+def _make_operator(request: DeltaRequest) -> Operator:
     def call(*tensors) -> DeltaResult:
         return _TRACED(request.spec, *tensors)
 
@@ -57,5 +57,5 @@ TABLE: Table[DeltaRequest] = Table(
     "linear_attention",
     (cudnn.BACKEND, fla.BACKEND, chunked.BACKEND, reference.BACKEND),
     describe=DeltaRequest,
-    operator=_operator_of,
+    operator=_make_operator,
 )

@@ -50,12 +50,12 @@ def recurrence(rows: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
     k, v, erase, write = (x.flatten(1, 2) for x in (rows.k, rows.v, rows.erase, rows.write))
     size = min(CHUNK if decay.shape[-1] == 1 else CHUNK_OF_CHANNELS, length * updates)
     q, k, v, decay, erase, write = (_chunks(x, size) for x in (q, k, v, decay, erase, write))
-    output, state = _over_chunks(Gated(q, k, v, decay, erase, write), state)
+    output, state = _scan_chunks(Gated(q, k, v, decay, erase, write), state)
     output = output.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, : length * updates]
     return output[:, updates - 1 :: updates], state
 
 
-def _over_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
+def _scan_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute outputs [B, H, N, C, dv] from tensors [B, H, N, C, ..]."""
     q, k, v, decay, erase, write = chunks
     from_start = torch.exp(decay.cumsum(-2))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....common import optional
 from ....common.dispatch import Backend
-from .library import differentiable_once, finished, unsupported_by_kernels
+from .library import differentiable_once, finish_results, unsupported_by_kernels
 from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, DeltaSpec, Option, Rule, binder
 
 MODULE = "cudnn.linear_attention.ops"
@@ -44,13 +44,13 @@ def run(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
     """Compute a call by the library function for its rule."""
     from cudnn.linear_attention import ops
 
-    arguments = arguments_of(differentiable_once(inputs), spec)
+    arguments = library_arguments(differentiable_once(inputs), spec)
     output, state = getattr(ops, FUNCTIONS[spec.rule])(**arguments)
     output = output.view(*inputs.q.shape[:-1], inputs.v.shape[-1])
-    return finished(output, state if Option.FINAL_STATE in spec.options else None, inputs.cu_seqlens)
+    return finish_results(output, state if Option.FINAL_STATE in spec.options else None, inputs.cu_seqlens)
 
 
-def arguments_of(inputs: DeltaInputs, spec: DeltaSpec) -> dict[str, Any]:
+def library_arguments(inputs: DeltaInputs, spec: DeltaSpec) -> dict[str, Any]:
     """Return the arguments for the library function: all tokens packed [B * T, ..], and the rule's options."""
     batch, length = inputs.q.shape[:2]
     bounds = inputs.cu_seqlens

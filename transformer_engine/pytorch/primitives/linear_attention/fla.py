@@ -12,7 +12,7 @@ from ....common import optional
 from ....common.dispatch import Backend
 from ....common.kernels.launch import missing
 from .gates import erase_gate, log_decay
-from .library import differentiable_once, finished, unsupported_by_kernels
+from .library import differentiable_once, finish_results, unsupported_by_kernels
 from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, DeltaSpec, Option, Rule, binder
 
 _SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
@@ -65,7 +65,7 @@ def run(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
     gates = {"g": log_decay(inputs, spec), "beta": erase_gate(inputs, spec)}
     inputs = inputs._replace(**gates, a_log=None, dt_bias=None)
     output, state = _RULES[spec.rule](differentiable_once(inputs), options)
-    return finished(output, state, inputs.cu_seqlens)
+    return finish_results(output, state, inputs.cu_seqlens)
 
 
 def _gated_delta_net(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaResult:

@@ -78,7 +78,7 @@ def log_decay(inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
 
 
 def erase_gate(inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
-    """beta, its sigmoid (times 2 for negative eigenvalues), and limited by `guarded` if the call has a guard."""
+    """beta, its sigmoid (times 2 for negative eigenvalues), and limited by `shrink_gates` if the call has a guard."""
     beta = inputs.beta.to(compute_dtype(inputs))
     if Option.SIGMOID in spec.options:
         beta = torch.sigmoid(beta)
@@ -86,13 +86,13 @@ def erase_gate(inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
             beta = 2.0 * beta
     if Option.GUARD in spec.options:
         with torch.no_grad():
-            limited = guarded(beta, inputs, spec)
+            limited = shrink_gates(beta, inputs, spec)
         # The gradient passes the guard unchanged.
         beta = beta + (limited - beta).detach()
     return beta
 
 
-def guarded(beta: Tensor, inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
+def shrink_gates(beta: Tensor, inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
     """Shrink the erase gates [.., dk] of each token and head that would enlarge the state, rounded to q's dtype.
 
     With the normalized key k, n = sum k^2, a = sum beta k^2, nu = sum beta^2 k^2 and c^2 = exp(-2 max g), an update

@@ -58,7 +58,7 @@ def differentiable_once(inputs: DeltaInputs) -> DeltaInputs:
     return DeltaInputs(*tensors)  # pyright: ignore[reportArgumentType]
 
 
-def finished(output: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> DeltaResult:
+def finish_results(output: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> DeltaResult:
     """Return the results of a library, with zeros for tokens after the last packed sequence."""
     if cu_seqlens is not None:
         without_padding(output.detach(), cu_seqlens)

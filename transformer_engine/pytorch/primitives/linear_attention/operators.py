@@ -49,7 +49,7 @@ class TracedLinearAttention:
         return output, state if Option.FINAL_STATE in spec.options else None
 
     def _forward(self, *args) -> tuple[Tensor, Tensor]:
-        inputs, spec = _unpacked(args)
+        inputs, spec = _unpack_arguments(args)
         with torch.no_grad():
             output, state = self._compute(inputs, spec)
         # Results of an operator share no memory with its inputs.
@@ -58,7 +58,7 @@ class TracedLinearAttention:
         return output.contiguous(), _absent(output) if state is None else state.contiguous()
 
     def _backward(self, grad_output, grad_state, *args) -> tuple[Tensor, ...]:
-        inputs, spec = _unpacked(args)
+        inputs, spec = _unpack_arguments(args)
         leaves = [None if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         with torch.enable_grad():
             output, state = self._compute(DeltaInputs(*leaves), spec)  # pyright: ignore
@@ -105,7 +105,7 @@ class _TracedPasses(Function):
         return (None,) * 4 + tuple(None if x is None else dx for x, dx in present) + (None,)
 
 
-def _unpacked(args: tuple) -> tuple[DeltaInputs, DeltaSpec]:
+def _unpack_arguments(args: tuple) -> tuple[DeltaInputs, DeltaSpec]:
     rule, scale, options = args[_COUNT:]
     spec = DeltaSpec(rule, scale, tuple(options.split(",")) if options else ())
     return DeltaInputs(*args[:_COUNT]), spec
@@ -117,7 +117,7 @@ def _absent(like: Tensor) -> Tensor:
 
 def _results(*args) -> tuple[Tensor, Tensor]:
     """Allocate the output and the state."""
-    inputs, spec = _unpacked(args)
+    inputs, spec = _unpack_arguments(args)
     q, v = inputs.q, inputs.v
     output = q.new_empty(*q.shape[:-1], v.shape[-1])
     if Option.FINAL_STATE not in spec.options:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.capture import is_capturing
-from ...runtime.device_tables import DeviceTables, stream_of
+from ...runtime.device_tables import DeviceTables, stream_handle
 
 Lists = Sequence[Sequence[Tensor]]
 # Bytes per element in each list, elements per chunk, device.
@@ -57,14 +57,14 @@ class Extents:
 _addresses_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
-def chunks_of(lists: Lists, extents: Extents, size: int) -> ChunkTable | None:
+def chunk_table(lists: Lists, extents: Extents, size: int) -> ChunkTable | None:
     """Return the table for the lists in chunks with at most `size` elements.
 
     Returns None for unknown addresses during CUDA graph capture, which cannot copy a table from the host.
     """
     device = lists[0][0].device
     kind = (tuple([tensors[0].element_size() for tensors in lists]), size, device)
-    capturing, stream = is_capturing(device), stream_of(device)
+    capturing, stream = is_capturing(device), stream_handle(device)
     if not capturing and (found := extents.table_of(lists, (kind, stream))) is not None:
         return found
     addresses = tuple([tuple(map(Tensor.data_ptr, tensors)) for tensors in lists])

@@ -14,7 +14,7 @@ from ....common.memory import Memory
 from ....common.operation_settings import Adam, Sgd
 from ...runtime.launching import DTYPE_NAMES, run, unsupported_elementwise
 from . import reference
-from .addresses import Extents, Lists, chunks_of
+from .addresses import Extents, Lists, chunk_table
 from .reference import MultiTensorRequest
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
     from ....common.kernels.multi_tensor import CHUNK  # it imports triton
 
     def write(lists: Lists, extents: Extents, numbers: Tensor, flag: Tensor | None) -> None:
-        chunks = chunks_of(lists, extents, CHUNK)
+        chunks = chunk_table(lists, extents, CHUNK)
         if chunks is None:
             warnings.warn(
                 f"a CUDA graph is capturing {request.operation} of tensors with new addresses, which cannot be copied "
@@ -51,7 +51,7 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
             run(launch, (chunks.table, numbers, flag))
 
     def squares(lists: Lists, extents: Extents, factor: Tensor | None) -> Tensor:
-        chunks = chunks_of(lists, extents, CHUNK)
+        chunks = chunk_table(lists, extents, CHUNK)
         if chunks is None:
             return captured(lists, extents, factor)
         if chunks.table.shape[0] == 0:

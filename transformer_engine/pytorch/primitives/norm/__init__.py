@@ -13,7 +13,7 @@ from ....common.dispatch import Operator, Table
 from ...runtime.launching import TorchOperator, operator
 from ..quantize import Cast, Quantized
 from . import reference, triton
-from .reference import NormRequest, request_of
+from .reference import NormRequest, make_request
 
 
 @overload
@@ -129,7 +129,7 @@ _OPERATORS: dict[str, TorchOperator] = {
 }
 
 
-def _operator_of(request: NormRequest) -> Operator:
+def _make_operator(request: NormRequest) -> Operator:
     """Return the operator of the norm; a cast is a separate operator."""
     constants: dict[str, Any] = {"zero_centered": request.zero_centered}
     if request.operation.endswith("forward"):
@@ -141,5 +141,5 @@ def _operator_of(request: NormRequest) -> Operator:
 
 
 TABLE: Table[NormRequest] = Table(
-    "norm", (triton.BACKEND, reference.BACKEND), describe=request_of, operator=_operator_of
+    "norm", (triton.BACKEND, reference.BACKEND), describe=make_request, operator=_make_operator
 )

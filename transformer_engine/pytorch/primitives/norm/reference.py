@@ -49,7 +49,7 @@ class NormRequest(NamedTuple):
         return self.operation.startswith("layernorm")
 
 
-def request_of(
+def make_request(
     operation: str,
     shape: tuple[int, int],
     strides: tuple[int, int],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, undisturbed
+from ....common.dispatch import Backend, is_undisturbed
 from ...runtime import launching
 from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, run, unsupported_elementwise
 from ..quantize import CastRequest, Quantized, fused_codes
@@ -46,7 +46,7 @@ def fuses(request: NormRequest, cast: CastRequest) -> bool:
     and its statistics differ in the last bit from a norm without codes.
     """
     narrow = not request.centered or request.shape[1] <= _WIDEST_CENTERED
-    if fused_codes.in_blocks(cast.spec) and not (narrow and fused_codes.in_row_blocks(cast.spec)):
+    if fused_codes.has_block_scales(cast.spec) and not (narrow and fused_codes.has_blocks_in_rows(cast.spec)):
         return False
     return cast.inside
 
@@ -90,7 +90,7 @@ def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, 
     """Return (x, weight, [bias], multiplier, record) -> the codes of y, from the kernel of y, [mean], rstdev."""
     from ....common.kernels import norm_codes  # it imports triton
 
-    if fused_codes.in_blocks(cast.spec):
+    if fused_codes.has_block_scales(cast.spec):
         blocks = fused_codes.blocks(cast.spec, request.dtype)
         program = norm_codes.row_blocks(_rows(request), blocks)
     else:
@@ -101,7 +101,7 @@ def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, 
     def made(
         x: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor | None, record: Tensor | None
     ) -> tuple[Quantized, Tensor, Tensor]:
-        if not undisturbed():
+        if not is_undisturbed():
             fused_codes.report(request.shape, request.dtype, request.device, cast)
         bias = None if bias is None else bias.contiguous()
         given = (rows_dense(x), weight.contiguous(), bias, as_float32(multiplier), record)

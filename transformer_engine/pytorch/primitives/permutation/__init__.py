@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....common.dispatch import Table
 from . import reference, triton
-from .operators import define, operator_of
+from .operators import define, make_operator
 from .reference import INDEX, MASK, PermutationRequest, Routes
 
 __all__ = [
@@ -125,7 +125,7 @@ def _key(
 
 
 TABLE: Table[PermutationRequest] = Table(
-    "permutation", (triton.BACKEND, reference.BACKEND), describe=PermutationRequest, operator=operator_of
+    "permutation", (triton.BACKEND, reference.BACKEND), describe=PermutationRequest, operator=make_operator
 )
 
 

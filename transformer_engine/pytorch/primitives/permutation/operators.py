@@ -34,7 +34,7 @@ def define(functions: Mapping[str, Callable[..., Any]]) -> None:
         _defined[name] = operator(_SCHEMAS[name], function, _RESULTS[name])
 
 
-def operator_of(request: PermutationRequest) -> Operator:
+def make_operator(request: PermutationRequest) -> Operator:
     """Return the operator for an opaque backend, with the arguments and results of its callable."""
     made = _defined[request.operation].given(**_facts(request))
     if request.operation in ("map", "chunks", "segments"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.tracing import result_as, result_in
+from ...runtime.tracing import reshape_result, result_as
 
 MASK, INDEX = "mask", "index"
 
@@ -128,8 +128,8 @@ def collect(
         wide = wide * _with_zero(_wide(weights))[token, column][:, None].to(wide.dtype)
     total = wide.new_zeros(routes.tokens + 1, y.shape[1]).index_add_(0, token, wide)
     sums = total[: routes.tokens]
-    x = result_as(result_in(sums, sums.shape), y.dtype)
-    return x, None if row_values is None else _by_column(row_values, token, column, routes)
+    x = result_as(reshape_result(sums, sums.shape), y.dtype)
+    return x, None if row_values is None else _index_by_column(row_values, token, column, routes)
 
 
 def send_weighted(
@@ -143,7 +143,7 @@ def send_weighted(
     if y is None:
         return dy, None
     sums = (gradient * y.to(gradient.dtype)).sum(1)
-    return dy, _by_column(sums, token, column, routes).to(weights.dtype)
+    return dy, _index_by_column(sums, token, column, routes).to(weights.dtype)
 
 
 def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:
@@ -171,7 +171,7 @@ def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:
     return tokens_of, columns_of.scatter(0, target, column.reshape(-1))[:rows]
 
 
-def _by_column(values: Tensor, token: Tensor, column: Tensor, routes: Routes) -> Tensor:
+def _index_by_column(values: Tensor, token: Tensor, column: Tensor, routes: Routes) -> Tensor:
     """Return [T, columns] with the value of each route's row, 0 for absent routes."""
     whole = values.new_zeros(routes.tokens + 1, routes.columns)
     return whole.index_put((token, column), values)[: routes.tokens]

@@ -24,7 +24,7 @@ from .encodings import (
 )
 from .format_row import FormatRow, QuantizeInputs
 from .formats import FORMATS
-from .operator import operator_of
+from .operator import make_operator
 from .spec import Cast, CastRequest, Quantized, QuantizeRequest, QuantizeSpec, torch_dtype
 
 __all__ = [
@@ -117,7 +117,7 @@ def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized:
     return x if cast is None else quantize(x, cast.spec, multiplier=cast.multiplier, record=cast.record)
 
 
-def _described(
+def _make_request(
     spec: QuantizeSpec,
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -144,6 +144,6 @@ def _described(
 TABLE: Table[QuantizeRequest] = Table(
     "quantize",
     (TRITON, REFERENCE),
-    describe=_described,
-    operator=operator_of(quantize),
+    describe=_make_request,
+    operator=make_operator(quantize),
 )

@@ -1,7 +1,7 @@
 """FP8 codes that a kernel writes instead of its result: conditions and kernel arguments.
 
 The codes have one scale per tensor (`one_scale`), or one per block, which needs no scale beforehand (`blocks`,
-`in_blocks`, `in_row_blocks`).
+`has_block_scales`, `has_blocks_in_rows`).
 
 Codes, scales and maxima are as from separate steps: the result is rounded to its dtype before it is scaled.
 """
@@ -51,12 +51,12 @@ def report(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, cas
     TABLE.report(lambda: QuantizeRequest(cast.spec, shape, dtype, device, cast.given))
 
 
-def in_blocks(spec: QuantizeSpec) -> bool:
+def has_block_scales(spec: QuantizeSpec) -> bool:
     """Return whether scales belong to blocks, so that a kernel quantizes each block independently."""
     return spec.format.block is not None
 
 
-def in_row_blocks(spec: QuantizeSpec) -> bool:
+def has_blocks_in_rows(spec: QuantizeSpec) -> bool:
     """Return whether blocks lie within rows, in the row direction only, so that a kernel quantizes each row."""
     return spec.format == BLOCK_1D and not spec.columnwise
 
@@ -68,7 +68,7 @@ def gradient_fuses(spec: QuantizeSpec, sums_columns: bool) -> bool:
     with sums 0.679 and 0.373 (0.677 and 0.380, but dx is stored then); rows only 0.285 and 0.219 (0.444 and 0.254),
     with sums 0.772 and 0.434 (0.573 and 0.328).
     """
-    return not (sums_columns and in_row_blocks(spec))
+    return not (sums_columns and has_blocks_in_rows(spec))
 
 
 def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....common.dispatch import Operator
 from ....common.formats import E2M1, E4M3, E5M2
 from ...runtime import launching
-from ..scale_order import tiled_shape
+from ..scale_order import tile_grid
 from .format_row import QuantizeInputs
 from .formats import FORMATS
 from .spec import Quantized, QuantizeRequest, QuantizeSpec, torch_dtype
@@ -37,7 +37,7 @@ _SCHEMA = (
 )
 
 
-def operator_of(quantize: Callable[..., Quantized]) -> Callable[[QuantizeRequest], Operator]:
+def make_operator(quantize: Callable[..., Quantized]) -> Callable[[QuantizeRequest], Operator]:
     """(request) -> the operator that runs quantize(x, spec, ...), for `Table`."""
 
     def now(x: Tensor, format: str, element: str, *rest: Any) -> list[Tensor]:
@@ -56,13 +56,13 @@ def operator_of(quantize: Callable[..., Quantized]) -> Callable[[QuantizeRequest
 
     made = launching.operator(_SCHEMA, now, _results)
 
-    def of_request(request: QuantizeRequest) -> Operator:
+    def request_operator(request: QuantizeRequest) -> Operator:
         return Operator(
             functools.partial(_as_operator, made.call, request.spec),
             functools.partial(_as_operator, made.results, request.spec),
         )
 
-    return of_request
+    return request_operator
 
 
 def _results(
@@ -82,7 +82,7 @@ def _results(
         return codes + [x.new_empty(1, dtype=torch.float32) for _ in range(2 if amax is None else 1)]
     scales = [row.new_scale(x, m, k) for m, k in directions]
     if rest[len(_OPTIONS) - 3]:  # the last option, tiled
-        scales = [x.new_empty(tiled_shape(*scale.shape), dtype=scale.dtype) for scale in scales]
+        scales = [x.new_empty(tile_grid(*scale.shape), dtype=scale.dtype) for scale in scales]
     return codes + scales
 
 

@@ -20,12 +20,12 @@ from .reference import Positions, RopeRequest, RopeSpec
 
 def rope_forward(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
     """y = x * cos(a) + pair(x) * sin(a), in float32, returned in x's dtype; the layout of x is spec.tensor_format."""
-    return _turned("forward", x, angles, *positions, spec)
+    return _run_rotation("forward", x, angles, *positions, spec)
 
 
 def rope_backward(dy: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
     """dx = dy * cos(a) - pair(dy * sin(a)): the transposed rotation, in float32, returned in dy's dtype."""
-    return _turned("backward", dy, angles, *positions, spec)
+    return _run_rotation("backward", dy, angles, *positions, spec)
 
 
 def rope_qkv_forward(
@@ -77,7 +77,7 @@ def rope_qkv_backward(
     return TABLE.bound(key)(dq, dk, dv, q_angles, k_angles, start, cu_seqlens)
 
 
-def _turned(
+def _run_rotation(
     operation: str,
     x: Tensor,
     angles: Tensor,
@@ -99,7 +99,7 @@ def _sequences(cu_seqlens: Tensor | None) -> int:
 
 def _rotate(x, angles, start, cu_seqlens, tensor_format, interleaved, cp_size, cp_rank, clamps, transposed):
     spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank, clamps)
-    return _turned("backward" if transposed else "forward", x, angles, start, cu_seqlens, spec)
+    return _run_rotation("backward" if transposed else "forward", x, angles, start, cu_seqlens, spec)
 
 
 def _unpack(qkv, q_angles, k_angles, start, cu_seqlens, sizes, *how):
@@ -134,7 +134,7 @@ _pack_operator = operator(
 )
 
 
-def _operator_of(request: RopeRequest) -> Operator:
+def _make_operator(request: RopeRequest) -> Operator:
     spec = request.spec
     how = {
         "tensor_format": spec.tensor_format,
@@ -151,5 +151,5 @@ def _operator_of(request: RopeRequest) -> Operator:
 
 
 TABLE: Table[RopeRequest] = Table(
-    "rope", (triton.BACKEND, reference.BACKEND), describe=RopeRequest, operator=_operator_of
+    "rope", (triton.BACKEND, reference.BACKEND), describe=RopeRequest, operator=_make_operator
 )

@@ -154,12 +154,14 @@ def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpe
         bounds = positions.cu_seqlens.long() // spec.cp_size
         token = torch.arange(x.shape[0], device=bounds.device)
         sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(max=bounds.shape[0] - 2)
-        position = _chunked(token - bounds[sequence], (bounds[1:] - bounds[:-1])[sequence], spec)
+        position = _global_position(token - bounds[sequence], (bounds[1:] - bounds[:-1])[sequence], spec)
         if positions.start is not None:
             position = position + positions.start.long()[sequence]
         return _read(angles, position, True if spec.clamps else token >= bounds[-1])
     sequence_axis = 0 if spec.tensor_format == "sbhd" else 1
-    position = _chunked(torch.arange(x.shape[sequence_axis], device=x.device), x.shape[sequence_axis], spec)
+    position = _global_position(
+        torch.arange(x.shape[sequence_axis], device=x.device), x.shape[sequence_axis], spec
+    )
     if positions.start is None:
         return angles[position].unsqueeze(1 - sequence_axis)
     position = positions.start[:, None].long() + position[None, :]
@@ -172,7 +174,7 @@ def _read(angles: Tensor, position: Tensor, padding: Tensor | bool) -> Tensor:
     return torch.where(((nearest == position) | padding).unsqueeze(-1), angles[nearest], torch.nan)
 
 
-def _chunked(position: Tensor, length: int | Tensor, spec: RopeSpec) -> Tensor:
+def _global_position(position: Tensor, length: int | Tensor, spec: RopeSpec) -> Tensor:
     """Convert a local to a global position, for a rank with chunks cp_rank and 2 * cp_size - 1 - cp_rank."""
     if spec.cp_size == 1:
         return position

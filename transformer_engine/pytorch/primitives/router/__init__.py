@@ -173,7 +173,7 @@ _OPERATORS = {
 }
 
 
-def _operator_of(request: RouterRequest) -> Operator:
+def _make_operator(request: RouterRequest) -> Operator:
     made = _OPERATORS[request.operation]
     if request.operation == "loss":
         return made.given(factor=request.factor)
@@ -190,5 +190,5 @@ def _operator_of(request: RouterRequest) -> Operator:
 
 
 TABLE: Table[RouterRequest] = Table(
-    "router", (triton.BACKEND, reference.BACKEND), describe=RouterRequest, operator=_operator_of
+    "router", (triton.BACKEND, reference.BACKEND), describe=RouterRequest, operator=_make_operator
 )

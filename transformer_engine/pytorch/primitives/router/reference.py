@@ -101,7 +101,7 @@ def choose(
     else:
         score = x.sigmoid() if choice.score == SIGMOID else softplus(x).sqrt()
     key = score if bias is None else score + bias.to(torch.float32)
-    experts = _first(_of_best_groups(key, choice), choice.k)
+    experts = _first(_mask_groups(key, choice), choice.k)
     if indices is not None:
         indices.copy_(experts)
     chosen = torch.zeros_like(x, dtype=torch.uint8).scatter(1, experts, 1)
@@ -127,7 +127,7 @@ def gradient(
 ) -> Tensor:
     """Return grad_logits [T, E]."""
     g = grad_probs.to(torch.float32)
-    counts = torch.ones_like(scores, dtype=torch.bool) if choice.whole else _chosen(map, scores, choice)
+    counts = torch.ones_like(scores, dtype=torch.bool) if choice.whole else _choice_mask(map, scores, choice)
     if not choice.whole:
         g = g * choice.scale
     g = torch.where(counts, g, 0.0)
@@ -187,7 +187,7 @@ def _first(key: Tensor, count: int) -> Tensor:
     return key.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-def _of_best_groups(key: Tensor, choice: Choice) -> Tensor:
+def _mask_groups(key: Tensor, choice: Choice) -> Tensor:
     """Return the keys, -inf for experts outside the best groups."""
     if choice.groups is None:
         return key
@@ -198,7 +198,7 @@ def _of_best_groups(key: Tensor, choice: Choice) -> Tensor:
     return torch.where(best[:, :, None], within, -torch.inf).view(key.shape)
 
 
-def _chosen(map: Tensor | None, scores: Tensor, choice: Choice) -> Tensor:
+def _choice_mask(map: Tensor | None, scores: Tensor, choice: Choice) -> Tensor:
     """Return bool [T, E]: the chosen experts."""
     assert map is not None
     if choice.map == BYTES:

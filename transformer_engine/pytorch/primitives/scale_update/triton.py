@@ -47,7 +47,7 @@ def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Te
 
     def advance(histories: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
         device = histories[0].device
-        table = _table_of(histories, scales)
+        table = _cached_table(histories, scales)
         if table is None:
             # A capture cannot take a table from the host; the same step in torch's operations can be captured.
             captured(histories, scales)
@@ -61,7 +61,7 @@ def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Te
     return advance
 
 
-def _table_of(histories: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor | None:
+def _cached_table(histories: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor | None:
     """Return the table of the states on their device; None if it is not cached while a graph is captured."""
     addresses = tuple(
         [(h.data_ptr(), s.data_ptr(), h.shape[1]) for h, s in zip(histories, scales, strict=True)]

@@ -27,7 +27,7 @@ class SoftmaxRequest(NamedTuple):
     mask: tuple[torch.Size, tuple[int, ...]] | None = None
 
 
-def shift_of(causal: str | None, shape: torch.Size) -> int | None:
+def causal_shift(causal: str | None, shape: torch.Size) -> int | None:
     """Return how many keys beyond its own index a query sees; None without a causal mask."""
     if causal is None:
         return None
@@ -70,7 +70,7 @@ def _hidden(x: Tensor, causal: str) -> Tensor:
     """Return whether each key [q, k] is hidden from the query."""
     query = torch.arange(x.shape[-2], device=x.device)
     key = torch.arange(x.shape[-1], device=x.device)
-    shift = shift_of(causal, x.shape)
+    shift = causal_shift(causal, x.shape)
     assert shift is not None
     return key[None, :] > query[:, None] + shift
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, run, unsupported_elementwise
-from .reference import SoftmaxRequest, shift_of
+from .reference import SoftmaxRequest, causal_shift
 
 _LIMIT = 1 << 31  # rows are numbered in 32 bits
 
@@ -36,7 +36,7 @@ def _forward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor | None], Tenso
         lies = torch.empty_strided(*request.mask, dtype=torch.uint8, device="meta")
         batch, head, query, key = _hidden(lies, shape).stride()
         strides = (batch, head, query, key)
-    shift = shift_of(request.causal, shape)
+    shift = causal_shift(request.causal, shape)
     launch = softmax.forward(_four(shape), strides, DTYPE_NAMES[request.dtype], request.scale, shift)
 
     def forward(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -49,7 +49,7 @@ def _forward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor | None], Tenso
 def _backward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor], Tensor]:
     from ....common.kernels import softmax  # it imports triton
 
-    shape, shift = request.shape, shift_of(request.causal, request.shape)
+    shape, shift = request.shape, causal_shift(request.causal, request.shape)
     launch = softmax.backward(_four(shape), DTYPE_NAMES[request.dtype], request.scale, shift)
     return lambda dy, y: run(launch, (dy.contiguous(), y.contiguous()))[0].view(shape)
 

@@ -18,7 +18,7 @@ from ...constants import DType
 from ...primitives.operand import COLS, ROWS, Operand
 from ...primitives.quantize import Quantized, dequantize, torch_dtype
 from ...primitives.scale_order import check_tiles, swizzled
-from ..elements import element_number, element_of
+from ..elements import element_number, find_element
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
 
@@ -36,7 +36,7 @@ def _bytes(codes: Tensor) -> Tensor:
     return codes if codes.dtype is torch.uint8 else codes.view(torch.uint8)
 
 
-def _without_base(tensor: Tensor | None) -> Tensor | None:
+def _detach_base(tensor: Tensor | None) -> Tensor | None:
     """Return the tensor on the same memory, not marked as a view: sharded optimizers reject views as buffers."""
     if tensor is None or torch.compiler.is_compiling() or tensor._base is None:
         return tensor
@@ -138,7 +138,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         scale = self._rowwise_scale_inv if axis == COLS else self._columnwise_scale_inv
         if codes is None or scale is None:
             raise self._missing(axis)
-        form, in_tiles = self._format_of(axis), self._with_gemm_swizzled_scales
+        form, in_tiles = self._axis_format(axis), self._with_gemm_swizzled_scales
         rows, depth = matrix_shape(self.shape)
         if axis == COLS:
             codes = codes.reshape(rows, depth // self.PACKING)
@@ -152,20 +152,20 @@ class BlockScaledStorage(QuantizedTensorStorage):
             rows, depth = depth, rows
         assert form.block is not None
         if in_tiles:
-            form, scale = TILED_FORMATS[form], self._unpadded(scale, *scale.shape)
+            form, scale = TILED_FORMATS[form], self._drop_padding(scale, *scale.shape)
         else:
-            scale = self._unpadded(scale, ceil_div(rows, form.block[0]), ceil_div(depth, form.block[1]))
-        element = torch_dtype(element_of(getattr(self, self.ELEMENT)))
+            scale = self._drop_padding(scale, ceil_div(rows, form.block[0]), ceil_div(depth, form.block[1]))
+        element = torch_dtype(find_element(getattr(self, self.ELEMENT)))
         if codes.dtype is not element:
             codes = codes.view(element)
         amax = self._amax_rowwise if axis == COLS else self._amax_columnwise
         return Operand(codes, scale, form, amax, self._dtype)
 
-    def _format_of(self, axis: str) -> TensorFormat:
+    def _axis_format(self, axis: str) -> TensorFormat:
         """Return one direction's operand format."""
         return self.format
 
-    def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
+    def _drop_padding(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         """Return the scales [rows, columns] from a `_padded` result."""
         return scale[:rows, :columns]
 
@@ -208,10 +208,10 @@ class BlockScaledStorage(QuantizedTensorStorage):
             codes = None if codes is None else codes.view(cls._rowwise_shape(shape))
             transpose = None if transpose is None else transpose.reshape(cls._columnwise_shape(shape))
         return cls(
-            rowwise_data=_without_base(codes),
-            rowwise_scale_inv=_without_base(scale),
-            columnwise_data=_without_base(transpose),
-            columnwise_scale_inv=_without_base(scale_t),
+            rowwise_data=_detach_base(codes),
+            rowwise_scale_inv=_detach_base(scale),
+            columnwise_data=_detach_base(transpose),
+            columnwise_scale_inv=_detach_base(scale_t),
             **constants,
         )
 
@@ -228,7 +228,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
                 columns = columns.t()
             check_tiles(self._rowwise_scale_inv, columns)
 
-    def in_scale_order(self, swizzled: bool) -> BlockScaledStorage:
+    def order_scales(self, swizzled: bool) -> BlockScaledStorage:
         """Return this payload with swizzled scales, or with scales in row order."""
         if self._with_gemm_swizzled_scales == swizzled:
             return self
@@ -238,7 +238,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
     def swizzle_(self) -> None:
         """Put one-byte scales in matrix-instruction order, in new memory; float32 scales stay."""
         if self.format.swizzled and not self._with_gemm_swizzled_scales:
-            made = self.in_scale_order(True)
+            made = self.order_scales(True)
             self._rowwise_scale_inv, self._columnwise_scale_inv = (
                 made._rowwise_scale_inv,
                 made._columnwise_scale_inv,
@@ -247,10 +247,10 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
         if isinstance(src, BlockScaledStorage):
-            src = src.in_scale_order(self._with_gemm_swizzled_scales)
+            src = src.order_scales(self._with_gemm_swizzled_scales)
         super().copy_from_storage(src, noop_flag=noop_flag)
 
-    def viewed(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
+    def view_as(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
         if tuple(shape[-1:]) != tuple(self.shape[-1:]):
             return None
         fields = {keyword: getattr(self, name) for name, keyword in self.TENSORS.items()}

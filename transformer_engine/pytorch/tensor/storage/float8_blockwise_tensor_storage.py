@@ -74,7 +74,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     def transposable(self) -> bool:
         return self._is_2D_scaled
 
-    def _format_of(self, axis: str) -> TensorFormat:
+    def _axis_format(self, axis: str) -> TensorFormat:
         return BLOCK_FORMATS[bool(self._is_2D_scaled), self._power_of_two]
 
     def byte_layout(self) -> tuple[Any, ...]:
@@ -94,7 +94,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         else:
             self._power_of_two = self._power_of_two and getattr(source, "_power_of_two", False)
 
-    def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
+    def _drop_padding(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         return scale[:, :columns] if self._is_2D_scaled else scale.t()[:rows]
 
     def trim_rowwise_scales(self) -> None:

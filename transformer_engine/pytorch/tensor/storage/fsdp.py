@@ -198,11 +198,11 @@ def join_payload(
     return storage
 
 
-def derived_tensors(storage: QuantizedTensorStorage, gathered: Sequence[Tensor]) -> DerivedTensors:
+def list_derived(storage: QuantizedTensorStorage, gathered: Sequence[Tensor]) -> DerivedTensors:
     """Return the tensors of a storage that are not views of the gathered bytes, each in separate memory."""
     bytes_of = {tensor.untyped_storage().data_ptr() for tensor in gathered}
     derived = DerivedTensors()
-    for name, tensor in storage._named_tensors().items():
+    for name, tensor in storage._tensors_by_name().items():
         if tensor is None or tensor.untyped_storage().data_ptr() in bytes_of:
             continue
         if tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize:
@@ -219,7 +219,7 @@ def write_gathered(out: Any, storage: QuantizedTensorStorage, derived: DerivedTe
     """
     known: DerivedTensors = vars(out)[DerivedTensors.NAME]
     pairs: list[tuple[Tensor, Tensor]] = []
-    for name, theirs in storage._named_tensors().items():
+    for name, theirs in storage._tensors_by_name().items():
         mine = getattr(out, name)
         if mine is None and theirs is not None:
             setattr(out, name, theirs)
@@ -250,7 +250,7 @@ class ShardedBuffers:
         storage: Any = self
         sent, payload = gather_payload(storage)
         views = storage.unpack()._asdict()
-        tensors = {name: tensor for name, tensor in storage._named_tensors().items() if tensor is not None}
+        tensors = {name: tensor for name, tensor in storage._tensors_by_name().items() if tensor is not None}
         fields: list[str] = []
         for part in payload.fields[: len(sent)]:
             # The tensor that begins where a view of it does; several tensors may share one storage.
@@ -287,5 +287,5 @@ class ShardedBuffers:
                 f"the gathered buffers are those of a tensor of shape {tuple(whole.shape)}, this one is "
                 f"{tuple(storage.shape)}; call fsdp_assign_gathered on a tensor of the whole shape"
             )
-        for name, tensor in whole._named_tensors().items():
+        for name, tensor in whole._tensors_by_name().items():
             setattr(storage, name, tensor)

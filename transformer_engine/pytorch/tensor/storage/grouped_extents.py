@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .grouped_layout import SCALES, GroupLayout, GroupMember, begins_in, ends_of, extents_of
+from .grouped_layout import SCALES, GroupLayout, GroupMember, member_starts, running_ends, varying_extents
 
 
 class GroupExtents:
@@ -55,17 +55,17 @@ class GroupExtents:
     def offsets(self) -> list[int] | None:
         """First element in each member's values, and the end; None while only the device knows the shapes."""
         members = self._layout.members
-        return None if members is None else ends_of([prod(member.shape) for member in members])
+        return None if members is None else running_ends([prod(member.shape) for member in members])
 
     @property
     def scale_inv_offsets(self) -> list[int] | None:
         """First row-wise scale of each member, and the end, under the same condition as `offsets`."""
-        return begins_in(self._layout, "scale_inv")
+        return member_starts(self._layout, "scale_inv")
 
     @property
     def columnwise_scale_inv_offsets(self) -> list[int] | None:
         """First column-wise scale of each member, and the end, under the same condition as `offsets`."""
-        return begins_in(self._layout, "columnwise_scale_inv")
+        return member_starts(self._layout, "columnwise_scale_inv")
 
     @property
     def _with_gemm_swizzled_scales(self) -> bool:
@@ -120,7 +120,7 @@ class GroupExtents:
     def count_as_varying(self, varies: tuple[bool, bool]) -> None:
         """Describe first or last extents as varying, also if they are equal; see `GroupLayout.of`."""
         self._layout = GroupLayout.of(self._members, varies)
-        vars(self).update(extents_of(self._layout, self.device))
+        vars(self).update(varying_extents(self._layout, self.device))
 
     def extents(self) -> dict[str, Any]:
         """Shapes, offsets, maxima and multipliers, which the members do not store."""

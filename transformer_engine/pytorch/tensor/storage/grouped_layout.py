@@ -74,13 +74,13 @@ class GroupLayout:
         assert self.members is not None
         found = []
         for placed, member in zip(self.members, members, strict=True):
-            parts = parts_of(member)
+            parts = member_tensors(member)
             for place in placed.places:
                 buffer = buffers.get(place.buffer)
                 if buffer is not None:
                     end = place.begin + prod(place.shape)
                     buffer[place.begin : end].view(place.shape).copy_(parts[place.buffer])
-            found.append(replace(placed, rebuild=rebuild_of(member)))
+            found.append(replace(placed, rebuild=rebuild_arguments(member)))
         return replace(self, members=tuple(found))
 
     @classmethod
@@ -110,7 +110,7 @@ class GroupMember:
     rebuild: Rebuild | None
 
 
-def parts_of(member: Tensor | QuantizedTensorStorage) -> dict[str, Tensor]:
+def member_tensors(member: Tensor | QuantizedTensorStorage) -> dict[str, Tensor]:
     """Return {buffer: tensor} of a member."""
     if not isinstance(member, QuantizedTensorStorage):
         return {"rowwise_data": member}
@@ -129,7 +129,7 @@ def parts_of(member: Tensor | QuantizedTensorStorage) -> dict[str, Tensor]:
     return parts
 
 
-def rebuild_of(member: Tensor | QuantizedTensorStorage) -> Rebuild | None:
+def rebuild_arguments(member: Tensor | QuantizedTensorStorage) -> Rebuild | None:
     return QuantizedTensorStorage.flatten(member)[1] if isinstance(member, QuantizedTensorStorage) else None
 
 
@@ -139,19 +139,19 @@ def has_one_scale(members: Sequence[GroupMember]) -> bool:
     return rebuild is not None and ONE_SCALE in rebuild.storage_class.TENSORS.values()
 
 
-def extents_of(layout: GroupLayout, device: torch.device) -> dict[str, Any]:
+def varying_extents(layout: GroupLayout, device: torch.device) -> dict[str, Any]:
     """Varying extents as tensors: first_dims, last_dims [n] and, if any vary, tensor_offsets [n + 1]."""
     if layout.members is None or not any(layout.varies):
         return {}
     shapes = [member.shape for member in layout.members]
-    numbers = {"tensor_offsets": ends_of([prod(shape) for shape in shapes])}
+    numbers = {"tensor_offsets": running_ends([prod(shape) for shape in shapes])}
     for name, axis, varies in zip(("first_dims", "last_dims"), (0, -1), layout.varies, strict=True):
         if varies:
             numbers[name] = [shape[axis] for shape in shapes]
     return {name: torch.tensor(values, dtype=torch.int64, device=device) for name, values in numbers.items()}
 
 
-def ends_of(extents: Sequence[int]) -> list[int]:
+def running_ends(extents: Sequence[int]) -> list[int]:
     """Running sum over n extents, with a leading zero: n + 1 numbers."""
     return list(itertools.accumulate(extents, initial=0))
 
@@ -168,7 +168,7 @@ def make_tensor_offsets(split_dims: Tensor | Sequence[int], common_dim: int) -> 
     return torch.nn.functional.pad((split_dims.to(torch.int64) * common_dim).cumsum(0), (1, 0))
 
 
-def begins_in(layout: GroupLayout, buffer: str) -> list[int] | None:
+def member_starts(layout: GroupLayout, buffer: str) -> list[int] | None:
     """First element of each member in a buffer, and the end; None if shapes are unknown or the buffer is unused."""
     places = [p for member in layout.members or () for p in member.places if p.buffer == buffer]
     if not places:
@@ -288,7 +288,7 @@ def member_shapes(
     return list(zip(firsts, lasts, strict=True))
 
 
-def placed_members(
+def place_members(
     shapes: Sequence[tuple[int, ...]],
     quantizer: Writer | None,
     buffers: Mapping[str, Tensor | None],
@@ -325,14 +325,14 @@ def placed_members(
         if quantizer is not None:
             example = quantizer.empty(shape, dtype, "meta", False)
         places = []
-        for buffer, tensor in parts_of(example).items():
+        for buffer, tensor in member_tensors(example).items():
             given = offsets.of(buffer)
             begin = ends.get(buffer, 0) if given is None else int(given[number])
             if given is not None and buffer.endswith("_data"):
                 begin = begin * tensor.numel() // max(prod(shape), 1)  # codes may be packed
             places.append(Place(buffer, begin, tuple(tensor.shape)))
             ends[buffer] = max(ends.get(buffer, 0), begin + tensor.numel())
-        members.append(GroupMember(tuple(shape), tuple(places), rebuild_of(example)))
+        members.append(GroupMember(tuple(shape), tuple(places), rebuild_arguments(example)))
     for buffer, end in ends.items():
         held = buffers[buffer]
         if held is None or held.numel() < end:

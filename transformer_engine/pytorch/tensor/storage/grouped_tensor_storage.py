@@ -28,13 +28,13 @@ from .grouped_layout import (
     Offsets,
     Place,
     check_variant,
-    extents_of,
     has_one_scale,
     make_tensor_offsets,
     member_shapes,
-    parts_of,
-    placed_members,
-    rebuild_of,
+    member_tensors,
+    place_members,
+    rebuild_arguments,
+    varying_extents,
 )
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer
 
@@ -143,11 +143,11 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
             if held is not None and held.dim() != 1:
                 setattr(self, name, held.reshape(-1))
         buffers = {name: getattr(self, name) for name in (*ROWWISE, *COLUMNWISE)}
-        members = placed_members(shapes, quantizer, buffers, self._dtype, offsets, swizzled=swizzled)
+        members = place_members(shapes, quantizer, buffers, self._dtype, offsets, swizzled=swizzled)
         given = (self.first_dims is not None, self.last_dims is not None)
         self._layout = GroupLayout.of(members, given if any(given) else None)
         self._quantizer = self.stack_quantizer(quantizer, shapes, not any(self._layout.varies))
-        for name, numbers in extents_of(self._layout, self.device).items():
+        for name, numbers in varying_extents(self._layout, self.device).items():
             if getattr(self, name) is None:
                 setattr(self, name, numbers)
 
@@ -160,7 +160,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         layout, quantizer = self._layout, self.quantizer
         shapes = member_shapes(layout.logical, layout.count, None, self.first_dims, self.last_dims)
         buffers = {name: getattr(self, name) for name in (*ROWWISE, *COLUMNWISE)}
-        members = placed_members(shapes, quantizer, buffers, self._dtype, Offsets())
+        members = place_members(shapes, quantizer, buffers, self._dtype, Offsets())
         self._layout = replace(layout, members=members)
         self._quantizer = self.stack_quantizer(quantizer, shapes, False)
 
@@ -183,7 +183,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         Raises:
             NotImplementedError: The format of the members has other tensors than codes and scales.
         """
-        parts = [parts_of(member) for member in members]
+        parts = [member_tensors(member) for member in members]
         ends: dict[str, int] = dict.fromkeys((*ROWWISE, *COLUMNWISE), 0)
         made = []
         for member, held in zip(members, parts, strict=True):
@@ -191,10 +191,10 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
             for buffer, tensor in held.items():
                 places.append(Place(buffer, ends[buffer], tuple(tensor.shape)))
                 ends[buffer] += tensor.numel()
-            made.append(GroupMember(tuple(member.shape), tuple(places), rebuild_of(member)))
+            made.append(GroupMember(tuple(member.shape), tuple(places), rebuild_arguments(member)))
         device = next(iter(parts[0].values())).device
         layout = GroupLayout.of(made)
-        group = cls(layout=layout, quantizer=quantizer, dtype=dtype, **extents_of(layout, device))
+        group = cls(layout=layout, quantizer=quantizer, dtype=dtype, **varying_extents(layout, device))
         for buffer, end in ends.items():
             kinds = {held[buffer].dtype for held in parts if buffer in held}
             if kinds:
@@ -227,7 +227,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
             quantizer=quantizer,
             dtype=data.dtype,
             rowwise_data=data.reshape(-1),
-            **extents_of(layout, data.device),
+            **varying_extents(layout, data.device),
         )
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensorStorage:
@@ -314,7 +314,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         if self.rowwise_data is not None and self.quantizer is None:
             self.rowwise_data = self.rowwise_data.to(dtype)
 
-    def viewed(self, shape: Sequence[int]) -> GroupedTensorStorage | None:
+    def view_as(self, shape: Sequence[int]) -> GroupedTensorStorage | None:
         return None
 
     @property

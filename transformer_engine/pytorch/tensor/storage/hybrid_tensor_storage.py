@@ -65,7 +65,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         parts = {"rowwise_storage": rowwise_storage, "columnwise_storage": columnwise_storage}
         nominal = nominal_dtype(fake_dtype, dtype)
         if not slots:
-            whole = _agreed(parts)
+            whole = _check_agreement(parts)
             nominal = whole.dtype if nominal is None else nominal
             slots = {}
             for part, names, rebuild in zip(parts.values(), (_ROWWISE, _COLUMNWISE), _REBUILDS, strict=True):
@@ -164,9 +164,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def decode(self, dtype: torch.dtype) -> Tensor:
         return self._any_part().decode(dtype)
 
-    def viewed(self, shape: Sequence[int]) -> HybridQuantizedTensorStorage | None:
+    def view_as(self, shape: Sequence[int]) -> HybridQuantizedTensorStorage | None:
         parts = (self.rowwise_storage, self.columnwise_storage)
-        views = [None if part is None else part.viewed(shape) for part in parts]
+        views = [None if part is None else part.view_as(shape) for part in parts]
         if any(part is not None and view is None for part, view in zip(parts, views, strict=True)):
             return None
         return HybridQuantizedTensorStorage(
@@ -185,7 +185,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return max(part.row_granularity() for part in parts if part is not None)
 
 
-def _agreed(parts: dict[str, QuantizedTensorStorage | None]) -> QuantizedTensorStorage:
+def _check_agreement(parts: dict[str, QuantizedTensorStorage | None]) -> QuantizedTensorStorage:
     """Return the first part, after checking that the parts are storages of one tensor, each with its direction."""
     given = {name: part for name, part in parts.items() if part is not None}
     if not given:

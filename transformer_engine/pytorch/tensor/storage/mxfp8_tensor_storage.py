@@ -69,7 +69,7 @@ class MXFP8TensorStorage(BlockScaledStorage):
             )
         return super().contract(axis)
 
-    def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
+    def _drop_padding(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         # Scales for queries [s, b, h, d] are [s, b, h, d / 32].
         matrix = scale if scale.dim() == 2 else scale.reshape(-1, scale.shape[-1])
-        return super()._unpadded(matrix, rows, columns)
+        return super()._drop_padding(matrix, rows, columns)

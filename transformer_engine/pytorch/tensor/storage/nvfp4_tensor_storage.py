@@ -89,7 +89,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
         self._nvfp4_e4m3_max = nvfp4_e4m3_max
         self._set_swizzled(with_gemm_swizzled_scales)
 
-    def _format_of(self, axis: str) -> TensorFormat:
+    def _axis_format(self, axis: str) -> TensorFormat:
         return NVFP4_FORMATS[self._row_scaled_nvfp4 and axis == COLS, self._nvfp4_e4m3_max]
 
     @property
@@ -100,7 +100,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
     def column_signs(self) -> bool | None:
         return self._transform_signs
 
-    def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
+    def _drop_padding(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         return scale[:rows, :columns].view(torch.float8_e4m3fn)
 
     @classmethod

@@ -20,7 +20,7 @@ from ...primitives.quantize import Quantized
 from ...primitives.scale_order import row_major
 from ...primitives.transpose import transposed_operand
 from ...runtime.checks import values_dtype
-from ..custom_operand import contracted, saved_attributes
+from ..custom_operand import contracted, list_attributes
 
 __all__ = ["QuantizedTensorStorage"]
 
@@ -105,7 +105,7 @@ class Writer(Protocol):
         """Return a copy whose usages are independent."""
         ...
 
-    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Writer:
+    def reduce_over(self, group: torch.distributed.ProcessGroup) -> Writer:
         """Return the quantizer for a shard whose tensor is sharded over a group."""
         ...
 
@@ -164,7 +164,7 @@ class QuantizedTensorStorage:
         """Return the values [..., K] in dtype, computed in float32."""
         raise NotImplementedError
 
-    def viewed(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
+    def view_as(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
         """Return the same codes with another shape; None if scales or directions do not allow it."""
         raise NotImplementedError
 
@@ -180,7 +180,7 @@ class QuantizedTensorStorage:
         """
         extents = tuple(shape) if isinstance(shape, Sequence) else (shape, *extents)
         whole = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
-        seen = self.viewed(whole)
+        seen = self.view_as(whole)
         if seen is None:
             raise RuntimeError(
                 f"{type(self).__name__} of shape {tuple(self.shape)} has no view of shape {tuple(whole)}, whose blocks "
@@ -274,7 +274,7 @@ class QuantizedTensorStorage:
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
         """Return the tensors and become empty, until `restore_from_saved` restores them."""
-        names = saved_attributes(self)
+        names = list_attributes(self)
         tensors = [getattr(self, name) for name in names]
         for name in names:
             setattr(self, name, None)
@@ -282,14 +282,14 @@ class QuantizedTensorStorage:
 
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Restore tensors from `prepare_for_saving`; return the remaining ones, which belong to other storages."""
-        names = saved_attributes(self)
+        names = list_attributes(self)
         for name, tensor in zip(names, tensors[: len(names)], strict=True):
             setattr(self, name, tensor)
         return list(tensors[len(names) :])
 
     def clear(self) -> None:
         """Free the payload: every tensor is replaced by an empty one."""
-        for name, tensor in self._named_tensors().items():
+        for name, tensor in self._tensors_by_name().items():
             if tensor is not None:
                 setattr(self, name, tensor.new_empty(0))
 
@@ -386,15 +386,15 @@ class QuantizedTensorStorage:
     is_cuda = property(lambda self: self.device.type == "cuda")
 
     def _first_tensor(self) -> Tensor:
-        for tensor in self._named_tensors().values():
+        for tensor in self._tensors_by_name().values():
             if tensor is not None:
                 return tensor
         raise RuntimeError(f"{type(self).__name__} holds no data; call restore_from_saved before using it")
 
     def __repr__(self) -> str:
-        shapes = {name: None if t is None else (*t.shape,) for name, t in self._named_tensors().items()}
+        shapes = {name: None if t is None else (*t.shape,) for name, t in self._tensors_by_name().items()}
         fields = ", ".join(f"{name}={shape}" for name, shape in shapes.items())
         return f"{type(self).__name__}({fields}, dtype={self._dtype})"
 
-    def _named_tensors(self) -> dict[str, Tensor | None]:
+    def _tensors_by_name(self) -> dict[str, Tensor | None]:
         return {name: getattr(self, name) for name in self.TENSORS}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .....common.folder import modules_of
+from .....common.folder import import_modules
 from ..spec import FormatRow
 
 FORMATS: dict[str, FormatRow] = {
-    row.format.name: row for module in modules_of(__name__, __path__) for row in module.ROWS
+    row.format.name: row for module in import_modules(__name__, __path__) for row in module.ROWS
 }

@@ -29,14 +29,14 @@ def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> 
     """Encode x to codes in the shape of x, one scale [1] and the maximum; both directions have equal codes."""
     amax = given.amax
     if amax is None:
-        amax = exact.largest_over(elements.absolute_maximum(x), given.over)
+        amax = exact.maximum_over_axes(elements.absolute_maximum(x), given.over)
     if given.multiplier is not None:
         multiplier = elements.given_multiplier(given.multiplier)
     else:
         multiplier = elements.scale_from_amax(
             amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
         )
-    multiplier, scale = tiles.settled((multiplier, exact.reciprocal(multiplier.astype(jnp.float32))))
+    multiplier, scale = tiles.settle_scales((multiplier, exact.reciprocal(multiplier.astype(jnp.float32))))
     return Quantized(elements.encode(x, spec.element, multiplier), scale, amax=amax)
 
 
@@ -130,12 +130,12 @@ def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Qu
         kernel = ScaledCast(*directions, False, spec.power_of_two, spec.epsilon)
         number = given.amax
         if number is None:
-            number = exact.largest_over(call_on_axes(Maximum(), counts, x)[0], given.over)
+            number = exact.maximum_over_axes(call_on_axes(Maximum(), counts, x)[0], given.over)
     number = number.astype(jnp.float32).reshape(1)
     made = list(call_on_axes(kernel, counts, x, number))
     codes = made.pop(0) if spec.rowwise else None
     codes_t = made.pop(0) if spec.columnwise else None
-    scale, found = made[0], exact.largest_over(made[1], given.over) if kernel.measures else number
+    scale, found = made[0], exact.maximum_over_axes(made[1], given.over) if kernel.measures else number
     return Quantized(
         codes,
         scale if spec.rowwise else None,

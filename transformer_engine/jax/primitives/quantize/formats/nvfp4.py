@@ -27,10 +27,10 @@ from ..spec import FormatRow, Quantized, QuantizeInputs, QuantizeSpec, Request
 from .float8 import Maximum
 
 
-def _at_most_largest(scale: Array) -> Array:
+def _clamp_to_largest(scale: Array) -> Array:
     """Replace infinite float32 scales by the largest finite number."""
-    bits = exact.bits_of(scale)
-    return exact.float_of(jnp.where(bits == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), bits))
+    bits = exact.float_bits(scale)
+    return exact.bits_to_float(jnp.where(bits == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), bits))
 
 
 def encode(
@@ -51,31 +51,33 @@ def encode(
     """
     assert spec.tile is not None and form.unit_amax is not None
     cut = tiles.cut(x, spec.tile, axis)
-    amax = over_tiles(amax, form, x.shape, axis)
+    amax = tile_maxima(amax, form, x.shape, axis)
     # S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 where amax or S is 0.
-    scale_bits = exact.bits_of(_at_most_largest(exact.divide(form.unit_amax, amax)))
-    idle = (exact.bits_of(amax) == 0) | (scale_bits == 0)
-    encode_scale = tiles.settled(exact.float_of(jnp.where(idle, exact.bits_of_constant(1.0), scale_bits)))
+    scale_bits = exact.float_bits(_clamp_to_largest(exact.divide(form.unit_amax, amax)))
+    idle = (exact.float_bits(amax) == 0) | (scale_bits == 0)
+    encode_scale = tiles.settle_scales(
+        exact.bits_to_float(jnp.where(idle, exact.bits_of_constant(1.0), scale_bits))
+    )
 
-    def multiplier_of(scale: Array) -> Array:
+    def scale_multiplier(scale: Array) -> Array:
         decode = exact.multiply(scale.astype(jnp.float32), exact.reciprocal(encode_scale))
-        return _at_most_largest(exact.reciprocal(decode))
+        return _clamp_to_largest(exact.reciprocal(decode))
 
     if spec.four_over_six:
         codes, block_scale = four_over_six.encode(
-            cut, axis, spec.four_over_six, form.unit_amax, amax, encode_scale, multiplier_of
+            cut, axis, spec.four_over_six, form.unit_amax, amax, encode_scale, scale_multiplier
         )
         return tiles.join(codes, x.shape, axis), block_scale
     amax_tiles = tiles.tile_amax(cut, axis)
     wanted = amax_tiles * (encode_scale * jnp.float32(1.0 / E2M1.maximum))
     block_scale = cast(jnp.minimum(wanted, FLOAT32_MAX), E4M3)
-    block_scale, multiplier = tiles.settled((block_scale, multiplier_of(block_scale)))
+    block_scale, multiplier = tiles.settle_scales((block_scale, scale_multiplier(block_scale)))
     random_tiles = None if random is None else tiles.cut(random.reshape(x.shape), spec.tile, axis)
     codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), random_tiles)
     return tiles.join(codes, x.shape, axis), block_scale
 
 
-def over_tiles(amax: Array, form: TensorFormat, shape: tuple[int, ...], axis: int) -> Array:
+def tile_maxima(amax: Array, form: TensorFormat, shape: tuple[int, ...], axis: int) -> Array:
     """Expand the maxima of an array [*R, *K], [1] or per row [prod(R)], to the dimensions of the array.
 
     Maxima per matrix tile, [tiles, 1] or [1, tiles], are returned unchanged.
@@ -98,7 +100,7 @@ def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> 
     if amax is None and form.row_scaled:
         amax = row_maxima(x, axis) if spec.rowwise else None
     elif amax is None and (spec.rowwise or not spec.hadamard):
-        amax = exact.largest_over(absolute_maximum(x), given.over)
+        amax = exact.maximum_over_axes(absolute_maximum(x), given.over)
     if amax is not None and (spec.rowwise or spec.transposes):
         codes, scales = encode(x, spec, form, amax, random_rows, axis)
     if spec.columnwise:
@@ -109,7 +111,7 @@ def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> 
             x_t = hadamard_transform(x_t, spec.random_sign) if spec.hadamard else x_t
             if amax_t is None:
                 apart = spec.hadamard or form.row_scaled
-                amax_t = exact.largest_over(absolute_maximum(x_t), given.over) if apart else amax
+                amax_t = exact.maximum_over_axes(absolute_maximum(x_t), given.over) if apart else amax
             assert amax_t is not None
             codes_t, scales_t = encode(x_t, spec, form.columnwise, amax_t, random_columns, x.ndim - axis)
     return Quantized(
@@ -135,7 +137,7 @@ def dequantize(operand: Operand, scale: Array) -> Array:
     codes = tiles.cut(operand.codes.astype(jnp.float32), form.block, axis)
     # The first product has at most 6 significant bits and is exact, so only the second rounds.
     spread = tiles.spread(scale.astype(jnp.float32), axis)
-    amax = over_tiles(operand.amax, form, operand.codes.shape, axis)
+    amax = tile_maxima(operand.amax, form, operand.codes.shape, axis)
     global_scale = exact.divide(amax, jnp.full(amax.shape, form.unit_amax, jnp.float32))
     values = exact.scaled(codes * spread, tiles.spread(global_scale, axis))
     return tiles.join(values, operand.codes.shape, axis)
@@ -169,7 +171,7 @@ class TransformedMaximum(Kernel):
     @property
     def rule(self) -> ShardingRule:
         rows = extent("m", self.rows, GROUP)
-        return ShardingRule.of_extents(f"{rows.whole} k -> o", rows, maxed=(0,))
+        return ShardingRule.from_extents(f"{rows.whole} k -> o", rows, maxed=(0,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct((1,), jnp.float32),)
@@ -178,7 +180,7 @@ class TransformedMaximum(Kernel):
         from .....common.kernels import nvfp4  # it imports triton
 
         rows, depth = arrays[0].shape
-        (amax,) = run(nvfp4.transformed_maximum((rows, depth), self.random_sign), arrays)
+        (amax,) = run(nvfp4.hadamard_maximum((rows, depth), self.random_sign), arrays)
         assert amax is not None
         return (amax,)
 
@@ -216,7 +218,7 @@ class NVFP4Blocks(Kernel):
             made += [f"{m.whole} {k.bytes}", f"{m.whole} {k.blocks}"]
         if self.spec.columnwise:
             made += [f"{k.whole} {m.bytes}", f"{k.whole} {m.blocks}"]
-        return ShardingRule.of_extents(f"{', '.join(takes)} -> {', '.join(made)}", m, k)
+        return ShardingRule.from_extents(f"{', '.join(takes)} -> {', '.join(made)}", m, k)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, depth = operands[0].shape
@@ -293,17 +295,17 @@ def _maxima(
             amax = amax.reshape(-1)
         if amax_t is None and spec.columnwise:
             (amax_t,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
-            amax_t = exact.largest_over(amax_t, given.over)
+            amax_t = exact.maximum_over_axes(amax_t, given.over)
         return amax, amax_t
     if amax is None and (spec.rowwise or not spec.hadamard):
         (amax,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
-        amax = exact.largest_over(amax, given.over)
+        amax = exact.maximum_over_axes(amax, given.over)
     if not spec.columnwise or spec.transposes:
         return amax, amax
     if amax_t is None:
         kernel = TransformedMaximum(spec.random_sign, prod(x.shape[: counts["m"]]))
         measured = call_on_axes(kernel, counts, x)[0] if spec.hadamard else None
-        amax_t = amax if measured is None else exact.largest_over(measured, given.over)
+        amax_t = amax if measured is None else exact.maximum_over_axes(measured, given.over)
     return amax, amax_t
 
 

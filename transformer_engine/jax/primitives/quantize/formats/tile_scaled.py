@@ -57,7 +57,7 @@ def encode_blocks(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array
         epsilon=spec.epsilon,
         value_for_inf=value_for_inf(x.dtype),
     )
-    scale, inverse = tiles.settled((scale, exact.reciprocal(scale)))
+    scale, inverse = tiles.settle_scales((scale, exact.reciprocal(scale)))
     codes = cast(cut.astype(jnp.float32) * tiles.spread(scale, axis), spec.element)
     return tiles.join(codes, x.shape, axis), inverse
 
@@ -68,7 +68,7 @@ def encode_mxfp8(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]
     cut = tiles.cut(x, spec.tile, axis)
     amax = tiles.tile_amax(cut, axis)
     exponents = e8m0_from_float(exact.multiply(amax, 1.0 / spec.element.maximum))
-    exponents = tiles.settled(exponents)
+    exponents = tiles.settle_scales(exponents)
     # 1 / 2^(e - 127) = 2^((254 - e) - 127); NaN stays NaN.
     inverse = jnp.where(exponents == E8M0_NAN, E8M0_NAN, E8M0_LARGEST - exponents)
     codes = cast(times_power(cut.astype(jnp.float32), tiles.spread(inverse, axis)), spec.element)
@@ -153,7 +153,7 @@ class Tiles(Kernel):
             made += [f"{m.whole} {k.whole}", f"{rows} {k.blocks}"]
         if spec.columnwise:
             made += [f"{k.whole} {m.whole}", f"{columns} {m.blocks}"]
-        return ShardingRule.of_extents(f"{m.whole} {k.whole} -> {', '.join(made)}", m, k)
+        return ShardingRule.from_extents(f"{m.whole} {k.whole} -> {', '.join(made)}", m, k)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         spec, (rows, depth) = self.spec, operands[0].shape

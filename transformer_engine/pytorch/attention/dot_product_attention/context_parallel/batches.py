@@ -17,7 +17,7 @@ from ....functions.attention.context_parallel.layout import (
     get_thd_partitioned_indices,
     tokens_of_piece,
 )
-from ....primitives.attention.packed import cumulative, lengths_of
+from ....primitives.attention.packed import cumulative, sequence_lengths
 
 
 def pad_thd_sequences_for_cp(
@@ -129,7 +129,7 @@ def validate_no_load_balance_thd_metadata(
             "give both [batch + 1]"
         )
     real, padded = cu_seqlens.cpu().long(), cu_seqlens_padded.cpu().long()
-    lengths, extents = lengths_of(real), lengths_of(padded)
+    lengths, extents = sequence_lengths(real), sequence_lengths(padded)
     if int(real[0]) or int(padded[0]) or bool((lengths < 0).any()) or bool((lengths > extents).any()):
         raise ValueError(
             f"cu_seqlens={real.tolist()} and cu_seqlens_padded={padded.tolist()} do not bound sequences with padding "
@@ -154,7 +154,7 @@ def get_no_load_balance_thd_causal_metadata(
     """
     check_rank(cp_size, cp_rank)
     tokens = tokens_of_piece(total_tokens, cp_size)
-    piece = piece_of_rank(lengths_of(cu_seqlens), cu_seqlens_padded, tokens, cp_rank)
+    piece = piece_of_rank(sequence_lengths(cu_seqlens), cu_seqlens_padded, tokens, cp_rank)
     return [cumulative(piece.lengths_q)], [piece.starts_q], [cumulative(piece.lengths_kv)]
 
 

@@ -49,7 +49,7 @@ class HeadExchange:
         masked = inputs.masked
         if masked is not None:
             if masked.dim() >= 2 and masked.shape[-2] != 1:
-                masked = self._gathered_rows(masked)
+                masked = self._gather_rows(masked)
             if masked.dim() >= 3:
                 masked = self._own_heads(masked, masked.dim() - 3)
         bias = inputs.bias
@@ -77,7 +77,7 @@ class HeadExchange:
     def _own_heads(self, x: Tensor, axis: int) -> Tensor:
         return x if x.shape[axis] == 1 != self.call.heads else x.chunk(self.size, axis)[self.rank]
 
-    def _gathered_rows(self, x: Tensor) -> Tensor:
+    def _gather_rows(self, x: Tensor) -> Tensor:
         """Gather the rows [.., s_q, s_kv] on all ranks for a tensor that has the rank's queries as rows."""
         parts = all_gather(x.movedim(-2, 0), self.group, self.size)()
         return TokenOrder("sbhd", self.size).whole(parts).movedim(0, -2)
@@ -153,7 +153,7 @@ class _Shared(Function):
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, gathers_rows: bool, x: Tensor) -> Tensor:
         ctx.exchange, ctx.gathers_rows = exchange, gathers_rows
-        return exchange._gathered_rows(x) if gathers_rows else x.view_as(x)
+        return exchange._gather_rows(x) if gathers_rows else x.view_as(x)
 
     @staticmethod
     @once_differentiable("context-parallel attention")

@@ -13,7 +13,7 @@ from ....primitives.attention.call import AttentionCall, AttentionInputs, Attent
 from ....primitives.attention.choose import NoBackend, choose
 from ....primitives.attention.passes import Bound
 from ....runtime.device_checks import demand
-from ....runtime.tracing import in_eager_mode
+from ....runtime.tracing import run_eagerly
 from ..autograd import attend
 from .all_to_all import HeadExchange, OwnHeads
 from .blocks import plan_blocks
@@ -44,7 +44,7 @@ class ContextParallelAttention:
         """Backend name."""
         return self.inner.name
 
-    @in_eager_mode("attention of context-parallel ranks communicates")
+    @run_eagerly("attention of context-parallel ranks communicates")
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Return o [.., h * d_v] for the rank's queries, differentiable in q, k, v, bias and sink."""
         groups = self.groups

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ....primitives.attention.call import AttentionCall, AttentionInputs
-from ....primitives.attention.choose import passes_of
-from ....primitives.attention.packed import cumulative, lengths_of
+from ....primitives.attention.choose import choose_passes
+from ....primitives.attention.packed import cumulative, sequence_lengths
 from ....primitives.attention.passes import Passes
 from .groups import ContextGroups
-from .layout import tokens_in
+from .layout import count_tokens
 from .merge import Rows
-from .schedule import Block, Part, gathered_blocks, ring_blocks
+from .schedule import Block, Part, plan_gathered_blocks, ring_blocks
 
 
 class BoundBlock(NamedTuple):
@@ -43,7 +43,7 @@ class BlockPlan:
     gathers: bool
     steps: tuple[tuple[BoundBlock, ...], ...]
 
-    def keys_of(self, block: Block) -> Part:
+    def key_rows(self, block: Block) -> Part:
         """Return the rows of a block's keys among the keys of a step; lengths limit gathered packed sequences."""
         return Part(0, 2) if self.gathers and self.call.packed else block.keys
 
@@ -52,14 +52,14 @@ def plan_blocks(call: AttentionCall, groups: ContextGroups, gathers: bool) -> Bl
     """Plan the blocks of a rank and bind their backends."""
     size, rank = groups.ring_size, groups.ring_rank
     if gathers:
-        steps = (gathered_blocks(call, size, rank),)
+        steps = (plan_gathered_blocks(call, size, rank),)
     else:
         steps = tuple(ring_blocks(call, size, rank, (rank - step) % size) for step in range(size))
     bound = []
     for step in steps:
         calls = [block_call(call, block, size) for block in step]
         bound.append(
-            tuple(BoundBlock(block, of, passes_of(of)) for block, of in zip(step, calls, strict=True))
+            tuple(BoundBlock(block, of, choose_passes(of)) for block, of in zip(step, calls, strict=True))
         )
     return BlockPlan(call, groups, gathers, tuple(bound))
 
@@ -114,7 +114,7 @@ def tokens_of(plan: BlockPlan, inputs: AttentionInputs) -> Tokens:
         return Tokens(Rows(axis, length_q), Rows(axis, length_k), None, None)
     assert inputs.starts_q is not None and inputs.starts_kv is not None
     keys = Rows(axis, length_k, inputs.starts_kv if plan.gathers else inputs.starts_kv // size)
-    chunks = (lengths_of(starts) // (2 * size) for starts in (inputs.starts_q, inputs.starts_kv))
+    chunks = (sequence_lengths(starts) // (2 * size) for starts in (inputs.starts_q, inputs.starts_kv))
     return Tokens(Rows(axis, length_q, inputs.starts_q // size), keys, *chunks)
 
 
@@ -123,25 +123,25 @@ def block_inputs(
 ) -> AttentionInputs:
     """Return the tensors for a block, from the rank's inputs and the keys and values of the step."""
     block, call = bound.block, bound.call
-    keys = plan.keys_of(block)
+    keys = plan.key_rows(block)
     found: dict[str, Tensor | None] = dict.fromkeys(AttentionInputs._fields)
     found["q"] = tokens.queries.take(inputs.q, block.queries)
     found["k"], found["v"] = (tokens.keys.take(x, keys) for x in (k, v))
     if inputs.bias is not None:
-        found["bias"] = columns_of(rows_of(inputs.bias, block.queries), block.key_spans)
+        found["bias"] = select_columns(select_rows(inputs.bias, block.queries), block.key_spans)
     if inputs.masked is not None:
-        found["masked"] = columns_of(rows_of(inputs.masked, block.queries), block.key_spans)
+        found["masked"] = select_columns(select_rows(inputs.masked, block.queries), block.key_spans)
     if inputs.masked_q is not None:
-        found["masked_q"] = columns_of(inputs.masked_q, block.query_spans)
+        found["masked_q"] = select_columns(inputs.masked_q, block.query_spans)
     if inputs.masked_kv is not None:
-        found["masked_kv"] = columns_of(inputs.masked_kv, block.key_spans)
+        found["masked_kv"] = select_columns(inputs.masked_kv, block.key_spans)
     if call.mask.padding:
         assert inputs.lengths_q is not None and inputs.lengths_kv is not None
         if call.packed:
             found.update(_packed_lengths(plan, block, tokens, inputs))
         else:
-            found["lengths_q"] = _lengths_within(inputs.lengths_q, block.query_spans)
-            found["lengths_kv"] = _lengths_within(inputs.lengths_kv, block.key_spans)
+            found["lengths_q"] = _count_lengths(inputs.lengths_q, block.query_spans)
+            found["lengths_kv"] = _count_lengths(inputs.lengths_kv, block.key_spans)
     return AttentionInputs(**found)  # pyright: ignore[reportArgumentType]
 
 
@@ -152,10 +152,10 @@ def _packed_lengths(
     chunk_q, chunk_k = tokens.chunk_q, tokens.chunk_k
     assert lengths_q is not None and lengths_kv is not None and starts_kv is not None
     assert chunk_q is not None and chunk_k is not None
-    real_q = tokens_in(lengths_q, chunk_q, list(block.query_chunks))
+    real_q = count_tokens(lengths_q, chunk_q, list(block.query_chunks))
     starts_q = cumulative(chunk_q * len(block.query_chunks))
     if not plan.gathers:
-        real_k = tokens_in(lengths_kv, chunk_k, list(block.key_chunks))
+        real_k = count_tokens(lengths_kv, chunk_k, list(block.key_chunks))
         starts_kv = cumulative(chunk_k * len(block.key_chunks))
     elif block.limited:
         # Keys up to the diagonal of the chunk's last real query: the block diagonal ends bottom right.
@@ -173,7 +173,7 @@ def _packed_lengths(
     }
 
 
-def _lengths_within(lengths: Tensor, spans: Sequence[Part]) -> Tensor:
+def _count_lengths(lengths: Tensor, spans: Sequence[Part]) -> Tensor:
     """Return the real tokens per sequence within ranges of it, [b] int32."""
     held = torch.zeros_like(lengths)
     for span in spans:
@@ -181,11 +181,11 @@ def _lengths_within(lengths: Tensor, spans: Sequence[Part]) -> Tensor:
     return held.int()
 
 
-def rows_of(x: Tensor, part: Part) -> Tensor:
+def select_rows(x: Tensor, part: Part) -> Tensor:
     return x if x.shape[-2] == 1 else x[..., part.first : part.stop, :]
 
 
-def columns_of(x: Tensor, spans: Sequence[Part]) -> Tensor:
+def select_columns(x: Tensor, spans: Sequence[Part]) -> Tensor:
     if x.shape[-1] == 1:
         return x
     parts = [x[..., span.first : span.stop] for span in spans]

@@ -20,7 +20,7 @@ from ....primitives.attention.mask import Mask
 from ....primitives.attention.passes import Bound
 from ....runtime.autograd import Function
 from ....runtime.double_backward import once_differentiable
-from ....runtime.tracing import in_eager_mode
+from ....runtime.tracing import run_eagerly
 from ..autograd import attend
 from .groups import ContextGroups, all_gather, reduce_scatter
 
@@ -75,7 +75,7 @@ class ContiguousAttention:
     inner: Bound
     name: str
 
-    @in_eager_mode("attention of context-parallel ranks communicates")
+    @run_eagerly("attention of context-parallel ranks communicates")
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Return o [t, h * d_v] for the rank's piece, differentiable in q, k, v and sink."""
         tokens, groups = inputs.q.shape[0], self.groups

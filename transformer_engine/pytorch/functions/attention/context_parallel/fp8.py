@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....distributed.common_scale import rescaled_codes
+from ....distributed.common_scale import rescale_codes
 from ....distributed.faults import check_backward
 from ....primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
 from ....quantization.autocast import AutocastState
 from ....quantization.delayed_scaling import histories_agree
 from ....runtime.autograd import Function
 from ....runtime.double_backward import once_differentiable
-from ....runtime.tracing import in_eager_mode
+from ....runtime.tracing import run_eagerly
 from ....tensor.elements import float8_dtype
 from ....tensor.float8_tensor import Float8Tensor, Float8TensorStorage
 from ....tensor.quantized_tensor import QuantizedTensor
 from ....tensor.quantizer import Quantizer
 from ..autograd import attend
 from ..fp8 import choose_fp8
-from ..fp8_attention import AttentionQuantizers, FP8Attention, Rounded, codes_of
+from ..fp8_attention import AttentionQuantizers, FP8Attention, Rounded, quantize_heads
 from .all_to_all import HeadExchange, exchange_tokens
 from .attention import ContextParallelAttention
 from .blocks import BlockPlan, BoundBlock
@@ -62,7 +62,7 @@ class FP8ContextAttention:
         """Return the attention with other quantizers."""
         return replace(self, fp8=self.fp8.with_quantizers(quantizers))
 
-    @in_eager_mode("attention of context-parallel ranks communicates")
+    @run_eagerly("attention of context-parallel ranks communicates")
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Return o [.., h * d_v], differentiable in q, k, v, bias and sink."""
         shared, groups = self.shared, self.shared.groups
@@ -71,7 +71,7 @@ class FP8ContextAttention:
         with_gradient = self.fp8.call.needs_gradient if groups.heads_size > 1 else None
         shared.check_settings(call, inputs, {"recipe": self.state.recipe, "needs_gradient": with_gradient})
         # Caller codes have a scale from this rank alone. Delayed scaling rescales them, see `_shared_codes`.
-        inputs = _of_values(inputs, Float8Tensor if self.fp8.scaling == "delayed" else ())
+        inputs = _dequantize_inputs(inputs, Float8Tensor if self.fp8.scaling == "delayed" else ())
         if groups.heads_size == 1:
             return self._in_blocks(inputs)
         exchange = shared.exchange(call, inputs)
@@ -81,7 +81,7 @@ class FP8ContextAttention:
             own = (
                 _codes_of_heads(exchange, self.quantizers.qkv, inputs)
                 if only_codes
-                else exchange.enter(_of_values(inputs))
+                else exchange.enter(_dequantize_inputs(inputs))
             )
             result = self._in_blocks(own)
             output = exchange.leave(_values(result.output))
@@ -89,7 +89,7 @@ class FP8ContextAttention:
             self.fp8.call.needs_gradient and self.fp8.passes.high_precision and not only_codes
         ) or self.fp8.scaling not in TENSOR_SCALING:
             fp8 = replace(self._with_shared_scales(exchange.group, ("qkv", "output")), fp8_output=False)
-            result = attend(fp8, shared.inner_call, exchange.enter(_of_values(inputs)))
+            result = attend(fp8, shared.inner_call, exchange.enter(_dequantize_inputs(inputs)))
             output = exchange.leave(result.output)
         else:
             fp8 = replace(self._with_shared_scales(exchange.group, ("qkv", "output")), fp8_output=True)
@@ -103,7 +103,7 @@ class FP8ContextAttention:
         """Return the attention whose quantizers with these names have one scale for all ranks in a group."""
         quantizers: Any = self.fp8.quantizers
         if self.fp8.scaling == "current":
-            shared = {name: getattr(quantizers, name).reducing_over(group) for name in names}
+            shared = {name: getattr(quantizers, name).reduce_over(group) for name in names}
         elif self.fp8.scaling == "delayed" and not histories_agree(
             self.state.recipe, self.state.group, group
         ):
@@ -130,7 +130,7 @@ def _values(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 
-def _of_values(inputs: AttentionInputs, kept: type | tuple[()] = ()) -> AttentionInputs:
+def _dequantize_inputs(inputs: AttentionInputs, kept: type | tuple[()] = ()) -> AttentionInputs:
     """Return the inputs with dequantized q, k and v, except tensors with class `kept`."""
     q, k, v = (x if isinstance(x, kept) else _values(x) for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)
@@ -141,14 +141,14 @@ def _are_codes(inputs: AttentionInputs) -> bool:
     return all(isinstance(x, Float8Tensor) and x._data is not None for x in inputs[:3])
 
 
-def _by_heads(storage: Any, heads: int) -> Tensor:
+def _split_heads(storage: Any, heads: int) -> Tensor:
     """Return codes [.., h * d] as uint8 [.., h, d]."""
     return storage._data.unflatten(-1, (heads, -1))
 
 
 def _shared_codes(tensors: Sequence[Tensor], quantizer: Quantizer, group: Any) -> list[Any]:
     """Quantize tensors [.., h, d] to codes [.., h * d]; caller codes are rescaled to one scale for the group."""
-    storages: list[Any] = [codes_of(x, quantizer) for x in tensors]
+    storages: list[Any] = [quantize_heads(x, quantizer) for x in tensors]
     own = [i for i, x in enumerate(tensors) if isinstance(x, QuantizedTensor)]
     if own:
         dtypes = [float8_dtype(storages[i]._fp8_dtype) for i in own]
@@ -156,12 +156,12 @@ def _shared_codes(tensors: Sequence[Tensor], quantizer: Quantizer, group: Any) -
             (storages[i]._data.view(dtype), storages[i]._scale_inv)
             for i, dtype in zip(own, dtypes, strict=True)
         ]
-        for i, (codes, scale) in zip(own, rescaled_codes(shards, group), strict=True):
+        for i, (codes, scale) in zip(own, rescale_codes(shards, group), strict=True):
             storages[i] = Float8TensorStorage(codes.view(torch.uint8), scale, **storages[i].constants())
     return storages
 
 
-def _tensor_of(codes: Tensor, like: Any) -> Float8Tensor:
+def _wrap_codes(codes: Tensor, like: Any) -> Float8Tensor:
     """Return codes as a tensor with the scale and settings of a storage."""
     return Float8Tensor.from_storage(Float8TensorStorage(codes, like._scale_inv, **like.constants()))
 
@@ -187,9 +187,9 @@ class _EnteringCodes(Function):
         ctx.exchange = exchange
         ctx.set_materialize_grads(True)
         storages = _shared_codes(qkv, quantizer, exchange.group)
-        codes = tuple(_by_heads(storage, x.shape[-2]) for storage, x in zip(storages, qkv, strict=True))
+        codes = tuple(_split_heads(storage, x.shape[-2]) for storage, x in zip(storages, qkv, strict=True))
         moved = exchange_tokens(exchange, exchange.orders, True, codes)
-        return tuple(_tensor_of(x, storage) for x, storage in zip(moved, storages, strict=True))
+        return tuple(_wrap_codes(x, storage) for x, storage in zip(moved, storages, strict=True))
 
     @staticmethod
     @once_differentiable("FP8 attention")
@@ -211,9 +211,9 @@ class _LeavingCodes(Function):
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, as_codes: bool, output: Float8Tensor) -> Tensor:
         ctx.exchange = exchange
-        codes = (_by_heads(output, exchange.call.heads // exchange.size),)
+        codes = (_split_heads(output, exchange.call.heads // exchange.size),)
         (moved,) = exchange_tokens(exchange, exchange.orders[:1], False, codes)
-        found = _tensor_of(moved.flatten(-2), output)
+        found = _wrap_codes(moved.flatten(-2), output)
         return found if as_codes else found.dequantize()
 
     @staticmethod
@@ -240,17 +240,17 @@ class FP8BlockPasses(BlockPasses):
 
     def forward(self, bound: BoundBlock, inputs: AttentionInputs) -> Attended:
         fp8 = self._of(bound)
-        rounded = fp8.passes.forward(fp8, self._presented(inputs))
+        rounded = fp8.passes.forward(fp8, self._present_inputs(inputs))
         assert rounded.output is not None
         return Attended(rounded.output, rounded.lse, rounded.rng_state, rounded.max_logit)
 
     def backward(
         self, bound: BoundBlock, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
     ) -> Gradients:
-        fp8, inputs = self._of(bound), self._presented(inputs)
+        fp8, inputs = self._of(bound), self._present_inputs(inputs)
         codes: list[Any] = [None] * 4
         if not fp8.passes.high_precision:
-            codes = [codes_of(x, fp8.quantizers.qkv) for x in inputs[:3]]
+            codes = [quantize_heads(x, fp8.quantizers.qkv) for x in inputs[:3]]
             codes.append(fp8.quantizers.output.encode(attended.output.flatten(-2), True, False))
         q, k, v, output = codes
         rounded = Rounded(q, k, v, output, attended.output, attended.lse, attended.rng_state, None)
@@ -262,10 +262,10 @@ class FP8BlockPasses(BlockPasses):
             self._fp8, call=bound.call, passes=passes, state=None, fp8_output=False, scale_update=None
         )
 
-    def _presented(self, inputs: AttentionInputs) -> AttentionInputs:
+    def _present_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
         if self._storages is None:
             return inputs
-        q, k, v = (_tensor_of(x, like) for x, like in zip(inputs[:3], self._storages, strict=True))
+        q, k, v = (_wrap_codes(x, like) for x, like in zip(inputs[:3], self._storages, strict=True))
         return inputs._replace(q=q, k=k, v=v)
 
 
@@ -275,14 +275,14 @@ class _FP8BlockAttention(Function):
     @staticmethod
     def forward(ctx: Any, plan: BlockPlan, fp8: FP8Attention, requested: bool | None, *tensors: Any) -> Any:
         inputs = AttentionInputs(*tensors)
-        values, storages = _of_values(inputs), None
+        values, storages = _dequantize_inputs(inputs), None
         q, k, v = values[:3]
         if fp8.scaling in TENSOR_SCALING:
             # Queries stay on their rank.
             shared = _shared_codes((inputs.k, inputs.v), fp8.quantizers.qkv, plan.groups.ring_group)
-            storages = [codes_of(inputs.q, fp8.quantizers.qkv), *shared]
+            storages = [quantize_heads(inputs.q, fp8.quantizers.qkv), *shared]
             heads = (plan.call.heads, plan.call.groups, plan.call.groups)
-            q, k, v = (_by_heads(storage, count) for storage, count in zip(storages, heads, strict=True))
+            q, k, v = (_split_heads(storage, count) for storage, count in zip(storages, heads, strict=True))
         sent = inputs._replace(q=q, k=k, v=v)
         merged, states, max_logit = forward(plan, sent, FP8BlockPasses(fp8, requested, storages))
         output = merged.output.to(plan.call.dtype).flatten(-2)

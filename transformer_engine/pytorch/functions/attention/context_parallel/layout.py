@@ -155,10 +155,10 @@ def get_cu_seqlens_on_cp_rank(
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     chunk = (cu_seqlens_padded_on_cp_rank[1:] - cu_seqlens_padded_on_cp_rank[:-1]) // 2
     chunks = [cp_rank] * first_half + [2 * cp_size - 1 - cp_rank] * second_half
-    return torch.nn.functional.pad(tokens_in(lengths, chunk, chunks).cumsum(0), (1, 0)).to(torch.int32)
+    return torch.nn.functional.pad(count_tokens(lengths, chunk, chunks).cumsum(0), (1, 0)).to(torch.int32)
 
 
-def tokens_in(lengths: Tensor, chunk: Tensor | int, chunks: list[int]) -> Tensor:
+def count_tokens(lengths: Tensor, chunk: Tensor | int, chunks: list[int]) -> Tensor:
     """Return how many real tokens per sequence are in some of its chunks, [b], in the length dtype.
 
     Args:

@@ -20,7 +20,7 @@ from ....primitives.attention.operators import BIAS, SINK
 from ....runtime.autograd import Function
 from ....runtime.double_backward import once_differentiable
 from ..autograd import SavedAttention, attention_backward, attention_forward
-from .blocks import BlockPlan, BoundBlock, block_inputs, rows_of, tokens_of
+from .blocks import BlockPlan, BoundBlock, block_inputs, select_rows, tokens_of
 from .groups import Ring, all_gather, reduce_scatter
 from .layout import TokenOrder
 from .merge import MergedAttention, per_token
@@ -74,10 +74,10 @@ def _keys_of_steps(plan: BlockPlan, inputs: AttentionInputs) -> Iterator[tuple[T
         yield whole[0], whole[1]
         return
     for arrived in Ring(groups).circulate(torch.cat((k.reshape(-1), v.reshape(-1)))):
-        yield _two_of(arrived, k, v)
+        yield _split_pair(arrived, k, v)
 
 
-def _two_of(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _split_pair(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Split a flat tensor into two, shaped like k and v."""
     return flat[: k.numel()].view(k.shape), flat[k.numel() :].view(v.shape)
 
@@ -134,7 +134,7 @@ def backward(
     ring, travelling, sums = Ring(groups), None, grad_q
     for step, (k, v) in zip(plan.steps, _keys_of_steps(plan, inputs), strict=True):
         sums = grad_q.new_zeros(k.numel() + v.numel())
-        grad_k, grad_v = _two_of(sums, k, v)
+        grad_k, grad_v = _split_pair(sums, k, v)
         for bound in step:
             queries, last = bound.block.queries, lse.dim() - 1
             attended = Attended(
@@ -142,20 +142,20 @@ def backward(
             )
             of_block = block_inputs(plan, bound, tokens, inputs, k, v)
             found = passes.backward(bound, of_block, attended, tokens.queries.take(grad_output, queries))
-            keys = plan.keys_of(bound.block)
+            keys = plan.key_rows(bound.block)
             tokens.queries.add(grad_q, queries, found.q)
             tokens.keys.add(grad_k, keys, found.k)
             tokens.keys.add(grad_v, keys, found.v)
             if grad_bias is not None:
                 assert found.bias is not None
-                _add_columns(rows_of(grad_bias, queries), bound.block.key_spans, found.bias)
+                _add_columns(select_rows(grad_bias, queries), bound.block.key_spans, found.bias)
         if not plan.gathers:
             # The sums for a rank's keys follow the keys around the ring, and arrive at their rank after the last step.
             if travelling is not None:
                 sums += travelling()
             travelling = ring.send(sums)
     if travelling is not None:
-        grad_k, grad_v = _two_of(travelling(), inputs.k, inputs.v)
+        grad_k, grad_v = _split_pair(travelling(), inputs.k, inputs.v)
     else:
         order = TokenOrder(call.kv_format, groups.ring_size, inputs.starts_kv)
         grad_k, grad_v = (

@@ -60,7 +60,7 @@ class ContextRequest(NamedTuple):
         return self.call.features
 
 
-def chunks_of(size: int, rank: int) -> tuple[int, int]:
+def chunk_pair(size: int, rank: int) -> tuple[int, int]:
     """Return a rank's two chunk numbers."""
     return rank, 2 * size - 1 - rank
 
@@ -69,7 +69,7 @@ def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[
     """Return the blocks for the queries on a rank and the keys on another rank, or its own."""
     if call.packed:
         # One block of packed sequences: under a causal mask, half of the queries or keys.
-        chunks_q, chunks_k = chunks_of(size, rank), chunks_of(size, owner)
+        chunks_q, chunks_k = chunk_pair(size, rank), chunk_pair(size, owner)
         queries = keys = Part(0, 2)
         mask = Mask("padding", UNLIMITED, True)
         if call.mask.banded:
@@ -81,7 +81,7 @@ def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[
                 queries, chunks_q = Part(1, 2), chunks_q[1:]
         return (Block(queries, keys, mask, query_chunks=chunks_q, key_chunks=chunks_k),)
     length_q, length_k = call.seqlen_q // (2 * size), call.seqlen_kv // (2 * size)
-    rows, columns = chunks_of(size, rank), chunks_of(size, owner)
+    rows, columns = chunk_pair(size, rank), chunk_pair(size, owner)
     spans_q = [Part(i * length_q, (i + 1) * length_q) for i in rows]
     spans_k = [Part(i * length_k, (i + 1) * length_k) for i in columns]
     if owner == rank and call.mask.causal and not call.mask.arbitrary and call.seqlen_q == call.seqlen_kv:
@@ -93,15 +93,15 @@ def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[
     for (i, span_q), (j, span_k) in product(enumerate(spans_q), enumerate(spans_k)):
         block = band_block(call, span_q, span_k)
         if block is not None:
-            queries = _moved(block.queries, i * length_q - span_q.first)
-            keys = _moved(block.keys, j * length_k - span_k.first)
+            queries = _move_part(block.queries, i * length_q - span_q.first)
+            keys = _move_part(block.keys, j * length_k - span_k.first)
             blocks[i, j] = Block(queries, keys, block.mask, block.query_spans, block.key_spans)
-    return _joined(blocks, length_q, length_k)
+    return _join_blocks(blocks, length_q, length_k)
 
 
-def gathered_blocks(call: AttentionCall, size: int, rank: int) -> tuple[Block, ...]:
+def plan_gathered_blocks(call: AttentionCall, size: int, rank: int) -> tuple[Block, ...]:
     """Return the blocks for a rank's two query chunks and all keys in sequence order."""
-    chunks = chunks_of(size, rank)
+    chunks = chunk_pair(size, rank)
     if call.packed:
         mask = Mask("padding", UNLIMITED, True)
         if call.mask.banded:
@@ -122,7 +122,7 @@ def gathered_blocks(call: AttentionCall, size: int, rank: int) -> tuple[Block, .
         span = Part(number * length, (number + 1) * length)
         block = band_block(call, span, Part(0, call.seqlen_kv))
         if block is not None:
-            queries = _moved(block.queries, i * length - span.first)
+            queries = _move_part(block.queries, i * length - span.first)
             blocks.append(Block(queries, block.keys, block.mask, block.query_spans, block.key_spans))
     return tuple(blocks)
 
@@ -172,11 +172,11 @@ def _block_mask(whole: Mask, rows: int, columns: int, below: int, above: int) ->
     return Mask(name, (-1 if everything_below else below, 0), bottom_right)
 
 
-def _moved(part: Part, offset: int) -> Part:
+def _move_part(part: Part, offset: int) -> Part:
     return Part(part.first + offset, part.stop + offset)
 
 
-def _joined(blocks: dict[tuple[int, int], Block], length_q: int, length_k: int) -> tuple[Block, ...]:
+def _join_blocks(blocks: dict[tuple[int, int], Block], length_q: int, length_k: int) -> tuple[Block, ...]:
     """Join unmasked blocks of neighbouring chunks: both key chunks, or both query chunks, in one attention."""
     full = {
         place

@@ -23,14 +23,14 @@ from .cudnn_graph import (
     CudnnPlan,
     Strides,
     contiguous_strides,
+    make_ragged_offsets,
     missing,
     planned,
-    ragged_offsets,
 )
 from .cudnn_plan import (
     Strided,
     bottom_right,
-    bucketed_tokens,
+    bucket_tokens,
     describe_backward,
     describe_forward,
     format_shape,
@@ -161,7 +161,7 @@ def _planning_failure(call: AttentionCall) -> str | None:
         v = contiguous_strides((1, call.page_size, call.groups, call.head_dim_v))
         strided = Strided(q, k, v, pages=call.batch * columns, columns=columns)
     else:
-        tokens = (bucketed_tokens(call.batch * size) for size in (call.seqlen_q, call.seqlen_kv))
+        tokens = (bucket_tokens(call.batch * size) for size in (call.seqlen_q, call.seqlen_kv))
         modifier, _ = bound_tensors(call, torch.device("cuda", device))
         strided = Strided(q, k, v, None, bias, *tokens, modifier=modifier)
     try:
@@ -224,8 +224,8 @@ def _addressable(call: AttentionCall, inputs: AttentionInputs) -> _Addressable:
         v.stride(),
         None,
         None if bias is None else bias.stride(),
-        bucketed_tokens(q.shape[0]) if call.q_format == "thd" else 0,
-        bucketed_tokens(k.shape[0]) if call.kv_format == "thd" else 0,
+        bucket_tokens(q.shape[0]) if call.q_format == "thd" else 0,
+        bucket_tokens(k.shape[0]) if call.kv_format == "thd" else 0,
         pages,
         columns,
         modifier,
@@ -301,7 +301,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     if call.page_size:
         assert inputs.page_table is not None
         pointers["page_table"] = pointers["page_table_v"] = inputs.page_table.data_ptr()
-    offsets, alive = ragged_offsets(plan, inputs.starts_q, inputs.starts_kv)
+    offsets, alive = make_ragged_offsets(plan, inputs.starts_q, inputs.starts_kv)
     plan.run(pointers, device, offsets)
     del alive
     if call.mask.padding and not (call.same_lengths or call.cached):
@@ -365,7 +365,7 @@ def backward(
     if has_sink_gradient(call):
         grad_sink = torch.zeros(call.heads, dtype=torch.float32, device=device)
         pointers["grad_sink"] = grad_sink.data_ptr()
-    offsets, alive = ragged_offsets(plan, inputs.starts_q, inputs.starts_kv)
+    offsets, alive = make_ragged_offsets(plan, inputs.starts_q, inputs.starts_kv)
     plan.run(pointers, device, offsets)
     del alive
     if call.softmax == "learnable" and grad_sink is None:

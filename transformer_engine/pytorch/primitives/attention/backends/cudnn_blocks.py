@@ -30,9 +30,9 @@ from .cudnn_graph import (
     REMEDY,
     CudnnPlan,
     Description,
-    bindings_of,
     data_type,
     library,
+    load_bindings,
     missing,
     planned,
 )
@@ -60,7 +60,7 @@ _WRONG = ((9, 23, 0), (9, 23, 1))
 _ZEROS, _CORRECTED, _LONG = (9, 24, 0), (9, 25, 0), 4096
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def _format_version(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
@@ -89,7 +89,7 @@ def _unsupported_library() -> str | None:
     """Return the reason why the library is missing or too old, or None."""
     if (reason := missing()) is not None:
         return reason
-    graph = bindings_of(library()).graph
+    graph = load_bindings(library()).graph
     lacking = next((name for name in ("sdpa_mxfp8", "sdpa_mxfp8_backward") if not hasattr(graph, name)), None)
     return None if lacking is None else f"nvidia-cudnn-frontend has no {lacking}; {REMEDY}"
 
@@ -97,19 +97,21 @@ def _unsupported_library() -> str | None:
 def _unsupported_version(call: AttentionCall) -> str | None:
     """Return the reason why the cuDNN release does not support the call, or None."""
     version = get_cudnn_version()
-    found = f"cuDNN {_dotted(version)}"
+    found = f"cuDNN {_format_version(version)}"
     if version < _FIRST:
-        return f"{found} has no MXFP8 attention, {_dotted(_FIRST)} has; {UPGRADE_CUDNN}"
+        return f"{found} has no MXFP8 attention, {_format_version(_FIRST)} has; {UPGRADE_CUDNN}"
     if version in _WRONG:
         return f"{found} computes wrong MXFP8 attention, 9.24 corrects it; {UPGRADE_CUDNN}"
     several = call.seqlen_q > 1 and call.seqlen_kv >= _LONG and not call.mask.banded
     if _ZEROS <= version < _CORRECTED and several:
         return (
             f"{found} writes zeros for {call.seqlen_kv} keys without a band, from {_LONG} on, "
-            f"{_dotted(_CORRECTED)} corrects it; {UPGRADE_CUDNN}"
+            f"{_format_version(_CORRECTED)} corrects it; {UPGRADE_CUDNN}"
         )
     if call.demands_determinism and version < _DETERMINISTIC:
-        return f"{found} has no deterministic gradients, {_dotted(_DETERMINISTIC)} has; {UPGRADE_CUDNN}"
+        return (
+            f"{found} has no deterministic gradients, {_format_version(_DETERMINISTIC)} has; {UPGRADE_CUDNN}"
+        )
     return None
 
 

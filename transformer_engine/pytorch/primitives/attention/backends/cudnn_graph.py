@@ -59,7 +59,7 @@ def missing() -> str | None:
     try:
         version = importlib.metadata.version("nvidia-cudnn-frontend")
     except importlib.metadata.PackageNotFoundError as error:
-        return optional.failed_import("cudnn", error)
+        return optional.import_failure("cudnn", error)
     problem = optional.cudnn_versions_problem(version, get_cudnn_version()) or optional.failure("cudnn")
     if problem is not None:
         return problem
@@ -87,7 +87,7 @@ class Bindings(NamedTuple):
 
 
 @functools.cache
-def bindings_of(module: Any) -> Bindings:
+def load_bindings(module: Any) -> Bindings:
     """Return the compiled functions of the module `cudnn`."""
     compiled = getattr(module, "_pybind_module", module)
     graph = compiled.backend_graph if hasattr(compiled, "backend_graph") else compiled.pygraph
@@ -107,7 +107,7 @@ def missing_name(module: Any) -> str | None:
         return "set_stream"
     if not hasattr(compiled, "create_handle"):
         return "create_handle"
-    graph = bindings_of(module).graph
+    graph = load_bindings(module).graph
     return next((name for name in _GRAPH_METHODS if not hasattr(graph, name)), None)
 
 
@@ -141,10 +141,10 @@ class _Handles(threading.local):
             return known[0]
         if known is None:
             with torch.cuda.device(device):
-                handle = bindings_of(library()).create_handle()
+                handle = load_bindings(library()).create_handle()
         else:
             handle = known[0]
-        bindings_of(library()).set_stream(handle, stream)
+        load_bindings(library()).set_stream(handle, stream)
         self.of_device[device] = handle, stream
         return handle
 
@@ -156,7 +156,7 @@ class Description:
     """A graph that is being described."""
 
     def __init__(self, dtype: torch.dtype, **where: Any):
-        self.graph = bindings_of(library()).graph(
+        self.graph = load_bindings(library()).graph(
             io_data_type=data_type(dtype),
             intermediate_data_type=library().data_type.FLOAT,
             compute_data_type=library().data_type.FLOAT,
@@ -301,7 +301,7 @@ def planned(describe: Callable[..., Description], device: int, *arguments: Any) 
             described_by,
             arguments,
         )
-        plan = None if path is None else _restored(path, description, device)
+        plan = None if path is None else _restore_plan(path, description, device)
         if plan is None:
             plan = _built(description)
             if path is not None:
@@ -325,14 +325,14 @@ def _library_errors() -> tuple[type[Exception], ...]:
     return library().cudnnGraphNotSupportedError, RuntimeError, ValueError, IndexError
 
 
-def _restored(path: Path, description: Description, device: int) -> CudnnPlan | None:
+def _restore_plan(path: Path, description: Description, device: int) -> CudnnPlan | None:
     """Return the plan in a file if its tensors match the description; otherwise None."""
     kept = cudnn_store.read(path)
     if kept is None:
         return None
     handle = handles.current(device)
     try:
-        graph = bindings_of(library()).graph(handle=handle)
+        graph = load_bindings(library()).graph(handle=handle)
         graph.deserialize(handle, list(kept.serialized))  # the bindings reject bytes
         graph._prepare_variant_pack_template()
         described = sorted(_UID[role] for role in description.roles)
@@ -349,7 +349,7 @@ def _restored(path: Path, description: Description, device: int) -> CudnnPlan | 
         reason = f"the library rejects it ({error})"
     finally:
         # The library warms up a plan on an internal stream, and keeps that stream if the warm-up fails.
-        bindings_of(library()).set_stream(*handles.of_device[device])
+        load_bindings(library()).set_stream(*handles.of_device[device])
     cudnn_store.STORE.discard(path, reason)
     return None
 
@@ -369,7 +369,7 @@ def _steps(device: torch.device, steps: tuple[int, ...]) -> Tensor:
     return torch.tensor(steps, dtype=torch.int64, device=device)[:, None]
 
 
-def ragged_offsets(
+def make_ragged_offsets(
     plan: CudnnPlan, starts_q: Tensor | None, starts_kv: Tensor | None
 ) -> tuple[list[int], list[Tensor]]:
     """Return addresses of starts x step for each plan offset, and the tensors that own them."""

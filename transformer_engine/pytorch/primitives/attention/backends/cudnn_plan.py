@@ -59,7 +59,7 @@ def _bucket(size: int) -> int:
     return round_up(size, max(64, 1 << max(size.bit_length() - 4, 0)))
 
 
-def bucketed_tokens(tokens: int) -> int:
+def bucket_tokens(tokens: int) -> int:
     """Return the packed token count for which a plan has workspace."""
     return _bucket(max(tokens, 1))
 

@@ -86,7 +86,7 @@ class Modifier(NamedTuple):
         return found
 
 
-def _recorded(call: AttentionCall) -> RecordedScoreMod | None:
+def _record_score(call: AttentionCall) -> RecordedScoreMod | None:
     """Recorded softcap or score_mod of a call; None for functions of indices, which are plain callables."""
     if call.softcap != 0.0:
         return _softcap(call.softcap)
@@ -119,7 +119,7 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
         return None
     if call.score_mod is not None and call.softcap != 0.0:
         return "softcap together with score_mod"
-    score_mod = _recorded(call)
+    score_mod = _record_score(call)
     if score_mod is None:
         return "score_mod takes indices; it takes score_mod(graph, score, tensors)"
     program = score_mod.program
@@ -192,7 +192,7 @@ def bound_tensors(call: AttentionCall, device: torch.device) -> tuple[Modifier |
 
     A one-element tensor on the host stays there, in float32; other tensors on the host are copied to the device.
     """
-    score_mod = _recorded(call)
+    score_mod = _record_score(call)
     if score_mod is None:
         return None, ()
     assert isinstance(score_mod.program, ScoreProgram)

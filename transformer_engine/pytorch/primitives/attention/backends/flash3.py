@@ -26,7 +26,7 @@ _FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func")
 
 @constant_while_tracing
 @functools.cache
-def _without_softcap() -> str | None:
+def _softcap_failure() -> str | None:
     """Name of a package function without the argument softcap, or None."""
     import flash_attn_interface  # pyright: ignore[reportMissingImports]
 
@@ -48,7 +48,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     if (reason := call.hardware.lacks("flash attention 3")) is not None:
         return reason
     reason = optional.failure("flash_attn_interface", *_FUNCTIONS)
-    if reason is None and call.softcap != 0.0 and (name := _without_softcap()) is not None:
+    if reason is None and call.softcap != 0.0 and (name := _softcap_failure()) is not None:
         return f"{name} of the installed flash-attention 3 has no argument softcap; build a later version"
     return reason
 

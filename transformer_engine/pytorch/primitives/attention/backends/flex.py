@@ -104,10 +104,10 @@ def _change(call: AttentionCall, inputs: AttentionInputs) -> Change | None:
     """Return the modification of one score: softcap, bias, score_mod, and -inf where lengths or masks hide it."""
     steps: list[Change] = []
     if call.softcap != 0.0:
-        steps.append(_capped(call.softcap))
+        steps.append(_cap_score(call.softcap))
     if inputs.bias is not None:
         # A bias before the scale is added before the softcap.
-        steps.insert(0 if call.bias == "pre_scale_bias" else len(steps), _biased(call, inputs.bias))
+        steps.insert(0 if call.bias == "pre_scale_bias" else len(steps), _bias_score(call, inputs.bias))
     if call.bias == "alibi":
         steps.append(_alibi(call, inputs))
     if call.score_mod is not None:
@@ -125,11 +125,11 @@ def _change(call: AttentionCall, inputs: AttentionInputs) -> Change | None:
     return change
 
 
-def _capped(softcap: float) -> Change:
+def _cap_score(softcap: float) -> Change:
     return lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
 
 
-def _biased(call: AttentionCall, bias: Tensor) -> Change:
+def _bias_score(call: AttentionCall, bias: Tensor) -> Change:
     factor = call.scale if call.bias == "pre_scale_bias" else 1.0
     whole = bias.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
 

@@ -41,7 +41,7 @@ def torch_passes(call: AttentionCall, inputs: AttentionInputs) -> Passes | None:
     ]
 
 
-def _chosen(key: Key) -> Passes | None:
+def _torch_choice(key: Key) -> Passes | None:
     """Return torch's choice for such tensors, which it makes for tensors without values."""
     call: AttentionCall = key[0]
     strides, device = key[1], key[2]
@@ -66,7 +66,7 @@ def _chosen(key: Key) -> Passes | None:
     return {_FLASH: torch_flash.PASSES, _CUDNN: torch_cudnn.PASSES}.get(taken)
 
 
-_CHOSEN: Memory[Key, Passes | None] = Memory(_chosen, _MOST)
+_CHOSEN: Memory[Key, Passes | None] = Memory(_torch_choice, _MOST)
 
 
 def _forward_on_a_cpu(call: AttentionCall, inputs: AttentionInputs) -> Attended:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .....common.dispatch import Backend
-from ....runtime.autograd import in_transform
+from ....runtime.autograd import is_transformed
 from ....runtime.double_backward import reject_second_derivative
 from .. import layout
 from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
@@ -72,15 +72,15 @@ def attend(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         scale=call.scale,
         enable_gqa=call.groups != call.heads and native_groups,
     )
-    _named(out, q, k, v)
+    _name_failure(out, q, k, v)
     if seeing is not None:
         out = torch.where(seeing, out, 0)
-    return _guarded(layout.from_bhsd(call, inputs, out).flatten(-2))
+    return _guard_output(layout.from_bhsd(call, inputs, out).flatten(-2))
 
 
 def _is_first_run(call: AttentionCall, inputs: AttentionInputs) -> bool:
     """Return whether the call does not record the gradients that it may need in a second run."""
-    if not call.needs_gradient or torch.compiler.is_compiling() or in_transform():
+    if not call.needs_gradient or torch.compiler.is_compiling() or is_transformed():
         return False
     recorded = inputs.q.requires_grad or inputs.k.requires_grad or inputs.v.requires_grad
     return not (recorded and torch.is_grad_enabled())
@@ -98,7 +98,7 @@ def _as_recorded(
     return AttentionResult(output.detach(), max_logit)
 
 
-def _named(out: Tensor, *inputs: Tensor) -> None:
+def _name_failure(out: Tensor, *inputs: Tensor) -> None:
     """Raise for a second derivative with this backend's name: torch's error names its kernel's gradient."""
     if torch.compiler.is_compiling():  # which traces no node
         return
@@ -107,7 +107,7 @@ def _named(out: Tensor, *inputs: Tensor) -> None:
         reject_second_derivative("DotProductAttention by torch_sdpa", node, *inputs)
 
 
-def _guarded(out: Tensor) -> AttentionResult:
+def _guard_output(out: Tensor) -> AttentionResult:
     if out.is_cuda and out.requires_grad and not torch.compiler.is_compiling():
         # On a GPU torch 2.11 reads a gradient sliced from wider rows as if it were contiguous.
         out.register_hook(Tensor.contiguous)
@@ -148,9 +148,9 @@ def _dense(call: AttentionCall) -> Callable[[AttentionCall, AttentionInputs], At
             scale=scale,
             enable_gqa=grouped,
         )
-        _named(out, inputs.q, inputs.k, inputs.v)
+        _name_failure(out, inputs.q, inputs.k, inputs.v)
         # A copy even where the view is contiguous, as in layout.from_bhsd.
-        return _guarded(out.permute(back).clone(memory_format=torch.contiguous_format).flatten(-2))
+        return _guard_output(out.permute(back).clone(memory_format=torch.contiguous_format).flatten(-2))
 
     return run
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .....common.dispatch import Backend
 from .....common.kernels.launch import LARGEST_GRID, missing
-from ....runtime.launching import DTYPE_NAMES, perform, processors, run_into
+from ....runtime.launching import DTYPE_NAMES, perform, processors, run_program_into
 from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..dropout import random_state
 from ..passes import Passes
@@ -95,7 +95,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     if call.max_logit:
         tops = q.new_empty((call.batch, call.heads, launch.grid[0]), dtype=torch.float32)
     tensors = (*sources, inputs.sink, rng_state, inputs.page_table, out, lse, tops)
-    run_into(launch, tensors, q.device)
+    run_program_into(launch, tensors, q.device)
     return Attended(out, lse, rng_state, None if tops is None else tops.amax(dim=(0, 2)))
 
 
@@ -168,14 +168,14 @@ def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, ls
         bias = q.new_empty(plan.bias_shape, dtype=inputs.bias.dtype if whole else torch.float32)
     make_keys = torch.zeros if call.kv_format == "thd" else torch.empty
 
-    def of_keys(tensor: Tensor) -> Tensor:
+    def select_keys(tensor: Tensor) -> Tensor:
         if plan.parts == 1:
             return make_keys(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         parts = (*tensor.shape[:-1], plan.parts, tensor.shape[-1])
         return make_keys(parts, dtype=torch.float32, device=tensor.device)
 
     dq = make(q.shape, dtype=q.dtype, device=q.device)
-    return _Results(torch.empty_like(lse), sink, dq, of_keys(inputs.k), of_keys(inputs.v), bias)
+    return _Results(torch.empty_like(lse), sink, dq, select_keys(inputs.k), select_keys(inputs.v), bias)
 
 
 def _sources(call: AttentionCall, inputs: AttentionInputs) -> _Sources:

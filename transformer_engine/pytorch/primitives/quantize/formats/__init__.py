@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .....common.folder import modules_of
+from .....common.folder import import_modules
 from ..format_row import FormatRow
 
 FORMATS: dict[str, FormatRow] = {}
@@ -18,6 +18,6 @@ def unregister(name: str) -> None:
     del FORMATS[name]
 
 
-for _module in modules_of(__name__, __path__):
+for _module in import_modules(__name__, __path__):
     for _row in _module.ROWS:
         register(_row)

@@ -60,23 +60,23 @@ def _plan(request: QuantizeRequest) -> PlannedCall:
     if request.amax_given:
         given = performed(kernels.GIVEN)
 
-        def by_amax(x: Tensor, inputs: QuantizeInputs) -> Quantized:
+        def cast_by_amax(x: Tensor, inputs: QuantizeInputs) -> Quantized:
             x = x if x.is_contiguous() else x.contiguous()
             amax = inputs.amax
             return Quantized(*given(x, as_float32(inputs.multiplier), as_float32(amax)))._replace(amax=amax)
 
-        return by_amax
+        return cast_by_amax
     if request.multiplier_given:
         recorded, measured = performed(kernels.RECORDED), performed(kernels.MEASURED)
 
-        def by_multiplier(x: Tensor, inputs: QuantizeInputs) -> Quantized:
+        def cast_by_multiplier(x: Tensor, inputs: QuantizeInputs) -> Quantized:
             x = x if x.is_contiguous() else x.contiguous()
             multiplier, record = as_float32(inputs.multiplier), inputs.record
             return Quantized(
                 *(measured(x, multiplier) if record is None else recorded(x, multiplier, record))
             )
 
-        return by_multiplier
+        return cast_by_multiplier
     scales = performed(kernels.SCALES)
     return lambda x, inputs: Quantized(*scales(x if x.is_contiguous() else x.contiguous()))
 

@@ -229,7 +229,7 @@ def _unsupported_transformed_maximum(request: TransformedMaximumRequest) -> str 
 def _bind_transformed_maximum(request: TransformedMaximumRequest) -> Callable[[Tensor], Tensor]:
     from .....common.kernels import nvfp4  # it imports triton
 
-    launch = nvfp4.transformed_maximum((request.rows, request.columns), request.random_sign)
+    launch = nvfp4.hadamard_maximum((request.rows, request.columns), request.random_sign)
     return lambda x: run(launch, (x,))[0]
 
 
@@ -252,7 +252,7 @@ TRANSFORMED_MAXIMUM: Table[TransformedMaximumRequest] = Table(
 )
 
 
-def transformed_maximum(x: Tensor, random_sign: bool) -> Tensor:
+def hadamard_maximum(x: Tensor, random_sign: bool) -> Tensor:
     """max|Hadamard transform of x.T| for a matrix x [M, K], as float32 [1].
 
     Args:
