@@ -72,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Command arguments; by default the process's.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     # OpenMP reads it when torch is loaded. Its threads spin while they wait by default, and occupy the cores that other
     # programs or threads need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    name = given[0] if given else ""
+    name = argv[0] if argv else ""
     if name not in COMMANDS:
-        options = _overview().parse_args(given or ["--help"])
+        options = _overview().parse_args(argv or ["--help"])
         if options.completion is not None:
             print(_completion(options.completion))
         return
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(f"{program()} {name}", command.summary)
     module = import_module(command.module, __package__)
     module.add_arguments(parser)
-    options = parser.parse_args(given[1:])  # --help works without torch
+    options = parser.parse_args(argv[1:])  # --help works without torch
     if find_spec("torch") is None and not command.without_torch:
         sys.exit(f"te {name} needs torch; install with {optional.install_command('cli')}")
     try:

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
             )
         model, config = load(args.out / args.name / "checkpoint", args.device, args.high_precision)
         start = args.prompt.encode(errors="surrogateescape")
-        shown = _Shown(console, start)
+        display = _Shown(console, start)
         from .demo.sample import generate as draw
 
         drawn = draw(
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
             seed=args.seed,
             cached=args.cache,
             page_size=args.page_size or None,
-            observe=shown,
+            observe=display,
         )
     kind = (
         "no cache"
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
         if args.page_size
         else "KV cache"
     )
-    console.print(f"\n{len(drawn)} bytes on {config.device}, {kind}{shown.speed()}", soft_wrap=True)
+    console.print(f"\n{len(drawn)} bytes on {config.device}, {kind}{display.speed()}", soft_wrap=True)
 
 
 class _Shown:

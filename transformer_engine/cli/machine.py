@@ -180,9 +180,9 @@ def _row(hardware: Mapping[str, Any]) -> str:
     return f"{title}: {', '.join(hardware['capabilities'])}{versions}"
 
 
-def _names(recipes: Sequence[str], known: Sequence[str]) -> str:
+def _names(recipes: Sequence[str], recipe_names: Sequence[str]) -> str:
     """Describe a recipe set: "all, none" (no recipe), "all", or their names."""
-    missing = [name for name in known if name not in recipes]
+    missing = [name for name in recipe_names if name not in recipes]
     if missing in ([], ["none"]):
         return "all, none" if not missing else "all"
     return ", ".join(recipes)
@@ -190,7 +190,7 @@ def _names(recipes: Sequence[str], known: Sequence[str]) -> str:
 
 def _print_backends(console: Console, found: Survey) -> None:
     """Print the backends of each operation, in one row."""
-    known = [report.recipe for report in found.recipes]
+    recipe_names = [report.recipe for report in found.recipes]
     by_operation: dict[str, dict[str, set[str]]] = {}
     for finding in found.findings:
         users = by_operation.setdefault(finding.operation, {})
@@ -198,7 +198,7 @@ def _print_backends(console: Console, found: Survey) -> None:
     table = Table("operation", "backend (recipes)", title="backends", title_justify="left")
     for operation, users in by_operation.items():
         named = [
-            f"{backend} ({_names([name for name in known if name in recipes], known)})"
+            f"{backend} ({_names([name for name in recipe_names if name in recipes], recipe_names)})"
             for backend, recipes in users.items()
         ]
         table.add_row(operation, ", ".join(named))
@@ -207,7 +207,7 @@ def _print_backends(console: Console, found: Survey) -> None:
 
 def _print_reasons(console: Console, found: Survey) -> None:
     """Print every request to an operation with its backend and the reasons against the others."""
-    known = [report.recipe for report in found.recipes]
+    recipe_names = [report.recipe for report in found.recipes]
     table = Table(
         "operation",
         "recipes",
@@ -224,7 +224,7 @@ def _print_reasons(console: Console, found: Survey) -> None:
             reasons.append(f"lower priority: {', '.join(later)}")
         table.add_row(
             finding.operation,
-            _names(finding.recipes, known),
+            _names(finding.recipes, recipe_names),
             finding.chosen or "none",
             escape("\n".join(reasons)),
         )

@@ -51,8 +51,8 @@ def train_with_progress(
 ) -> bool:
     """Train with a progress bar or progress lines; return whether the run has finished."""
     every = log_every or max(1, trainer.config.steps // 20)
-    shown = _bar(console, trainer) if console.is_terminal else _lines(console, trainer, every)
-    with shown as show, _scalars(trainer, tensorboard) as write:
+    display = _bar(console, trainer) if console.is_terminal else _lines(console, trainer, every)
+    with display as show, _scalars(trainer, tensorboard) as write:
 
         def observe(record: Record) -> None:
             show(record)

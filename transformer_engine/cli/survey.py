@@ -59,18 +59,18 @@ class Survey:
 def survey(device: str) -> Survey:
     """Run one training step with a small TransformerLayer under every recipe and collect the requests."""
     reports: list[RecipeReport] = []
-    asked: dict[tuple[str, tuple[Verdict, ...]], list[str]] = {}
+    requested: dict[tuple[str, tuple[Verdict, ...]], list[str]] = {}
     for name in RECIPES:
-        seen: dict[tuple[str, Any], None] = {}
-        with te.emulate(), observing(lambda operation, request: seen.setdefault((operation, request))):  # noqa: B023
+        unique: dict[tuple[str, Any], None] = {}
+        with te.emulate(), observing(lambda operation, request: unique.setdefault((operation, request))):  # noqa: B023
             _training_step(name, device)
-        requests = list(seen)
+        requests = list(unique)
         answers = [(operation, tuple(tables[operation].explain(request))) for operation, request in requests]
         for answer in dict.fromkeys(answers):
-            asked.setdefault(answer, []).append(name)
+            requested.setdefault(answer, []).append(name)
         reports.append(_report(name, requests))
     findings = [
-        OperationUse(operation, tuple(names), answers) for (operation, answers), names in asked.items()
+        OperationUse(operation, tuple(names), answers) for (operation, answers), names in requested.items()
     ]
     findings.sort(key=lambda finding: finding.operation)
     used = {finding.operation for finding in findings}

@@ -127,7 +127,7 @@ def _add_devices(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> None:
     """Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses."""
     console = Console(highlight=False)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "recipe": args.recipe,
         "steps": args.steps,
         "batch": args.batch,
@@ -143,8 +143,8 @@ def run(args: argparse.Namespace) -> None:
         "framework": args.framework,
     }
     execution = Execution(graphs=args.graphs, offload_layers=args.offload_layers, observe=args.observe)
-    beside = "-jax" if (given["framework"] or default_framework()) == "jax" else ""
-    folder = args.out / (args.name or (given["recipe"] or "delayed") + beside)
+    suffix = "-jax" if (options["framework"] or default_framework()) == "jax" else ""
+    folder = args.out / (args.name or (options["recipe"] or "delayed") + suffix)
     with reporting(console), fitting(SMALLER):
         if args.name and (args.name in (".", "..") or "/" in args.name or "\\" in args.name):
             raise ValueError(
@@ -165,13 +165,13 @@ def run(args: argparse.Namespace) -> None:
 
             switches = (args.resume, args.overwrite, args.log_every, args.tensorboard)
             request = TrainRequest(
-                args.device, given, execution, folder, *switches, args.tp, args.cp, args.fsdp
+                args.device, options, execution, folder, *switches, args.tp, args.cp, args.fsdp
             )
             train_on_devices(request, args.devices, args.distributed)
             return
         if max(args.tp, args.cp, args.fsdp) > 1:
             raise ValueError("--tp, --cp and --fsdp need several devices; add --devices or --distributed")
-        trainer = _prepare(folder, args.device, given, execution, args.resume)
+        trainer = _prepare(folder, args.device, options, execution, args.resume)
     describe(console, trainer)
     with _interrupts(console) as stopping, reporting_failures(console), fitting(SMALLER):
         finished = train_with_progress(
@@ -201,14 +201,16 @@ def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
         )
 
 
-def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execution, resume: bool) -> Trainer:
+def _prepare(
+    folder: Path, device: str, options: dict[str, Any], execution: Execution, resume: bool
+) -> Trainer:
     """Prepare a trainer at its first step, or at the step in the folder's checkpoint."""
     from .demo.data import load_corpus
     from .demo.trainer import Trainer, framework_runs
 
     if not resume:
-        _demand(given["framework"] or default_framework())  # before its devices are queried
-        config = resolve(device, given)
+        _demand(options["framework"] or default_framework())  # before its devices are queried
+        config = resolve(device, options)
         trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
         with writing(folder, ELSEWHERE):
             folder.mkdir(parents=True, exist_ok=True)
@@ -226,10 +228,10 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
     elif path.is_dir() or path.with_name("checkpoint.old").is_dir():
         framework = "jax"
     else:
-        framework = given["framework"] or default_framework()
+        framework = options["framework"] or default_framework()
     _demand(framework)
     state = framework_runs(framework).load(path)
-    config = restore(state["config"], device, given, str(path), state["step"])
+    config = restore(state["config"], device, options, str(path), state["step"])
     trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
     trainer.load(state)
     return trainer

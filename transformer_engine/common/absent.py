@@ -129,16 +129,18 @@ def sentence(name: str) -> str:
     reason = _find_reason(name)
     if reason is not None:
         return f"{name} is not in this package, {__version__}: {reason}"
-    place, _, last = name.rpartition(".")
-    module = sys.modules.get(place)
-    public = [] if module is None else [known for known in dir(module) if not known.startswith("_")]
-    same = [known for known in public if known.lower() == last.lower()]
+    parent, _, last = name.rpartition(".")
+    module = sys.modules.get(parent)
+    public = (
+        [] if module is None else [candidate for candidate in dir(module) if not candidate.startswith("_")]
+    )
+    same = [candidate for candidate in public if candidate.lower() == last.lower()]
     close = same or difflib.get_close_matches(last, public, n=1, cutoff=0.75)
     near = close[0] if close else None
     suggestion = f"did you mean {near!r}? " if near else ""
     return (
-        f"{place} has no {last!r} in this package, {__version__}; {suggestion}{page('support')} lists the "
-        f"supported features, and dir({place}) the names"
+        f"{parent} has no {last!r} in this package, {__version__}; {suggestion}{page('support')} lists the "
+        f"supported features, and dir({parent}) the names"
     )
 
 
@@ -147,11 +149,11 @@ def _find_reason(name: str) -> str | None:
     for start, words in ABSENT.items():
         if f"{name}.".startswith(f"{start}.") or fnmatchcase(name, start):
             return words
-    place, _, last = name.rpartition(".")
+    parent, _, last = name.rpartition(".")
     # The original exports a name from more modules than its row gives, and moved some between releases.
     for start, words in ABSENT.items():
         framework = ".".join(start.split(".")[:2])
-        if fnmatchcase(last, start.rpartition(".")[2]) and place.startswith(framework):
+        if fnmatchcase(last, start.rpartition(".")[2]) and parent.startswith(framework):
             return words
     return None
 
@@ -194,8 +196,8 @@ def _submodule(package: str, name: str) -> ModuleType | None:
     The original imports more modules with the package, and programs rely on it: MaxText reads
     `transformer_engine.jax.flax.module` after `import transformer_engine.jax`.
     """
-    here = sys.modules.get(package)
-    if name.startswith("_") or not package.startswith(FRAMEWORKS) or not hasattr(here, "__path__"):
+    parent = sys.modules.get(package)
+    if name.startswith("_") or not package.startswith(FRAMEWORKS) or not hasattr(parent, "__path__"):
         return None
     path = f"{package}.{name}"
     if find_spec(path) is None:
@@ -203,18 +205,18 @@ def _submodule(package: str, name: str) -> ModuleType | None:
     try:
         return import_module(path)
     except ImportError as error:  # an optional library is missing: `hasattr` returns False
-        raise AttributeError(f"{path} cannot be imported: {error}", name=name, obj=here) from error
+        raise AttributeError(f"{path} cannot be imported: {error}", name=name, obj=parent) from error
 
 
 def _raise_missing(module: str, name: str, imported: bool) -> NoReturn:
     """Raise ImportError for an import statement and AttributeError for any other look-up."""
-    here = sys.modules.get(module)
+    source = sys.modules.get(module)
     if name.startswith("__"):  # looked up in every module by Python and its tools
-        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=here)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=source)
     message = sentence(f"{module}.{name}")
     if imported:
-        raise ImportError(message, name=module, path=getattr(here, "__file__", None))
-    raise AttributeError(message, name=name, obj=here)
+        raise ImportError(message, name=module, path=getattr(source, "__file__", None))
+    raise AttributeError(message, name=name, obj=source)
 
 
 def _imports(frame: Any) -> bool:

@@ -36,5 +36,5 @@ def check_cudnn_version(version: int | None = None) -> None:
         return
     found = decode_cudnn_version(version)
     if found < MIN_CUDNN_VERSION:
-        least, own = (".".join(map(str, numbers)) for numbers in (MIN_CUDNN_VERSION, found))
-        raise RuntimeError(f"cuDNN is {own}, the API of release 2.20 demands {least}; update cuDNN")
+        least, installed = (".".join(map(str, numbers)) for numbers in (MIN_CUDNN_VERSION, found))
+        raise RuntimeError(f"cuDNN is {installed}, the API of release 2.20 demands {least}; update cuDNN")

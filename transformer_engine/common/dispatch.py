@@ -306,8 +306,8 @@ class Table(Generic[Request]):
     def _find_reason_before_planning(self, backend: Backend[Request], request: Request) -> str | None:
         """Reason before planning, or the reason of a planning failure in the cache, or None."""
         reason = backend.rejection_reason(request)
-        known = None if reason is not None or _tracing() else self._plans.get((backend.name, request))
-        return known.reason if isinstance(known, PlanFailure) else reason
+        cached = None if reason is not None or _tracing() else self._plans.get((backend.name, request))
+        return cached.reason if isinstance(cached, PlanFailure) else reason
 
     def _unsupported(self, request: Request) -> Unsupported:
         forced = _forced.get(self.operation)

@@ -47,9 +47,9 @@ def demand(framework: Framework) -> None:
     name = f"transformer_engine.{framework.module}"
     remedy = optional.install_command(framework.extra)
     if sys.version_info[:2] < framework.python:
-        least, here = (".".join(map(str, v)) for v in (framework.python, sys.version_info[:2]))
+        least, current = (".".join(map(str, v)) for v in (framework.python, sys.version_info[:2]))
         raise ImportError(
-            f"{name} needs Python {least} or newer, this is Python {here}; make an environment with a newer "
+            f"{name} needs Python {least} or newer, this is Python {current}; make an environment with a newer "
             f"Python and {remedy}"
         )
     for package in framework.packages:

@@ -317,8 +317,8 @@ def _relative(vendor: str, architecture: str) -> Hardware:
 def hardware_of_gpu(name: str) -> Hardware | None:
     """Look up the row of a GPU by its name, such as "NVIDIA GeForce RTX 4090"; None for an unlisted name."""
     words = name.lower().replace("-", " ").split()
-    known = [(gpu.lower().split(), row) for row in ROWS for gpu in row.gpus]
-    found = [(len(gpu), row) for gpu, row in known if _contains(words, gpu)]
+    candidates = [(gpu.lower().split(), row) for row in ROWS for gpu in row.gpus]
+    found = [(len(gpu), row) for gpu, row in candidates if _contains(words, gpu)]
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
@@ -357,8 +357,8 @@ def driver_version() -> str | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
 
 

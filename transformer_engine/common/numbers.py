@@ -89,15 +89,15 @@ def to_ints(name: str, value: Any) -> Sequence[int]:
         raise TypeError(f"{name}={described(value)} is not a sequence; give a list of whole numbers")
     else:
         numbers = list(value)
-    whole: list[int] = []
+    integers: list[int] = []
     for number in numbers:
         try:
-            whole.append(to_int(name, number))
+            integers.append(to_int(name, number))
         except TypeError:
             raise TypeError(
                 f"{name}={described(value)} holds {described(number)}; give a list of whole numbers"
             ) from None
-    return whole
+    return integers
 
 
 def to_float(name: str, value: Any) -> float:

@@ -92,8 +92,8 @@ def scaled_dot_problem(hardware: Hardware, release: tuple[int, int]) -> str | No
     """Reason why tl.dot_scaled in a Triton release is not a GPU's native product, or None; as above."""
     if not _precedes(release, hardware.scaled_dot):
         return None
-    place = f"{hardware.title} before Triton {'.'.join(map(str, hardware.scaled_dot))}"
-    return f"tl.dot_scaled multiplies in bfloat16 on {place}; {_upgrade_of_triton(hardware.scaled_dot)}"
+    condition = f"{hardware.title} before Triton {'.'.join(map(str, hardware.scaled_dot))}"
+    return f"tl.dot_scaled multiplies in bfloat16 on {condition}; {_upgrade_of_triton(hardware.scaled_dot)}"
 
 
 def gluon_problem(release: tuple[int, int]) -> str | None:

@@ -106,15 +106,15 @@ class QuantizeSpec:
 
     def __hash__(self) -> int:
         """Hash names instead of entire formats, once: a spec is part of every quantization's key."""
-        known = self.__dict__.get("_hash")
-        return self._store_hash() if known is None else known
+        cached = self.__dict__.get("_hash")
+        return self._store_hash() if cached is None else cached
 
     def _store_hash(self) -> int:
         directions = (self.rowwise, self.columnwise, self.two_dimensional, self.hadamard, self.stochastic)
         options = (self.power_of_two, self.epsilon, self.four_over_six)
-        made = hash((self.format.name, self.element.name, options, directions))
-        object.__setattr__(self, "_hash", made)
-        return made
+        digest = hash((self.format.name, self.element.name, options, directions))
+        object.__setattr__(self, "_hash", digest)
+        return digest
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields alone: the hash of a string differs between processes."""

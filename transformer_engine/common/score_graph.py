@@ -97,17 +97,17 @@ class ScoreGraph:
         count, operation = OPERATIONS[name]
 
         def compute(*operands: Any, **named: Any) -> Any:
-            given = [*operands, *(named.pop(key) for key in _OPERANDS if key in named)]
+            inputs = [*operands, *(named.pop(key) for key in _OPERANDS if key in named)]
             _check_keywords(name, named)
-            if len(given) != count:
-                raise TypeError(f"graph.{name} takes {count} tensors, not {len(given)}")
-            return operation(self._library, *given)
+            if len(inputs) != count:
+                raise TypeError(f"graph.{name} takes {count} tensors, not {len(inputs)}")
+            return operation(self._library, *inputs)
 
         return compute
 
 
-def _check_keywords(name: str, given: dict[str, Any]) -> None:
-    unknown = [key for key in given if key not in _WITHOUT_EFFECT]
+def _check_keywords(name: str, keywords: dict[str, Any]) -> None:
+    unknown = [key for key in keywords if key not in _WITHOUT_EFFECT]
     if unknown:
         raise NotImplementedError(
             f"graph.{name} does not support {', '.join(unknown)} in a score_mod; leave it out"

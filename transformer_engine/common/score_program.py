@@ -56,8 +56,8 @@ class GraphCall(NamedTuple):
 
     def reads(self) -> set[int]:
         """Numbers of the values that the call reads."""
-        given = (*self.arguments, *(argument for _, argument in self.named))
-        found = {argument.number for argument in given if isinstance(argument, Value)}
+        arguments = (*self.arguments, *(argument for _, argument in self.named))
+        found = {argument.number for argument in arguments if isinstance(argument, Value)}
         return found if self.receiver is None else found | {self.receiver}
 
 
@@ -94,13 +94,13 @@ class ScoreProgram(NamedTuple):
     def needed(self, with_gradient: bool) -> ScoreProgram:
         """Remove the steps that no result depends on."""
         differentiate, modified = self.differentiate if with_gradient else (), {self.modified}
-        kept: list[GraphCall] = []
+        live: list[GraphCall] = []
         if with_gradient and self.gradient is not None:
-            kept, read = _live(differentiate, {self.gradient})
+            live, read = _live(differentiate, {self.gradient})
             modified |= read
         modify, _ = _live(self.modify, modified)
         return ScoreProgram(
-            tuple(modify), self.modified, tuple(kept), self.gradient if with_gradient else None
+            tuple(modify), self.modified, tuple(live), self.gradient if with_gradient else None
         )
 
     def operands(self) -> frozenset[int]:
@@ -131,13 +131,13 @@ class ScoreProgram(NamedTuple):
             if step.receiver is not None or step.method == "gen_index":
                 continue
             ordered = (*step.arguments, *(argument for _, argument in sorted(step.named)))  # keywords a, b
-            given = [argument.number for argument in ordered if isinstance(argument, Value)]
-            reads = [number in dependent for number in given]
+            numbers = [argument.number for argument in ordered if isinstance(argument, Value)]
+            reads = [number in dependent for number in numbers]
             if any(reads):
                 dependent.add(step.result)
                 adds = step.method in ("add", "bias", "identity") and sum(reads) == 1
                 subtracts = step.method == "sub" and reads == [True, False]
-                if (adds or subtracts) and given[reads.index(True)] in shifted:
+                if (adds or subtracts) and numbers[reads.index(True)] in shifted:
                     shifted.add(step.result)
         return self.modified in shifted
 
@@ -184,14 +184,14 @@ def run_calls(
     return values[result]
 
 
-def _live(steps: tuple[GraphCall, ...], wanted: set[int]) -> tuple[list[GraphCall], set[int]]:
+def _live(steps: tuple[GraphCall, ...], outputs: set[int]) -> tuple[list[GraphCall], set[int]]:
     """Find the steps that the wanted values depend on, and the numbers of the wanted values and all values read."""
-    read, kept = set(wanted), []
+    read, live = set(outputs), []
     for step in reversed(steps):
         if step.result in read:
-            kept.append(step)
+            live.append(step)
             read |= step.reads()
-    return kept[::-1], read
+    return live[::-1], read
 
 
 class _RecordedTensor:

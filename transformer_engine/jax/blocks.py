@@ -27,7 +27,7 @@ class ReusableContext(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         entered = _entered.get()
-        last = max(place for place, (block, _) in enumerate(entered) if block is self)
+        last = max(index for index, (block, _) in enumerate(entered) if block is self)
         _entered.set((*entered[:last], *entered[last + 1 :]))
         return entered[last][1].__exit__(kind, error, trace)
 

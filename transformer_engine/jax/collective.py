@@ -24,8 +24,8 @@ class CollectiveOp(enum.Enum):
     @property
     def backward(self) -> CollectiveOp:
         """The collective of the gradient, which is the inverse one."""
-        others = {self.ALL_GATHER: self.REDUCE_SCATTER, self.REDUCE_SCATTER: self.ALL_GATHER}
-        return others.get(self, self.NONE)
+        opposites = {self.ALL_GATHER: self.REDUCE_SCATTER, self.REDUCE_SCATTER: self.ALL_GATHER}
+        return opposites.get(self, self.NONE)
 
 
 @dataclass(frozen=True)

@@ -104,10 +104,10 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
         raise ValueError(f"contracting_dims={dims}; give as many axes of x as of kernel, at least one")
     found = []
     for name, array, axes in (("x", x, dims[0]), ("kernel", kernel, dims[1])):
-        outside = [axis for axis in axes if not -array.ndim <= axis < array.ndim]
-        if outside:
+        invalid = [axis for axis in axes if not -array.ndim <= axis < array.ndim]
+        if invalid:
             raise ValueError(
-                f"contracting_dims={dims}: {name} has {array.ndim} axes, there is no axis {outside[0]}; name axes "
+                f"contracting_dims={dims}: {name} has {array.ndim} axes, there is no axis {invalid[0]}; name axes "
                 "that it has"
             )
         found.append(tuple(axis % array.ndim for axis in axes))
@@ -125,7 +125,11 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
 
 
 def multiply_source(
-    source: OperandSource, given: tuple[Any, ...], kernel: Array, quantizer_set: QuantizerSet, contracted: int
+    source: OperandSource,
+    inputs: tuple[Any, ...],
+    kernel: Array,
+    quantizer_set: QuantizerSet,
+    contracted: int,
 ) -> Array:
     """Compute y [*batch, *features] = operand @ kernel.
 
@@ -136,12 +140,12 @@ def multiply_source(
         quantizer_set: Quantizers for the operand, the kernel and the output gradient.
         contracted: Number of contracted axes, the last of the operand and the first of the kernel.
     """
-    (given, kernel), quantizer_set = align_mesh_axes((given, kernel), quantizer_set)
+    (inputs, kernel), quantizer_set = align_mesh_axes((inputs, kernel), quantizer_set)
     y, passed = with_automatic_axes(
-        functools.partial(_product, source, contracted), given, kernel, quantizer_set,
+        functools.partial(_product, source, contracted), inputs, kernel, quantizer_set,
         out=lambda: (
-            unique_axes((*explicit_entries(given[0])[:-contracted], *explicit_entries(kernel)[contracted:])),
-            tuple(unique_axes(explicit_entries(x)) for x in source.passed(given)),
+            unique_axes((*explicit_entries(inputs[0])[:-contracted], *explicit_entries(kernel)[contracted:])),
+            tuple(unique_axes(explicit_entries(x)) for x in source.passed(inputs)),
         ),
     )  # fmt: skip
     store_returned_input(passed)
@@ -150,35 +154,39 @@ def multiply_source(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(
-    source: OperandSource, contracted: int, given: tuple[Any, ...], kernel: Array, quantizer_set: QuantizerSet
+    source: OperandSource,
+    contracted: int,
+    inputs: tuple[Any, ...],
+    kernel: Array,
+    quantizer_set: QuantizerSet,
 ) -> tuple[Array, tuple[Array, ...]]:
-    return _product_fwd(source, contracted, given, kernel, quantizer_set)[0]
+    return _product_fwd(source, contracted, inputs, kernel, quantizer_set)[0]
 
 
 def _product_fwd(
-    source: OperandSource, contracted: int, given: tuple[Any, ...], kernel: Array, quantizers: QuantizerSet
+    source: OperandSource, contracted: int, inputs: tuple[Any, ...], kernel: Array, quantizers: QuantizerSet
 ) -> tuple[tuple[Array, tuple[Array, ...]], Any]:
-    dtype, of, passed = given[0].dtype, (given, kernel), source.passed(given)
+    dtype, of, passed = inputs[0].dtype, (inputs, kernel), source.passed(inputs)
     # Empty arrays carry the gradients' shapes and dtypes.
     likes = jax.tree.map(like, of)
     if not quantizers.is_noop:
-        (given, kernel), quantizers = constant((of, quantizers))
-    made = source.make(given, quantizers.x, -contracted)
-    shape = made.tensor.shape
+        (inputs, kernel), quantizers = constant((of, quantizers))
+    operand = source.make(inputs, quantizers.x, -contracted)
+    shape = operand.tensor.shape
     batch = len(shape) - contracted
     kernel_codes, kernel_amax = encode(quantizers.kernel, kernel, contracted)
-    y = forward_product(row_operand(made.tensor, batch), column_operand(kernel_codes, contracted), dtype)
-    saved = codes_to_bits((column_operand(made.tensor, batch), row_operand(kernel_codes, contracted)))
+    y = forward_product(row_operand(operand.tensor, batch), column_operand(kernel_codes, contracted), dtype)
+    saved = codes_to_bits((column_operand(operand.tensor, batch), row_operand(kernel_codes, contracted)))
     if not quantizers.is_noop:
         y = undifferentiated(y, of)
     x_like = jnp.zeros((0, *shape), dtype)
-    return (y, passed), (saved, (x_like, *likes), quantizers, (made.amax, kernel_amax), made.saved)
+    return (y, passed), (saved, (x_like, *likes), quantizers, (operand.amax, kernel_amax), operand.saved)
 
 
 def _product_bwd(source: OperandSource, contracted: int, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    saved, (x_like, given, kernel_like), quantizers, amaxes, kept = residuals
+    saved, (x_like, inputs, kernel_like), quantizers, amaxes, source_saved = residuals
     x_columns, kernel_rows = bits_to_codes(saved)
-    batch, of = x_like.ndim - 1 - contracted, (cotangents, given, kernel_like)
+    batch, of = x_like.ndim - 1 - contracted, (cotangents, inputs, kernel_like)
     if not quantizers.is_noop:
         cotangents = constant(cotangents)
     dy, passed = cotangents
@@ -189,10 +197,10 @@ def _product_bwd(source: OperandSource, contracted: int, residuals: Any, cotange
     # The three states advance here, in one operation, because the last maximum has just been computed.
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))
-    made = (source.gradients(kept, dx, passed), dkernel)
+    gradients = (source.gradients(source_saved, dx, passed), dkernel)
     if not quantizers.is_noop:
-        made = undifferentiated(made, of)
-    return *made, following
+        gradients = undifferentiated(gradients, of)
+    return *gradients, following
 
 
 _product.defvjp(_product_fwd, _product_bwd)

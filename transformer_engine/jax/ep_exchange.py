@@ -169,9 +169,9 @@ def _exchange(x: Array, sizes: Array, empty: int, cfg: EpConfig) -> Array:
     def ragged(x: Array, sizes: Array) -> Array:
         starts = jnp.arange(cfg.devices, dtype=jnp.int32) * slots
         # Offset of this device's block in every receiver's buffer.
-        there = jnp.full(cfg.devices, lax.axis_index(cfg.axis) * slots, jnp.int32)
+        offsets = jnp.full(cfg.devices, lax.axis_index(cfg.axis) * slots, jnp.int32)
         return lax.ragged_all_to_all(
-            x, jnp.full(x.shape, empty, x.dtype), starts, sizes[0], there, sizes[1], axis_name=cfg.axis
+            x, jnp.full(x.shape, empty, x.dtype), starts, sizes[0], offsets, sizes[1], axis_name=cfg.axis
         )
 
     return lax.platform_dependent(x, sizes, cuda=ragged, default=dense)

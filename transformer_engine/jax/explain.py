@@ -40,15 +40,15 @@ def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **k
         if not backward:
             return traced(*args, **kwargs)
         leaves, tree = jax.tree.flatten(args)
-        floats = [place for place, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        floats = [index for index, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
         def first(*values: Any) -> Any:
             filled = list(leaves)
-            for place, value in zip(floats, values, strict=True):
-                filled[place] = value
+            for index, value in zip(floats, values, strict=True):
+                filled[index] = value
             return jax.tree.leaves(traced(*jax.tree.unflatten(tree, filled), **kwargs))[0]
 
-        out, pullback = jax.vjp(first, *(leaves[place] for place in floats))
+        out, pullback = jax.vjp(first, *(leaves[index] for index in floats))
         return pullback(jnp.ones_like(out))
 
     return explain_call(lambda: jax.eval_shape(run, *args))

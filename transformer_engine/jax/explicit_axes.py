@@ -69,11 +69,11 @@ def replicating_results(function: Callable[Params, Result]) -> Callable[Params, 
 
 def unique_axes(entries: Sequence[Entry]) -> PartitionSpec:
     """Spec in which each mesh axis occurs once, at its first entry."""
-    seen: set[str] = set()
+    visited: set[str] = set()
     spec: list[Entry] = []
     for entry in entries:
         names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name is not None)
-        new = tuple(name for name in names if name not in seen)
-        seen.update(new)
+        new = tuple(name for name in names if name not in visited)
+        visited.update(new)
         spec.append(new if len(new) > 1 else new[0] if new else None)
     return PartitionSpec(*spec)

@@ -267,10 +267,10 @@ def _backward(spec: RowsSpec, residuals: tuple[Any, ...], dy: Array) -> tuple[An
     )
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = groups_advanced_together(states, (*amaxes, amax), spec.over)
-    made = (dx, dkernel)
+    gradients = (dx, dkernel)
     if not quantizers.is_noop:
-        made = undifferentiated(made, of)
-    return *made, as_cotangent(group_sizes), as_cotangent(QuantizerSet(*following))
+        gradients = undifferentiated(gradients, of)
+    return *gradients, as_cotangent(group_sizes), as_cotangent(QuantizerSet(*following))
 
 
 _grouped_dense.defvjp(_forward, _backward)

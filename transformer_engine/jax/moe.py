@@ -59,18 +59,18 @@ def _with_halves(function: Callable[..., Any]) -> Callable[..., Any]:
         names = ("x", "gate_kernel", "wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias", "expert_bias")
         if len(arguments) > len(names):
             raise TypeError(f"moe() takes {len(names)} positional arguments, {len(arguments)} were given")
-        both = {names[place] for place in range(len(arguments))} & options.keys()
+        both = {names[index] for index in range(len(arguments))} & options.keys()
         if both or "wi" in options or "wi_bias" in options:
             raise TypeError(
                 f"moe() got {', '.join(sorted(both)) or 'wi'} twice; pass wi, or wi_0 and wi_1, each once"
             )
-        given = dict(zip(names, arguments, strict=False)) | options
-        kernels = given.pop("wi_0", None), given.pop("wi_1", None)
+        keywords = dict(zip(names, arguments, strict=False)) | options
+        kernels = keywords.pop("wi_0", None), keywords.pop("wi_1", None)
         if None in kernels:
             raise TypeError("moe() got one of wi_0 and wi_1; pass both, or wi")
-        biases = given.pop("wi_0_bias", None), given.pop("wi_1_bias", None)
-        given.setdefault("quantizer_sets", (noop_quantizer_set,) * 3)
-        return function(wi=kernels, wi_bias=biases, **given)
+        biases = keywords.pop("wi_0_bias", None), keywords.pop("wi_1_bias", None)
+        keywords.setdefault("quantizer_sets", (noop_quantizer_set,) * 3)
+        return function(wi=kernels, wi_bias=biases, **keywords)
 
     return moe
 
@@ -337,17 +337,17 @@ def _run_on_several_devices(
     batch = (*data_axes, cfg.axis)
 
     def local(
-        place: Array, x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any
+        device_index: Array, x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any
     ) -> tuple[Array, Any, Array]:
         sets = jax.tree.map(
             lambda leaf: (
                 leaf
                 if jnp.issubdtype(leaf.dtype, jnp.floating)
-                else jax.random.key_data(jax.random.fold_in(random_key(leaf), place[0]))
+                else jax.random.key_data(jax.random.fold_in(random_key(leaf), device_index[0]))
             ),
             sets,
         )
-        own = replace(
+        local_experts = replace(
             experts,
             quantizer_sets=tuple(_local_quantizers(s, cfg.local_experts, data_axes) for s in sets),
             over=data_axes,
@@ -363,10 +363,10 @@ def _run_on_several_devices(
         if recv_capacity is not None:
             ends = jnp.minimum(jnp.cumsum(aligned(counts, ALIGN_SIZE)), recv_capacity)
             counts = jnp.minimum(counts, jnp.diff(ends, prepend=0)).astype(counts.dtype)
-        made = returned(cfg, handle, own(params, rows, row_weights, counts)).astype(jnp.float32)
+        result = returned(cfg, handle, local_experts(params, rows, row_weights, counts)).astype(jnp.float32)
         if not experts.weights_early:
-            made = made * of_picked[..., None].astype(jnp.float32)
-        y = made.sum(axis=1).astype(x.dtype)
+            result = result * of_picked[..., None].astype(jnp.float32)
+        y = result.sum(axis=1).astype(x.dtype)
         return y.reshape(x.shape), routing.aux_loss(logits, chosen, batch), total[None]
 
     whole_axes, by_expert = PartitionSpec(), PartitionSpec(cfg.axis)
@@ -394,5 +394,5 @@ def _run_on_several_devices(
 def _local_quantizers(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> QuantizerSet:
     """Select the part of a set for this device's experts, whose states the devices along axes share."""
     parts = (quantizers.x, quantizers.kernel, quantizers.dgrad)
-    own = [None if part is None else GroupedQuantizer(part.quantizer, count) for part in parts]
-    return share_over_devices(QuantizerSet(*own), axes, merges=False)
+    local_sets = [None if part is None else GroupedQuantizer(part.quantizer, count) for part in parts]
+    return share_over_devices(QuantizerSet(*local_sets), axes, merges=False)

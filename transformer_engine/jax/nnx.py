@@ -75,8 +75,8 @@ def value_and_grad(
             return loss(model, *args, **keywords)
 
     states = (state_type(), state_type(OVERWRITE_WITH_GRADIENT))
-    wanted = nnx.DiffState(0, nnx.Any(nnx.Param, *states))
-    value, gradients = nnx.value_and_grad(one_step_loss, argnums=wanted, has_aux=has_aux)(
+    differentiated = nnx.DiffState(0, nnx.Any(nnx.Param, *states))
+    value, gradients = nnx.value_and_grad(one_step_loss, argnums=differentiated, has_aux=has_aux)(
         model, kwargs, *args
     )
     parameters, following, _ = nnx.split_state(gradients, nnx.Param, nnx.Any(*states), ...)

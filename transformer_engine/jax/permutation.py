@@ -133,15 +133,15 @@ def token_combine(
             f"inp {inp.shape} and row_id_map {row_id_map.shape}; give [rows, H] and the [T, 2 E + 1] of token_dispatch"
         )
     experts = (row_id_map.shape[1] - 1) // 2
-    for name, array, wanted, check in (
+    for name, array, expected, check in (
         ("merging_probs", merging_probs, (row_id_map.shape[0], experts), check_values),
         ("pad_offsets", pad_offsets, (experts,), check_integers),
     ):
         if array is None:
             continue
         check(name, array)
-        if array.shape != wanted:
-            raise ValueError(f"{name} has shape {array.shape}; this row_id_map needs {wanted}")
+        if array.shape != expected:
+            raise ValueError(f"{name} has shape {array.shape}; this row_id_map needs {expected}")
     rows, of = row_id_map[:, :experts], row_id_map[:, experts : 2 * experts]
     inp, absent = jnp.asarray(inp), rows < 0
     if pad_offsets is not None:
@@ -254,9 +254,9 @@ def pure_jax_token_dispatch(
     if padding:
         missing = -counts % align_size
         spare = jnp.arange(padding, dtype=jnp.int32)
-        owner, place = spare // (align_size - 1), spare % (align_size - 1)
+        owner, index = spare // (align_size - 1), spare % (align_size - 1)
         # Padding that an expert does not need is placed after all experts.
-        experts = jnp.concatenate((experts, jnp.where(place < missing[owner], owner, num_experts)))
+        experts = jnp.concatenate((experts, jnp.where(index < missing[owner], owner, num_experts)))
         counts = counts + missing
     order = jnp.argsort(experts, stable=True)
     rows = flat.at[order // num_experts_per_tok].get(mode="fill", fill_value=0)

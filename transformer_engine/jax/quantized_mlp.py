@@ -51,13 +51,13 @@ class MLPSpec:
 
 def quantized_mlp(
     spec: MLPSpec,
-    given: tuple[Any, ...],
+    inputs: tuple[Any, ...],
     kernels: Sequence[Array],
     bias: Array | None,
     quantizer_sets: Sequence[QuantizerSet],
 ) -> Array:
     """Compute y [*batch, h] from inputs, first x [*batch, h]; kernels [h, n, f] and [f, h]; bias [n, f] or None."""
-    values, sets = align_mesh_axes((given, tuple(kernels), bias), tuple(quantizer_sets))
+    values, sets = align_mesh_axes((inputs, tuple(kernels), bias), tuple(quantizer_sets))
     x, last = values[0][0], values[1][1]
     y, passed = with_automatic_axes(
         functools.partial(_mlp, spec), *values, sets,
@@ -72,20 +72,20 @@ def quantized_mlp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(
-    spec: MLPSpec, given: Any, kernels: Any, bias: Array | None, sets: Any
+    spec: MLPSpec, inputs: Any, kernels: Any, bias: Array | None, sets: Any
 ) -> tuple[Array, tuple[Array, ...]]:
-    return _forward(spec, given, kernels, bias, sets)[0]
+    return _forward(spec, inputs, kernels, bias, sets)[0]
 
 
 def _forward(
-    spec: MLPSpec, given: Any, kernels: Any, bias: Array | None, sets: Any
+    spec: MLPSpec, inputs: Any, kernels: Any, bias: Array | None, sets: Any
 ) -> tuple[tuple[Array, tuple[Array, ...]], Any]:
-    dtype, batch, of = given[0].dtype, given[0].ndim - 1, (tuple(kernels), bias, given)
-    passed = spec.source.passed(given)
+    dtype, batch, of = inputs[0].dtype, inputs[0].ndim - 1, (tuple(kernels), bias, inputs)
+    passed = spec.source.passed(inputs)
     # Arrays without elements contain the shapes and dtypes of the gradients.
     likes, bias_like, given_like = jax.tree.map(like, of)
-    (kernels, bias, given), sets = constant((of, sets))
-    first = spec.source.make(given, sets[0].x, -1)
+    (kernels, bias, inputs), sets = constant((of, sets))
+    first = spec.source.make(inputs, sets[0].x, -1)
     hidden, rows_1, amax_1 = _product(first, kernels[0], sets[0], dtype, batch)
     hidden = checkpoint_name(biased(hidden, bias), spec.name)
     second = spec.activation.make((hidden,), sets[1].x, -1)
@@ -128,12 +128,12 @@ def _backward(spec: MLPSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]
     dx, d_kernel_1 = gradient_products(
         codes_1, transposes_late, batch, rows[0], columns[0], (dtype, likes[0].dtype)
     )
-    made = (spec.source.gradients(saved, dx, passed), (d_kernel_1, d_kernel_2), d_bias)
-    made = undifferentiated(made, of)
+    gradients = (spec.source.gradients(saved, dx, passed), (d_kernel_1, d_kernel_2), d_bias)
+    gradients = undifferentiated(gradients, of)
     states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]
     following = advanced_together(states, (*amaxes[:2], amax_1, *amaxes[2:], amax_2))
     return (
-        *made,
+        *gradients,
         tuple(as_cotangent(QuantizerSet(*part)) for part in (following[:3], following[3:])),
     )
 

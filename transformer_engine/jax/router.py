@@ -84,8 +84,8 @@ def fused_topk_with_score_function(
         tokens, experts = judged.shape
         grouped = lax.stop_gradient(judged).reshape(tokens, num_groups, experts // num_groups)
         best, _ = lax.top_k(grouped, topk // group_topk)
-        kept = jnp.repeat(_choice_mask(best.sum(axis=-1), group_topk), experts // num_groups, axis=-1)
-        judged = jnp.where(kept, judged, -jnp.inf)
+        selected = jnp.repeat(_choice_mask(best.sum(axis=-1), group_topk), experts // num_groups, axis=-1)
+        judged = jnp.where(selected, judged, -jnp.inf)
     chosen = _choice_mask(judged, topk)
     if softmax and not use_pre_softmax:
         weights = jax.nn.softmax(jnp.where(chosen, scores, -jnp.inf))

@@ -295,8 +295,8 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
         names = entry if isinstance(entry, tuple) else (entry,)
         for name in names:
             check_axis("pspec", name)
-        kept = tuple(name for name in names if name is not None and kinds[name] is not AxisType.Manual)
-        return None if not kept else kept[0] if len(kept) == 1 else kept
+        usable_axes = tuple(name for name in names if name is not None and kinds[name] is not AxisType.Manual)
+        return None if not usable_axes else usable_axes[0] if len(usable_axes) == 1 else usable_axes
 
     spec = PartitionSpec(*(usable(entry) for entry in pspec))
     if all(entry is None for entry in spec):

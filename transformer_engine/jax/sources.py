@@ -34,11 +34,11 @@ class SourceOperand(NamedTuple):
 class OperandSource:
     """Computes the operand of a product from its inputs. Hashable, as a static argument in derivative rules."""
 
-    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
+    def make(self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
         """Compute the operand [*batch, *contracted]; flatten_axis: where the contracted axes begin."""
         raise NotImplementedError
 
-    def passed(self, given: tuple[Any, ...]) -> tuple[Array, ...]:
+    def passed(self, inputs: tuple[Any, ...]) -> tuple[Array, ...]:
         """Inputs that bypass the product; see `residual`."""
         return ()
 
@@ -51,8 +51,8 @@ class OperandSource:
 class ValuesSource(OperandSource):
     """The operand is x."""
 
-    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
-        (x,) = given
+    def make(self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
+        (x,) = inputs
         return SourceOperand(*encode(quantizer, x, flatten_axis), None)
 
     def gradients(self, saved: Any, gradient: Array, passed: tuple[Array, ...]) -> tuple[Any, ...]:
@@ -77,8 +77,8 @@ class NormSource(OperandSource):
     axes: Axes = None
     passes: bool = False
 
-    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
-        x, gamma, beta = given
+    def make(self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
+        x, gamma, beta = inputs
         options = (self.centered, self.zero_centered, self.epsilon)
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:
@@ -89,8 +89,8 @@ class NormSource(OperandSource):
             tensor, amax = quantizer.from_codes(codes, x.shape, x.dtype, flatten_axis)
         return SourceOperand(_sharded(tensor, self.axes), amax, (x, gamma, beta, mean, rstdev))
 
-    def passed(self, given: tuple[Any, ...]) -> tuple[Array, ...]:
-        return given[:1] if self.passes else ()
+    def passed(self, inputs: tuple[Any, ...]) -> tuple[Array, ...]:
+        return inputs[:1] if self.passes else ()
 
     def gradients(self, saved: Any, gradient: Array, passed: tuple[Array, ...]) -> tuple[Any, ...]:
         x, gamma, beta, mean, rstdev = saved
@@ -106,8 +106,8 @@ class ActivationSource(OperandSource):
     params: ActivationParams
     axes: Axes = None
 
-    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
-        (x,) = given
+    def make(self, inputs: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
+        (x,) = inputs
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:
             y = activation_forward(x, self.names, self.params)

@@ -21,14 +21,14 @@ def constant(tree: Tree) -> Tree:
     return lax.stop_gradient(tree)
 
 
-def undifferentiated(made: Tree, of: Any) -> Tree:
+def undifferentiated(gradients: Tree, of: Any) -> Tree:
     """Mark a pytree that was computed from codes of the arrays `of`; raise an error if it is differentiated.
 
     Raises:
         NotImplementedError: A cotangent reaches the arrays, and `of` is differentiated. Arrays after `stop_gradient`,
             or outside the differentiated function, do not raise.
     """
-    tied: Any = _tie_arrays(made, of)
+    tied: Any = _tie_arrays(gradients, of)
     return tied
 
 
@@ -39,8 +39,8 @@ def like(array: Array) -> Array:
 
 
 @jax.custom_vjp
-def _tie_arrays(made: Any, of: Any) -> Any:
-    return made
+def _tie_arrays(gradients: Any, of: Any) -> Any:
+    return gradients
 
 
 def _raise(of: Any, cotangent: Any) -> Any:

@@ -137,8 +137,8 @@ def fused_linear_cross_entropy(
 
     The other arguments are as in `parallel_cross_entropy`.
     """
-    given = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    for name, value in given.items():
+    tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, value in tensors.items():
         floating(name, value)
         same_device(name, value, "hidden", hidden.device)
         if value.dtype != hidden.dtype:

@@ -104,14 +104,14 @@ def _materialize(weights: Tensor | Sequence[Tensor], method: str) -> list[Tensor
     weights = [weights] if isinstance(weights, Tensor) else weights
     if not weights or not is_distributed_weight(weights[0]):
         return list(weights)
-    made = getattr(weights[0], method)()
-    whole = [made] if isinstance(made, Tensor) else list(made)
-    if len(whole) != len(weights):
+    materialized = getattr(weights[0], method)()
+    full = [materialized] if isinstance(materialized, Tensor) else list(materialized)
+    if len(full) != len(weights):
         raise ValueError(
-            f"{method} of {type(weights[0]).__name__} returned {len(whole)} weights; return {len(weights)}, one for "
+            f"{method} of {type(weights[0]).__name__} returned {len(full)} weights; return {len(weights)}, one for "
             "each weight of the group"
         )
-    return whole
+    return full
 
 
 def finalize_weight_grads(
@@ -133,8 +133,8 @@ def finalize_weight_grads(
     leader: Any = weights[0] if weights else None
     if leader is None or not is_distributed_weight(leader):
         return list(wgrads)
-    made = leader.finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads))
-    finalized = list(made) if isinstance(made, (tuple, list)) else [made]
+    results = leader.finalize_group_grads(wgrads[0] if len(wgrads) == 1 else list(wgrads))
+    finalized = list(results) if isinstance(results, (tuple, list)) else [results]
     if len(finalized) != len(weights):
         raise ValueError(
             f"finalize_group_grads of {type(leader).__name__} returned {len(finalized)} gradients; return "
@@ -169,10 +169,12 @@ def finalize_delayed_grads(
             id(weight): part for weight, part in zip(weights, parts, strict=True) if weight.requires_grad
         }
     for group in groups:
-        given = [wholes.get(id(weight)) for weight in group.weights]
-        if all(gradient is None for gradient in given):
+        full_weights = [wholes.get(id(weight)) for weight in group.weights]
+        if all(gradient is None for gradient in full_weights):
             continue
-        for weight, part in zip(group.weights, finalize_weight_grads(group.weights, given), strict=True):
+        for weight, part in zip(
+            group.weights, finalize_weight_grads(group.weights, full_weights), strict=True
+        ):
             if part is not None:
                 weight.grad = part if weight.grad is None else weight.grad + part
 
@@ -188,7 +190,7 @@ class _Gather(Function):
         ctx.fused, ctx.delayed, ctx.shards = fused, delayed, shards
         ctx.set_materialize_grads(False)
         wholes = tuple(materialize_weight_for_forward(shards))
-        frozen = [whole for whole, needed in zip(wholes, ctx.needs_input_grad[2:], strict=True) if not needed]
+        frozen = [full for full, needed in zip(wholes, ctx.needs_input_grad[2:], strict=True) if not needed]
         # Without this mark, layers would compute gradients for frozen weights in the group.
         ctx.mark_non_differentiable(*frozen)
         return wholes
@@ -196,13 +198,13 @@ class _Gather(Function):
     @staticmethod
     @once_differentiable("a layer with distributed weights")
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        given: list[Tensor | None] = list(grads)
+        gradients: list[Tensor | None] = list(grads)
         if ctx.delayed:
             return None, None, *[None for _ in grads]
         if ctx.fused:  # the product has written the buffer
             needed = ctx.needs_input_grad[2:]
-            given = [shard.grad_buffer() if needed[i] else None for i, shard in enumerate(ctx.shards)]
-        return None, None, *finalize_weight_grads(ctx.shards, given)
+            gradients = [shard.grad_buffer() if needed[i] else None for i, shard in enumerate(ctx.shards)]
+        return None, None, *finalize_weight_grads(ctx.shards, gradients)
 
 
 class _Rematerialization:
@@ -222,31 +224,31 @@ class _Rematerialization:
 
     def add(self, group: int, wholes: Sequence[Tensor]) -> None:
         """Register the whole weights of a group, which `pack` then drops."""
-        for i, whole in enumerate(wholes):
-            if type(whole) is Tensor and whole.numel() and whole.is_contiguous():
-                self._places[whole.data_ptr(), whole.numel()] = group, i
+        for i, full in enumerate(wholes):
+            if type(full) is Tensor and full.numel() and full.is_contiguous():
+                self._places[full.data_ptr(), full.numel()] = group, i
 
     def pack(self, tensor: Tensor) -> Any:
         """Return a saved tensor, or the place and layout of a whole weight."""
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        place = self._places.get((tensor.data_ptr(), tensor.numel())) if plain else None
-        if place is None:
+        position = self._places.get((tensor.data_ptr(), tensor.numel())) if plain else None
+        if position is None:
             return tensor
-        self._dropped.add(place)
-        return place, tensor.shape, tensor.stride()
+        self._dropped.add(position)
+        return position, tensor.shape, tensor.stride()
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor that `pack` received; a whole weight is materialized again."""
         if isinstance(packed, Tensor):
             return packed
-        place, shape, stride = packed
-        if place not in self._materialized:  # one call materializes all weights in the group
-            found = materialize_weight_for_backward(self._groups[place[0]])
+        position, shape, stride = packed
+        if position not in self._materialized:  # one call materializes all weights in the group
+            found = materialize_weight_for_backward(self._groups[position[0]])
             for group, i in self._dropped:
-                if group == place[0]:
+                if group == position[0]:
                     self._materialized[group, i] = found[i].detach().contiguous()
-        whole = self._materialized.pop(place)
-        return whole.as_strided(shape, stride, whole.storage_offset())
+        full = self._materialized.pop(position)
+        return full.as_strided(shape, stride, full.storage_offset())
 
 
 @contextmanager
@@ -274,12 +276,12 @@ def whole_weights(groups: Sequence[Sequence[Tensor]], fused: bool, store: Any) -
     wholes: list[Any] = []
     sharded: list[ShardGroup] = []
     for group, shards in enumerate(groups):
-        made: Any = shards
+        materialized: Any = shards
         if is_distributed_weight(shards[0]):
-            made = _Gather.apply(fused, store is not None, *shards)
-            hooks.add(group, made)
-            sharded.append(ShardGroup(shards, [whole.shape[0] for whole in made]))
-        wholes += made
+            materialized = _Gather.apply(fused, store is not None, *shards)
+            hooks.add(group, materialized)
+            sharded.append(ShardGroup(shards, [full.shape[0] for full in materialized]))
+        wholes += materialized
     if store is not None:
         store.shards = sharded
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore

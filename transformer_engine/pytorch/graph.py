@@ -241,8 +241,8 @@ def restore_fp8_tensors(modules: Any, fp8_tensors: list[Any] | None) -> None:
 
 
 def _quantized_layers(modules: Any) -> list[TransformerEngineBaseModule]:
-    given = modules if isinstance(modules, (tuple, list)) else (modules,)
-    for module in given:
+    several = modules if isinstance(modules, (tuple, list)) else (modules,)
+    for module in several:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"{described(module)} is not a module; give modules")
-    return [m for module in given for m in module.modules() if isinstance(m, TransformerEngineBaseModule)]
+    return [m for module in several for m in module.modules() if isinstance(m, TransformerEngineBaseModule)]

@@ -284,27 +284,27 @@ def _chunk_routes(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Rou
     return Routes(rows_of_chunks(split_sizes, sorted_index, inp.shape[0]), INDEX, inp.shape[0], 1)
 
 
-def _matrix_shape(given: Any) -> tuple[int, int]:
+def _matrix_shape(shape: Any) -> tuple[int, int]:
     """Convert `restore_shape` to (T, H)."""
-    listed = given.tolist() if hasattr(given, "tolist") else given
+    listed = shape.tolist() if hasattr(shape, "tolist") else shape
     if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence) or len(listed) != 2:
         raise ValueError(
-            f"restore_shape={described(given)} is not a pair of sizes; give (tokens, H), or None"
+            f"restore_shape={described(shape)} is not a pair of sizes; give (tokens, H), or None"
         )
     return to_int("restore_shape[0]", listed[0], 0), to_int("restore_shape[1]", listed[1], 0)
 
 
-def _reject_restored(given: tuple[int, int], wanted: tuple[int, int], map_type: str) -> None:
+def _reject_restored(shape: tuple[int, int], expected: tuple[int, int], map_type: str) -> None:
     """Raise ValueError for another shape than the tokens'; by index, where it has no effect, warn."""
     if map_type == INDEX:
         warn_once(
             "moe_unpermute(restore_shape=) by index",
-            f"restore_shape={given} has no effect with map_type='index': the tokens are {wanted} by row_id_map and "
+            f"restore_shape={shape} has no effect with map_type='index': the tokens are {expected} by row_id_map and "
             "merging_probs; leave it out",
         )
         return
     raise ValueError(
-        f"restore_shape={given} is not that of the tokens, {wanted}, by row_id_map; give that, or None"
+        f"restore_shape={shape} is not that of the tokens, {expected}, by row_id_map; give that, or None"
     )
 
 

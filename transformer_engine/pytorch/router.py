@@ -193,14 +193,14 @@ def fused_moe_aux_loss(
     return BalancingLoss.apply(probs, tokens, factor, total)  # pyright: ignore[reportReturnType]
 
 
-def token_total(given: int | Tensor, device: torch.device) -> int | Tensor:
+def token_total(total: int | Tensor, device: torch.device) -> int | Tensor:
     """Return `total_num_tokens` as an int, or as a one-element tensor on the device."""
-    if isinstance(given, Tensor):
-        if given.numel() != 1:
-            raise ValueError(f"total_num_tokens is {given.dtype} {list(given.shape)}; give one whole number")
-        if given.device == device:
-            return given
-    return to_int("total_num_tokens", given, 1)
+    if isinstance(total, Tensor):
+        if total.numel() != 1:
+            raise ValueError(f"total_num_tokens is {total.dtype} {list(total.shape)}; give one whole number")
+        if total.device == device:
+            return total
+    return to_int("total_num_tokens", total, 1)
 
 
 def finite(name: str, value: Any) -> float:
@@ -356,9 +356,9 @@ def check_margins(
 ) -> None:
     """Raise ValueError for a choice whose margins cannot be counted."""
     if score_function != "sigmoid" or bias is None or groups is not None or topk >= logits.shape[-1]:
-        given = f"score_function={score_function!r}, expert_bias {'None' if bias is None else 'given'}"
+        setting = f"score_function={score_function!r}, expert_bias {'None' if bias is None else 'given'}"
         raise ValueError(
-            f"qb_histogram with {given}, topk={topk} of {logits.shape[-1]} experts"
+            f"qb_histogram with {setting}, topk={topk} of {logits.shape[-1]} experts"
             f"{'' if groups is None else ' in groups'}; it takes 'sigmoid' with a bias, no groups, and fewer than all "
             "experts"
         )

@@ -188,13 +188,13 @@ class TransformerLayer(CheckedLoading):
         hand_down_settings(self, given["tp_size"])
 
     @staticmethod
-    def _overlap_flags(given: dict[str, Any]) -> dict[str, bool]:
+    def _overlap_flags(arguments: dict[str, Any]) -> dict[str, bool]:
         """Return the `ub_*` flags of the children; warn once that they have no effect without sequence parallelism."""
-        wanted = given["ub_tp_comm_overlap"]
-        shards = given["set_parallel_mode"] and given["sequence_parallel"]
-        if wanted and not shards:
+        requested = arguments["ub_tp_comm_overlap"]
+        shards = arguments["set_parallel_mode"] and arguments["sequence_parallel"]
+        if requested and not shards:
             warn_of_unused_overlap("ub_tp_comm_overlap=True")
-        return {flag: given[flag] and wanted and shards for flag in OverlapFlags._fields}
+        return {flag: arguments[flag] and requested and shards for flag in OverlapFlags._fields}
 
     def _create_attentions(self, given: dict[str, Any]) -> None:
         """Create self_attention, and inter_attention or None, from the constructor's arguments."""

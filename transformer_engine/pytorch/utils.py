@@ -151,8 +151,8 @@ def _glu_blocks(tensor: Tensor, interleave_size: int, blocks: tuple[int, int, in
             f"the first dimension of {list(tensor.shape)} is no multiple of 2 interleave_size = {2 * interleave_size}; "
             "give the rows of a gate and of what it multiplies, in whole blocks"
         )
-    turned = tensor.unflatten(0, blocks).transpose(0, 1)
-    return turned.clone(memory_format=torch.contiguous_format).view(tensor.shape)
+    transposed = tensor.unflatten(0, blocks).transpose(0, 1)
+    return transposed.clone(memory_format=torch.contiguous_format).view(tensor.shape)
 
 
 def is_non_tn_fp8_gemm_supported() -> bool:

@@ -49,8 +49,8 @@ def cases(recipes: Iterable[str], quick: bool, families: Iterable[str] = ()) -> 
     unknown = [name for name in chosen if name not in FAMILIES]
     if unknown:
         raise ValueError(f"family {unknown[0]!r} does not exist; choose from {', '.join(FAMILIES)}")
-    wanted = tuple(recipes)
-    return [case for name in chosen for case in FAMILIES[name](wanted, quick)]
+    recipe_names = tuple(recipes)
+    return [case for name in chosen for case in FAMILIES[name](recipe_names, quick)]
 
 
 def _quantize(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
@@ -225,8 +225,8 @@ def _layer(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     label = "llama8b_s8192"
     if quick:
         sizes, label = {"hidden": 256, "inner": 512, "heads": 4, "groups": 2, "sequence": 128}, "h256_s128"
-    kept = sizes["groups"] * sizes["hidden"] // sizes["heads"]
-    weights = sizes["hidden"] * (2 * sizes["hidden"] + 2 * kept + 3 * sizes["inner"])
+    kv_width = sizes["groups"] * sizes["hidden"] // sizes["heads"]
+    weights = sizes["hidden"] * (2 * sizes["hidden"] + 2 * kv_width + 3 * sizes["inner"])
     attention = 2 * sizes["sequence"] ** 2 * sizes["hidden"]
     for recipe in recipes:
         for backward in (True, False):

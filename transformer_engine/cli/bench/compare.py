@@ -83,10 +83,10 @@ def pairs(first: dict[str, Figures], second: dict[str, Figures]) -> list[Pair]:
     Where no provider is in both files, the first file's provider is paired with the second file's.
     """
     shared = [name for name in first if name in second]
-    together = [(name, name) for name in shared] or [(a, b) for a in first for b in second]
+    matches = [(name, name) for name in shared] or [(a, b) for a in first for b in second]
     return [
-        Pair(case if len(together) == 1 else f"{case}, {a}", figures, second[b][case])
-        for a, b in together
+        Pair(case if len(matches) == 1 else f"{case}, {a}", figures, second[b][case])
+        for a, b in matches
         for case, figures in first[a].items()
         if case in second[b]
     ]

@@ -158,11 +158,11 @@ def _time_in_turns(
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=0.0).step()
         one_ms = statistics.median(_intervals(step, 3, groups, device))
         runs.append(effort.runs(max(groups.gathered(one_ms))))
-    seen: list[list[float]] = [[] for _ in steps]
+    samples: list[list[float]] = [[] for _ in steps]
     for _ in range(ROUNDS):
-        for step, times, count in zip(steps, seen, runs, strict=True):
+        for step, times, count in zip(steps, samples, runs, strict=True):
             times += _intervals(step, count, groups, device)
-    return [statistics.median(times) for times in seen]
+    return [statistics.median(times) for times in samples]
 
 
 def _intervals(step: Callable[[], object], count: int, groups: Groups, device: torch.device) -> list[float]:

@@ -50,8 +50,8 @@ def ranks_cases(
         raise ValueError(
             f"family {unknown[0]!r} of --distributed does not exist; choose from {', '.join(RANKS_FAMILIES)}"
         )
-    wanted = tuple(recipes)
-    return [case for name in chosen for case in RANKS_FAMILIES[name](wanted, quick, ranks)]
+    recipe_names = tuple(recipes)
+    return [case for name in chosen for case in RANKS_FAMILIES[name](recipe_names, quick, ranks)]
 
 
 def _collective(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[RanksCase]:

@@ -94,15 +94,15 @@ def print_rows(console: Console, rows: Sequence[RanksRow]) -> None:
     """Print one table per family, without columns that no family row fills."""
     for family in dict.fromkeys(row.family for row in rows):
         members = [row for row in rows if row.family == family]
-        shown = [name for name in HEADINGS if any(getattr(row, name) is not None for row in members)]
+        columns = [name for name in HEADINGS if any(getattr(row, name) is not None for row in members)]
         table = Table(title=family, title_justify="left")
         table.add_column("case", overflow="fold")
-        for name in shown:
+        for name in columns:
             table.add_column(HEADINGS[name][0], justify="right")
         if any(row.error for row in members):
             table.add_column("error", overflow="fold")
         for row in members:
-            values = [(HEADINGS[name][1], getattr(row, name)) for name in shown]
+            values = [(HEADINGS[name][1], getattr(row, name)) for name in columns]
             cells = ["" if value is None else form.format(value) for form, value in values]
             error = [escape(row.error)] if row.error else []
             table.add_row(row.case.partition("/")[2], *cells, *error)

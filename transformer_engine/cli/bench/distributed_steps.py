@@ -36,23 +36,23 @@ def build_step(case: RanksCase, group: Any, device: torch.device) -> Step:
 
 def _collective(case: RanksCase, group: Any, device: torch.device) -> Step:
     operation, ranks = case.arguments["operation"], dist.get_world_size(group)
-    whole = torch.zeros(case.arguments["size"] // BF16.itemsize, dtype=BF16, device=device)
-    part, other = whole.new_zeros(whole.numel() // ranks), torch.empty_like(whole)
+    full = torch.zeros(case.arguments["size"] // BF16.itemsize, dtype=BF16, device=device)
+    part, other = full.new_zeros(full.numel() // ranks), torch.empty_like(full)
     if operation == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+        return lambda: dist.all_gather_into_tensor(full, part, group=group)
     if operation == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+        return lambda: dist.reduce_scatter_tensor(part, full, group=group)
     if operation == "all_to_all":
-        return lambda: dist.all_to_all_single(other, whole, group=group)
+        return lambda: dist.all_to_all_single(other, full, group=group)
     if operation == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
-    own = dist.get_rank(group)
+        return lambda: dist.all_reduce(full, group=group)
+    rank = dist.get_rank(group)
 
     def ring() -> None:
         """Send to the next rank and receive from the previous one."""
         exchanges = [
-            dist.P2POp(dist.isend, whole, (own + 1) % ranks, group),
-            dist.P2POp(dist.irecv, other, (own - 1) % ranks, group),
+            dist.P2POp(dist.isend, full, (rank + 1) % ranks, group),
+            dist.P2POp(dist.irecv, other, (rank - 1) % ranks, group),
         ]
         for work in dist.batch_isend_irecv(exchanges):
             work.wait()

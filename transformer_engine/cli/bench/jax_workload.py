@@ -99,15 +99,15 @@ class JaxWorkload:
 @contextmanager
 def _cache_on_disk() -> Iterator[None]:
     """Use a new, empty folder for JAX's cache of compiled programs."""
-    wanted = {
+    settings = {
         "jax_compilation_cache_dir": "",
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    before = {name: getattr(jax.config, name) for name in wanted}
+    before = {name: getattr(jax.config, name) for name in settings}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for name, value in (wanted | {"jax_compilation_cache_dir": folder}).items():
+            for name, value in (settings | {"jax_compilation_cache_dir": folder}).items():
                 jax.config.update(name, value)
             compilation_cache.reset_cache()
             yield

@@ -58,11 +58,11 @@ def kernel_call(kernel: str, rows: int, width: int, limits: GpuLimits) -> Kernel
         return found
     from ...common.kernels.program import Program, ProgramStep
 
-    launch, given = _launch(kernel, rows, width, limits)
-    names = tuple(None if one is None else f"given {place}" for place, one in enumerate(given))
-    made = tuple(None if one is None else f"made {place}" for place, one in enumerate(launch.outputs))
-    program = Program(tuple(filter(None, names)), (ProgramStep(launch, names, made),), made)
-    return KernelCall(program, tuple(one for one in given if one is not None))
+    launch, operands = _launch(kernel, rows, width, limits)
+    names = tuple(None if one is None else f"given {index}" for index, one in enumerate(operands))
+    results = tuple(None if one is None else f"made {index}" for index, one in enumerate(launch.outputs))
+    program = Program(tuple(filter(None, names)), (ProgramStep(launch, names, results),), results)
+    return KernelCall(program, tuple(one for one in operands if one is not None))
 
 
 def _program(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCall | None:

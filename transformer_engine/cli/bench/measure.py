@@ -112,9 +112,9 @@ def measure_in_turns(calls: Sequence[Callable[[], object]], runs: int) -> list[f
     other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(runs):
-        for call, seen in list(zip(calls, times, strict=True))[:: 1 if turn % 2 else -1]:
-            seen.append(_time_once(call, other, host)[0])
-    return [statistics.median(seen) for seen in times]
+        for call, samples in list(zip(calls, times, strict=True))[:: 1 if turn % 2 else -1]:
+            samples.append(_time_once(call, other, host)[0])
+    return [statistics.median(samples) for samples in times]
 
 
 def pause(other: torch.Tensor, host: float) -> None:

@@ -125,37 +125,37 @@ def _check_distributed(devices: int | None, provider: list[str] | None, plot_dir
         )
 
 
-def _recipes(given: list[str] | None, device: torch.device) -> tuple[str, ...]:
+def _recipes(names: list[str] | None, device: torch.device) -> tuple[str, ...]:
     """Recipes for --recipe, by default those that the hardware supports; on a CPU, the FP8 recipes."""
-    for name in given or ():
+    for name in names or ():
         if name not in RECIPES:
             raise ValueError(f"recipe {name!r} does not exist; choose from {', '.join(RECIPES)}")
         support = support_of(KINDS[name]) if name in KINDS else None
         if support is not None and not support.available:
             raise ValueError(f"recipe {name}: {support.reason}")
-    if given:
-        return tuple(given)
+    if names:
+        return tuple(names)
     if device.type == "cpu":
         return ("bf16", "delayed", "current", "block")
     return ("bf16", *(name for name in RECIPES if name in KINDS and support_of(KINDS[name]).native))
 
 
-def _providers(given: list[str] | None) -> list[Provider]:
-    known = {provider.name: provider for provider in PROVIDERS}
-    for name in given or ():
-        if name not in known:
-            raise ValueError(f"provider {name!r} does not exist; choose from {', '.join(known)}")
-    if given:
-        return [provider for name, provider in known.items() if name in given]
-    return [provider for provider in known.values() if not provider.on_request]
+def _providers(names: list[str] | None) -> list[Provider]:
+    providers = {provider.name: provider for provider in PROVIDERS}
+    for name in names or ():
+        if name not in providers:
+            raise ValueError(f"provider {name!r} does not exist; choose from {', '.join(providers)}")
+    if names:
+        return [provider for name, provider in providers.items() if name in names]
+    return [provider for provider in providers.values() if not provider.on_request]
 
 
 def _choose_cases(recipes: tuple[str, ...], quick: bool, family: list[str] | None, only: str) -> list[Case]:
-    wanted = [part for part in only.split(",") if part]
+    parts = [part for part in only.split(",") if part]
     found = [
         case
         for case in cases(recipes, quick, family or ())
-        if not wanted or any(part in case.name for part in wanted)
+        if not parts or any(part in case.name for part in parts)
     ]
     if not found:
         raise ValueError(

@@ -57,8 +57,10 @@ def _plot(path: Path, family: str, rows: Sequence[Row], device: str) -> None:
             "roof": ("part of the roof (%)", [100 * (row.roof or 0.0) for row in rows], "{:.0f}"),
         }[panel]
         bars = [value or 0.0 for value in values]
-        shown = axis.barh(range(len(rows)), bars, color=[COLOURS.get(row.provider, OTHER) for row in rows])
-        axis.bar_label(shown, labels=[text.format(value) for value in bars], padding=2, fontsize=LABELS)
+        container = axis.barh(
+            range(len(rows)), bars, color=[COLOURS.get(row.provider, OTHER) for row in rows]
+        )
+        axis.bar_label(container, labels=[text.format(value) for value in bars], padding=2, fontsize=LABELS)
         axis.set_xlabel(label)
         axis.grid(axis="x", alpha=0.25)
         axis.set_axisbelow(True)
@@ -69,8 +71,8 @@ def _plot(path: Path, family: str, rows: Sequence[Row], device: str) -> None:
             axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_yticks(range(len(rows)), [row.case for row in rows], fontsize=LABELS)
         axis.invert_yaxis()
-    seen = dict.fromkeys(row.provider for row in rows)
-    handles = [axes[0].barh([0], [0], color=COLOURS.get(name, OTHER)) for name in seen]
-    figure.legend(handles, list(seen), loc="outside lower center", ncols=len(seen), frameon=False)
+    providers = dict.fromkeys(row.provider for row in rows)
+    handles = [axes[0].barh([0], [0], color=COLOURS.get(name, OTHER)) for name in providers]
+    figure.legend(handles, list(providers), loc="outside lower center", ncols=len(providers), frameon=False)
     figure.suptitle(f"{family}, {device}")
     figure.savefig(path)

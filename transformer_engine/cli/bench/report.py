@@ -86,12 +86,12 @@ def _table(family: str, rows: Sequence[Row], plain: dict[str, float]) -> Table:
 def _figures(row: Row, plain: dict[str, float]) -> dict[str, str]:
     """Format the cells of a row by heading, empty for missing figures."""
     case = row.case.replace(f"/{row.recipe}/", "/")
-    beside = plain[case] / row.eager_ms if case in plain and row.eager_ms else None
+    speedup = plain[case] / row.eager_ms if case in plain and row.eager_ms else None
     cells = (
         _figure(row.gpu_ms, 3),
         _figure(row.cpu_ms, 3),
         _figure(row.eager_ms, 3),
-        _figure(beside, 2),
+        _figure(speedup, 2),
         "" if row.rate is None else f"{_significant(row.rate)} {row.unit}",
         "" if row.roof is None else f"{100 * row.roof:.0f} %",
         _figure(row.peak_mib, 0),

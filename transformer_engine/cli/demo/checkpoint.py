@@ -79,9 +79,9 @@ def _content_error(state: Any) -> str | None:
             return f"its {name!r} is {with_article(type(state.get(name)))}, not {with_article(kind)}"
     if state["step"] < 0:
         return f"its step is {state['step']}"
-    own = torch.get_rng_state()
+    expected = torch.get_rng_state()
     cpu = state["random"].get("cpu")
-    if not isinstance(cpu, Tensor) or cpu.dtype != own.dtype or cpu.shape != own.shape:
+    if not isinstance(cpu, Tensor) or cpu.dtype != expected.dtype or cpu.shape != expected.shape:
         return "its random state is not one of torch's"
     for name, run in state["runs"].items():
         parts = run if isinstance(run, dict) else {}
@@ -90,11 +90,11 @@ def _content_error(state: Any) -> str | None:
     return None
 
 
-def misfit(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+def misfit(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
     """Reason why saved tensors do not match a model, or None. Extra states may differ in size."""
-    if set(saved) != set(own):
-        return f"its tensors are not the model's ({', '.join(sorted(set(saved) ^ set(own))[:3])})"
-    for name, tensor in own.items():
+    if set(saved) != set(expected):
+        return f"its tensors are not the model's ({', '.join(sorted(set(saved) ^ set(expected))[:3])})"
+    for name, tensor in expected.items():
         if not isinstance(saved[name], Tensor):
             return f"{name} is {with_article(type(saved[name]))}, not a tensor"
         if not name.endswith("_extra_state") and saved[name].shape != tensor.shape:

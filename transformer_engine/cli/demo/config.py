@@ -246,11 +246,11 @@ class Execution:
             )
 
 
-def resolve(device: str, given: dict[str, Any]) -> RunConfig:
+def resolve(device: str, options: dict[str, Any]) -> RunConfig:
     """Build a RunConfig for "auto", "cpu" or "cuda": given values that are not None, otherwise the device's sizes."""
     if device not in DEVICES:
         raise ValueError(f"--device {device!r} does not exist; choose one of {', '.join(DEVICES)}")
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in options.items() if value is not None}
     framework = chosen.setdefault("framework", default_framework())
     if device == "auto":
         device = "cuda" if has_gpu(framework) else "cpu"
@@ -259,7 +259,7 @@ def resolve(device: str, given: dict[str, Any]) -> RunConfig:
 
 
 def restore(
-    saved: dict[str, Any], device: str, given: dict[str, Any], source: str = "the checkpoint", step: int = 0
+    saved: dict[str, Any], device: str, options: dict[str, Any], source: str = "the checkpoint", step: int = 0
 ) -> RunConfig:
     """Restore the RunConfig from a checkpoint that was saved after `step` steps.
 
@@ -269,11 +269,11 @@ def restore(
         ValueError: Another option contradicts the checkpoint, so the continuation would not be exact.
     """
     config = read_saved_config(saved, source)
-    asked = {**given, "device": None if device == "auto" else device}
-    steps = asked.get("steps")
+    requested = {**options, "device": None if device == "auto" else device}
+    steps = requested.get("steps")
     if steps is not None and step >= config.steps and steps > config.steps:
         config = replace(config, steps=steps)
-    for name, value in asked.items():
+    for name, value in requested.items():
         if value is not None and value != getattr(config, name):
             extended = "; a larger number extends a run that has finished" if name == "steps" else ""
             raise ValueError(
@@ -285,12 +285,12 @@ def restore(
 
 def read_saved_config(saved: dict[str, Any], source: str) -> RunConfig:
     """Read the RunConfig in source without fields of other versions; the ValueError for others names the source."""
-    known = {field.name for field in fields(RunConfig)}
-    missing = sorted(known - set(saved) - {"seed", "data", "experts", "optimizer", "framework"})
+    names = {field.name for field in fields(RunConfig)}
+    missing = sorted(names - set(saved) - {"seed", "data", "experts", "optimizer", "framework"})
     if missing:
         raise ValueError(f"the config in {source} has no {missing[0]!r}; train again without --resume")
     try:
-        return RunConfig(**{name: value for name, value in saved.items() if name in known})
+        return RunConfig(**{name: value for name, value in saved.items() if name in names})
     except ValueError as error:
         raise ValueError(f"the config in {source} does not work: {error}") from None
 

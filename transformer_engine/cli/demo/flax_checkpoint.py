@@ -106,19 +106,21 @@ def flatten(tree: Any) -> dict[str, Any]:
 def rebuilt(leaves: Mapping[str, Any], like: T) -> T:
     """Rebuild a tree with another one's structure and dtypes and the leaves from `flatten`."""
 
-    def leaf(path: Any, own: Any) -> Any:
-        return jax.numpy.asarray(leaves[jax.tree_util.keystr(path, simple=True, separator=".")], own.dtype)
+    def leaf(path: Any, template: Any) -> Any:
+        return jax.numpy.asarray(
+            leaves[jax.tree_util.keystr(path, simple=True, separator=".")], template.dtype
+        )
 
     return jax.tree_util.tree_map_with_path(leaf, like)
 
 
-def misfit(saved: Any, own: Mapping[str, Any]) -> str | None:
+def misfit(saved: Any, template: Mapping[str, Any]) -> str | None:
     """Reason why saved leaves do not match a run, or None."""
     if not isinstance(saved, Mapping):
         return "it has no such run"
-    if set(saved) != set(own):
-        return f"its arrays are not the model's ({', '.join(sorted(set(saved) ^ set(own))[:3])})"
-    for name, leaf in own.items():
+    if set(saved) != set(template):
+        return f"its arrays are not the model's ({', '.join(sorted(set(saved) ^ set(template))[:3])})"
+    for name, leaf in template.items():
         shape = getattr(saved[name], "shape", None)
         if shape != leaf.shape:
             return f"{name} is {shape}, the model's is {leaf.shape}"

@@ -90,12 +90,12 @@ class FlaxRun:
             initialize = functools.partial(FlaxByteGPT(self.config).init, decode=True)
             variables = jax.eval_shape(initialize, jax.random.key(0), tokens)
             cache: Any = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables["cache"])
-            for place in range(len(prompt) + count - 1):
-                key = jax.random.fold_in(self.key, place)
+            for index in range(len(prompt) + count - 1):
+                key = jax.random.fold_in(self.key, index)
                 cache, drawn = _following(
-                    self.state.params, cache, jnp.int32(text[place]), key, config=self.config
+                    self.state.params, cache, jnp.int32(text[index]), key, config=self.config
                 )
-                if place >= len(prompt) - 1:
+                if index >= len(prompt) - 1:
                     text.append(int(drawn))
         return bytes(text[len(prompt) :])
 

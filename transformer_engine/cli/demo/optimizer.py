@@ -60,7 +60,9 @@ class MasterAdamW:
         adam, masters = state.get("adam"), state.get("masters")
         if not isinstance(adam, dict) or not isinstance(masters, list):
             return "its optimizer has no adam and masters"
-        if [getattr(saved, "shape", None) for saved in masters] != [own.shape for own in self.masters]:
+        if [getattr(saved, "shape", None) for saved in masters] != [
+            current.shape for current in self.masters
+        ]:
             return "the optimizer's master weights have other shapes"
         return _misfit(adam, self.adam)
 
@@ -144,15 +146,15 @@ def _keep_rates_on_device(adam: torch.optim.Optimizer, gpu: torch.device | None)
 
 def _misfit(saved: dict[str, Any], adam: torch.optim.Optimizer) -> str | None:
     """Reason why an Adam state dict does not match the parameters and settings, or None."""
-    own = adam.state_dict()["param_groups"]
+    current = adam.state_dict()["param_groups"]
     groups, moments = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, list) or not isinstance(moments, dict):
         return "its optimizer has no param_groups and state"
     # FusedAdam counts its steps in the group, once there are any.
     settings = [set(group) - {"step"} if isinstance(group, dict) else None for group in groups]
-    if settings != [set(group) - {"step"} for group in own]:
+    if settings != [set(group) - {"step"} for group in current]:
         return "the optimizer's groups have other settings"
-    if [group["params"] for group in groups] != [group["params"] for group in own]:
+    if [group["params"] for group in groups] != [group["params"] for group in current]:
         return "the optimizer's groups have other parameters"
     ordered = [parameter for group in adam.param_groups for parameter in group["params"]]
     for index, moment in moments.items():

@@ -102,13 +102,13 @@ class Ranks:
     def save(self, path: Path, state: dict[str, Any]) -> None:
         """Write the runs' state below `path`'s folder; every rank calls this."""
         tensors = {key: value for run in state["runs"].values() for key, value in run["tensors"].items()}
-        own = {
+        local_state = {
             "runs": {name: run["own"] for name, run in state["runs"].items()},
             "random": checkpoint.random_state(),
         }
         shared = {name: state[name] for name in ("config", "fingerprint", "step")}
         shared["parallelism"] = dataclasses.asdict(self.parallelism)
-        sharded_checkpoint.save(path.parent, state["step"], tensors, own, shared)
+        sharded_checkpoint.save(path.parent, state["step"], tensors, local_state, shared)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read the state in a checkpoint's directory; `ParallelRun.load_state_dict` reads the tensors.
@@ -123,9 +123,9 @@ class Ranks:
                 f"{path} was written by {_layout(state['parallelism'])}, and this run has {_layout(present)}; use the "
                 "same numbers, or start another run with --name"
             )
-        own = sharded_checkpoint.read_own(path)
-        runs = {name: {"directory": path, "own": part} for name, part in own["runs"].items()}
-        return {**state, "runs": runs, "random": own["random"]}
+        local_state = sharded_checkpoint.read_own(path)
+        runs = {name: {"directory": path, "own": part} for name, part in local_state["runs"].items()}
+        return {**state, "runs": runs, "random": local_state["random"]}
 
     def continue_from(self, state: dict[str, Any]) -> None:
         """Restore the random generators of this rank."""
@@ -167,19 +167,21 @@ class ParallelRun:
 
     def _share_weights(self, config: RunConfig) -> None:
         """Replace the model by this rank's columns and rows of its weights."""
-        place, group = self.ranks.place.tensor, self.ranks.tensor_group
-        whole = model_parameters(self.model)
-        self.model = ByteGPT(config, set_parallel_mode=True, tp_group=group, tp_size=place[1])
+        coordinates, group = self.ranks.place.tensor, self.ranks.tensor_group
+        full = model_parameters(self.model)
+        self.model = ByteGPT(config, set_parallel_mode=True, tp_group=group, tp_size=coordinates[1])
         sharded = []
         with torch.no_grad():
-            for name, own in model_parameters(self.model).items():
-                source = whole[name]
+            for name, local in model_parameters(self.model).items():
+                source = full[name]
                 value: Tensor = source.value
-                dim = sharded_dim(value.shape, own.value.shape, place[1])
+                dim = sharded_dim(value.shape, local.value.shape, coordinates[1])
                 if dim is not None:
                     sharded.append(name)
-                    value = shard_parts(value, dim, place, source.parts if dim == 0 else (value.shape[dim],))
-                own.value.copy_(value)
+                    value = shard_parts(
+                        value, dim, coordinates, source.parts if dim == 0 else (value.shape[dim],)
+                    )
+                local.value.copy_(value)
         self.sharded = frozenset(sharded)
 
     def _share_sequences(self) -> None:
@@ -277,9 +279,9 @@ class ParallelRun:
 
     def state_dict(self) -> dict[str, Any]:
         parameters = dict(self.model.named_parameters())
-        others = {name: value for name, value in self.model.state_dict().items() if name not in parameters}
+        rest = {name: value for name, value in self.model.state_dict().items() if name not in parameters}
         steps = [group.get("step") for group in self.adam.param_groups]
-        return {"tensors": self._tensors(), "own": {"others": others, "steps": steps}}
+        return {"tensors": self._tensors(), "own": {"others": rest, "steps": steps}}
 
     def mismatch(self, state: dict[str, Any] | None) -> str | None:
         """Reason why a state does not belong to this model, or None."""

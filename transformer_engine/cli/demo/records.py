@@ -56,19 +56,19 @@ def _record(path: Path, number: int, line: str) -> Progress:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"line {number} of {path} is not JSON ({error}); {WITHOUT_METRICS}") from None
     kinds = {"step": int, "learning_rate": float, "loss": dict, "seconds": dict, "validation": dict}
-    known = content if isinstance(content, dict) else {}
+    fields = content if isinstance(content, dict) else {}
     optional = {"validation": {}}
     wrong = []
     for name, kind in kinds.items():
-        value = {**optional, **known}.get(name)
+        value = {**optional, **fields}.get(name)
         numbers = value.values() if isinstance(value, dict) else ()
         valid = isinstance(value, kind) and not isinstance(value, bool)
         if not valid or not all(isinstance(number, (int, float)) for number in numbers):
             wrong.append(name)
-    wrong += [name for name in known if name not in kinds]
+    wrong += [name for name in fields if name not in kinds]
     if wrong:
         raise ValueError(f"line {number} of {path} has no good {wrong[0]!r}; {WITHOUT_METRICS}")
-    return Progress(**known)
+    return Progress(**fields)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def save(
-    folder: Path, step: int, tensors: dict[str, Tensor], own: dict[str, Any], run: dict[str, Any]
+    folder: Path, step: int, tensors: dict[str, Tensor], local_state: dict[str, Any], run: dict[str, Any]
 ) -> None:
     """Write the checkpoint of a step and remove earlier ones; every rank calls this.
 
@@ -83,7 +83,7 @@ def save(
             partial.mkdir(parents=True)
         dist.barrier()
         dcp.save(tensors, checkpoint_id=partial)
-        _write(partial / f"rank_{dist.get_rank()}.pt", own)
+        _write(partial / f"rank_{dist.get_rank()}.pt", local_state)
         if first:
             _write(partial / "run.pt", run)
         dist.barrier()

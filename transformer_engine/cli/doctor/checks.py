@@ -101,17 +101,15 @@ def _package(e: Installation) -> Results:
 
 
 def _original(e: Installation) -> Results:
-    there = [f"{name} {e.version_of(name)}" for name in ORIGINALS if e.version_of(name) is not None]
+    installed = [f"{name} {e.version_of(name)}" for name in ORIGINALS if e.version_of(name) is not None]
     remedy = f"pip uninstall -y {PACKAGE} {' '.join(ORIGINALS)}, then {optional.install_command('pytorch')}"
-    if there:
-        words = (
-            f"the original is installed in addition to this package, over the same files: {', '.join(there)}"
-        )
+    if installed:
+        words = f"the original is installed in addition to this package, over the same files: {', '.join(installed)}"
         yield "problem", words, remedy
     foreign = e.extension is not None and not e.extension.endswith("__init__.py")
     if foreign:
         yield "problem", f"import transformer_engine_torch would load the original's {e.extension}", remedy
-    if not there and not foreign:
+    if not installed and not foreign:
         yield "good", "the original is not installed", ""
 
 
@@ -235,9 +233,9 @@ def _flash(e: Installation) -> Results:
     for module in broken:
         yield "problem", e.failures[module], f"pip uninstall {FLASH[module]}, or build it for this torch"
     names = ("flash-attn", "flash-attn-3", "flash-attn-4")
-    there = [f"{name} {e.version_of(name)}" for name in names if e.version_of(name) is not None]
+    installed = [f"{name} {e.version_of(name)}" for name in names if e.version_of(name) is not None]
     if not broken:
-        yield "good", f"FlashAttention: {', '.join(there) or 'not installed, not needed'}", ""
+        yield "good", f"FlashAttention: {', '.join(installed) or 'not installed, not needed'}", ""
 
 
 def _command(e: Installation) -> Results:

@@ -118,12 +118,12 @@ def gather() -> Installation:
     gpu = _query("transformer_engine.pytorch", "torch.cuda", _gpu, failures)
     jax_devices = _query("transformer_engine.jax", "jax.devices", _jax_devices, failures)
     places = (Path(entry or ".").resolve() / "transformer_engine" for entry in sys.path)
-    others = {place for place in places if (place / "__init__.py").is_file()} - {folder}
+    other_folders = {path for path in places if (path / "__init__.py").is_file()} - {folder}
     copies = []
-    for place in sorted(others):
-        file = place / "_version.py"
+    for path in sorted(other_folders):
+        file = path / "_version.py"
         written = _VERSION.search(file.read_text(encoding="utf-8")) if file.is_file() else None
-        copies.append((str(place), written.group(1) if written else "another package"))
+        copies.append((str(path), written.group(1) if written else "another package"))
     return Installation(
         python=sys.version_info[:2],
         folder=str(folder),
@@ -145,10 +145,10 @@ def _distributions() -> dict[str, tuple[Distribution, ...]]:
         name = each.metadata["Name"]
         if name is None:  # the remainder from a partly removed package
             continue
-        made = Distribution(each.version, str(each.locate_file("")), tuple(each.requires or ()))
+        distribution = Distribution(each.version, str(each.locate_file("")), tuple(each.requires or ()))
         same = found.setdefault(canonicalize_name(name), [])
-        if made not in same:
-            same.append(made)
+        if distribution not in same:
+            same.append(distribution)
     return {name: tuple(several) for name, several in found.items()}
 
 

@@ -117,7 +117,7 @@ def forward_kernel(
     """Compute a tile of y [M, width]."""
     program = tl.program_id(0)
     factor = load_multiplier(multiplier, scale, program, ZERO_IS_ONE)
-    known = maximum_before(amax)
+    current = maximum_before(amax)
     tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, BLOCK_N), BAND)
     half = tl.arange(0, BLOCK_M // 2)
     column = tl.arange(0, BLOCK_N)
@@ -147,7 +147,7 @@ def forward_kernel(
         PAIRS, EVEN, CONVERSION,
     )  # fmt: skip
     if amax is not None:  # every curve maps the 0 outside the matrix to 0
-        record_maximum(amax, tl.max(bits), known)
+        record_maximum(amax, tl.max(bits), current)
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def backward_kernel(
     """
     program = tl.program_id(0)
     factor = load_multiplier(multiplier, scale, program, ZERO_IS_ONE)
-    known = maximum_before(amax)
+    current = maximum_before(amax)
     strip, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M * TILES), tl.cdiv(width, BLOCK_N), BAND)
     half = tl.arange(0, BLOCK_M // 2)
     column = tl.arange(0, BLOCK_N)
@@ -244,11 +244,11 @@ def backward_kernel(
         if workspace is not None:
             sums += even.to(tl.float32) + odd.to(tl.float32)
         if GATED:
-            beside = store_tile(
+            other_half = store_tile(
                 even_b, odd_b, dx, codes, codes_t, M, width, columns, width, first_m, first_n, half, column,
                 factor, PAIRS, EVEN, CONVERSION,
             )  # fmt: skip
-            bits = tl.maximum(bits, beside)
+            bits = tl.maximum(bits, other_half)
             if workspace is not None:
                 sums_b += even_b.to(tl.float32) + odd_b.to(tl.float32)
         if amax is not None:
@@ -258,7 +258,7 @@ def backward_kernel(
         if GATED:
             store_column_sums(workspace + width, sums_b, strip, columns, first_n, column, width)
     if amax is not None:
-        record_maximum(amax, greatest, known)
+        record_maximum(amax, greatest, current)
 
 
 def forward(

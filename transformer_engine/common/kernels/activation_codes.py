@@ -30,8 +30,8 @@ def forward(
     codes = (how.element, how.columnwise) if how.given else (None, False)
     plain = (name, gated, shape, x_stride, dtype, constants, *codes)
     launch = activation_cast.forward(*plain, measures=not how.records, zero_is_one=how.zero_is_one)
-    given = ("x", "multiplier", "record")
-    return Program(given, _code_steps(launch, given, shape, how, ()), how.results)
+    inputs = ("x", "multiplier", "record")
+    return Program(inputs, _code_steps(launch, inputs, shape, how, ()), how.results)
 
 
 def backward(
@@ -51,10 +51,10 @@ def backward(
     codes = (how.element, how.columnwise) if how.given else (None, False)
     plain = (name, gated, shape, strides, dtype, constants, *codes, sums is not None)
     launch = activation_cast.backward(*plain, measures=not how.records, zero_is_one=how.zero_is_one)
-    given = ("dy", "x", "multiplier", "record")
-    whole = (shape[0], 2 * shape[1] if gated else shape[1])
-    steps = _code_steps(launch, given, whole, how, ("partials",))
-    return _with_sums(given, steps, how.results, launch, sums)
+    inputs = ("dy", "x", "multiplier", "record")
+    full = (shape[0], 2 * shape[1] if gated else shape[1])
+    steps = _code_steps(launch, inputs, full, how, ("partials",))
+    return _with_sums(inputs, steps, how.results, launch, sums)
 
 
 def forward_blocks(
@@ -89,22 +89,22 @@ def backward_blocks(
 
 
 def _code_steps(
-    launch: Launch, given: tuple[str, ...], shape: tuple[int, int], how: OneScale, rest: tuple[str, ...]
+    launch: Launch, inputs: tuple[str, ...], shape: tuple[int, int], how: OneScale, rest: tuple[str, ...]
 ) -> tuple[ProgramStep, ...]:
     """The kernel's step, and a cast of the stored values if the scale depends on their maximum."""
     if how.records:
-        return (step(launch, given, (*_MADE, *rest)),)
-    first = step(launch, given[:-1], ("amax", *_MADE, *rest))
+        return (step(launch, inputs, (*_MADE, *rest)),)
+    first = step(launch, inputs[:-1], ("amax", *_MADE, *rest))
     return (first,) if how.given else (first, how.after("values", shape))
 
 
 def _with_sums(
-    given: tuple[str, ...],
+    inputs: tuple[str, ...],
     steps: tuple[ProgramStep, ...],
     results: tuple[str | None, ...],
     launch: Launch,
     sums: str | None,
 ) -> Program:
     if sums is None:
-        return Program(given, steps, (*results, None))
-    return Program(given, (*steps, sum_strips(launch.outputs[-1], sums)), (*results, "sums"))
+        return Program(inputs, steps, (*results, None))
+    return Program(inputs, (*steps, sum_strips(launch.outputs[-1], sums)), (*results, "sums"))

@@ -84,7 +84,7 @@ def recompute_kernel(
     output_factor = resolve_multiplier(
         program, output_multiplier, output_amax, output_scale, MAXIMUM, EPSILON, POWER_OF_TWO, False
     )
-    known = maximum_before(amax)
+    current = maximum_before(amax)
     tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, BLOCK_N), BAND)
     half = tl.arange(0, BLOCK_M // 2)
     column = tl.arange(0, BLOCK_N)
@@ -113,7 +113,7 @@ def recompute_kernel(
         )  # fmt: skip
         bits = tl.maximum(bits, bits_b)
     if amax is not None:
-        record_maximum(amax, tl.max(bits), known)
+        record_maximum(amax, tl.max(bits), current)
 
 
 def backward(
@@ -159,8 +159,8 @@ def backward(
         return Program((*matrices, *of_output), (first,), ("values", "amax", *_OUTPUT))
     first = step(launch, (*read, "multiplier", *of_output, "record"), names)
     columns = ("codes_t", "scale") if columnwise else (None, None)
-    given = (*matrices, "multiplier", "record", *of_output)
-    return Program(given, (first,), ("codes", "scale", *columns, "record", *_OUTPUT))
+    inputs = (*matrices, "multiplier", "record", *of_output)
+    return Program(inputs, (first,), ("codes", "scale", *columns, "record", *_OUTPUT))
 
 
 _OUTPUT = ("output_codes_t", "output_scale")

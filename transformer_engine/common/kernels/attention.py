@@ -57,8 +57,8 @@ def owned_tile(lengths, program, size, ROWS: tl.constexpr, SEQUENCES: tl.constex
         before = ends <= program
         sequence = tl.sum(before.to(tl.int32), 0)
         tile = program - tl.max(tl.where(before, ends, 0), 0)
-        there = sequence < SEQUENCES
-        return tl.where(there, tile, tl.cdiv(size, ROWS)), tl.where(there, sequence, 0)
+        valid = sequence < SEQUENCES
+        return tl.where(valid, tile, tl.cdiv(size, ROWS)), tl.where(valid, sequence, 0)
 
 
 @triton.jit
@@ -102,11 +102,11 @@ def load_paged_rows(
         within = first % PAGE
         return load_rows(start, within, stride, limit - first + within, ROWS, COLUMN, COLUMNS, WIDTH, CHECK)
     else:
-        place = first + tl.arange(0, ROWS)
-        page = tl.load(pages + place // PAGE, mask=place < limit, other=0)
+        index = first + tl.arange(0, ROWS)
+        page = tl.load(pages + index // PAGE, mask=index < limit, other=0)
         column = COLUMN + tl.arange(0, COLUMNS)[None, :]
-        row = tl.cast(page, tl.int64) * page_stride + (place % PAGE) * stride
-        inside = (place < limit)[:, None] & (column < WIDTH)
+        row = tl.cast(page, tl.int64) * page_stride + (index % PAGE) * stride
+        inside = (index < limit)[:, None] & (column < WIDTH)
         return tl.load(matrix + row[:, None] + column, mask=inside, other=0.0)
 
 
@@ -274,13 +274,13 @@ def attend(
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)
     first_row = block * ROWS
-    place = (sequence * heads + head) * tl.maximum(tl.cdiv(seqlen_q, ROWS), 1) + block
+    offset = (sequence * heads + head) * tl.maximum(tl.cdiv(seqlen_q, ROWS), 1) + block
     stored = seqlen_q
     if starts_q is not None:
         stored = limit_q
         if first_row >= limit_q:  # this tile has no token
             if tops is not None and SEQUENCES == 0:
-                tl.store(tops + place, -float("inf"))
+                tl.store(tops + offset, -float("inf"))
             return
     shift = 0
     if BOTTOM_RIGHT:
@@ -350,7 +350,7 @@ def attend(
     total = tl.where(real, total, 0.0)
     if tops is not None:
         has_nan = tl.max((total != total).to(tl.int32), 0) > 0
-        tl.store(tops + place, tl.where(has_nan, float("nan"), tl.max(top, 0) * LN_2))
+        tl.store(tops + offset, tl.where(has_nan, float("nan"), tl.max(top, 0) * LN_2))
     share = 1.0
     if sink is not None:
         weight = tl.load(sink + head).to(tl.float32) * LOG2_E

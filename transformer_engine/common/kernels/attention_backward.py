@@ -71,9 +71,9 @@ def _take_rows(
         grad_p = tl.dot(v_rest, tl.trans(g_rest), grad_p, input_precision=PRECISION)
     weight = probability
     if rng is not None:
-        kept = survives(rng, row[None, :], column, stream, dropout)
-        weight = tl.where(kept, probability / (1.0 - dropout), 0.0)
-        grad_p = tl.where(kept, grad_p / (1.0 - dropout), 0.0)
+        keep = survives(rng, row[None, :], column, stream, dropout)
+        weight = tl.where(keep, probability / (1.0 - dropout), 0.0)
+        grad_p = tl.where(keep, grad_p / (1.0 - dropout), 0.0)
     weight = weight.to(query.dtype.element_ty)
     dv_main = tl.dot(weight, g_main, dv_main, input_precision=PRECISION)
     if V_REST:

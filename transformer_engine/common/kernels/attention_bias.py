@@ -48,12 +48,12 @@ def grad_added(
         shift = 0
         if BOTTOM_RIGHT:
             shift = length_kv - length_q
-        seen = (first_row < limit_q) & (first_key < limit_kv)
+        visible = (first_row < limit_q) & (first_key < limit_kv)
         if RIGHT:
-            seen = seen & (first_key - (first_row + ROWS - 1) <= shift + right)
+            visible = visible & (first_key - (first_row + ROWS - 1) <= shift + right)
         if LEFT:
-            seen = seen & (first_key + KEYS - 1 - first_row >= shift - left)
-        if seen:
+            visible = visible & (first_key + KEYS - 1 - first_row >= shift - left)
+        if visible:
             hidden_q, hidden_kv, hidden, slope = masked_q, masked_kv, masked, None
             if masked_q is not None:
                 hidden_q = masked_q + tl.cast(sequence, tl.int64) * seqlen_q

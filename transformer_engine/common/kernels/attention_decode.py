@@ -39,8 +39,8 @@ def attend_stretch(
     shift = 0
     if BOTTOM_RIGHT:
         shift = length_kv - length_q
-    place = block * ROWS + tl.arange(0, ROWS)
-    row, member = place // group, place % group
+    index = block * ROWS + tl.arange(0, ROWS)
+    row, member = index // group, index % group
     first_row = block * ROWS // group
     last_row = tl.minimum((block * ROWS + ROWS - 1) // group, limit_q - 1)
 
@@ -111,8 +111,8 @@ def attend_stretch(
         )  # fmt: skip
     inverse = (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
     rows = seqlen_q * group
-    stretch = ((tl.cast(sequence, tl.int64) * (heads // group) + kv_head) * splits + split) * rows + place
-    inside = place < rows
+    stretch = ((tl.cast(sequence, tl.int64) * (heads // group) + kv_head) * splits + split) * rows + index
+    inside = index < rows
     tl.store(level + stretch, top + tl.log2(total), mask=inside)
     column = tl.arange(0, V_MAIN)[None, :]
     target = partial + stretch[:, None] * V
@@ -151,10 +151,10 @@ def merge(
     output = tl.zeros([BLOCK_V], tl.float32)
     for begin in range(0, splits, SPLITS):
         split = begin + tl.arange(0, SPLITS)
-        place = (first + split) * rows + row
-        weight = tl.exp2(tl.load(level + place, mask=split < splits, other=-float("inf")) - top)
+        position = (first + split) * rows + row
+        weight = tl.exp2(tl.load(level + position, mask=split < splits, other=-float("inf")) - top)
         inside = (split < splits)[:, None] & (column < V)[None, :]
-        values = tl.load(partial + place[:, None] * V + column[None, :], mask=inside, other=0.0)
+        values = tl.load(partial + position[:, None] * V + column[None, :], mask=inside, other=0.0)
         total += tl.sum(weight, 0)
         output += tl.sum(values * weight[:, None], 0)
     output = output / tl.where(total > 0.0, total, 1.0)

@@ -39,13 +39,13 @@ def row_products(
     gradient = load_rows(gradients, first, grad_token, limit, ROWS, 0, BLOCK_V, V, True).to(tl.float32)
     product = tl.sum(value * gradient, 1)
     row = first + tl.arange(0, ROWS)
-    place = row * lse_token
+    offset = row * lse_token
     tl.store(
-        at(delta, sequence, start, head, lse_batch, lse_token, lse_head) + place, product, mask=row < stored
+        at(delta, sequence, start, head, lse_batch, lse_token, lse_head) + offset, product, mask=row < stored
     )
     if sink is not None:
         levels = at(lse, sequence, start, head, lse_batch, lse_token, lse_head)
-        level = tl.load(levels + place, mask=row < limit, other=float("inf"))
+        level = tl.load(levels + offset, mask=row < limit, other=float("inf"))
         level = tl.where(level == -float("inf"), float("inf"), level)
         share = tl.exp2((tl.load(sink + head).to(tl.float32) - level) * LOG2_E)
         tl.store(grad_sink + partial, -tl.sum(share * product, 0))

@@ -209,8 +209,8 @@ def decode_tile(problem: AttentionProblem, rows: int) -> tuple[int, int, int, in
     else:
         candidates = ((64, 3), (64, 2), (32, 2), (16, 2))
     for keys, stages in candidates:
-        held = (stages + 1) // 2 if problem.page_size else stages
-        if (held * keys + block_rows) * width * problem.bytes <= min(
+        buffers = (stages + 1) // 2 if problem.page_size else stages
+        if (buffers * keys + block_rows) * width * problem.bytes <= min(
             problem.shared_memory - 4096, 200 * 1024
         ):
             return block_rows, keys, 4, stages

@@ -22,14 +22,14 @@ def decoding(problem: AttentionProblem, processors: int, splits: int, follows: b
         follows: The second kernel may begin before the first one ends.
         packed: Tokens outside all sequences are not visited.
     """
-    given = (*_TENSORS, *_BOUNDS, "slopes", "pages", "sink")
+    inputs = (*_TENSORS, *_BOUNDS, "slopes", "pages", "sink")
     first, count = stretches(problem, processors, splits)
     last = merging(problem, count, follows, packed)
     steps = (
-        ProgramStep(first, given[:9], ("partial", "level")),
+        ProgramStep(first, inputs[:9], ("partial", "level")),
         ProgramStep(last, ("partial", "level", "sink", "lengths_q", "starts_q"), ("out",)),
     )
-    return Program(given, steps, (), ("out",))
+    return Program(inputs, steps, (), ("out",))
 
 
 def gradients(delta: Launch, queries: Launch, keys: Launch, bias: Launch | None) -> Program:
@@ -37,7 +37,7 @@ def gradients(delta: Launch, queries: Launch, keys: Launch, bias: Launch | None)
 
     dsink and dbias are present if the attention has a sink and a bias.
     """
-    given = (*SOURCES, "random", "out", "dout", "lse", "sink")
+    inputs = (*SOURCES, "random", "out", "dout", "lse", "sink")
     context = (*SOURCES, "random", "dout", "lse", "delta")
     rows = ("out", "dout", "lse", "sink", "lengths_q", "starts_q", "masked_q")
     steps = [
@@ -48,4 +48,4 @@ def gradients(delta: Launch, queries: Launch, keys: Launch, bias: Launch | None)
     if bias is not None:
         steps.append(ProgramStep(bias, context, ("dbias",)))
     into = tuple(name for one in steps for name in one.outputs if name is not None)
-    return Program(given, tuple(steps), (), into)
+    return Program(inputs, tuple(steps), (), into)

@@ -60,17 +60,17 @@ def fetch(
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, BAND)
         m, n = tile_m * ROWS, tile_n * BLOCK
         for block in range(blocks):
-            place = step % STAGES
+            stage = step % STAGES
             # In the first round the stages are free: the phase before the first one counts as completed.
-            mbarrier.wait(free.index(place), (step // STAGES & 1) ^ 1)
-            arrived = full.index(place)
+            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            arrived = full.index(stage)
             mbarrier.expect(arrived, SIZE)
-            tma.async_copy_global_to_shared(a, [m, block * BLOCK], arrived, a_stages.index(place))
-            tma.async_copy_global_to_shared(b, [n, block * BLOCK], arrived, b_stages.index(place))
-            tma.async_copy_global_to_shared(scale_a, [block * M + m], arrived, scale_a_stages.index(place))
+            tma.async_copy_global_to_shared(a, [m, block * BLOCK], arrived, a_stages.index(stage))
+            tma.async_copy_global_to_shared(b, [n, block * BLOCK], arrived, b_stages.index(stage))
+            tma.async_copy_global_to_shared(scale_a, [block * M + m], arrived, scale_a_stages.index(stage))
             if BY_ROW:
                 tma.async_copy_global_to_shared(
-                    scale_b, [block * N + n], arrived, scale_b_stages.index(place)
+                    scale_b, [block * N + n], arrived, scale_b_stages.index(stage)
                 )
             step += 1
 
@@ -134,11 +134,11 @@ def multiply(
         if not BY_ROW:
             square = gl.load(squares)
         for block in range(blocks):
-            place = step % STAGES
-            mbarrier.wait(full.index(place), step // STAGES & 1)
-            codes = a_stages.index(place)
-            b = b_stages.index(place).permute((1, 0))
-            rows = scale_a_stages.index(place)
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            codes = a_stages.index(stage)
+            b = b_stages.index(stage).permute((1, 0))
+            rows = scale_a_stages.index(stage)
             first = rows.slice(GROUP * 2 * HALF, HALF).load(RIGHT) * square
             second = rows.slice(GROUP * 2 * HALF + HALF, HALF).load(RIGHT) * square
             product = start_product(
@@ -149,15 +149,15 @@ def multiply(
             product = hopper.warpgroup_mma_wait(0, deps=[product])
             by_column = first
             if BY_ROW:
-                by_column = scale_b_stages.index(place).load(BELOW)
+                by_column = scale_b_stages.index(stage).load(BELOW)
             upper = added(upper, product, first, by_column, BY_ROW)
             product = start_product(
                 codes.slice(GROUP * 2 * HALF + HALF, HALF), b, product, never, turns, GROUP, GROUP, BY_ROW
             )
             product = hopper.warpgroup_mma_wait(0, deps=[product])
             if BY_ROW:
-                by_column = scale_b_stages.index(place).load(BELOW)
-            mbarrier.arrive(free.index(place), count=1)
+                by_column = scale_b_stages.index(stage).load(BELOW)
+            mbarrier.arrive(free.index(stage), count=1)
             lower = added(lower, product, second, by_column, BY_ROW)
             step += 1
         m, n = tile_m * ROWS + GROUP * 2 * HALF, tile_n * BLOCK
@@ -211,9 +211,9 @@ def product_kernel(
     buffers = gl.allocate_shared_memory(out.dtype.element_ty, [2 * BUFFERS, HALF, BLOCK], RESULT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(free.index(place), count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for group in gl.static_range(2):
         mbarrier.init(turns.index(group), count=1)

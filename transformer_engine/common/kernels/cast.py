@@ -315,22 +315,22 @@ def one_scale(
     plain = (shape, element, rowwise, columnwise)
     scaling = {"power_of_two": power_of_two, "epsilon": epsilon, "zero_is_one": zero_is_one}
     names = ("codes", "codes_t", "scale")
-    given = ("x", "multiplier", "amax")
+    inputs = ("x", "multiplier", "amax")
     if amax == SCALES:
-        given = ("x",)
+        inputs = ("x",)
         steps = (
-            ProgramStep(absolute_maximum(shape[0] * shape[1], overlaps=overlaps), given, ("amax",)),
+            ProgramStep(absolute_maximum(shape[0] * shape[1], overlaps=overlaps), inputs, ("amax",)),
             step(cast(*plain, follows=overlaps, **scaling), ("x", None, "amax"), names),
         )
     elif amax == MEASURED:
-        given = ("x", "multiplier")
-        steps = (step(cast(*plain, measures=True, **scaling), given, ("amax", *names)),)
+        inputs = ("x", "multiplier")
+        steps = (step(cast(*plain, measures=True, **scaling), inputs, ("amax", *names)),)
     else:
-        steps = (step(cast(*plain, records=amax == RECORDED, **scaling), given, names),)
+        steps = (step(cast(*plain, records=amax == RECORDED, **scaling), inputs, names),)
     codes, codes_t, _ = names
     rows = (codes, "scale") if rowwise else (None, None)
     columns = (codes_t, "scale") if columnwise else (None, None)
-    return Program(given, steps, (*rows, *columns, "amax"))
+    return Program(inputs, steps, (*rows, *columns, "amax"))
 
 
 RECORDED, MEASURED, GIVEN, SCALES = "recorded", "measured", "given", "scales"

@@ -37,7 +37,7 @@ def column_sums_kernel(
     """
     if OVERLAPS:
         gdc_launch_dependents()
-    known = maximum_before(amax)
+    current = maximum_before(amax)
     tiles_n = tl.cdiv(N, BLOCK_N)
     strip = tl.program_id(0) // tiles_n
     row = tl.arange(0, BLOCK_M)
@@ -58,7 +58,7 @@ def column_sums_kernel(
             greatest = tl.maximum(greatest, magnitude_bits(values))
     store_column_sums(workspace, sums, strip, N, first_n, column, N)
     if amax is not None:
-        record_maximum(amax, tl.max(greatest), known)
+        record_maximum(amax, tl.max(greatest), current)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -100,46 +100,46 @@ def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> C
     ]
 
 
-def _compile(wanted: KernelKey) -> Compiled:
+def _compile(key: KernelKey) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    names = wanted.kernel.arg_names
-    pointers, rest = names[: len(wanted.dtypes)], names[len(wanted.dtypes) :]
-    numbers, others = rest[: len(wanted.scalars)], rest[len(wanted.scalars) :]
-    constants = dict(zip(others, wanted.constants, strict=True))
-    constants |= {name: None for name, dtype in zip(pointers, wanted.dtypes, strict=True) if dtype is None}
+    names = key.kernel.arg_names
+    pointers, rest = names[: len(key.dtypes)], names[len(key.dtypes) :]
+    numbers, constant_names = rest[: len(key.scalars)], rest[len(key.scalars) :]
+    constants = dict(zip(constant_names, key.constants, strict=True))
+    constants |= {name: None for name, dtype in zip(pointers, key.dtypes, strict=True) if dtype is None}
     # As in Triton's own launcher: an integer equal to 1 becomes a constant.
-    constants |= {n: v for n, v in zip(numbers, wanted.scalars, strict=True) if type(v) is int and v == 1}
+    constants |= {n: v for n, v in zip(numbers, key.scalars, strict=True) if type(v) is int and v == 1}
     kinds = {
         name: f"*{_KINDS[dtype]}"
-        for name, dtype in zip(pointers, wanted.dtypes, strict=True)
+        for name, dtype in zip(pointers, key.dtypes, strict=True)
         if dtype is not None
     }
-    values = dict(zip(numbers, wanted.scalars, strict=True))
+    values = dict(zip(numbers, key.scalars, strict=True))
     for name, value in values.items():
         integer = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
         kinds[name] = "fp32" if isinstance(value, float) else integer
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     multiples = {name for name, value in values.items() if isinstance(value, int) and value % _ALIGNMENT == 0}
     aligned = {
-        (place,): [["tt.divisibility", _ALIGNMENT]]
-        for place, name in enumerate(names)
+        (index,): [["tt.divisibility", _ALIGNMENT]]
+        for index, name in enumerate(names)
         if name not in constants and (name not in values or name in multiples)
     }
-    made = triton.compile(
-        _source(wanted.kernel)(wanted.kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", wanted.capability, 32),
-        options=compile_options(wanted.warps, wanted.registers, wanted.fuses),
+    binary = triton.compile(
+        _source(key.kernel)(key.kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", key.capability, 32),
+        options=compile_options(key.warps, key.registers, key.fuses),
     )
     return Compiled(
-        made.metadata.name,
-        made.asm["ptx"],
-        wanted.capability,
-        made.metadata.num_warps,
-        made.metadata.shared,
-        getattr(made.metadata, "global_scratch_size", 0) or 0,
-        tuple(place for place, dtype in enumerate(wanted.dtypes) if dtype is not None),
+        binary.metadata.name,
+        binary.asm["ptx"],
+        key.capability,
+        binary.metadata.num_warps,
+        binary.metadata.shared,
+        getattr(binary.metadata, "global_scratch_size", 0) or 0,
+        tuple(index for index, dtype in enumerate(key.dtypes) if dtype is not None),
         tuple(Scalar(value, kinds[name]) for name, value in values.items() if name not in constants),
     )
 

@@ -52,9 +52,9 @@ def _statistics(
         greatest = highest
         if SUMS:
             plain += tl.sum(tl.where(inside, value * share, 0.0), 0)  # large logits have an infinite sum
-    place = tl.load(targets + row) - first_id
-    mine = (place >= start) & (place < end)
-    chosen = tl.load(source + place, mask=mine, other=float("-inf")).to(tl.float32)
+    position = tl.load(targets + row) - first_id
+    mine = (position >= start) & (position < end)
+    chosen = tl.load(source + position, mask=mine, other=float("-inf")).to(tl.float32)
     target = partials + (strip.to(tl.int64) * rows + row) * 4
     tl.store(target, greatest)
     tl.store(target + 1, total)
@@ -127,8 +127,8 @@ def _gradient(
     inverse = 1.0 / tl.load(statistics + 2 * row.to(tl.int64) + 1)
     value = tl.load(x + offset, mask=inside, other=float("-inf")).to(tl.float32)
     probability = tl.exp(value - greatest) * inverse
-    wanted = tl.where(column == target - first_id, 1.0 - smoothing, 0.0) + smoothing / total_ids
-    result = (probability - wanted) * tl.load(factor + row.to(tl.int64) * factor_stride)
+    target_probability = tl.where(column == target - first_id, 1.0 - smoothing, 0.0) + smoothing / total_ids
+    result = (probability - target_probability) * tl.load(factor + row.to(tl.int64) * factor_stride)
     result = tl.where(target == ignored, 0.0, result)
     if dx is None:
         tl.store(x + offset, result.to(x.dtype.element_ty), mask=inside)
@@ -144,9 +144,9 @@ def _rescale(x, factor, rows, width, parts, BLOCK: tl.constexpr):
         elements = tl.cast(rows, tl.int64) * width
         for i in range(parts):
             part = tl.program_id(0).to(tl.int64) + tl.cast(i, tl.int64) * tl.num_programs(0)
-            place = part * BLOCK + tl.arange(0, BLOCK)
-            value = tl.load(x + place, mask=place < elements, other=0.0).to(tl.float32)
-            tl.store(x + place, (value * multiplier).to(x.dtype.element_ty), mask=place < elements)
+            offsets = part * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(x + offsets, mask=offsets < elements, other=0.0).to(tl.float32)
+            tl.store(x + offsets, (value * multiplier).to(x.dtype.element_ty), mask=offsets < elements)
 
 
 def statistics(rows: int, width: int, strips: int, labels: Labels) -> Launch:

@@ -86,8 +86,8 @@ def forward_kernel(
         tl.store(mask + byte, bits.to(tl.uint8), mask=byte * 8 < SIZE)
         result = tl.where(_spread(bits), value.to(tl.float32) * factor, 0.0).to(element)
     if residual is not None:
-        beside = tile.load(residual + first + offset, inside, EVEN)
-        result = (result.to(tl.float32) + beside.to(tl.float32)).to(element)
+        addend = tile.load(residual + first + offset, inside, EVEN)
+        result = (result.to(tl.float32) + addend.to(tl.float32)).to(element)
     tile.store(y + first + offset, result, inside, EVEN)
 
 

@@ -28,9 +28,9 @@ def select_codes(scaled, random, STOCHASTIC: tl.constexpr):
         first = tl.where(magnitude > 2.0, 2.0, magnitude) * 2.0
         second = tl.where(magnitude > 4.0, 4.0, tl.where(magnitude < 2.0, 2.0, magnitude)) - 2.0
         third = (tl.where(magnitude > 6.0, 6.0, tl.where(magnitude < 4.0, 4.0, magnitude)) - 4.0) * 0.5
-        whole = tl.floor(first) + tl.floor(second) + tl.floor(third)
+        floors = tl.floor(first) + tl.floor(second) + tl.floor(third)
         fraction = (first - tl.floor(first)) + (second - tl.floor(second)) + (third - tl.floor(third))
-        code = (whole + tl.floor(fraction + random)).to(tl.int32)
+        code = (floors + tl.floor(fraction + random)).to(tl.int32)
     else:
         # The midpoints between adjacent magnitudes; a tie is rounded to the even code.
         code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)

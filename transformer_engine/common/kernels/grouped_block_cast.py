@@ -54,14 +54,14 @@ def row_block_kernel(
         even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, False)
         odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, False)
         if codes is not None:
-            place = codes + start * K
+            pointer = codes + start * K
             decode = scale + start * TILES_K
             _row_blocks(
-                place, decode, rows, K, first_m, first_k, half * 2, k, even,
+                pointer, decode, rows, K, first_m, first_k, half * 2, k, even,
                 MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False, CONVERSION,
             )  # fmt: skip
             _row_blocks(
-                place, decode, rows, K, first_m, first_k, half * 2 + 1, k, odd,
+                pointer, decode, rows, K, first_m, first_k, half * 2 + 1, k, odd,
                 MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False, CONVERSION,
             )  # fmt: skip
         if codes_t is not None:
@@ -110,11 +110,11 @@ def square_block_kernel(
     multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE)
     if codes is not None:
         tl.store(scale + (first_tile + tile_m) * TILES_K + tile_k, decode)
-        place = codes + start * K
+        pointer = codes + start * K
         narrow = to_codes(even.to(tl.float32) * multiplier, codes.dtype.element_ty, CONVERSION)
-        tile.store_rows(place, rows, K, first_m, first_k, half * 2, k, narrow, EVEN)
+        tile.store_rows(pointer, rows, K, first_m, first_k, half * 2, k, narrow, EVEN)
         narrow = to_codes(odd.to(tl.float32) * multiplier, codes.dtype.element_ty, CONVERSION)
-        tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
+        tile.store_rows(pointer, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
     if codes_t is not None:
         tl.store(scale_t + first_tile * TILES_K + tile_k * tiles + tile_m, decode)
         pairs = to_codes(tl.join(even, odd).to(tl.float32) * multiplier, codes_t.dtype.element_ty, CONVERSION)

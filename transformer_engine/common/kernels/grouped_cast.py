@@ -161,11 +161,11 @@ def cast_kernel(
         even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, EVEN and not BY_ROWS)
         odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, EVEN and not BY_ROWS)
         if codes is not None:
-            place = codes + start * K
+            pointer = codes + start * K
             narrow = to_codes(even.to(tl.float32) * factor, codes.dtype.element_ty, CONVERSION)
-            tile.store_rows(place, rows, K, first_m, first_k, half * 2, k, narrow, EVEN and not BY_ROWS)
+            tile.store_rows(pointer, rows, K, first_m, first_k, half * 2, k, narrow, EVEN and not BY_ROWS)
             narrow = to_codes(odd.to(tl.float32) * factor, codes.dtype.element_ty, CONVERSION)
-            tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN and not BY_ROWS)
+            tile.store_rows(pointer, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN and not BY_ROWS)
         if codes_t is not None:
             pairs = to_codes(tl.join(even, odd).to(tl.float32) * factor, codes_t.dtype.element_ty, CONVERSION)
             store_transposed(
@@ -250,13 +250,15 @@ def store_transposed(
             low.to(tl.uint8, bitcast=True).to(tl.uint16)
             | (high.to(tl.uint8, bitcast=True).to(tl.uint16) << 8)
         )
-        place = (codes_t + first_tile * WIDTH * K).to(tl.pointer_type(tl.uint16))
-        places = place + (first_k * (depth // 2) + first_m // 2) + (k[:, None] * (depth // 2) + half[None, :])
+        pointer = (codes_t + first_tile * WIDTH * K).to(tl.pointer_type(tl.uint16))
+        places = (
+            pointer + (first_k * (depth // 2) + first_m // 2) + (k[:, None] * (depth // 2) + half[None, :])
+        )
         inside = tl.broadcast_to((first_k + k < K)[:, None], words.shape)
         tile.store(places, words, inside, EVEN)
     else:
-        place = codes_t + start * K
-        tile.store_pairs_transposed(place, rows, K, first_m, first_k, half, k, pairs, True, EVEN)
+        pointer = codes_t + start * K
+        tile.store_pairs_transposed(pointer, rows, K, first_m, first_k, half, k, pairs, True, EVEN)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -318,21 +320,21 @@ def tensor_scaled(
     from the group's maximum, unless `slots` are the stride and offset for given scales and their maxima; then the
     inputs are (x, table, layout, multiplier, amax, codes, codes_t, scale). See `cast` for tiled.
     """
-    given, into = ("x", "table", "layout"), ("codes", "codes_t", "scale")
+    inputs, into = ("x", "table", "layout"), ("codes", "codes_t", "scale")
     plain = (shape, groups, by_rows, element)
     rest = (power_of_two, epsilon, rowwise, columnwise)
     if slots is not None:
         launch = cast(*plain, *slots, *rest, records=True, tiled=tiled)
-        steps = (step(launch, (*given, "multiplier", "amax"), into),)
-        given += ("multiplier", "amax")
+        steps = (step(launch, (*inputs, "multiplier", "amax"), into),)
+        inputs += ("multiplier", "amax")
     else:
         launch = cast(*plain, 0, 0, *rest, records=False, tiled=tiled)
         steps = (
-            ProgramStep(maximum(shape, groups, by_rows), given, ("amax",)),
-            step(launch, (*given, None, "amax"), into),
+            ProgramStep(maximum(shape, groups, by_rows), inputs, ("amax",)),
+            step(launch, (*inputs, None, "amax"), into),
         )
-    made = tuple(name for name in into if name in steps[-1].outputs)
-    return Program(given, steps, (), made)
+    results = tuple(name for name in into if name in steps[-1].outputs)
+    return Program(inputs, steps, (), results)
 
 
 def address_tables(by_rows: bool) -> tuple[AddressTable, ...]:

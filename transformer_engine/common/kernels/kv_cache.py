@@ -31,9 +31,9 @@ def _copy_tokens(
     for first in range(0, features, BLOCK):
         feature = first + tl.arange(0, BLOCK)
         # The heads of a transposed prompt can be more than 2^31 elements apart.
-        place = (feature // size).to(tl.int64) * head_stride + feature % size
+        feature_offset = (feature // size).to(tl.int64) * head_stride + feature % size
         mask = real[:, None] & (feature < features)[None, :]
-        values = tl.load(new + source[:, None] + place[None, :], mask=mask, other=0.0)
+        values = tl.load(new + source[:, None] + feature_offset[None, :], mask=mask, other=0.0)
         target = cache + slot[:, None] * features + feature[None, :]
         tl.store(target, values.to(cache.dtype.element_ty), mask=mask)
 
@@ -76,15 +76,15 @@ def append_kernel(
     begin = tl.load(cu_new + sequence)
     count = tl.load(cu_new + sequence + 1) - begin
     cached = tl.load(cu_cached + sequence + 1) - tl.load(cu_cached + sequence)
-    place = cached - count + token
-    real = (token < count) & (place >= 0) & (place < capacity)
+    position = cached - count + token
+    real = (token < count) & (position >= 0) & (position < capacity)
     if page_table is None:
-        slot = sequence.to(tl.int64) * capacity + place
+        slot = sequence.to(tl.int64) * capacity + position
     else:
         row = page_table + sequence.to(tl.int64) * table_stride
-        page = tl.load(row + place // page_size, mask=real, other=0)
+        page = tl.load(row + position // page_size, mask=real, other=0)
         real = real & (page >= 0) & (page < pages)
-        slot = page.to(tl.int64) * page_size + place % page_size
+        slot = page.to(tl.int64) * page_size + position % page_size
     if PACKED:
         token += begin
     token = token.to(tl.int64)

@@ -183,15 +183,15 @@ def codes_dtype(element: Element) -> str:
     return _DTYPES[element.name]
 
 
-def start(launch: Launch, tensors: Tensors, device: int, made: Tensors = ()) -> Any:
+def start(launch: Launch, tensors: Tensors, device: int, outputs: Tensors = ()) -> Any:
     """Launch the kernel on the device's current stream, and return its starter; tensors are inputs, then outputs.
 
     The device must be the current one. A tensor that the kernel does not need is None. Outputs that were allocated as
-    the record declares can be passed as `made` instead, because their dtypes and alignment are known.
+    the record declares can be passed as `outputs` instead, because their dtypes and alignment are known.
     """
     pointers: Pointers = []
     key: list[Any] = [device]  # all properties on which Triton specializes and which the record does not fix
-    together = 0
+    address_bits = 0
     for tensor in tensors:
         if tensor is None:
             pointers.append(None)
@@ -200,17 +200,17 @@ def start(launch: Launch, tensors: Tensors, device: int, made: Tensors = ()) -> 
             pointer = tensor.data_ptr()
             if not pointer:
                 check_memory(tensor)
-            together |= pointer
+            address_bits |= pointer
             pointers.append(pointer)
             key.append(tensor.dtype)
-    if together % ALIGNMENT:
+    if address_bits % ALIGNMENT:
         key.extend([pointer is None or pointer % ALIGNMENT == 0 for pointer in pointers])
-    for tensor in made:
+    for tensor in outputs:
         pointers.append(None if tensor is None else tensor.data_ptr())
     handle = launch.handles.get(tuple(key))
     if handle is None:
-        handle = launch.handles[tuple(key)] = _compile(launch, (*tensors, *made))
-    handle(device, pointers, tensors, made)
+        handle = launch.handles[tuple(key)] = _compile(launch, (*tensors, *outputs))
+    handle(device, pointers, tensors, outputs)
     return handle
 
 
@@ -243,8 +243,8 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     # Under TRITON_INTERPRET=1, kernels have another class.
     if not (_calling_convention_is_known() and isinstance(launch.kernel, triton.JITFunction)):
 
-        def start_publicly(device: int, pointers: Pointers, tensors: Tensors, made: Tensors) -> None:
-            every = (*tensors, *made)
+        def start_publicly(device: int, pointers: Pointers, tensors: Tensors, outputs: Tensors) -> None:
+            every = (*tensors, *outputs)
             launch.kernel[launch.grid](*(_bytes(every) if as_bytes else every), *arguments, **options)
 
         return start_publicly
@@ -333,7 +333,7 @@ class Handle:
         self.middle = middle
         self.arguments = arguments
 
-    def __call__(self, device: int, pointers: Pointers, tensors: Tensors, made: Tensors) -> None:
+    def __call__(self, device: int, pointers: Pointers, tensors: Tensors, outputs: Tensors) -> None:
         columns, rows, planes = self.grid
         stream = self.current_stream(device)
         self.run(columns, rows, planes, stream, *self.middle, *pointers, *self.arguments)
@@ -355,16 +355,16 @@ def _check(launch: Launch, tensors: Tensors) -> None:
         raise ValueError(
             f"{name} was given tensors on {' and '.join(sorted(devices))}; move all of them to one device"
         )
-    for place, output in enumerate(launch.outputs, inputs):
-        tensor = tensors[place]
+    for index, output in enumerate(launch.outputs, inputs):
+        tensor = tensors[index]
         if output is None or tensor is None:
             assert output is tensor, (
-                f"{name}: argument {place} is {output} in the record, {tensor} in the call"
+                f"{name}: argument {index} is {output} in the record, {tensor} in the call"
             )
         elif output.dtype is not None:
             dtype = str(tensor.dtype).removeprefix("torch.")
             assert dtype == output.dtype, (
-                f"{name} writes {output.dtype} to argument {place}, which is {dtype}"
+                f"{name} writes {output.dtype} to argument {index}, which is {dtype}"
             )
 
 

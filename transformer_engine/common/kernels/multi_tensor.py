@@ -89,12 +89,12 @@ def _scale(
     by = tl.load(factor)
     bad = 0
     for first in range(0, SIZE, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        inside = place < count
-        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        offsets = first + tl.arange(0, BLOCK)
+        inside = offsets < count
+        value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
         finite = tl.abs(value) < float("inf")
         bad = tl.maximum(bad, tl.max(1 - finite.to(tl.int32), 0))
-        tl.store(y + place, (value * by).to(y.dtype.element_ty), mask=inside)
+        tl.store(y + offsets, (value * by).to(y.dtype.element_ty), mask=inside)
     tl.store(flag, 1, mask=bad != 0)
 
 
@@ -115,8 +115,8 @@ def _squares(
         by = tl.load(factor)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, SIZE, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32) * by
+        offsets = first + tl.arange(0, BLOCK)
+        value = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32) * by
         total += value * value
     tl.store(partials + tl.program_id(0), tl.sum(total, 0))
 
@@ -167,16 +167,16 @@ def _adam(
     second_bias = tl.load(rates + 8)
     by = tl.load(rates + 9)
     for first in range(0, SIZE, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        inside = place < count
-        g = tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32) * by
-        m = tl.load(m_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        offsets = first + tl.arange(0, BLOCK)
+        inside = offsets < count
+        g = tl.load(g_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * by
+        m = tl.load(m_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         if MASTER == "int16":
-            upper = tl.load(p_ptr + place, mask=inside, other=0)
-            p = _join_halves(upper, tl.load(master_ptr + place, mask=inside, other=0))
+            upper = tl.load(p_ptr + offsets, mask=inside, other=0)
+            p = _join_halves(upper, tl.load(master_ptr + offsets, mask=inside, other=0))
         else:
-            p = tl.load(master_ptr + place, mask=inside, other=0.0).to(tl.float32)
+            p = tl.load(master_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         if not DECOUPLED:
             g += decay * p
         m = keeps_first * m + takes_first * g
@@ -185,19 +185,19 @@ def _adam(
         if DECOUPLED:
             update += decay * p
         p -= lr * update
-        tl.store(m_ptr + place, m.to(m_ptr.dtype.element_ty), mask=inside)
-        tl.store(v_ptr + place, v.to(v_ptr.dtype.element_ty), mask=inside)
+        tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=inside)
+        tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=inside)
         if MASTER == "int16":
             bits = p.to(tl.int32, bitcast=True)
             lower = bits.to(tl.int16)
             high = bits >> 16
             high = tl.where(lower < 0, high + 1, high)
-            tl.store(p_ptr + place, high.to(tl.int16), mask=inside)
-            tl.store(master_ptr + place, lower, mask=inside)
+            tl.store(p_ptr + offsets, high.to(tl.int16), mask=inside)
+            tl.store(master_ptr + offsets, lower, mask=inside)
         else:
-            tl.store(p_ptr + place, p.to(p_ptr.dtype.element_ty), mask=inside)
+            tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=inside)
             if MASTER is not None:
-                tl.store(master_ptr + place, p.to(master_ptr.dtype.element_ty), mask=inside)
+                tl.store(master_ptr + offsets, p.to(master_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -233,18 +233,18 @@ def _sgd(
     lr = tl.load(rates + 3)
     by = tl.load(rates + 4)
     for first in range(0, SIZE, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        inside = place < count
-        g = tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32) * by
-        p = tl.load(p_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        offsets = first + tl.arange(0, BLOCK)
+        inside = offsets < count
+        g = tl.load(g_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * by
+        p = tl.load(p_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         if not LATE:
             g += decay * p
         if MOMENTUM:
             if FIRST:
                 m = g
             else:
-                m = momentum * tl.load(m_ptr + place, mask=inside, other=0.0).to(tl.float32) + takes * g
-            tl.store(m_ptr + place, m.to(m_ptr.dtype.element_ty), mask=inside)
+                m = momentum * tl.load(m_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + takes * g
+            tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=inside)
             if NESTEROV:
                 g += momentum * m
             else:
@@ -252,9 +252,9 @@ def _sgd(
         if LATE:
             g += decay * p
         p -= lr * g
-        tl.store(p_ptr + place, p.to(p_ptr.dtype.element_ty), mask=inside)
+        tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=inside)
         if COPY is not None:
-            tl.store(copy_ptr + place, p.to(copy_ptr.dtype.element_ty), mask=inside)
+            tl.store(copy_ptr + offsets, p.to(copy_ptr.dtype.element_ty), mask=inside)
 
 
 def scale(chunks: int, kinds: tuple[str, ...], aligned: bool) -> Launch:

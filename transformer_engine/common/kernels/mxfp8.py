@@ -233,13 +233,13 @@ def matrices_kernel(
     group = tl.program_id(0) // tiles
     size = tl.cast(M, tl.int64) * K
     x = matrix_base(x, table, group, size)
-    place = group.to(tl.int64)
+    index = group.to(tl.int64)
     if codes is not None:
-        codes += place * size
-        scale += place * M * tl.cdiv(K, GROUP)
+        codes += index * size
+        scale += index * M * tl.cdiv(K, GROUP)
     if codes_t is not None:
-        codes_t += place * size
-        scale_t += place * K * tl.cdiv(M, GROUP)
+        codes_t += index * size
+        scale_t += index * K * tl.cdiv(M, GROUP)
     # fmt: off
     _tile_of_blocks(
         x, codes, scale, codes_t, scale_t, tl.program_id(0) % tiles, M, K,

@@ -41,10 +41,10 @@ def load_multiplier(multiplier, scale, program, ZERO_IS_ONE: tl.constexpr):
 @triton.jit
 def maximum_before(amax):
     """int32 bits of amax when the program begins; most programs do not exceed it."""
-    known = 0
+    current = 0
     if amax is not None:
-        known = tl.load(amax.to(tl.pointer_type(tl.int32)))
-    return known
+        current = tl.load(amax.to(tl.pointer_type(tl.int32)))
+    return current
 
 
 @triton.jit
@@ -66,8 +66,8 @@ def _multipliers_of_blocks(
     multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
     m = row + tl.arange(0, ROWS)[:, None]
     block = first_column // WIDTH + tl.arange(0, COUNT)[None, :]
-    there = (m < rows) & (block * WIDTH < width)
-    tl.store(scale + block.to(tl.int64) * rows + m, decode, mask=there)
+    valid = (m < rows) & (block * WIDTH < width)
+    tl.store(scale + block.to(tl.int64) * rows + m, decode, mask=valid)
     return tl.reshape(tl.broadcast_to(multiplier[:, :, None], [ROWS, COUNT, BLOCK]), rounded.shape)
 
 
@@ -148,7 +148,7 @@ def forward_rows(
 ):
     """Normalize BLOCK_ROWS whole rows per program, in registers."""
     factor = load_multiplier(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
-    known = maximum_before(amax)
+    current = maximum_before(amax)
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = column < width
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -166,7 +166,7 @@ def forward_rows(
         CONVERSION,
     )  # fmt: skip
     if amax is not None:
-        record_maximum(amax, tl.max(bits), known)
+        record_maximum(amax, tl.max(bits), current)
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def forward_streamed(
 ):
     """Normalize one row after another in registers, while the next rows are loaded to shared memory."""
     factor = load_multiplier(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
-    known = maximum_before(amax)
+    current = maximum_before(amax)
     greatest = 0
     column = tl.arange(0, BLOCK_WIDTH)
     inside = column < width
@@ -226,7 +226,7 @@ def forward_streamed(
         if amax is not None:
             greatest = tl.maximum(greatest, tl.max(bits, 0))  # a maximum per column spills registers
     if amax is not None:
-        record_maximum(amax, greatest, known)
+        record_maximum(amax, greatest, current)
 
 
 @triton.jit
@@ -258,7 +258,7 @@ def forward_wide(
     cache."""
     row = tl.program_id(0)
     factor = load_multiplier(multiplier, scale, row, ZERO_IS_ONE)
-    known = maximum_before(amax)
+    current = maximum_before(amax)
     greatest = tl.zeros([BLOCK_WIDTH], tl.int32)
     source = x + row.to(tl.int64) * x_stride
     target = row.to(tl.int64) * width
@@ -300,7 +300,7 @@ def forward_wide(
         if amax is not None:
             greatest = tl.maximum(greatest, bits)
     if amax is not None:
-        record_maximum(amax, tl.max(greatest), known)
+        record_maximum(amax, tl.max(greatest), current)
 
 
 @triton.jit

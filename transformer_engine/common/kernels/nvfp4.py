@@ -228,27 +228,27 @@ def block_kernel(
             TILED, CONVERSION,
         )  # fmt: skip
     if codes_t is not None:
-        turned = tl.trans(values)
+        transposed = tl.trans(values)
         if BY_TILE:
             maximum_t = _tile_maxima(amax_t, first_m, M, TILE)[None, :]
         else:
             maximum_t = _maxima(amax_t, first_k, K, TILE, False)
         if HADAMARD:
-            turned = _transform(turned, RANDOM_SIGN, TILE, TILE)
+            transposed = _transform(transposed, RANDOM_SIGN, TILE, TILE)
         if SQUARE:
             bits_t = _expand_square(tl.trans(square), TILE)
         else:
-            bits_t = tl.max(magnitude_bits(turned).reshape(TILE, GROUPS, GROUP), 2)
+            bits_t = tl.max(magnitude_bits(transposed).reshape(TILE, GROUPS, GROUP), 2)
         four_t = None
         if ERROR > 0:
             if SQUARE:
                 four_t = _expand_square(tl.trans(square_four), TILE)
             else:
                 four_t = takes_four(
-                    turned, bits_t, maximum_t, RANGE, ERROR, BY_TILE, False, TILE, TILE, CONVERSION
+                    transposed, bits_t, maximum_t, RANGE, ERROR, BY_TILE, False, TILE, TILE, CONVERSION
                 )
         _store_direction(
-            turned, bits_t, four_t, maximum_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE,
+            transposed, bits_t, four_t, maximum_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE,
             RANGE, EVEN, TILED, CONVERSION,
         )  # fmt: skip
 
@@ -259,8 +259,8 @@ def transformed_maximum_kernel(
 ):
     """Compute amax = max(amax, max|transform(x.T)|)."""
     values, _, _ = _square_tile(x, M, K, TILE, EVEN)
-    turned = _transform(tl.trans(values), RANDOM_SIGN, TILE, TILE)
-    tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(turned)), sem="relaxed")
+    transposed = _transform(tl.trans(values), RANDOM_SIGN, TILE, TILE)
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(transposed)), sem="relaxed")
 
 
 def _grid(shape: tuple[int, int]) -> tuple[int, int, int]:
@@ -363,9 +363,9 @@ def program(
     x is [M, K] contiguous; amax and amax_t are inputs if given. Launches before the cast compute the missing maxima:
     for x, for its rows, and for its transpose if the transpose is transformed.
     """
-    given = ("x", "random", "random_t")
-    given += ("amax",) if amax_given else ()
-    given += ("amax_t",) if amax_t_given else ()
+    inputs = ("x", "random", "random_t")
+    inputs += ("amax",) if amax_given else ()
+    inputs += ("amax_t",) if amax_t_given else ()
     tensor_maximum = absolute_maximum(shape[0] * shape[1])
     steps: list[ProgramStep] = []
     amax: str | None = "amax"
@@ -386,4 +386,4 @@ def program(
     names = ("codes", "scale", "codes_t", "scale_t")
     last = step(blocks(shape, rowwise, columnwise, options), ("x", amax, amax_t, "random", "random_t"), names)
     maxima = (amax if rowwise else None, amax_t if columnwise else None)
-    return Program(given, (*steps, last), (*last.outputs, *maxima))
+    return Program(inputs, (*steps, last), (*last.outputs, *maxima))

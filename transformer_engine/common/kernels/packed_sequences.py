@@ -20,8 +20,8 @@ def zero_padding_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr,
         clears = (row >= first) & (row < tokens)
         for offset in range(0, width, COLUMNS):
             inside = clears[:, None] & (offset + column < width)[None, :]
-            place = row.to(tl.int64)[:, None] * width + (offset + column)[None, :]
-            tl.store(x + place, tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty), mask=inside)
+            offsets = row.to(tl.int64)[:, None] * width + (offset + column)[None, :]
+            tl.store(x + offsets, tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty), mask=inside)
 
 
 def zero_padding_launch(tokens: int, width: int, sequences: int) -> Launch:
@@ -47,8 +47,8 @@ def zero_unseen_kernel(x, seen, tokens, width, ROWS: tl.constexpr, COLUMNS: tl.c
         column = tl.arange(0, COLUMNS)
         for offset in range(0, width, COLUMNS):
             inside = clears[:, None] & (offset + column < width)[None, :]
-            place = row.to(tl.int64)[:, None] * width + (offset + column)[None, :]
-            tl.store(x + place, tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty), mask=inside)
+            offsets = row.to(tl.int64)[:, None] * width + (offset + column)[None, :]
+            tl.store(x + offsets, tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty), mask=inside)
 
 
 def zero_unseen(tokens: int, width: int) -> Launch:

@@ -84,9 +84,9 @@ def clear_kernel(y, row_probs, taken, rows, hidden, ROWS: tl.constexpr, BLOCK: t
             tl.store(row_probs + row, tl.zeros([ROWS], row_probs.dtype.element_ty), mask=free)
         for first in range(0, hidden, BLOCK):
             feature = first + tl.arange(0, BLOCK)
-            place = row.to(tl.int64)[:, None] * hidden + feature[None, :]
+            offsets = row.to(tl.int64)[:, None] * hidden + feature[None, :]
             nothing = tl.zeros([ROWS, BLOCK], y.dtype.element_ty)
-            tl.store(y + place, nothing, mask=free[:, None] & (feature < hidden)[None, :])
+            tl.store(y + offsets, nothing, mask=free[:, None] & (feature < hidden)[None, :])
 
 
 @triton.jit
@@ -105,25 +105,25 @@ def collect_kernel(
     inside = feature < hidden
     lane = tl.arange(0, COLUMNS)
     total = tl.zeros([BLOCK], tl.float32)
-    beside = tl.zeros([COLUMNS], tl.float32)
+    column_values = tl.zeros([COLUMNS], tl.float32)
     count = _routes(map, token, columns, BY_MASK)
     for i in range(0, count, TOGETHER):
         for k in tl.static_range(TOGETHER):
             j = count - 1 - i - k
             row, column = _route(map, pad_offsets, token, tl.maximum(j, 0), tokens, columns, BY_MASK)
-            there = (row >= 0) & (row < rows) & (j >= 0)
-            value = tl.load(y + row * hidden + feature, mask=inside & there, other=0.0).to(tl.float32)
+            valid = (row >= 0) & (row < rows) & (j >= 0)
+            value = tl.load(y + row * hidden + feature, mask=inside & valid, other=0.0).to(tl.float32)
             if weights is not None:
-                place = token.to(tl.int64) * columns + column
-                value *= tl.load(weights + place, mask=j >= 0, other=0.0).to(tl.float32)
+                offset = token.to(tl.int64) * columns + column
+                value *= tl.load(weights + offset, mask=j >= 0, other=0.0).to(tl.float32)
             total += value
             if row_values is not None:
-                one = tl.load(row_values + row, mask=there, other=0.0).to(tl.float32)
-                beside = tl.where((lane == column) & (j >= 0), one, beside)
+                one = tl.load(row_values + row, mask=valid, other=0.0).to(tl.float32)
+                column_values = tl.where((lane == column) & (j >= 0), one, column_values)
     tl.store(x + token.to(tl.int64) * hidden + feature, total.to(x.dtype.element_ty), mask=inside)
     if row_values is not None:
         target = values + token.to(tl.int64) * columns + lane
-        tl.store(target, beside.to(values.dtype.element_ty), mask=(lane < columns) & (part == 0))
+        tl.store(target, column_values.to(values.dtype.element_ty), mask=(lane < columns) & (part == 0))
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def send_weighted_kernel(
     source = dx + token.to(tl.int64) * hidden
     sums = tl.zeros([COLUMNS], tl.float32)
     if WHOLE:
-        whole = tl.load(source + feature, mask=feature < hidden, other=0.0).to(tl.float32)
+        unweighted = tl.load(source + feature, mask=feature < hidden, other=0.0).to(tl.float32)
     for j in range(_routes(map, token, columns, BY_MASK)):
         row, column = _route(map, pad_offsets, token, j, tokens, columns, BY_MASK)
         if (row >= 0) & (row < rows):
@@ -150,14 +150,14 @@ def send_weighted_kernel(
             for first in range(0, hidden, BLOCK):
                 inside = first + feature < hidden
                 if WHOLE:
-                    gradient = whole
+                    gradient = unweighted
                 else:
                     gradient = tl.load(source + first + feature, mask=inside, other=0.0).to(tl.float32)
-                place = row * hidden + first + feature
+                offsets = row * hidden + first + feature
                 if y is not None:
-                    products += gradient * tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+                    products += gradient * tl.load(y + offsets, mask=inside, other=0.0).to(tl.float32)
                 weighted = (gradient * weight).to(dy.dtype.element_ty)
-                tl.store(dy + place, weighted, mask=inside, cache_modifier=".cs")
+                tl.store(dy + offsets, weighted, mask=inside, cache_modifier=".cs")
             if y is not None:
                 sums = tl.where(lane == column, tl.sum(products, 0), sums)
             tl.store(taken + row, tl.full([], 1, tl.uint8))
@@ -195,12 +195,12 @@ def send(
     )
     grid = (tokens * ceil_div(hidden, block), 1, 1)
     sending = Launch(send_kernel, grid, outputs, (tokens, rows, hidden, columns), (by_mask, block), warps)
-    given = ("x", "map", "pad_offsets", "probs")
-    steps = [step(sending, given, ("y", "row_probs", "taken"))]
+    inputs = ("x", "map", "pad_offsets", "probs")
+    steps = [step(sending, inputs, ("y", "row_probs", "taken"))]
     row_probs = None if probs is None else "row_probs"
     if not every_row:
         steps.append(_clearing(rows, hidden, "y", row_probs))
-    return Program(given, tuple(steps), ("y", row_probs))
+    return Program(inputs, tuple(steps), ("y", row_probs))
 
 
 def collect(
@@ -242,9 +242,9 @@ def send_weighted(
         constants,
         warps=min(max(block // 1024, 1), 8),
     )
-    given = ("dx", "map", "pad_offsets", "weights", "y")
-    steps = (step(sending, given, ("dy", "grad_weights", "taken")), _clearing(rows, hidden, "dy", None))
-    return Program(given, steps, ("dy", None if dtypes[1] is None else "grad_weights"))
+    inputs = ("dx", "map", "pad_offsets", "weights", "y")
+    steps = (step(sending, inputs, ("dy", "grad_weights", "taken")), _clearing(rows, hidden, "dy", None))
+    return Program(inputs, steps, ("dy", None if dtypes[1] is None else "grad_weights"))
 
 
 def _clearing(rows: int, hidden: int, y: str, row_probs: str | None) -> ProgramStep:

@@ -48,16 +48,16 @@ class Program:
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        there: set[str | None] = {None, *self.inputs}
+        available: set[str | None] = {None, *self.inputs}
         for launch, inputs, outputs in self.steps:
             name = launch.kernel.fn.__name__
-            if absent := [read for read in inputs if read not in there]:
+            if absent := [read for read in inputs if read not in available]:
                 raise ValueError(f"{name} reads {absent[0]!r}, which is neither given nor made before it")
             for called, output in zip(outputs, launch.outputs, strict=True):
                 if (called is None) != (output is None):
                     raise ValueError(f"{name} makes {output}, and it is called {called!r}")
-            there.update(outputs)
-        if missing := [result for result in (*self.results, *self.into) if result not in there]:
+            available.update(outputs)
+        if missing := [result for result in (*self.results, *self.into) if result not in available]:
             raise ValueError(f"no step makes the result {missing[0]!r}")
 
     @cached_property
@@ -68,20 +68,20 @@ class Program:
         """
         given = (*self.inputs, *self.into)
         numbers: dict[str | None, int] = {None: 0}
-        numbers.update((name, place) for place, name in enumerate(given, 1))
-        made = len(given) + 1
+        numbers.update((name, index) for index, name in enumerate(given, 1))
+        count = len(given) + 1
         steps = []
         for launch, inputs, outputs in self.steps:
             steps.append((launch, tuple(numbers[name] for name in inputs)))
-            for place, name in enumerate(outputs, made):
+            for index, name in enumerate(outputs, count):
                 if name is not None:
-                    numbers[name] = place
-            made += len(outputs)
+                    numbers[name] = index
+            count += len(outputs)
         return tuple(steps), tuple(numbers[name] for name in self.results)
 
     @cached_property
     def caller_allocated(self) -> tuple[tuple[int, ...], ...]:
         """Indices of each step's outputs that the caller allocates, 0 for the others; () for a step without any."""
-        numbers = {name: place for place, name in enumerate(self.into, len(self.inputs) + 1)}
+        numbers = {name: index for index, name in enumerate(self.into, len(self.inputs) + 1)}
         steps = (tuple(numbers.get(name or "", 0) for name in outputs) for _, _, outputs in self.steps)
         return tuple(places if any(places) else () for places in steps)

@@ -104,14 +104,14 @@ def _best_groups(rank, group, groups, PLACES: tl.constexpr, KEPT: tl.constexpr):
         first = tl.min(tl.where(rank == best[:, :, None], expert, _NONE), 2)
         rank = tl.where(expert == first[:, :, None], LOWEST, rank)
     of_group = tl.where(group < groups, ranks(total), LOWEST)
-    kept = group < 0
+    selected = group < 0
     for _ in range(KEPT):
         best = tl.max(of_group, 1)
         first = tl.min(tl.where(of_group == best[:, None], group, _NONE), 1)
         chosen = group == first[:, None]
-        kept = kept | chosen
+        selected = selected | chosen
         of_group = tl.where(chosen, LOWEST, of_group)
-    return kept
+    return selected
 
 
 @triton.jit
@@ -147,10 +147,10 @@ def choose_kernel(
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     group = tl.arange(0, GROUPS)[None, :]
-    place = tl.arange(0, PLACES)[None, None, :]
-    here = (token < tokens)[:, None, None]
-    inside = (group < groups)[:, :, None] & (place < places) & here
-    expert = group[:, :, None] * places + place + tl.zeros([ROWS, GROUPS, PLACES], tl.int32)
+    slot = tl.arange(0, PLACES)[None, None, :]
+    valid = (token < tokens)[:, None, None]
+    inside = (group < groups)[:, :, None] & (slot < places) & valid
+    expert = group[:, :, None] * places + slot + tl.zeros([ROWS, GROUPS, PLACES], tl.int32)
     row = token.to(tl.int64)[:, None, None] * experts
     x = tl.load(logits + row + expert, mask=inside, other=0.0).to(tl.float32)
     score = _score(x, inside, KIND)
@@ -160,17 +160,17 @@ def choose_kernel(
     rank = tl.where(inside, ranks(key), LOWEST)
     if KEPT > 0:
         numbers = group + tl.zeros([ROWS, GROUPS], tl.int32)
-        kept = _best_groups(rank, numbers, groups, GROUP_PLACES, KEPT)
-        rank = tl.where(inside, ranks(tl.where(kept[:, :, None], key, float("-inf"))), LOWEST)
+        selected = _best_groups(rank, numbers, groups, GROUP_PLACES, KEPT)
+        rank = tl.where(inside, ranks(tl.where(selected[:, :, None], key, float("-inf"))), LOWEST)
     chosen = expert < 0
     lane = tl.arange(0, WIDTH)[None, :]
     bits = tl.zeros([ROWS, WIDTH], tl.int32)
     for i in range(K):
         best = _greatest(rank)
         first = tl.min(tl.min(tl.where((rank == best) & inside, expert, experts), 2), 1)
-        taken = (expert == first[:, None, None]) & inside
-        chosen = chosen | taken
-        rank = tl.where(taken, LOWEST, rank)
+        picked = (expert == first[:, None, None]) & inside
+        chosen = chosen | picked
+        rank = tl.where(picked, LOWEST, rank)
         bits |= tl.where(lane == (first // 8)[:, None], (1 << (first % 8))[:, None], 0)
         if indices is not None:
             target = indices + token.to(tl.int64) * K + i
@@ -278,8 +278,8 @@ def loss_part_kernel(
         for start in range(first, tl.minimum(first + share, rows), ROWS):
             row = start + tl.arange(0, ROWS)
             inside = (row < tl.minimum(first + share, rows))[:, None] & (column < columns)[None, :]
-            place = row.to(tl.int64)[:, None] * columns + column[None, :]
-            sums += tl.sum(tl.load(probs + place, mask=inside, other=0.0).to(tl.float32), 0)
+            offsets = row.to(tl.int64)[:, None] * columns + column[None, :]
+            sums += tl.sum(tl.load(probs + offsets, mask=inside, other=0.0).to(tl.float32), 0)
         total += sums * number
     tl.store(parts + tl.program_id(0), tl.sum(total, 0))
 
@@ -316,7 +316,7 @@ def choose(
         keeps: Save float32 [T, E] for the gradient: the scores; for a softmax after the choice, its result (-inf for
             others); for sqrt(softplus), the logits.
     """
-    count, kept = groups or (1, 0)
+    count, top_groups = groups or (1, 0)
     places = experts // count
     tile = (triton.next_power_of_2(count), triton.next_power_of_2(places))
     width = ceil_div(experts, 8)
@@ -329,7 +329,7 @@ def choose(
     rows, warps = tokens_of_program(tile[0] * tile[1])
     # Without a bit map, one lane suffices.
     lanes = triton.next_power_of_2(width) if map == BITS else 1
-    constants = (k, kind, whole, k // kept if kept else 0, kept, map, rows, *tile, lanes)
+    constants = (k, kind, whole, k // top_groups if top_groups else 0, top_groups, map, rows, *tile, lanes)
     scalars = (tokens, experts, count, places, float(scale))
     grid = (ceil_div(tokens, rows), 1, 1)
     in_place = (2,) if map == INDICES else ()

@@ -44,10 +44,10 @@ def margins_kernel(
         rank = tl.where(expert == first, LOWEST, rank)
     cutoff = rank_value(tl.max(rank, 1))[:, None]
     lower = tl.load(bounds)
-    place = tl.floor((cutoff - score - lower) * bins.to(tl.float32) / (tl.load(bounds + 1) - lower))
+    bin_index = tl.floor((cutoff - score - lower) * bins.to(tl.float32) / (tl.load(bounds + 1) - lower))
     # NaN falls into the first bin, like values below it.
-    place = tl.where(place > 0.0, tl.minimum(place, (bins - 1).to(tl.float32)), 0.0)
-    target = histogram + expert.to(tl.int64) * bins + place.to(tl.int32)
+    bin_index = tl.where(bin_index > 0.0, tl.minimum(bin_index, (bins - 1).to(tl.float32)), 0.0)
+    target = histogram + expert.to(tl.int64) * bins + bin_index.to(tl.int32)
     tl.atomic_add(target, tl.full([ROWS, EXPERTS], 1, tl.int32), mask=inside, sem="relaxed")
 
 

@@ -33,8 +33,8 @@ def count_kernel(
     for start in range(first, tl.minimum(first + share, tokens), TILE):
         token = start + tl.arange(0, TILE)[:, None]
         inside = (token < tokens) & (expert < experts)
-        place = token.to(tl.int64) * token_stride + expert * expert_stride
-        total += tl.sum((tl.load(mask + place, mask=inside, other=0) != 0).to(tl.int32), 0)
+        offsets = token.to(tl.int64) * token_stride + expert * expert_stride
+        total += tl.sum((tl.load(mask + offsets, mask=inside, other=0) != 0).to(tl.int32), 0)
     lane = tl.arange(0, EXPERTS)
     tl.store(counts + tl.program_id(0) * experts + lane, total, mask=lane < experts)
 
@@ -69,8 +69,8 @@ def rank_kernel(
     for start in range(first, tl.minimum(first + share, tokens), TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None] & (expert < experts)
-        place = token.to(tl.int64)[:, None] * token_stride + expert * expert_stride
-        ones = (tl.load(mask + place, mask=inside, other=0) != 0).to(tl.int32)
+        offsets = token.to(tl.int64)[:, None] * token_stride + expert * expert_stride
+        ones = (tl.load(mask + offsets, mask=inside, other=0) != 0).to(tl.int32)
         row = base[None, :] + tl.cumsum(ones, 0) - ones
         number = tl.sum(ones, 1)
         target = map + token.to(tl.int64) * (2 * experts + 1)

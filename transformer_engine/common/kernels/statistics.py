@@ -103,8 +103,8 @@ def _scales_of_tile(
         groups: tl.constexpr = BLOCK_K // COLUMNS
         group = tl.min(column, axis=0) // COLUMNS + tl.arange(0, groups)
         inside = (row < M)[:, None] & (group * COLUMNS < K)[None, :]
-        lies = of_row[:, None] + (group * scale_column)[None, :]
-        once = tl.load(scales + lies, mask=inside, other=0.0)[:, :, None]
+        offsets = of_row[:, None] + (group * scale_column)[None, :]
+        once = tl.load(scales + offsets, mask=inside, other=0.0)[:, :, None]
         found = tl.reshape(tl.broadcast_to(once, [BLOCK_M, groups, COLUMNS]), [BLOCK_M, BLOCK_K])
     else:
         inside = (row < M)[:, None] & (column < K)[None, :]

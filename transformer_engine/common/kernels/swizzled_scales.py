@@ -36,10 +36,10 @@ def swizzle_kernel(
 
     With UNIT > 0, scales are float32 for UNIT rows and 4 columns; their exponents are copied.
     """
-    place = tl.arange(0, TILES * 512)
-    byte = place % 512
+    position = tl.arange(0, TILES * 512)
+    byte = position % 512
     row = tl.program_id(0) * 128 + byte % 16 // 4 * 32 + byte // 16
-    column = (tl.program_id(1) * TILES + place // 512) * 4 + byte % 4
+    column = (tl.program_id(1) * TILES + position // 512) * 4 + byte % 4
     tiles_c = tl.cdiv(C, 4)
     first = (tl.program_id(0).to(tl.int64) * tiles_c + tl.program_id(1) * TILES) * 512
     inside = (row < R) & (column < C)
@@ -47,14 +47,14 @@ def swizzle_kernel(
         compact = (row // UNIT).to(tl.int64) * ROW_STRIDE + (column // 4).to(tl.int64) * COLUMN_STRIDE
     else:
         compact = row.to(tl.int64) * ROW_STRIDE + column.to(tl.int64) * COLUMN_STRIDE
-    exists = tl.program_id(1) * TILES + place // 512 < tiles_c
+    exists = tl.program_id(1) * TILES + position // 512 < tiles_c
     if BACK:
-        tl.store(out + compact, tl.load(scale + first + place, mask=exists, other=0), mask=inside)
+        tl.store(out + compact, tl.load(scale + first + position, mask=exists, other=0), mask=inside)
     elif UNIT > 0:
         exponents = exponent_bytes(tl.load(scale + compact, mask=inside, other=0.0))
-        tl.store(out + first + place, exponents, mask=exists)
+        tl.store(out + first + position, exponents, mask=exists)
     else:
-        tl.store(out + first + place, tl.load(scale + compact, mask=inside, other=0), mask=exists)
+        tl.store(out + first + position, tl.load(scale + compact, mask=inside, other=0), mask=exists)
 
 
 @triton.jit

@@ -109,9 +109,9 @@ def plan(
             f"{remedy}"
         )
     choices = {"recompute": (recompute, get_args(Recompute)), "scheme": (scheme, get_args(Scheme))}
-    for name, (value, known) in {**choices, "attention": (attention, tuple(device.attention))}.items():
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(known)}")
+    for name, (value, supported) in {**choices, "attention": (attention, tuple(device.attention))}.items():
+        if value not in supported:
+            raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(supported)}")
     _check_division(shape, mesh, sequence, micro_batch, scheme, row)
     ranks = mesh.dp * mesh.fsdp
     if global_batch is None:
@@ -234,10 +234,10 @@ def _candidates(
 ) -> Iterator[dict[str, Any]]:
     """Yield `plan` arguments whose axes divide the model and the devices."""
 
-    def sizes(name: str, most: int, whole: int) -> list[int]:
+    def sizes(name: str, most: int, total: int) -> list[int]:
         if options.get(name) is not None:
             return [options[name]]
-        return [size for size in range(1, min(most, whole) + 1) if whole % size == 0]
+        return [size for size in range(1, min(most, total) + 1) if total % size == 0]
 
     batches = [options["micro_batch"]] if "micro_batch" in options else MICRO_BATCHES
     for tp in sizes("tp", min(links.devices_per_host, shape.kv_heads), devices):

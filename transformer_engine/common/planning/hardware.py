@@ -236,11 +236,11 @@ def host_links(gpu: GpuRates, **changes: Any) -> LinkRates:
     return replace(DEFAULT_LINKS, **{"ring": ring, "exchange": exchange, **changes})
 
 
-def unknown(kind: str, name: str, known: Iterable[str], remedy: str = "") -> ValueError:
+def unknown(kind: str, name: str, names: Iterable[str], remedy: str = "") -> ValueError:
     """Build the error for an unknown name, with the most similar known names."""
-    near = difflib.get_close_matches(name, known := list(known), 1)
+    near = difflib.get_close_matches(name, names := list(names), 1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
-    return ValueError(f"{kind} {name!r} is unknown{meant}; choose from {', '.join(known)}{remedy}")
+    return ValueError(f"{kind} {name!r} is unknown{meant}; choose from {', '.join(names)}{remedy}")
 
 
 def gpu_named(name: str | GpuRates) -> GpuRates:

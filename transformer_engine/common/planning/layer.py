@@ -174,22 +174,22 @@ def experts(machine: RankMachine, shape: ModelShape, work: MicroBatch, residual:
     links, tokens, k = machine.links, work.tokens, shape.experts_per_token
     rows, groups, inner = tokens * k, shape.experts // work.ep, shape.ffn // machine.tp
     one, sent = residual.size, rows * shape.hidden * VALUE
-    whole = tokens * shape.hidden * VALUE
+    traffic = tokens * shape.hidden * VALUE
     costs.stream(machine, "norms", 2 * one, 3 * one)
     for cost in costs:  # gather the tokens, scatter the results, and their gradients
         for collective in ("all_gather", "reduce_scatter"):
-            cost.communicate("tp", links.collective_ms(collective, whole, machine.tp, 1))
+            cost.communicate("tp", links.collective_ms(collective, traffic, machine.tp, 1))
         # Dispatch and combine go over ranks that have other tokens, beyond the tensor-parallel ranks.
         for _ in range(2):
             cost.communicate("ep", links.collective_ms("all_to_all", sent, work.ep, machine.tp))
     router = 2.0 * tokens * shape.hidden * shape.experts
     costs.forward.flops += router
     costs.backward.flops += 2 * router
-    costs.forward.spend("products", machine.gpu.product_ms("bf16", router, whole), 1)
-    costs.backward.spend("products", 2 * machine.gpu.product_ms("bf16", router, whole), 2)
+    costs.forward.spend("products", machine.gpu.product_ms("bf16", router, traffic), 1)
+    costs.backward.spend("products", 2 * machine.gpu.product_ms("bf16", router, traffic), 2)
     scores = tokens * shape.experts * 4
     costs.stream(machine, "routing", 6 * scores, 4 * scores, 4)
-    costs.stream(machine, "routing", 2 * (whole + sent), 2 * (whole + sent), 2)
+    costs.stream(machine, "routing", 2 * (traffic + sent), 2 * (traffic + sent), 2)
     first = {"linear": LinearSize(rows, shape.hidden, inner * (2 if shape.gated else 1), groups)}
     second = {"linear": LinearSize(rows, inner, shape.hidden, groups)}
     wide, half, narrow = (Extent(rows, columns) for columns in (first["linear"].outputs, inner, shape.hidden))
@@ -229,8 +229,8 @@ def _simulate_key(key: tuple[RankMachine, ModelShape, MicroBatch]) -> Both:
         )
     )
     if work.rotary:
-        turned = 2 * rows * (heads + kv_heads) * shape.head_dim * VALUE
-        costs.stream(machine, "rotary", turned, turned, 2)
+        rotated = 2 * rows * (heads + kv_heads) * shape.head_dim * VALUE
+        costs.stream(machine, "rotary", rotated, rotated, 2)
     costs.add(attention(machine, work, heads, kv_heads, shape.head_dim))
     costs.stream(machine, "copies", 0.0, 2 * projected.size)  # dq, dk and dv become one matrix
     costs.add(

@@ -55,10 +55,10 @@ class Pass(NamedTuple):
         """Of each step, the buffers that no later step reads and that the pass neither returns nor saves."""
         last = {name: i for i, step in enumerate(self.steps) for name in (*step.makes(), *step.reads())}
         order = [*self.inputs, *[name for step in self.steps for name in step.makes()]]
-        kept = {*self.results, *self.saved}
+        retained = {*self.results, *self.saved}
         freed: list[list[str]] = [[] for _ in self.steps]
         for name in order:
-            if name in last and name not in kept:
+            if name in last and name not in retained:
                 freed[last[name]].append(name)
         return tuple(map(tuple, freed))
 

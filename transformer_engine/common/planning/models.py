@@ -160,25 +160,25 @@ def model_shape(model: str | Path | ModelShape, **sizes: Any) -> ModelShape:
         ValueError: The model is unknown and sizes are missing, a size is invalid, or the configuration has layers that
             the simulator does not compute.
     """
-    given = {name: value for name, value in sizes.items() if value is not None}
+    overrides = {name: value for name, value in sizes.items() if value is not None}
     if isinstance(model, ModelShape):
-        return replace(model, **given)
+        return replace(model, **overrides)
     if str(model) in MODELS:
-        return replace(MODELS[str(model)], **given)
+        return replace(MODELS[str(model)], **overrides)
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return replace(_config_shape(path), **given)
-    if {"hidden", "layers", "heads"} <= given.keys():
-        heads, hidden = given["heads"], given["hidden"]
-        if "head_dim" not in given and heads and hidden % heads:
+        return replace(_config_shape(path), **overrides)
+    if {"hidden", "layers", "heads"} <= overrides.keys():
+        heads, hidden = overrides["heads"], overrides["hidden"]
+        if "head_dim" not in overrides and heads and hidden % heads:
             raise ValueError(f"hidden={hidden} is not divisible by heads={heads}; give head_dim")
-        given.setdefault("kv_heads", heads)
-        given.setdefault("head_dim", hidden // max(heads, 1))
-        given.setdefault("ffn", 4 * hidden)
-        given.setdefault("vocabulary", 128256)
-        return ModelShape(name=str(model), **given)
+        overrides.setdefault("kv_heads", heads)
+        overrides.setdefault("head_dim", hidden // max(heads, 1))
+        overrides.setdefault("ffn", 4 * hidden)
+        overrides.setdefault("vocabulary", 128256)
+        return ModelShape(name=str(model), **overrides)
     near = difflib.get_close_matches(str(model), MODELS, 1)
     raise ValueError(
         f"model {str(model)!r} is neither known nor the path of a config.json"
@@ -217,7 +217,7 @@ def _config_shape(path: Path) -> ModelShape:
     if not found.get("experts"):
         # A dense model's configuration may have expert fields.
         found.update(experts=0, experts_per_token=0)
-    known = {field.name for field in fields(ModelShape)}
+    names = {field.name for field in fields(ModelShape)}
     shape = {
         "gated": config.get("hidden_act", config.get("activation_function"))
         in ("silu", "swish", "gelu_pytorch_tanh")
@@ -229,5 +229,5 @@ def _config_shape(path: Path) -> ModelShape:
     found.setdefault("kv_heads", found["heads"])
     found.setdefault("head_dim", found["hidden"] // max(found["heads"], 1))
     found.setdefault("ffn", 4 * found["hidden"])
-    shape |= {name: value for name, value in found.items() if name in known}
+    shape |= {name: value for name, value in found.items() if name in names}
     return ModelShape(name=config.get("model_type", path.parent.name), **shape)

@@ -183,7 +183,7 @@ def layer_passes(
 
 def _built(key: tuple[str, tuple[LinearFacts, ...], str, bool]) -> tuple[Pass, Pass]:
     """Passes for a layer by its kind, facts, activation, and whether the activation's gradient makes no codes."""
-    kind, facts, activation, apart = key
+    kind, facts, activation, separate = key
     centered = facts[0].bias
     if kind == "linear":
         return linear_passes(facts[0])
@@ -191,7 +191,7 @@ def _built(key: tuple[str, tuple[LinearFacts, ...], str, bool]) -> tuple[Pass, P
         return grouped_passes(facts[0])
     if kind == "norm_linear":
         return norm_linear_passes(facts[0], centered)
-    return norm_mlp_passes(facts[0], facts[1], activation, centered, gradient_casts=not apart)
+    return norm_mlp_passes(facts[0], facts[1], activation, centered, gradient_casts=not separate)
 
 
 _PASSES: Memory[tuple[str, tuple[LinearFacts, ...], str, bool], tuple[Pass, Pass]] = Memory(_built, 256)
@@ -210,12 +210,12 @@ class PassRun:
 
     def run(self, pass_: Pass, cost: Cost) -> Cost:
         """Add the time and the memory of a pass to a cost, and return it."""
-        now = idle_link = held = 0.0
+        now = idle_link = live_bytes = 0.0
         finished: dict[str, float] = {}
-        given = set(pass_.inputs)  # and other names for their memory
+        inputs = set(pass_.inputs)  # and other names for their memory
         for step, freed in zip(pass_.steps, pass_.free_after(), strict=True):
-            if step.op in SAME_MEMORY and step.inputs[0] in given:
-                given.update(step.makes())
+            if step.op in SAME_MEMORY and step.inputs[0] in inputs:
+                inputs.update(step.makes())
             if step.op.endswith(BEGIN):
                 took = self._collective(step)
                 start = max(now, idle_link)
@@ -227,44 +227,44 @@ class PassRun:
                 now += waited
                 cost.exposed["tp"] += waited
                 self.extents[step.makes()[0]] = self.extents[step.reads()[0]]
-                held -= self.extents[step.reads()[0]].size  # the pending buffer is the result
+                live_bytes -= self.extents[step.reads()[0]].size  # the pending buffer is the result
             else:
                 now += self._kernel(step, cost)
             # An activation's gradient replaces the product that it reads.
             replaced = step.multiplies_gradient or step.op == "activation_backward"
             if replaced:
-                held -= sum([self.extents[name].size for name in freed if name in self.kept])
+                live_bytes -= sum([self.extents[name].size for name in freed if name in self.kept])
             # Weight gradients are counted with the parameters.
             if step.op not in (*SAME_MEMORY, "weight_gradient", "grouped_weight_gradient"):
-                held += sum([self.extents[name].size for name in step.makes()])
-            cost.peak = max(cost.peak, held)
-            held -= sum(
+                live_bytes += sum([self.extents[name].size for name in step.makes()])
+            cost.peak = max(cost.peak, live_bytes)
+            live_bytes -= sum(
                 [
                     self.extents[name].size
                     for name in freed
-                    if name not in given or (name in self.kept and not replaced)
+                    if name not in inputs or (name in self.kept and not replaced)
                 ]
             )
-        kept = [name for name in pass_.saved if name not in given]
-        cost.saved += sum([self.extents[name].size for name in kept])
-        self.kept.update(kept)
+        saved = [name for name in pass_.saved if name not in inputs]
+        cost.saved += sum([self.extents[name].size for name in saved])
+        self.kept.update(saved)
         return cost
 
     def _collective(self, step: Step) -> float:
         """Set the extent of a collective's result and return its milliseconds."""
         machine = self.machine
-        (read,), (made,) = step.reads(), step.makes()
+        (read,), (output,) = step.reads(), step.makes()
         kind = step.op[: -len(BEGIN)]
         extent = self.extents[read]
         size = machine.tp
         if kind == "all_gather":
             result = Extent(extent.rows * size, extent.columns, extent.element)
-            whole = result.size
+            full_size = result.size
         else:
             result = extent if kind == "all_reduce" else Extent(extent.rows / size, extent.columns)
-            whole = extent.size
-        self.extents[made] = result
-        return machine.links.collective_ms(kind, whole, size, 1)  # pyright: ignore[reportArgumentType]
+            full_size = extent.size
+        self.extents[output] = result
+        return machine.links.collective_ms(kind, full_size, size, 1)  # pyright: ignore[reportArgumentType]
 
     def _kernel(self, step: Step, cost: Cost) -> float:
         """Set the extents of a step's results; add its time to the cost and return it."""
@@ -278,11 +278,11 @@ class PassRun:
             took = self._product(step, read, cost)
         else:
             self._set_extents(step, read)
-            made = [self.extents[name] for name in step.makes()]
+            outputs = [self.extents[name] for name in step.makes()]
             reads = machine.format.reads if step.casts else 1
-            codes = [extent for extent in made if extent.element < VALUE]
+            codes = [extent for extent in outputs if extent.element < VALUE]
             efficiency = machine.format.efficiency[len(codes) > 1] if step.casts else 0.95
-            moved = reads * sum([extent.size for extent in read]) + sum([extent.size for extent in made])
+            moved = reads * sum([extent.size for extent in read]) + sum([extent.size for extent in outputs])
             took = gpu.copy_ms(moved, efficiency) + (reads - 1) * gpu.launch
         cost.spend(_KINDS.get(op, "other"), took)
         return took
@@ -294,12 +294,12 @@ class PassRun:
             "grad_input": Extent(size.rows, size.inputs),
             "grad_weight": Extent(size.outputs * size.groups, size.inputs),
         }
-        made = shapes[step.product]
-        self.extents.update(dict.fromkeys(step.makes(), made))
+        output = shapes[step.product]
+        self.extents.update(dict.fromkeys(step.makes(), output))
         flops = 2.0 * size.rows * size.inputs * size.outputs
         kind = self.machine.format.products[list(shapes).index(step.product)]
-        moved = sum([extent.size for extent in read]) + made.size * len(step.makes())
-        tiled = made.rows * made.columns if size.groups > 1 else 0.0
+        moved = sum([extent.size for extent in read]) + output.size * len(step.makes())
+        tiled = output.rows * output.columns if size.groups > 1 else 0.0
         cost.flops += flops
         return self.machine.matrix_time * self.machine.gpu.product_ms(kind, flops, moved, tiled)
 

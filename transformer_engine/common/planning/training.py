@@ -186,13 +186,13 @@ class TrainingStep:
         exposed = gather + scatter
         exposed += (layers - 1) * (max(0.0, gather - forward) + max(0.0, gather + scatter - backward))
         table = self.shape.vocabulary * self.shape.hidden / mesh.tp * VALUE
-        outside = [
+        unsharded = [
             links.collective_ms(kind, table, mesh.shards, mesh.tp)
             for kind in ("all_gather", "reduce_scatter")
         ]
-        whole = layers * (2 * gather + scatter) + sum(outside)
-        exposed += sum(outside) if mesh.pp == 1 else outside[1]
-        cost.communicate("fsdp", whole, min(whole, exposed))
+        total = layers * (2 * gather + scatter) + sum(unsharded)
+        exposed += sum(unsharded) if mesh.pp == 1 else unsharded[1]
+        cost.communicate("fsdp", total, min(total, exposed))
 
     def _synchronize(self, cost: Cost) -> None:
         """Add the gradient all-reduces over replicas, which overlap the last micro-batch's backward pass."""
@@ -206,8 +206,8 @@ class TrainingStep:
             took += links.collective_ms(
                 "all_reduce", routed * self._gradient_bytes, expert_replicas, mesh.tp * mesh.ep * shards
             )
-        behind = (self.layers - 1) * self.costs.backward.total
-        exposed = max(took - behind, took / self.layers)
+        overlap = (self.layers - 1) * self.costs.backward.total
+        exposed = max(took - overlap, took / self.layers)
         cost.communicate("dp", took, exposed)
         cost.spend("slowed by communication", links.contention_ms(took - exposed, replicas, stride), 0)
 

@@ -349,12 +349,12 @@ class NVFP4BlockScaling(Recipe):
 
     def _derived_fields(self) -> dict[str, QParams]:
         transform, draws = not self.disable_rht, not self.disable_stochastic_rounding
-        made = (
+        values = (
             QParams(random_hadamard_transform=transform),
             QParams(fp4_2d_quantization=not self.disable_2d_quantization),
             QParams(random_hadamard_transform=transform, stochastic_rounding=draws),
         )
-        return dict(zip(_FP4_QUANT, made, strict=True))
+        return dict(zip(_FP4_QUANT, values, strict=True))
 
 
 @recipe_class

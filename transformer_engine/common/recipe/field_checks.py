@@ -72,14 +72,14 @@ def member_of_value(kind: type[Enum]) -> Converter:
 
 def instance_of_fields(kind: type) -> Converter:
     """Build a converter from a field dict to a dataclass instance; unknown fields warn."""
-    known = frozenset(f.name for f in fields(kind))
+    names = frozenset(f.name for f in fields(kind))
 
     def convert(name: str, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        if unknown := [str(key) for key in value if key not in known]:
+        if unknown := [str(key) for key in value if key not in names]:
             warnings.warn(f"{name} ignores unknown fields: {', '.join(unknown)}", UserWarning, stacklevel=8)
-        return kind(**{key: given for key, given in value.items() if key in known})
+        return kind(**{key: item for key, item in value.items() if key in names})
 
     return convert
 

@@ -31,8 +31,8 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
 
 def recipe_description(recipe: Any) -> str:
     """repr(recipe), which the constructor stored: floats in graphs with dynamic shapes have no repr."""
-    known = getattr(recipe, "_description", None)
-    return repr(recipe) if known is None else known
+    cached = getattr(recipe, "_description", None)
+    return repr(recipe) if cached is None else cached
 
 
 def recipe_revision(recipe: Any) -> object:
@@ -40,9 +40,9 @@ def recipe_revision(recipe: Any) -> object:
     return getattr(recipe, "_description", None)
 
 
-def is_unchanged(kept: Any, revision: object, recipe: Any) -> bool:
-    """Whether a recipe equals the recipe `kept` at that revision."""
-    return revision is recipe_revision(kept) and kept == recipe
+def is_unchanged(cached: Any, revision: object, recipe: Any) -> bool:
+    """Whether a recipe equals the recipe `cached` at that revision."""
+    return revision is recipe_revision(cached) and cached == recipe
 
 
 def recipe_described_as(description: str) -> Any:
@@ -100,9 +100,9 @@ def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
     @functools.wraps(initialize)  # `inspect` takes the signature of a class from __new__
     def __new__(new: type, *args: Any, **keywords: Any) -> Any:
         if is_tracing() and not _construction.running:
-            given = [_specialized(value) for value in args]
+            arguments = [_specialized(value) for value in args]
             named = {name: _specialized(value) for name, value in keywords.items()}
-            name = _construct(new, *given, **named)
+            name = _construct(new, *arguments, **named)
             return getattr(_constructed, name) if frozen else _traced_copy(object.__new__(new), name)
         return object.__new__(new)
 
@@ -135,12 +135,12 @@ def _construct(cls: type, /, *args: Any, **keywords: Any) -> str:
 def _assign_field(description: str, field: str, value: Any) -> str:
     """Assign a field in a copy of the recipe with this description, as `_construct` constructs a recipe."""
     with _constructing():
-        made = copy(recipe_described_as(description))
-        setattr(made, field, value)
+        result = copy(recipe_described_as(description))
+        setattr(result, field, value)
         # Descriptions do not show a subclass's other attributes, which remain the assigned recipe's.
-        for name in vars(made).keys() - {"_description", *(f.name for f in fields(made))}:
-            del made.__dict__[name]
-        return _attribute_name(made)
+        for name in vars(result).keys() - {"_description", *(f.name for f in fields(result))}:
+            del result.__dict__[name]
+        return _attribute_name(result)
 
 
 # A tracing compiler treats the results as constants, as with torch.compiler.assume_constant_result.
@@ -148,14 +148,14 @@ _construct._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMembe
 _assign_field._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _attribute_name(made: Any) -> str:
+def _attribute_name(instance: Any) -> str:
     """Name the attribute in `_constructed` that equals an object; store the object if none does."""
-    kept = vars(_constructed)
-    for name, other in kept.items():
-        if type(other) is type(made) and vars(other) == vars(made):
+    cached = vars(_constructed)
+    for name, other in cached.items():
+        if type(other) is type(instance) and vars(other) == vars(instance):
             return name
-    name = f"record_{len(kept)}"
-    kept[name] = made
+    name = f"record_{len(cached)}"
+    cached[name] = instance
     return name
 
 
@@ -170,9 +170,9 @@ _attribute_names._dynamo_marked_constant = True  # pyright: ignore[reportFunctio
 
 def _traced_copy(target: Any, name: str) -> Any:
     """Copy the attributes of an object in `_constructed` to another one, in operations that compilers trace."""
-    made = getattr(_constructed, name)
+    constructed = getattr(_constructed, name)
     for attribute in _attribute_names(name):
-        object.__setattr__(target, attribute, getattr(made, attribute))
+        object.__setattr__(target, attribute, getattr(constructed, attribute))
     return target
 
 
@@ -184,7 +184,7 @@ def has_no_effect(name: str, value: Any) -> bool:
     if values is None:
         return True
     plain = tuple(value) if isinstance(value, tuple | list) else value
-    return any(type(plain) is type(known) and plain == known for known in values)
+    return any(type(plain) is type(candidate) and plain == candidate for candidate in values)
 
 
 def recipe_class(cls: RecipeClass) -> RecipeClass:
@@ -193,16 +193,16 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
     Warns if the value of a dropped keyword would have an effect.
     """
     strict = cls.__init__
-    known = frozenset(f.name for f in fields(cls) if f.init)
+    names = frozenset(f.name for f in fields(cls) if f.init)
 
     @functools.wraps(strict)
     def __init__(self, *args: Any, **keywords: Any) -> None:
         demand_readable_defaults()
         warn_of_unused()
-        dropped = {name: keywords.pop(name) for name in list(keywords) if name not in known}
+        dropped = {name: keywords.pop(name) for name in list(keywords) if name not in names}
         unknown = [name for name, value in dropped.items() if not has_no_effect(name, value)]
         if unknown:
-            near = [(name, nearest(name, known)) for name in unknown]
+            near = [(name, nearest(name, names)) for name in unknown]
             listed = [f"{name} (did you mean {meant}?)" if meant else name for name, meant in near]
             warnings.warn(
                 f"{cls.__name__} ignores unknown arguments: {', '.join(listed)}", UserWarning, stacklevel=2

@@ -69,8 +69,8 @@ def next_enabled_iter(config: Mapping[str, Any], iteration: int) -> tuple[bool, 
         TypeError: `freq` or a step is not a whole number.
         ValueError: `freq` is below 1, or `start_end_list` is not a list of pairs.
     """
-    given = config.get("freq")
-    frequency = 1 if given is None else parse_int("freq", given, least=1)
+    value = config.get("freq")
+    frequency = 1 if value is None else parse_int("freq", value, least=1)
     spans = intervals(config)
     inside = any(start <= iteration and (end is None or iteration <= end) for start, end in spans)
     nexts = []

@@ -103,8 +103,8 @@ class FakeQuant(TEConfigAPIMapper):
         | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute the decoded values."""
-        made = fake_quantize(tensor, config["quant_format"], out)
-        return made if dtype is None else made.to(dtype)
+        result = fake_quantize(tensor, config["quant_format"], out)
+        return result if dtype is None else result.to(dtype)
 
 
 @feature
@@ -149,7 +149,7 @@ class PerTensorScaling(TEConfigAPIMapper):
             ("weight", "dgrad"),
             ("gradient", "wgrad"),
         )
-        made = per_tensor_cast(
+        results = per_tensor_cast(
             tensor, default_quantizer.dtype, margin=int(config.get("margin", 0)), columnwise=columnwise
         )
-        return made if out is None else out.copy_(made)
+        return results if out is None else out.copy_(results)

@@ -140,48 +140,53 @@ class LogFp8TensorStats(TEConfigAPIMapper):
     ) -> None:  # fmt: skip
         """Add a tensor's statistics to the step's statistics; a tensor that is not quantized is left out."""
         stats = _read(config["stats"], self.statistics, self.recipes)
-        own = next((name for name, kind in QUANTIZERS.items() if isinstance(quantizer, kind)), "")
+        current_recipe = next((name for name, kind in QUANTIZERS.items() if isinstance(quantizer, kind)), "")
         if quantizer is None:
             _warn_of_nothing(type(self).__name__)
             return
-        self._check(stats, own)
+        self._check(stats, current_recipe)
         copies: dict[str, Any] = {}
         for recipe, columnwise in dict.fromkeys(stat.vector for stat in stats.values()):
             key = self._key(recipe, columnwise)
             if not tensor.numel() or not STATS_BUFFERS.wants(key, layer_name, tensor_name):
                 continue
-            made = columnwise_quantized_tensor if columnwise else rowwise_quantized_tensor
-            if recipe not in ("", own):
+            quantized = columnwise_quantized_tensor if columnwise else rowwise_quantized_tensor
+            if recipe not in ("", current_recipe):
                 if recipe not in copies:
                     copies[recipe] = _quantized(recipe, quantizer, tensor, tensor_name)
-                made = copies[recipe]
-            if made is None:
+                quantized = copies[recipe]
+            if quantized is None:
                 _warn_of_nothing(type(self).__name__)
                 continue
-            largest = _LARGEST.get(quantizer.dtype) if own == DELAYED and recipe in ("", own) else None
-            vector = errors(tensor, made, columnwise, largest)
+            largest = (
+                _LARGEST.get(quantizer.dtype)
+                if current_recipe == DELAYED and recipe in ("", current_recipe)
+                else None
+            )
+            vector = errors(tensor, quantized, columnwise, largest)
             STATS_BUFFERS.feed(key, layer_name, tensor_name, vector, tp_group, tp_size)
 
     def _key(self, recipe: str, columnwise: bool) -> str:
         return f"{type(self).__name__} {recipe} {columnwise}"
 
-    def _check(self, stats: dict[str, QuantizationStat], own: str) -> None:
+    def _check(self, stats: dict[str, QuantizationStat], current_recipe: str) -> None:
         """Raise ValueError for a statistic that the layer's recipe does not have."""
         for name, stat in stats.items():
-            if stat.recipe == "" and own not in self.recipes:
-                other = "LogFp8TensorStats" if own != "nvfp4" else "LogNvfp4TensorStats"
+            if stat.recipe == "" and current_recipe not in self.recipes:
+                other = "LogFp8TensorStats" if current_recipe != "nvfp4" else "LogNvfp4TensorStats"
                 raise ValueError(
                     f"the statistic {name!r} is of {' or '.join(self.recipes)}, the layer's recipe is "
-                    f"{own or 'a custom recipe'}; use {other} or a prefix"
+                    f"{current_recipe or 'a custom recipe'}; use {other} or a prefix"
                 )
-            if stat.recipe == DELAYED != own:
+            if stat.recipe == DELAYED != current_recipe:
                 raise ValueError(
                     f"the statistic {name!r} needs the history of delayed scaling, the layer's recipe is "
-                    f"{own or 'a custom recipe'}; choose another prefix"
+                    f"{current_recipe or 'a custom recipe'}; choose another prefix"
                 )
-            if stat.statistic == "overflows%" and own != DELAYED:
+            if stat.statistic == "overflows%" and current_recipe != DELAYED:
                 raise ValueError(
-                    f"the statistic {name!r} exists for delayed scaling only, the layer's recipe is {own}; remove it"
+                    f"the statistic {name!r} exists for delayed scaling only, the layer's recipe is "
+                    f"{current_recipe}; remove it"
                 )
 
 

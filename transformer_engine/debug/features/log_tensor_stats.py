@@ -102,8 +102,8 @@ def _layout(stats: Sequence[Any], tensor_name: str) -> tuple[Fields, dict[str, S
     """Fields and statistics for a configuration; AssertionError for an unknown statistic."""
     blockwise = [str(stat) for stat in _blockwise(stats, tensor_name)]
     for stat in stats:
-        known = stat in (*OF_VALUES, _BLOCKWISE) if isinstance(stat, str) else list(stat) == [_BLOCKWISE]
-        if not known:
+        supported = stat in (*OF_VALUES, _BLOCKWISE) if isinstance(stat, str) else list(stat) == [_BLOCKWISE]
+        if not supported:
             names = ", ".join([*OF_VALUES, _BLOCKWISE])
             raise AssertionError(f"the statistic {stat!r} is unknown; choose from {names}")
     named: dict[str, Statistic] = {

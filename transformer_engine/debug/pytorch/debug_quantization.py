@@ -234,8 +234,8 @@ class DebugQuantizer(Observing):
     ) -> DebugQuantizedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Quantize both directions of a tensor, as far as the usages request them; `out` and `dtype` have no effect."""
         with torch.no_grad():
-            made = self._directions(tensor.detach(), self.rowwise_usage, self.columnwise_usage)
-        return DebugQuantizedTensor(*made, self, self.layer_name, self.tensor_name)
+            directions = self._directions(tensor.detach(), self.rowwise_usage, self.columnwise_usage)
+        return DebugQuantizedTensor(*directions, self, self.layer_name, self.tensor_name)
 
     __call__ = quantize  # pyright: ignore[reportAssignmentType]
 
@@ -259,44 +259,44 @@ class DebugQuantizer(Observing):
         if torch.compiler.is_compiling():
             return tensor
         if self.plan.rowwise == API_CALL_MODIFY:
-            made = self._modify_tensor(tensor, GEMMS[self.tensor_name][0])
-            tensor = plain_values(made)
+            result = self._modify_tensor(tensor, GEMMS[self.tensor_name][0])
+            tensor = plain_values(result)
         if self.plan.inspects and not self._is_repeated():
             self._inspect(tensor, None, None)
         return tensor
 
     def _directions(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
         """Compute the operands for the row-wise and the column-wise products, and call `inspect_tensor`."""
-        wanted = (rowwise, columnwise)
+        usages = (rowwise, columnwise)
         ways = (self.plan.rowwise, self.plan.columnwise)
-        given, values = tensor, tensor
+        source, values = tensor, tensor
         if isinstance(tensor, QuantizedTensorStorage):
             values = tensor.dequantize()
-        by_quantizer = [want and way == STANDARD_QUANTIZE for want, way in zip(wanted, ways, strict=True)]
-        standard = self._standard(given, values, *by_quantizer)
-        made: list[Any] = []
-        for want, way, gemm in zip(wanted, ways, GEMMS[self.tensor_name], strict=True):
-            if not want:
-                made.append(None)
+        by_quantizer = [needed and way == STANDARD_QUANTIZE for needed, way in zip(usages, ways, strict=True)]
+        standard = self._standard(source, values, *by_quantizer)
+        results: list[Any] = []
+        for needed, way, gemm in zip(usages, ways, GEMMS[self.tensor_name], strict=True):
+            if not needed:
+                results.append(None)
             elif way == API_CALL_MODIFY:
-                made.append(self._modify_tensor(values, gemm))
+                results.append(self._modify_tensor(values, gemm))
             else:
-                made.append(standard if way == STANDARD_QUANTIZE else values)
+                results.append(standard if way == STANDARD_QUANTIZE else values)
         # An input that is quantized again, for its column direction, has been inspected.
         first_time = not self._is_repeated() and (rowwise or self.tensor_name == "gradient")
         if self.plan.inspects and first_time:
-            self._inspect(values, *made)
-        return made[0], made[1]
+            self._inspect(values, *results)
+        return results[0], results[1]
 
-    def _standard(self, given: Tensor, values: Tensor, rowwise: bool, columnwise: bool) -> Any:
+    def _standard(self, source: Tensor, values: Tensor, rowwise: bool, columnwise: bool) -> Any:
         """Quantize the tensor by the layer's own quantizer."""
         if not (rowwise or columnwise) or self.quantizer.is_identity:
             return values
-        if given is not values:  # quantized before
-            given.update_usage(rowwise_usage=rowwise or None, columnwise_usage=columnwise or None)  # pyright: ignore
-            return given
-        made = self.quantizer.encode(values, rowwise, columnwise)
-        return self.quantizer.wrap(made) if isinstance(made, QuantizedTensorStorage) else made
+        if source is not values:  # quantized before
+            source.update_usage(rowwise_usage=rowwise or None, columnwise_usage=columnwise or None)  # pyright: ignore
+            return source
+        result = self.quantizer.encode(values, rowwise, columnwise)
+        return self.quantizer.wrap(result) if isinstance(result, QuantizedTensorStorage) else result
 
     def _modify_tensor(self, tensor: Tensor, gemm: str | None) -> Any:
         return features().modify_tensor(
@@ -325,15 +325,15 @@ class DebugQuantizer(Observing):
             tp_size=self.location.tp_size,
         )
 
-    def _operand(self, made: Any, axis: str) -> Any:
-        if made is None:
+    def _operand(self, quantized: Any, axis: str) -> Any:
+        if quantized is None:
             return None
-        if isinstance(made, QuantizedTensorStorage):
-            return storage_of(made).contract(axis)  # pyright: ignore[reportArgumentType]
-        if isinstance(made, Tensor):
-            matrix = plain_matrix(made)
+        if isinstance(quantized, QuantizedTensorStorage):
+            return storage_of(quantized).contract(axis)  # pyright: ignore[reportArgumentType]
+        if isinstance(quantized, Tensor):
+            matrix = plain_matrix(quantized)
             return plain(matrix) if axis == COLS else Matrix(matrix)
-        return contracted(made, axis, self.quantizer)
+        return contracted(quantized, axis, self.quantizer)
 
     def _is_repeated(self) -> bool:
         """Whether a backward pass recomputes a forward-pass tensor."""
@@ -384,15 +384,15 @@ class ResultInspector:
         return _same, (None,)
 
 
-def _same(made: Any) -> Any:
-    return made
+def _same(result: Any) -> Any:
+    return result
 
 
 def _records_nothing(matrix: Tensor, operand: Any) -> None:
     pass
 
 
-def _storage(made: Any) -> QuantizedTensorStorage:
-    if isinstance(made, QuantizedTensorStorage):
-        return storage_of(made)  # pyright: ignore[reportArgumentType]
-    return IdentityTensorStorage(hp_data=made)
+def _storage(quantized: Any) -> QuantizedTensorStorage:
+    if isinstance(quantized, QuantizedTensorStorage):
+        return storage_of(quantized)  # pyright: ignore[reportArgumentType]
+    return IdentityTensorStorage(hp_data=quantized)

@@ -89,8 +89,8 @@ class LayerDebugger:
         if module is None or (self.plans is not None and (self.next is None or iteration < self.next)):
             return
         self.next = iteration  # queried again if a feature raises
-        made = [_product_plan(name, iteration) for name in self.names(module)]
-        plans, following = tuple([plan for plan, _ in made]), earliest([step for _, step in made])
+        pairs = [_product_plan(name, iteration) for name in self.names(module)]
+        plans, following = tuple([plan for plan, _ in pairs]), earliest([step for _, step in pairs])
         if any(plan is not None for plan in plans) and module.wgrad_store is not None:
             raise RuntimeError(
                 f"{self.names(module)[0]} has delay_wgrad_compute=True, which hides weight gradients from debug "
@@ -177,8 +177,8 @@ def _product_plan(name: str, iteration: int) -> tuple[ProductPlan | None, int | 
     plans = []
     for tensor, (row_gemm, _) in GEMMS.items():
         # A result's plan depends on features alone, not on its product's precision.
-        asked = quantized if tensor in _OPERANDS.values() else {row_gemm: True}
-        plan, following = planned(Location(name, tensor), asked, iteration)
+        requested = quantized if tensor in _OPERANDS.values() else {row_gemm: True}
+        plan, following = planned(Location(name, tensor), requested, iteration)
         plans.append(plan)
         nexts.append(following)
     TEDebugState.layers_initialized[name] = True

@@ -17,15 +17,15 @@ def separated(qkv: tuple[Array, ...], layout: QKVLayout) -> tuple[Array, Array, 
     """Split a layout's arrays into query, key and value [b, s, heads, d]."""
     if not isinstance(qkv, (tuple, list)):
         raise TypeError(f"qkv={described(qkv)}; give a tuple of one, two or three arrays")
-    wanted = 1 if layout.is_qkvpacked() else 2 if layout.is_kvpacked() else 3
-    if len(qkv) != wanted:
-        raise ValueError(f"qkv has {len(qkv)} arrays; qkv_layout={layout.name} has {wanted}")
-    axes = {1: (5,), 2: (4, 5), 3: (4, 4, 4)}[wanted]
+    expected = 1 if layout.is_qkvpacked() else 2 if layout.is_kvpacked() else 3
+    if len(qkv) != expected:
+        raise ValueError(f"qkv has {len(qkv)} arrays; qkv_layout={layout.name} has {expected}")
+    axes = {1: (5,), 2: (4, 5), 3: (4, 4, 4)}[expected]
     for array, ndim in zip(qkv, axes, strict=True):
         check_values("an array of qkv", array)
         if array.ndim != ndim:
             raise ValueError(f"an array of {layout.name} has shape {array.shape}; it must have {ndim} axes")
-    packed = {1: 3, 2: 2}.get(wanted)
+    packed = {1: 3, 2: 2}.get(expected)
     if packed is not None and qkv[-1].shape[2] != packed:
         raise ValueError(
             f"the packed array of {layout.name} has shape {qkv[-1].shape}; axis 2 must be {packed}"
@@ -62,9 +62,9 @@ def check_attention(
     number("scaling_factor", scale)
     wants_bias = bias_type is not AttnBiasType.NO_BIAS
     if wants_bias is not (bias is not None):
-        given = described(bias)
+        description = described(bias)
         raise ValueError(
-            f"attn_bias_type={bias_type.name} and bias={given}; give a bias with a type that adds one"
+            f"attn_bias_type={bias_type.name} and bias={description}; give a bias with a type that adds one"
         )
     if bias is not None:
         check_values("bias", bias)

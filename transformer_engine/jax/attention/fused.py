@@ -117,13 +117,13 @@ def fused_attn(
     )  # fmt: skip
     if score_mod is not None and not context_parallel_axis and not context_parallel_causal_load_balanced:
         plan = None  # the MeshResource's axis is only a default, and a score_mod needs whole arrays
-    others = {
+    other_arguments = {
         "sequence_descriptor": sequence_descriptor is not None, "window_size": window,
         "dropout_probability": dropout_probability, "context_parallel_axis": "" if plan is None else plan.axis,
     }  # fmt: skip
     check_score_mod(
         score_mod, score_mod_bprop, (score_mod_tensors, score_mod_bprop_tensors), qkv_layout, attn_bias_type,
-        attn_mask_type, softmax_type, others,
+        attn_mask_type, softmax_type, other_arguments,
     )  # fmt: skip
     call = AttentionOperands(
         query, key, value, bias, attn_bias_type, attn_mask_type, window,
@@ -202,11 +202,11 @@ def _attend_over_devices(
     # A derivative rule inside our shard_map cannot make gradients vary over an outer shard_map's axes.
     inside = varying_axes((call.query, call.key, call.value))
     if plain and call.bias is None and call.dropped is None and not inside:
-        whole = request._replace(
+        full_request = request._replace(
             mask=AttnMaskType.CAUSAL_MASK if causal else AttnMaskType.NO_MASK,
             softmax=AttnSoftmaxType.VANILLA_SOFTMAX, dropout=0.0, window=window,
         )  # fmt: skip
-        return attention_in_parts(plan, whole, call.query, call.key, call.value, call.scale, call.sink)
+        return attention_in_parts(plan, full_request, call.query, call.key, call.value, call.scale, call.sink)
     if plan.ring:
         for name, value in (("bias", call.bias), ("dropout", call.dropped)):
             if value is not None:
@@ -316,5 +316,5 @@ def hidden_keys_mask(
     hidden = hidden_keys(mask_type, window, None, queries, keys)
     if descriptor is None or not reads_mask(mask_type, window):
         return hidden
-    given = descriptor.astype(bool)
-    return given if hidden is None else given | hidden
+    padding = descriptor.astype(bool)
+    return padding if hidden is None else padding | hidden

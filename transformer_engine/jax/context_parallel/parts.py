@@ -197,9 +197,9 @@ def _forward(
     total = out.astype(jnp.float32)
     for step, (ks, vs) in _visit_chunks(problem, rank[0], (key, value)):
         for block in problem.blocks(query.shape[0], queries, keys, rank[0], step):
-            seen = (_cut(x, block.key, block.keys) for x in (ks, vs))
+            keys_and_values = (_cut(x, block.key, block.keys) for x in (ks, vs))
             part, part_level = problem.part(queries, keys, block).forward(
-                _cut(query, block.first, block.queries), *seen
+                _cut(query, block.first, block.queries), *keys_and_values
             )
             if block.counts is not None:
                 part_level = jnp.where(block.counts[:, None, None], part_level, -jnp.inf)
@@ -223,20 +223,22 @@ def _backward(problem: _Problem, saved: Any, dout: Array) -> tuple[Any, ...]:
     queries, keys = query.shape[1], key.shape[1]
     run = problem.part(queries, keys).backward
     wide = [x.astype(jnp.float32) for x in run(query, key, value, out, level, dout)]
-    dq, own = wide[0], (wide[1], wide[2])
-    collected = _Collected(problem, rank[0], own)
+    dq, local = wide[0], (wide[1], wide[2])
+    collected = _Collected(problem, rank[0], local)
     for step, (ks, vs) in _visit_chunks(problem, rank[0], (key, value)):
-        dks, dvs = (jnp.zeros(x.shape, jnp.float32) for x in own)
+        dks, dvs = (jnp.zeros(x.shape, jnp.float32) for x in local)
         for block in problem.blocks(query.shape[0], queries, keys, rank[0], step):
             rows = [_cut(x, block.first, block.queries) for x in (query, out, dout)]
             rows_level = _cut(level, block.first, block.queries, 2)
-            seen = (_cut(x, block.key, block.keys) for x in (ks, vs))
-            made = problem.part(queries, keys, block).backward(rows[0], *seen, rows[1], rows_level, rows[2])
+            keys_and_values = (_cut(x, block.key, block.keys) for x in (ks, vs))
+            gradients = problem.part(queries, keys, block).backward(
+                rows[0], *keys_and_values, rows[1], rows_level, rows[2]
+            )
             if block.counts is not None:
                 counts = block.counts[:, None, None, None]
-                made = [jnp.where(counts, x, jnp.zeros_like(x)) for x in made]
-            dq = _add_part(dq, made[0], block.first)
-            dks, dvs = _add_part(dks, made[1], block.key), _add_part(dvs, made[2], block.key)
+                gradients = [jnp.where(counts, x, jnp.zeros_like(x)) for x in gradients]
+            dq = _add_part(dq, gradients[0], block.first)
+            dks, dvs = _add_part(dks, gradients[1], block.key), _add_part(dvs, gradients[2], block.key)
         collected.add(step, (dks, dvs))
     dk, dv = collected.home()
     dsink = None
@@ -251,23 +253,23 @@ def _backward(problem: _Problem, saved: Any, dout: Array) -> tuple[Any, ...]:
 _attend.defvjp(_forward, _backward)
 
 
-def _visit_chunks(problem: _Problem, rank: Array, own: Pair) -> Iterator[tuple[int, Pair]]:
+def _visit_chunks(problem: _Problem, rank: Array, local: Pair) -> Iterator[tuple[int, Pair]]:
     """Yield (step, keys and values) from all other devices, or from the chunks that a window reaches."""
     plan = problem.plan
     if (window := problem.request.window) is not None:
-        tokens, most = own[0].shape[1], problem.chunks * plan.devices - 1
+        tokens, most = local[0].shape[1], problem.chunks * plan.devices - 1
         # The chunks before and after its own that a query can attend to.
         before, after = (most if side < 0 else min(most, (side + tokens - 1) // tokens) for side in window)
         for step in (*range(1, before + 1), *range(-1, -after - 1, -1)):
-            yield step, _move_chunks(problem, own, step)
+            yield step, _move_chunks(problem, local, step)
         return
     if plan.ring:
-        there = own
+        remote = local
         for step in range(1, plan.devices):
-            there = _pass_on(plan, there)
-            yield step, there
+            remote = _pass_on(plan, remote)
+            yield step, remote
         return
-    gathered = [lax.all_gather(x, plan.axis) for x in own]
+    gathered = [lax.all_gather(x, plan.axis) for x in local]
     for step in range(1, plan.devices):
         device = (rank - step) % plan.devices
         yield step, tuple(lax.dynamic_index_in_dim(x, device, 0, False) for x in gathered)  # pyright: ignore
@@ -294,9 +296,9 @@ def _move_chunks(problem: _Problem, arrays: Pair, distance: int) -> Pair:
 class _Collected:
     """Gradients for other devices' keys and values, in `_visit_chunks` order, which return to their devices."""
 
-    def __init__(self, problem: _Problem, rank: Array, own: Pair):
+    def __init__(self, problem: _Problem, rank: Array, local: Pair):
         self.problem, self.plan, self.rank = problem, problem.plan, rank
-        self.steps = [own]
+        self.steps = [local]
 
     def add(self, step: int, of_others: Pair) -> None:
         """Add the key and value gradients from a step."""
@@ -308,8 +310,8 @@ class _Collected:
             self.steps.append(of_others)
             return
         # They move one step after their keys and values.
-        there = _pass_on(self.plan, self.steps[0])
-        self.steps = [(there[0] + of_others[0], there[1] + of_others[1])]
+        remote = _pass_on(self.plan, self.steps[0])
+        self.steps = [(remote[0] + of_others[0], remote[1] + of_others[1])]
 
     def home(self) -> Pair:
         """Gradients for this device's keys and values, summed over all devices."""

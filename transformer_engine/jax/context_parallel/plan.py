@@ -54,8 +54,8 @@ class ContextParallel:
         positions = [(c, 0) if c < self.devices else (2 * self.devices - 1 - c, 1) for c in range(count)]
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for chunk in range(max(0, -distance), min(count, count - distance)):
-            (device, place), (other, there) = positions[chunk], positions[chunk + distance]
-            found.setdefault((place, there), []).append((device, other))
+            (device, source), (other, target) = positions[chunk], positions[chunk + distance]
+            found.setdefault((source, target), []).append((device, other))
         return found
 
     def order(self, tokens: int, packed: bool) -> np.ndarray:

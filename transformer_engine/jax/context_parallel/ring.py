@@ -54,8 +54,8 @@ def ring_attention(
             keys, values, ids, places = travelling
             scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, keys, preferred_element_type=jnp.float32)
             scores = scores.reshape(batch, heads, queries, -1) * scale
-            seen = segments._replace(key=ids, key_position=places)
-            hidden = hidden_keys(kind, window, seen, queries, keys.shape[1])
+            visible = segments._replace(key=ids, key_position=places)
+            hidden = hidden_keys(kind, window, visible, queries, keys.shape[1])
             running = _add_keys(running, scores, hidden, values)
             if step + 1 < plan.devices:
                 travelling = tuple(lax.ppermute(x, plan.axis, plan.neighbours) for x in travelling)
@@ -71,11 +71,11 @@ def ring_attention(
         return run(query, key, value, sink, segments)
 
     def gradients(*arguments: Any) -> tuple[Any, ...]:
-        *given, segments, dout = arguments
+        *inputs, segments, dout = arguments
         # Inside, some JAX operations (products among them) drop the outer varying axes and others keep them. The types
         # of gradients agree if the axes are dropped at the start.
-        *given, dout = (None if x is None else x * jnp.ones((), x.dtype) for x in (*given, dout))
-        _, pullback = jax.vjp(functools.partial(local, segments=segments), *given)
+        *inputs, dout = (None if x is None else x * jnp.ones((), x.dtype) for x in (*inputs, dout))
+        _, pullback = jax.vjp(functools.partial(local, segments=segments), *inputs)
         *of_tokens, dsink = pullback(dout)
         return (*of_tokens, None if dsink is None else lax.psum(dsink, plan.axis))
 
@@ -83,14 +83,14 @@ def ring_attention(
     return _ring_in_axes(axes, run, backward)(*cast_varying(axes, (query, key, value, sink)), segments)
 
 
-def _map_over_axis(plan: ContextParallel, function: Any, given: Any, made: Any) -> Any:
+def _map_over_axis(plan: ContextParallel, function: Any, in_specs: Any, out_specs: Any) -> Any:
     """Map a function over plan.axis, with partition specs for its arguments and results."""
     return jax.jit(
         jax.shard_map(
             function,
             mesh=mesh_in_use(),
-            in_specs=given,
-            out_specs=made,
+            in_specs=in_specs,
+            out_specs=out_specs,
             axis_names={plan.axis},
             check_vma=False,
         )
@@ -121,11 +121,11 @@ def _add_keys(running: _Running, scores: Array, hidden: Array | None, values: Ar
     greatest = jnp.maximum(running.greatest, lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     shift = jnp.where(jnp.isfinite(greatest), greatest, 0.0)
     weights = jnp.exp(scores - shift)
-    kept = jnp.exp(running.greatest - shift)
+    rescale = jnp.exp(running.greatest - shift)
     batch, heads, queries, keys = weights.shape
     groups = values.shape[2]
     # Weights have the dtype of the values, as on one device.
     narrow = weights.astype(values.dtype).reshape(batch, groups, heads // groups, queries, keys)
     part = jnp.einsum("bgrqk,bkgd->bgrqd", narrow, values, preferred_element_type=jnp.float32)
-    product = running.product * kept + part.reshape(batch, heads, queries, -1)
-    return _Running(greatest, running.total * kept + weights.sum(axis=-1, keepdims=True), product)
+    product = running.product * rescale + part.reshape(batch, heads, queries, -1)
+    return _Running(greatest, running.total * rescale + weights.sum(axis=-1, keepdims=True), product)

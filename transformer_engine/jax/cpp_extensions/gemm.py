@@ -146,10 +146,10 @@ def gemm(
         if isinstance(operand, ScaledTensor2x):
             operand = operand.rowwise_tensor
         dtype = operand.dq_dtype if isinstance(operand, ScaledTensor1x) else operand.dtype
-        given = None if bias is None else bias.astype(jnp.float32)
+        addend = None if bias is None else bias.astype(jnp.float32)
         check_axis_pairs("contracting_dims", contracting_dims)
         values = dense(
-            _values(lhs, lhs_quantizer, contracting_dims[0]), _values(rhs, rhs_quantizer, contracting_dims[1]), given,
+            _values(lhs, lhs_quantizer, contracting_dims[0]), _values(rhs, rhs_quantizer, contracting_dims[1]), addend,
             contracting_dims, transpose_batch_sequence,
         )  # fmt: skip
         return values.astype(dtype)

@@ -47,12 +47,12 @@ def jax_dtype_to_te_dtype(jax_dtype: Any) -> DType:
     Raises:
         ValueError: DType has no member for the dtype.
     """
-    wanted = check_dtype("jax_dtype", jax_dtype)
+    expected = check_dtype("jax_dtype", jax_dtype)
     for member_of_te, dtype in _DTYPES.items():
-        if dtype == wanted:
+        if dtype == expected:
             return member_of_te
     names = ", ".join(dtype.name for dtype in _DTYPES.values())
-    raise ValueError(f"jax_dtype={wanted.name} has no member of DType; choose one of {names}")
+    raise ValueError(f"jax_dtype={expected.name} has no member of DType; choose one of {names}")
 
 
 def get_xla_flag(flag: str, default: Any = None, cast: Callable[[str], Any] | None = None) -> Any:

@@ -31,8 +31,8 @@ def _accept_missing_inputs(function: Callable[..., Array]) -> Callable[..., Arra
     @functools.wraps(function)
     def gradient(dz: Array, softmax_out: Array, *arguments: Any, **options: Any) -> Array:
         if len(arguments) < len(names) + 1 and all(isinstance(value, Real) for value in arguments):
-            given = dict(zip(("scale_factor",), arguments, strict=False)) | options
-            return function(dz, softmax_out, **dict.fromkeys(names) | given)
+            keywords = dict(zip(("scale_factor",), arguments, strict=False)) | options
+            return function(dz, softmax_out, **dict.fromkeys(names) | keywords)
         return function(dz, softmax_out, *arguments, **options)
 
     return gradient

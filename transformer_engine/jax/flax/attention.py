@@ -249,10 +249,10 @@ class DotProductAttention(nn.Module):
         window = check_window(self.window_size)
         drop_rate("attention_dropout", self.attention_dropout)
         check_functions(self.score_mod, self.score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
-        given = tuple(array for array in arrays.values() if array is not None)
+        operands = tuple(array for array in arrays.values() if array is not None)
         if self._transposed():
-            given = tuple(jnp.swapaxes(array, 0, 1) for array in given)
-        query, key, value = separated(given, layout)
+            operands = tuple(jnp.swapaxes(array, 0, 1) for array in operands)
+        query, key, value = separated(operands, layout)
         self._check_heads(query, key)
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale_factor is None else self.scale_factor
         check_attention(query, key, value, bias, bias_type, self.attention_dropout, scale)
@@ -359,9 +359,9 @@ class DotProductAttention(nn.Module):
         for name, extent in (("head_dim", self.head_dim), ("num_attention_heads", self.num_attention_heads)):
             whole(name, extent)
         whole("num_gqa_groups", groups)
-        found, wanted = (query.shape[2], key.shape[2]), (self.num_attention_heads, groups)
-        if found != wanted:
+        found, expected = (query.shape[2], key.shape[2]), (self.num_attention_heads, groups)
+        if found != expected:
             raise ValueError(
                 f"query {query.shape} and key {key.shape} have {found[0]} and {found[1]} heads; the module was made "
-                f"for num_attention_heads={wanted[0]} and num_gqa_groups={wanted[1]}"
+                f"for num_attention_heads={expected[0]} and num_gqa_groups={expected[1]}"
             )

@@ -40,8 +40,8 @@ def parameter(
         raise ValueError(
             f"{name} would have shape {tuple(shape)}; give inputs whose last axis, or those of `axis`, have elements"
         )
-    made: Any = module.param(name, nn.with_logical_partitioning(init, axes), tuple(shape), dtype)
-    return made
+    value: Any = module.param(name, nn.with_logical_partitioning(init, axes), tuple(shape), dtype)
+    return value
 
 
 _KINDS: dict[str, Callable[[str, Any], object]] = {
@@ -96,9 +96,9 @@ def _check_state(name: str, leaf: Any, extents: tuple[int | None, ...]) -> None:
     if len(shape) != len(extents) or any(
         n == 0 if m is None else n != m for n, m in zip(shape, extents, strict=True)
     ):
-        wanted = ", ".join("length" if m is None else str(m) for m in extents)
+        expected = ", ".join("length" if m is None else str(m) for m in extents)
         raise ValueError(
-            f"{name} has shape {list(shape)}, not [{wanted}]; give the state that init made or a gradient returned"
+            f"{name} has shape {list(shape)}, not [{expected}]; give the state that init made or a gradient returned"
         )
 
 
@@ -241,5 +241,5 @@ def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | None], ...
                 f"rules map {name!r} to {axis!r}, the MeshResource to {ours[name]!r}; leave the rule out"
             )
         extended.append((name, axis))
-    known = {name for name, _ in extended}
-    return (*extended, *((name, axis) for name, axis in ours.items() if name not in known))
+    names = {name for name, _ in extended}
+    return (*extended, *((name, axis) for name, axis in ours.items() if name not in names))

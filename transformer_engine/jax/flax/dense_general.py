@@ -99,18 +99,18 @@ class DenseGeneral(TransformerEngineBase):
 def check_shared_axes(name: str, axes: Any, ndim: int) -> None:
     """Raise TypeError or ValueError unless `axes` are valid for ndim array axes, along which dropout is shared."""
     integers(name, axes)
-    outside = [d for d in axes if not -ndim <= d < ndim]
-    if outside:
+    invalid = [d for d in axes if not -ndim <= d < ndim]
+    if invalid:
         raise ValueError(
-            f"{name}={tuple(axes)}: there is no axis {outside[0]} of {ndim}; give axes between {-ndim} and {ndim - 1}"
+            f"{name}={tuple(axes)}: there is no axis {invalid[0]} of {ndim}; give axes between {-ndim} and {ndim - 1}"
         )
 
 
 def normalize_axes(axis: Iterable[int] | int, ndim: int) -> tuple[int, ...]:
     axes = _canonicalize_tuple(axis)
     integers("axis", axes)
-    outside = [d for d in axes if not -ndim <= d < ndim]
-    if outside or len(axes) > ndim:
+    invalid = [d for d in axes if not -ndim <= d < ndim]
+    if invalid or len(axes) > ndim:
         raise ValueError(f"axis={axis} of an input of {ndim} axes; give axes between {-ndim} and {ndim - 1}")
     normalized = _normalize_axes(axes, ndim)
     if not axes or len(set(normalized)) < len(axes):

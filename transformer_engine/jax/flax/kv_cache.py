@@ -74,16 +74,17 @@ class KeyValueCache:
         return hidden[None, None, None]
 
     def _check(self, key: Array, value: Array) -> None:
-        for name, array, kept in (("key", key, self.key.value), ("value", value, self.value.value)):
-            wanted = tuple(1 if axis == self.axis else n for axis, n in enumerate(kept.shape))
-            if array.shape != wanted:
+        for name, array, cached in (("key", key, self.key.value), ("value", value, self.value.value)):
+            expected = tuple(1 if axis == self.axis else n for axis, n in enumerate(cached.shape))
+            if array.shape != expected:
                 raise ValueError(
-                    f"decode=True with a {name} of shape {array.shape}; a step has one token, {wanted}; the cache is "
+                    f"decode=True with a {name} of shape {array.shape}; a step has one token, {expected}; the cache is "
                     f"made for {self.length} tokens by init with decode=True"
                 )
-            if array.dtype != kept.dtype:
+            if array.dtype != cached.dtype:
                 raise TypeError(
-                    f"decode=True with a {name} of {array.dtype} and a cache of {kept.dtype}; give inputs of the dtype "
+                    f"decode=True with a {name} of {array.dtype} and a cache of {cached.dtype}; give inputs of "
+                    f"the dtype "
                     "that init had"
                 )
         index = self.index.value

@@ -207,8 +207,8 @@ class LayerNormMLP(TransformerEngineBase):
         if is_known(self.activations):
             return activation(x, self.activations, act_params=self.activation_params)  # pyright: ignore
         y = _function(self.activations[0])(x[..., 0, :])
-        for place, name in enumerate(self.activations[1:], 1):
-            y = y * _function(name)(x[..., place, :])
+        for index, name in enumerate(self.activations[1:], 1):
+            y = y * _function(name)(x[..., index, :])
         return y
 
 

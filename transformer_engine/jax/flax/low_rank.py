@@ -34,7 +34,7 @@ def _apply_low_rank_adaptation(
     """Compute x @ a @ b * alpha / rank for x [.., *contracted] -> [.., *features]; alpha None: without the factor."""
     axis = _normalize_axes(_canonicalize_tuple(axis), x.ndim)
     features = _canonicalize_tuple(features)
-    kept = [d for d in range(x.ndim) if d not in axis]
+    uncontracted = [d for d in range(x.ndim) if d not in axis]
     # Einsum labels: x's axes, then the leading features, the rank and the last feature.
     leading = list(range(x.ndim, x.ndim + len(features) - 1))
     rank, last = x.ndim + len(leading), x.ndim + len(leading) + 1
@@ -43,14 +43,14 @@ def _apply_low_rank_adaptation(
         list(range(x.ndim)),
         lora_a_kernel.astype(x.dtype),
         [*axis, *leading, rank],
-        [*kept, *leading, rank],
+        [*uncontracted, *leading, rank],
     )
     up = jnp.einsum(
         down,
-        [*kept, *leading, rank],
+        [*uncontracted, *leading, rank],
         lora_b_kernel.astype(x.dtype),
         [*leading, rank, last],
-        [*kept, *leading, last],
+        [*uncontracted, *leading, last],
     )
     return up if alpha is None else up * (alpha / lora_b_kernel.shape[-2])
 

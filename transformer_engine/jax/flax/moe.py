@@ -100,7 +100,7 @@ class _MoEBlock(TransformerEngineBase):
         if self.has_variable("params", "wi_0"):
             shapes = {"wi_0": (count, width, inner), "wi_1": (count, width, inner), "wo": shapes["wo"]}
         kernels, biases, sets = {}, {}, []
-        for place, (name, shape) in enumerate(shapes.items()):
+        for index, (name, shape) in enumerate(shapes.items()):
             axes = self.wo_kernel_axes if name == "wo" else self.wi_kernel_axes
             kernels[name] = parameter(self, name, _init_by_expert(init), axes, shape, self.dtype)
             bias = None
@@ -112,7 +112,7 @@ class _MoEBlock(TransformerEngineBase):
             biases[f"{name}_bias"] = bias
             sets.append(
                 self.generate_quantizer_set(
-                    f"_{place}", None, self.quantization_checkpoint_name, self.quantization_recipe, count
+                    f"_{index}", None, self.quantization_checkpoint_name, self.quantization_recipe, count
                 )
             )
         bias = None

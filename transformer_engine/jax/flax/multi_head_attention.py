@@ -117,13 +117,13 @@ class MultiHeadAttention(nn.Module):
 
     def __post_init__(self) -> None:
         for former, name in _FORMER_NAMES.items():
-            if (given := getattr(self, former)) is not None:
+            if (value := getattr(self, former)) is not None:
                 warnings.warn(
                     f"{former} of MultiHeadAttention is deprecated; give {name}",
                     DeprecationWarning,
                     stacklevel=3,
                 )
-                setattr(self, name, given)
+                setattr(self, name, value)
                 setattr(self, former, None)  # Flax copies a module by its fields, which would warn again
         self.kernel_init = kernel_initializer(self.kernel_init, self.dtype, "normal")
         super().__post_init__()

@@ -124,7 +124,7 @@ def make_grouped_dense_cls(
         quantizers = generate_quantizer_set(n_groups=kernel.shape[0])
         return grouped_dense(x, kernel, group_sizes, quantizer_set=quantizers, **options)
 
-    made = wrap_function_in_te_state_module(
+    wrapped = wrap_function_in_te_state_module(
         te_grouped_dense, quantization_recipe, "grouped_dense", quantization_checkpoint_name
     )
-    return made()
+    return wrapped()

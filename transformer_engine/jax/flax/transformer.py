@@ -315,8 +315,8 @@ class TransformerLayer(nn.Module):
         )(x, deterministic=deterministic)
         if drop_path > 0.0:
             batch = 1 if self.transpose_batch_sequence else 0
-            others = tuple(axis for axis in range(x.ndim) if axis != batch)
-            x = nn.Dropout(rate=drop_path, broadcast_dims=others, rng_collection=self.dropout_rng_name)(
-                x, deterministic=deterministic
-            )
+            broadcast_axes = tuple(axis for axis in range(x.ndim) if axis != batch)
+            x = nn.Dropout(
+                rate=drop_path, broadcast_dims=broadcast_axes, rng_collection=self.dropout_rng_name
+            )(x, deterministic=deterministic)
         return x + residual

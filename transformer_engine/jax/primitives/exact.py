@@ -142,7 +142,7 @@ def _round_bits(q: Array, field: Array) -> Array:
     """
     shift = jnp.minimum(jnp.maximum(3 - field, 2), 27).astype(jnp.uint32)
     below_half = ((jnp.uint32(1) << shift) >> 1) - 1
-    kept = (q + below_half + ((q >> shift) & 1)) >> shift
+    rounded = (q + below_half + ((q >> shift) & 1)) >> shift
     # A mantissa that rounds up to the next power of two carries into the exponent, which is right as it stands.
-    bits = (jnp.maximum(field - 1, 0).astype(jnp.uint32) << 23) + kept
+    bits = (jnp.maximum(field - 1, 0).astype(jnp.uint32) << 23) + rounded
     return jnp.minimum(bits, INFINITY).astype(jnp.int32)

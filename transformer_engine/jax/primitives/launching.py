@@ -141,13 +141,13 @@ def run(
         )
     assert len(inputs) == launch.inputs, f"{name} requires {launch.inputs} tensors, {len(inputs)} were passed"
     made: list[jax.ShapeDtypeStruct | None] = []
-    for place, output in enumerate(launch.outputs):
+    for index, output in enumerate(launch.outputs):
         if output is None:
             made.append(None)
         elif output.shape is None or output.dtype is None:
-            given = shapes[place] if place < len(shapes) else None
+            given = shapes[index] if index < len(shapes) else None
             assert given is not None, (
-                f"{launch.kernel.fn.__name__}: the launch does not define the shape of output {place}"
+                f"{launch.kernel.fn.__name__}: the launch does not define the shape of output {index}"
             )
             made.append(given)
         else:
@@ -163,11 +163,11 @@ def run(
         else:
             operands.append(lax.full(shape.shape, output.begins or 0, shape.dtype))
     written = [*launch.in_place, *range(len(inputs), len(inputs) + filled)]
-    written = [place for place in written if operands[place] is not None]
-    given = [place for place, operand in enumerate(operands) if operand is not None]
-    places = [place for place in range(filled, len(made)) if made[place] is not None]
+    written = [index for index in written if operands[index] is not None]
+    given = [index for index, operand in enumerate(operands) if operand is not None]
+    places = [index for index in range(filled, len(made)) if made[index] is not None]
     fresh = [shape for shape in made[filled:] if shape is not None]
-    arrays = [operands[place] for place in given]
+    arrays = [operands[index] for index in given]
     zeroed = [output.begins == 0 for output in launch.outputs[filled:] if output is not None]
     opaque, scratch = _call(launch, [*inputs], made, len(arrays), fresh, tuple(zeroed))
     # Some jaxlib versions do not pass scratch memory to a kernel, so it is a result.
@@ -175,8 +175,8 @@ def run(
     written_shapes = [jax.ShapeDtypeStruct(operands[p].shape, operands[p].dtype) for p in written]  # pyright: ignore
     results = [*fresh, *scratch_results, *written_shapes]
     first = len(fresh) + len(scratch_results)
-    aliases = {given.index(place): first + i for i, place in enumerate(written)}
-    aliases |= {given.index(place): places.index(output) for place, output in (reuses or {}).items()}
+    aliases = {given.index(index): first + i for i, index in enumerate(written)}
+    aliases |= {given.index(index): places.index(output) for index, output in (reuses or {}).items()}
     call = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential", input_output_aliases=aliases)
     call_results = call(*arrays, opaque=opaque)
     by_place = dict(zip(written, call_results[first:], strict=True))
@@ -199,28 +199,29 @@ def perform(
         The results of the program, None for an absent one, followed by the buffers in `program.into`.
     """
     assert len(inputs) == len(program.inputs), f"{len(inputs)} inputs of {program.inputs}"
-    kept: dict[str, Array | None] = dict(zip(program.inputs, inputs, strict=True))
-    made: dict[str, Array | None] = {}
+    values: dict[str, Array | None] = dict(zip(program.inputs, inputs, strict=True))
+    outputs: dict[str, Array | None] = {}
     for launch, reads, writes in program.steps:
         shapes = [None if name is None else (into or {}).get(name) for name in writes]
-        arrays = run(launch, [None if name is None else kept[name] for name in reads], shapes)
+        arrays = run(launch, [None if name is None else values[name] for name in reads], shapes)
         for name, output, array in zip(writes, launch.outputs, arrays, strict=False):
             if name is not None and output is not None and array is not None:
-                made[name] = array
-                kept[name] = array.T if output.transposed else array  # in memory layout
-        for place, array in zip(launch.in_place, arrays[len(launch.outputs) :], strict=True):
-            name = reads[place]
+                outputs[name] = array
+                values[name] = array.T if output.transposed else array  # in memory layout
+        for position, array in zip(launch.in_place, arrays[len(launch.outputs) :], strict=True):
+            name = reads[position]
             if name is not None:
-                kept[name] = made[name] = array
+                values[name] = outputs[name] = array
     return [
-        None if name is None else made.get(name, kept.get(name)) for name in (*program.results, *program.into)
+        None if name is None else outputs.get(name, values.get(name))
+        for name in (*program.results, *program.into)
     ]
 
 
 def _call(
     launch: Launch,
     inputs: Sequence[Array | None],
-    made: Sequence[jax.ShapeDtypeStruct | None],
+    outputs: Sequence[jax.ShapeDtypeStruct | None],
     operands: int,
     fresh: Sequence[jax.ShapeDtypeStruct],
     zeroed: tuple[bool, ...],
@@ -228,7 +229,7 @@ def _call(
     """Serialized kernel call, and scratch bytes per program in the grid."""
     from ...common.kernels.compiled import compiled
 
-    names = [None if x is None else jnp.dtype(x.dtype).name for x in (*inputs, *made)]
+    names = [None if x is None else jnp.dtype(x.dtype).name for x in (*inputs, *outputs)]
     # uint32 pairs are int64 for a kernel, since JAX disables int64 by default.
     dtypes = ["int64" if name == "uint32" else name for name in names]
     kernel = compiled(launch, dtypes, compute_capability())
@@ -270,10 +271,10 @@ def _order_arrays(
 ) -> list[Array | None]:
     """Arrange the outputs and the inputs written in place in `run`'s order."""
     outputs: list[Array | None] = []
-    for place, output in enumerate(launch.outputs):
+    for index, output in enumerate(launch.outputs):
         if output is None:
             outputs.append(None)
             continue
-        array = by_place[inputs + place] if place < filled else next(fresh)
+        array = by_place[inputs + index] if index < filled else next(fresh)
         outputs.append(array.T if output.transposed else array)
-    return [*outputs, *[by_place.get(place) for place in launch.in_place]]
+    return [*outputs, *[by_place.get(index) for index in launch.in_place]]

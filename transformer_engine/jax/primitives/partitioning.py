@@ -120,8 +120,8 @@ def unknown_sizes(text: str, sizes: Mapping[str, int]) -> dict[str, int]:
     """Look up sizes for a rule's factors that are not the only factor on any axis."""
     rule = ParsedRule.of(text)
     axes = [axis for array in (*rule.operands, *rule.results) for axis in array]
-    known = {factor for axis in axes if len(axis) == 1 for factor in axis}
-    return {name: sizes[name] for axis in axes for name in axis if name not in known}
+    factors = {factor for axis in axes if len(axis) == 1 for factor in axis}
+    return {name: sizes[name] for axis in axes for name in axis if name not in factors}
 
 
 def order_factors(text: str, factors: Sequence[str]) -> tuple[str, ...]:
@@ -129,15 +129,15 @@ def order_factors(text: str, factors: Sequence[str]) -> tuple[str, ...]:
     return tuple(factor for factor in ParsedRule.of(text).factors if factor in factors)
 
 
-def broadcast_factors(name: str, shape: Sequence[int], whole: Sequence[tuple[str, int]]) -> str:
-    """Factors for an array that broadcasts to the axes `whole`, (factor, extent) pairs.
+def broadcast_factors(name: str, shape: Sequence[int], full: Sequence[tuple[str, int]]) -> str:
+    """Factors for an array that broadcasts to the axes `full`, (factor, extent) pairs.
 
     A one-element axis that broadcasts has a separate factor, whose name begins with `name`. The other axes are sharded
     as those that the array broadcasts to.
     """
     return " ".join(
-        factor if size == extent else f"{name}{place}"
-        for place, ((factor, extent), size) in enumerate(zip(whole, shape, strict=True))
+        factor if size == extent else f"{name}{index}"
+        for index, ((factor, extent), size) in enumerate(zip(full, shape, strict=True))
     )
 
 
@@ -146,7 +146,7 @@ def strides_over_scores(array: Any | None) -> tuple[int, int, int, int]:
     if array is None:
         return 0, 0, 0, 0
     shape = array.shape
-    return tuple(0 if n == 1 else prod(shape[place + 1 :]) for place, n in enumerate(shape))  # pyright: ignore
+    return tuple(0 if n == 1 else prod(shape[index + 1 :]) for index, n in enumerate(shape))  # pyright: ignore
 
 
 @dataclass(frozen=True)
@@ -192,16 +192,18 @@ def placement(
     cuts: dict[str, Axes] = dict.fromkeys(rule.replicated, ())
     proposed = [*_proposals(parsed.operands, operands)]
     if rule.led_by_results and results:
-        kept = {factor for axes in parsed.results for factor, *_ in axes}
+        retained = {factor for axes in parsed.results for factor, *_ in axes}
         found: dict[str, list[Axes]] = {}
         for factor, _, axes in proposed:
             found.setdefault(factor, []).append(axes)
-        agreed = {name for name, cut in found.items() if name not in kept and len(cut) > 1 == len(set(cut))}
+        agreed = {
+            name for name, cut in found.items() if name not in retained and len(cut) > 1 == len(set(cut))
+        }
         first = [one for one in proposed if one.factor in agreed]
         proposed = [*first, *_proposals(parsed.results, results), *proposed]
     for factor, extent, axes in proposed:
         parts = prod(mesh.shape[axis] for axis in axes)
-        free = not any(set(axes) & set(others) for others in cuts.values())
+        free = not any(set(axes) & set(other) for other in cuts.values())
         if axes and free and factor not in cuts and rule.sizes.get(factor, extent) % parts == 0:
             cuts[factor] = axes
     used = {axis for axes in cuts.values() for axis in axes}

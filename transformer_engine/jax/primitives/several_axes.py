@@ -51,17 +51,17 @@ class SeveralAxes(_OfAnother):
 
         def names(factor: str) -> list[str]:
             count = 1 + len(ahead.get(factor, ()))
-            return [factor] if count == 1 else [f"{factor}_{place}" for place in range(count)]
+            return [factor] if count == 1 else [f"{factor}_{index}" for index in range(count)]
 
         sides = []
         for side in ParsedRule.of(inner.text):
             arrays = []
             for axes in side:
-                made = []
-                for factor, *others in axes:
+                outputs = []
+                for factor, *rest in axes:
                     *first, last = names(factor)
-                    made += [*first, f"({' '.join((last, *others))})" if others else last]
-                arrays.append(" ".join(made))
+                    outputs += [*first, f"({' '.join((last, *rest))})" if rest else last]
+                arrays.append(" ".join(outputs))
             sides.append(", ".join(arrays))
         return replace(
             inner,
@@ -81,9 +81,9 @@ class SeveralAxes(_OfAnother):
         return tuple(jax.ShapeDtypeStruct(shape, one.dtype) for shape, one in zip(shapes, made, strict=True))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        made = self.kernel.run(*(x.reshape(shape) for shape, x in self._merge_axes(arrays)))
-        shapes = self._split([one.shape for one in made], arrays)
-        return tuple(one.reshape(shape) for shape, one in zip(shapes, made, strict=True))
+        results = self.kernel.run(*(x.reshape(shape) for shape, x in self._merge_axes(arrays)))
+        shapes = self._split([one.shape for one in results], arrays)
+        return tuple(one.reshape(shape) for shape, one in zip(shapes, results, strict=True))
 
     def _merge_axes(self, arrays: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], Any]]:
         """Yield the shape of each array for the inner kernel, and the array."""
@@ -170,10 +170,11 @@ class OperationsKernel(Kernel):
         return OverVmap(self, tuple(mapped)), (True,)
 
 
-def with_rows(x: Array, others: int) -> tuple[Array, int]:
-    """Reshape to x [*rows, ..] with `others` axes after its rows; also return the number of row axes, at least one."""
-    x = x if x.ndim > others else x[None]
-    return x, x.ndim - others
+def with_rows(x: Array, trailing: int) -> tuple[Array, int]:
+    """Reshape to x [*rows, ..] with `trailing` axes after its rows; also return the number of "
+    "row axes, at least one."""
+    x = x if x.ndim > trailing else x[None]
+    return x, x.ndim - trailing
 
 
 def call_on_axes(kernel: Kernel, counts: Mapping[str, int], *arrays: Array) -> tuple[Array, ...]:
@@ -190,16 +191,16 @@ def call_on_axes(kernel: Kernel, counts: Mapping[str, int], *arrays: Array) -> t
         blocks, rest = divmod(outer.sizes[factor], prod(ahead[factor]))
         if rest or blocks == 1:  # Shardy rejects a one-element factor next to another
             # Merge the axes of one factor.
-            made = []
+            results = []
             for axes, x in zip(rule.operands, arrays, strict=True):
                 if len(axes) != x.ndim:
                     extents, shape = iter(x.shape), []
                     for name, *_ in axes:
-                        own = [next(extents) for _ in range(counts.get(name, 1))]
-                        shape += [prod(own)] if name == factor else own
+                        sizes = [next(extents) for _ in range(counts.get(name, 1))]
+                        shape += [prod(sizes)] if name == factor else sizes
                     x = x.reshape(shape)
-                made.append(x)
-            arrays = tuple(made)
+                results.append(x)
+            arrays = tuple(results)
             del ahead[factor]
             counts = {name: count for name, count in counts.items() if name != factor}
     if not ahead:

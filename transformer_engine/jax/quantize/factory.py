@@ -86,11 +86,11 @@ class QuantizerFactory:
         _check_count("n_quantizers", n_quantizers)
         if n_groups is not None:
             _check_count("n_groups", n_groups)
-        made = tuple(
+        results = tuple(
             _repeat_for_groups(_one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs), n_groups)
             for _ in range(n_quantizers)
         )
-        return made[0] if n_quantizers == 1 else made
+        return results[0] if n_quantizers == 1 else results
 
     @staticmethod
     def create_set(

@@ -90,8 +90,8 @@ class GroupedQuantizer:
             group_sizes: Rows per group [G]; None for a stack.
         """
         check_values("x", x)
-        for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
-            switch(name, asked)
+        for name, requested in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
+            switch(name, requested)
         if group_sizes is not None:
             check_sizes("group_sizes", group_sizes, self.n_groups, x.shape[0])
         tensor, amaxes = self.encode(constant(x), group_sizes, is_rowwise, is_colwise, dq_dtype, flatten_axis)
@@ -154,16 +154,18 @@ class GroupedQuantizer:
         """Quantize a stack [G, R, C] with one scale per matrix, in one operation."""
         quantizer: Any = self.quantizer
         if isinstance(quantizer, DelayedScaleQuantizer):
-            given = quantizer.scale
+            multiplier = quantizer.scale
         else:
             amaxes = exact.bits_to_float(exact.magnitude_bits(x).max(axis=(1, 2), initial=0))
             maximum = find_element(quantizer.q_dtype).maximum
             options = {"power_of_two": quantizer.power_of_two, "epsilon": quantizer.epsilon}
-            given = settle_scales(scale_from_amax(settle_scales(amaxes), maximum, **options))
+            multiplier = settle_scales(scale_from_amax(settle_scales(amaxes), maximum, **options))
         directions = self._directions(is_rowwise, is_colwise)
-        made = quantize_stack(x, given, find_element(self.quantizer.q_dtype), *directions)
-        codes = (made.codes, made.codes_t)
-        return self._tensors(codes, made.scale[:, None], made.amax[:, None], None, x, dq_dtype), made.amax
+        quantized = quantize_stack(x, multiplier, find_element(self.quantizer.q_dtype), *directions)
+        codes = (quantized.codes, quantized.codes_t)
+        return self._tensors(
+            codes, quantized.scale[:, None], quantized.amax[:, None], None, x, dq_dtype
+        ), quantized.amax
 
     def _rows(
         self,
@@ -179,11 +181,11 @@ class GroupedQuantizer:
         delayed = isinstance(quantizer, DelayedScaleQuantizer)
         scaling = () if delayed else (quantizer.power_of_two, quantizer.epsilon)
         element = find_element(quantizer.q_dtype)
-        given = quantizer.scale if delayed else None
-        made = quantize_rows(x, group_sizes, given, element, *scaling, over=over)
+        multiplier = quantizer.scale if delayed else None
+        quantized = quantize_rows(x, group_sizes, multiplier, element, *scaling, over=over)
         rowwise, colwise = self._directions(is_rowwise, is_colwise)
-        codes = made.codes if rowwise else None, made.codes.T if colwise else None
-        return self._tensors(codes, made.scale, made.amax, group_sizes, x, dq_dtype), made.amax
+        codes = quantized.codes if rowwise else None, quantized.codes.T if colwise else None
+        return self._tensors(codes, quantized.scale, quantized.amax, group_sizes, x, dq_dtype), quantized.amax
 
     def _directions(self, is_rowwise: bool | None, is_colwise: bool | None) -> tuple[bool, bool]:
         rowwise, colwise = self.quantizer.directions(is_rowwise, is_colwise)
@@ -205,7 +207,7 @@ class GroupedQuantizer:
         """Pack the quantized directions of x, with one scale per group."""
         dtype = x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype)
         codes, scale, amax = name_leaves((codes, scale, amax), self.quantizer.checkpoint_name)
-        made = [
+        results = [
             GroupedScaledTensor1x(
                 one,
                 scale,
@@ -220,7 +222,7 @@ class GroupedQuantizer:
             for columns, one in enumerate(codes)
             if one is not None
         ]
-        return made[0] if len(made) == 1 else ScaledTensor2x(*made)  # pyright: ignore[reportArgumentType]
+        return results[0] if len(results) == 1 else ScaledTensor2x(*results)  # pyright: ignore[reportArgumentType]
 
     def _check(self, x: Array, group_sizes: Array | None, flatten_axis: int) -> None:
         integer("flatten_axis", flatten_axis)
@@ -272,17 +274,17 @@ def _reduce_states(
     states: Sequence[Quantizer | None], amaxes: Sequence[Array | None], over: tuple[str, ...]
 ) -> list[Array | None]:
     """Reduce the maxima that states read over mesh axes, in a single exchange."""
-    seen = {
-        place: amax
-        for place, (state, amax) in enumerate(zip(states, amaxes, strict=True))
+    reduced = {
+        index: amax
+        for index, (state, amax) in enumerate(zip(states, amaxes, strict=True))
         if isinstance(state, DelayedScaleQuantizer) and amax is not None
     }
-    if not seen:
+    if not reduced:
         return list(amaxes)
-    ends = np.cumsum([amax.size for amax in seen.values()])[:-1]
-    together = exact.maximum_over_axes(jnp.concatenate([amax.reshape(-1) for amax in seen.values()]), over)
-    largest = dict(zip(seen, jnp.split(together, ends), strict=True))
-    return [largest.get(place, amax) for place, amax in enumerate(amaxes)]
+    ends = np.cumsum([amax.size for amax in reduced.values()])[:-1]
+    maxima = exact.maximum_over_axes(jnp.concatenate([amax.reshape(-1) for amax in reduced.values()]), over)
+    largest = dict(zip(reduced, jnp.split(maxima, ends), strict=True))
+    return [largest.get(index, amax) for index, amax in enumerate(amaxes)]
 
 
 def _stack_quantizers(tensor: Any) -> Any:

@@ -29,7 +29,7 @@ class _Copies:
     def __init__(self, scale: Array, history: Array):
         self._state, self._made = (scale, history), list[DelayedScaleQuantizer]()
 
-    def __getitem__(self, place: int) -> DelayedScaleQuantizer:
+    def __getitem__(self, index: int) -> DelayedScaleQuantizer:
         if not self._made:
             # Created lazily, so that the reading module reports a wrong shape. The code element type does not matter,
             # since nothing is quantized here.
@@ -37,10 +37,10 @@ class _Copies:
             self._rest: Any = DelayedScaleQuantizer(
                 jnp.dtype(jnp.float8_e4m3fn), scale=scale, amax_history=history
             )
-        while len(self._made) <= place:
+        while len(self._made) <= index:
             one, self._rest = one_and_rest(self._rest)
             self._made.append(one)
-        return self._made[place]
+        return self._made[index]
 
 
 class _Box(nn.meta.AxisMetadata[Array]):

@@ -55,11 +55,11 @@ def _register(cls: Class) -> Class:
 
     def unflatten(static: tuple[Any, ...], state: Sequence[Any]) -> Any:
         # Not by __init__: leaves may be tracers, shapes or None.
-        made = object.__new__(cls)
+        result = object.__new__(cls)
         names = [f.name for f in fields(cls) if f.name not in cls.STATE]
-        made.__dict__.update(zip(names, static, strict=True))
-        made.__dict__.update(zip(cls.STATE, state, strict=True))
-        return made
+        result.__dict__.update(zip(names, static, strict=True))
+        result.__dict__.update(zip(cls.STATE, state, strict=True))
+        return result
 
     jax.tree_util.register_pytree_node(cls, flatten, unflatten)
     return cls
@@ -126,17 +126,17 @@ class Quantizer:
             maxima: NVFP4: absolute maxima for the row-wise and column-wise direction; None: they are measured.
         """
         check_values("x", x)
-        for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
-            switch(name, asked)
+        for name, requested in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
+            switch(name, requested)
         integer("flatten_axis", flatten_axis)
         spec = self.spec(*self.directions(is_rowwise, is_colwise))
         axis = positive_axis(flatten_axis, x.ndim)
         arguments = self._primitive_arguments(x, axis)
         if maxima[0] is not None or maxima[1] is not None:
             arguments |= {"amax": maxima[0], "amax_t": maxima[1]}
-        made = primitive.quantize(x, spec, axis=axis, over=over, **arguments)
+        quantized = primitive.quantize(x, spec, axis=axis, over=over, **arguments)
         dtype = jnp.dtype(x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype))
-        return self._tensors(made, spec, x.shape, dtype, axis), made.amax
+        return self._tensors(quantized, spec, x.shape, dtype, axis), quantized.amax
 
     def directions(self, is_rowwise: bool | None, is_colwise: bool | None) -> tuple[bool, bool]:
         """Resolve to (row-wise, column-wise); None: as in q_layout."""
@@ -149,26 +149,35 @@ class Quantizer:
         return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise))
 
     def from_codes(
-        self, made: primitive.Quantized, shape: tuple[int, ...], dtype: Any, flatten_axis: int
+        self, quantized: primitive.Quantized, shape: tuple[int, ...], dtype: Any, flatten_axis: int
     ) -> tuple[ScaledTensor, Array | None]:
         """Build `encode`'s result for a result [*shape] that its operation has quantized by `cast`."""
         cast = self.cast()
         assert cast is not None, "the operation has used the cast"
         axis = positive_axis(flatten_axis, len(shape))
-        return self._tensors(made, cast.spec, shape, jnp.dtype(dtype), axis), made.amax
+        return self._tensors(quantized, cast.spec, shape, jnp.dtype(dtype), axis), quantized.amax
 
     def _tensors(
-        self, made: primitive.Quantized, spec: QuantizeSpec, shape: tuple[int, ...], dtype: Any, axis: int
+        self,
+        quantized: primitive.Quantized,
+        spec: QuantizeSpec,
+        shape: tuple[int, ...],
+        dtype: Any,
+        axis: int,
     ) -> ScaledTensor:
         """Pack a matrix's codes as tensors for its array [*shape], whose columns begin at axis."""
         tensors: list[ScaledTensor1x] = []
         if spec.rowwise:
-            assert made.codes is not None and made.scale is not None
-            tensors.append(self._tensor(made.codes.reshape(shape), made.scale, made.amax, dtype, False, axis))
+            assert quantized.codes is not None and quantized.scale is not None
+            tensors.append(
+                self._tensor(
+                    quantized.codes.reshape(shape), quantized.scale, quantized.amax, dtype, False, axis
+                )
+            )
         if spec.columnwise:
-            assert made.codes_t is not None and made.scale_t is not None
-            amax = made.amax if self.scaling_mode.is_tensor_scaling() else made.amax_t
-            codes, scale = made.codes_t, made.scale_t
+            assert quantized.codes_t is not None and quantized.scale_t is not None
+            amax = quantized.amax if self.scaling_mode.is_tensor_scaling() else quantized.amax_t
+            codes, scale = quantized.codes_t, quantized.scale_t
             codes, at = codes.reshape(*shape[axis:], *shape[:axis]), len(shape) - axis
             if self.data_layout[1] != "T":
                 codes, scale, at = turned(codes, at), scale if scale.ndim == 1 else scale.T, axis
@@ -219,7 +228,7 @@ class Quantizer:
         axis: int,
         hadamard: bool = False,
     ) -> ScaledTensor1x:
-        made = ScaledTensorFactory.create_1x(
+        tensor = ScaledTensorFactory.create_1x(
             data,
             scale,
             amax,
@@ -230,7 +239,7 @@ class Quantizer:
             axis,
             hadamard,
         )
-        return made.checkpoint(self)
+        return tensor.checkpoint(self)
 
 
 @_register
@@ -367,23 +376,23 @@ def advanced_together(
     """Quantizers for the next step; states with the same signature advance in one operation."""
     following = list(quantizers)
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for place, quantizer in enumerate(quantizers):
+    for index, quantizer in enumerate(quantizers):
         if isinstance(quantizer, DelayedScaleQuantizer):
             key = (quantizer.amax_history.shape, quantizer.amax_compute_algo, quantizer.margin)
-            alike.setdefault(key, []).append(place)
+            alike.setdefault(key, []).append(index)
     for (_, algorithm, margin), places in alike.items():
-        states: list[Any] = [quantizers[place] for place in places]
+        states: list[Any] = [quantizers[index] for index in places]
         advanced = advance_states(
             [
-                ScaleState(state.amax_history, state.scale, jnp.reshape(amaxes[place], -1))  # pyright: ignore
-                for place, state in zip(places, states, strict=True)
+                ScaleState(state.amax_history, state.scale, jnp.reshape(amaxes[index], -1))  # pyright: ignore
+                for index, state in zip(places, states, strict=True)
             ],
             algorithm.value,
             tuple(find_element(state.q_dtype).maximum for state in states),
             margin,
         )
-        for place, state, (history, scale) in zip(places, states, advanced, strict=True):
-            following[place] = dataclasses.replace(state, amax_history=history, scale=scale)
+        for index, state, (history, scale) in zip(places, states, advanced, strict=True):
+            following[index] = dataclasses.replace(state, amax_history=history, scale=scale)
     return tuple(following)
 
 

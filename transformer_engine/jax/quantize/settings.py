@@ -59,8 +59,8 @@ def _check_state(name: str, value: Any, kind: Any) -> None:
     """Raise TypeError or ValueError unless a state is an array with this number type and at least one axis."""
     check_array(name, value)
     if not jnp.issubdtype(value.dtype, kind) or jnp.dtype(value.dtype).itemsize < 2 or not value.ndim:
-        wanted = "float32" if kind is jnp.floating else "uint32, such as jax.random.key_data(key)"
-        raise ValueError(f"{name} is {described(value)}; give an array [n] of {wanted}")
+        expected = "float32" if kind is jnp.floating else "uint32, such as jax.random.key_data(key)"
+        raise ValueError(f"{name} is {described(value)}; give an array [n] of {expected}")
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -86,8 +86,8 @@ def random_key(words: Array) -> Array:
     if words.size == size:
         return jax.random.wrap_key_data(words)
     key = jax.random.key(0)
-    for place in range(words.size):
-        key = jax.random.fold_in(key, words[place])
+    for index in range(words.size):
+        key = jax.random.fold_in(key, words[index])
     return key
 
 

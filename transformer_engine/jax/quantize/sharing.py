@@ -82,7 +82,7 @@ def pairs_of_leaves(collections: Any) -> list[tuple[int, int]] | None:
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree_util.tree_flatten_with_path(collections)[0]
     ]
-    places = {name: place for place, name in enumerate(names)}
+    places = {name: index for index, name in enumerate(names)}
     pairs: list[tuple[int, int]] = []
     for name in names:
         stem = name.removesuffix(_SCALE).removesuffix(_HISTORY)

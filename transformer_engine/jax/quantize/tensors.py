@@ -168,11 +168,11 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
             ValueError: A matrix product reads the other direction for this usage.
         """
         member("usage", usage, TensorUsage)
-        wanted = self.scaling_mode.get_quantize_layout(usage).has_colwise
-        if wanted is not self.is_colwise:
-            have, want = (("column-wise" if c else "row-wise") for c in (self.is_colwise, wanted))
+        columnwise = self.scaling_mode.get_quantize_layout(usage).has_colwise
+        if columnwise is not self.is_colwise:
+            have, needed = (("column-wise" if c else "row-wise") for c in (self.is_colwise, columnwise))
             raise ValueError(
-                f"{usage} needs a {want} tensor, this one is {have}; quantize with q_layout=ROWWISE_COLWISE"
+                f"{usage} needs a {needed} tensor, this one is {have}; quantize with q_layout=ROWWISE_COLWISE"
             )
         return self
 
@@ -388,13 +388,13 @@ class ScaledTensorFactory:
             ValueError: A direction that the layout includes is None.
         """
         member("q_layout", q_layout, QuantizeLayout)
-        kept = []
-        for name, tensor, there in (
+        tensors = []
+        for name, tensor, present in (
             ("rowwise", rowwise, q_layout.has_rowwise), ("colwise", colwise, q_layout.has_colwise),
         ):  # fmt: skip
-            if there and tensor is None:
+            if present and tensor is None:
                 raise ValueError(
                     f"{name}=None with q_layout={q_layout.name}; pass the tensor of that direction"
                 )
-            kept += [tensor] * there
-        return kept[0] if len(kept) == 1 else ScaledTensor2x(*kept)
+            tensors += [tensor] * present
+        return tensors[0] if len(tensors) == 1 else ScaledTensor2x(*tensors)

@@ -83,10 +83,10 @@ class StepLimits(NamedTuple):
                 f"new_k is {list(new_k.shape)} and new_v {list(new_v.shape)}; give keys and values of the same tokens"
             )
         expected = (self.heads, self.head_dim_k), (self.heads, self.head_dim_v)
-        given = tuple(new_k.shape[-2:]), tuple(new_v.shape[-2:])
-        if given != expected:
+        actual = tuple(new_k.shape[-2:]), tuple(new_v.shape[-2:])
+        if actual != expected:
             raise ValueError(
-                f"keys and values have (heads, size) {given}, the cache holds {expected}; "
+                f"keys and values have (heads, size) {actual}, the cache holds {expected}; "
                 "make it with num_heads_kv, head_dim_k and head_dim_v of the layer"
             )
         if qkv_format == "thd":

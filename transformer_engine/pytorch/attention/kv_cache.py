@@ -95,7 +95,7 @@ class KVCacheManager(ABC):
 
 
 def whole_step(
-    step_dict: Any, known: Mapping[Any, int], max_batch: int, most: int, longest: int
+    step_dict: Any, cached: Mapping[Any, int], max_batch: int, most: int, longest: int
 ) -> dict[Any, int]:
     """Return step_dict with plain integers; raise ValueError unless sequences, new tokens and totals are within limits.
 
@@ -116,19 +116,19 @@ def whole_step(
             "leave some for a later step or raise the limit"
         )
     step: dict[Any, int] = {}
-    for sequence, given in step_dict.items():
+    for sequence, value in step_dict.items():
         try:
-            new = to_int("tokens", given)
+            new = to_int("tokens", value)
         except TypeError:
             raise ValueError(
-                f"sequence {sequence!r} brings {given!r} tokens, which is not a whole number; give an int"
+                f"sequence {sequence!r} brings {value!r} tokens, which is not a whole number; give an int"
             ) from None
         if not 0 <= new <= most:
             raise ValueError(
                 f"sequence {sequence!r} brings {new} tokens, allowed: 0..max_ctx_len={most}; "
                 "split the step or raise the limit"
             )
-        total = known.get(sequence, 0) + new
+        total = cached.get(sequence, 0) + new
         if total > longest:
             raise ValueError(
                 f"sequence {sequence!r} would have {total} tokens > max_sequence_length={longest}; "
@@ -146,12 +146,12 @@ def check_layer(cache: Mapping[int, object], layer_number: int) -> None:
         )
 
 
-def check_batch(known: Mapping[Any, int], cu_new_seqlens: Tensor) -> None:
+def check_batch(cached: Mapping[Any, int], cu_new_seqlens: Tensor) -> None:
     """Raise ValueError unless there is one length per sequence that pre_step announced."""
     batch = cu_new_seqlens.shape[0] - 1
-    if batch != len(known):
+    if batch != len(cached):
         raise ValueError(
-            f"lengths of {batch} sequences, pre_step announced {len(known)}; give those of the step"
+            f"lengths of {batch} sequences, pre_step announced {len(cached)}; give those of the step"
         )
 
 

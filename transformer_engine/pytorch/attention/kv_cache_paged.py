@@ -65,18 +65,18 @@ class PagedKVCacheManager(KVCacheManager):
         step_dict = whole_step(
             step_dict, self.sequences, self.max_batch_size, self.max_seqlen, self.max_seqlen
         )
-        known, size = self.sequences, self.page_size
-        totals = {sequence: known.get(sequence, 0) + new for sequence, new in step_dict.items()}
+        cached, size = self.sequences, self.page_size
+        totals = {sequence: cached.get(sequence, 0) + new for sequence, new in step_dict.items()}
         counts = [-(-tokens // size) for tokens in totals.values()]
         if sum(counts) > self.total_num_pages:
             raise ValueError(
                 f"the step's {len(step_dict)} sequences need {sum(counts)} pages of {size} tokens > "
                 f"total_num_pages={self.total_num_pages}; end a sequence, leave one for later, or give more pages"
             )
-        for sequence in known:
+        for sequence in cached:
             if sequence not in totals:
                 self._free.extend(reversed(self._pages.pop(sequence)))
-        before = list(known)
+        before = list(cached)
         self.sequences = OrderedDict(totals)
         self.longest_step = max(step_dict.values(), default=0)
         first_changed = len(totals)

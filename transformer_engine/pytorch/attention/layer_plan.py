@@ -99,7 +99,7 @@ class LayerKey(NamedTuple):
                 check_rotation(heads, angles, Positions(), spec, heads.shape[-1])  # pyright: ignore[reportArgumentType]
         if self.core is None:
             return None
-        tensors: Any = [x[place] for place in range(3) for x in (q, k, v)]  # shapes, dtypes, devices
+        tensors: Any = [x[index] for index in range(3) for x in (q, k, v)]  # shapes, dtypes, devices
         return PlanKey(
             self.core, *self[2:7], None, None, self.given, self.cached, self.same_lengths, *tensors
         )
@@ -184,7 +184,7 @@ def check_layer_call(
     if encoder_output is not None:
         floating("encoder_output", encoder_output)
         encoder = tensor_metadata(encoder_output)
-    turned = None if rotation is None else rotation.facts()
+    rotation_facts = None if rotation is None else rotation.facts()
     device = x.device
     autocast = autocast_dtype(device.type) if autocast_is_active() else None
     inputs = (x.shape, x.dtype, device, autocast, encoder)
@@ -204,14 +204,14 @@ def check_layer_call(
         checked.cached,
         checked.same_lengths,
         *inputs,
-        turned,
+        rotation_facts,
     )
     plan, sequences = None, None
     if not is_undisturbed():
         sequences = _check_sequences(key)
     elif (plan := memory[key]) is not None:
         sequences = plan.sequences
-    if rotation is not None and turned is None:
+    if rotation is not None and rotation_facts is None:
         rotation.check(*_projections(config, *inputs)[:2])
     if sequences is None:
         return rotation, None
@@ -304,17 +304,18 @@ def _projections(
     """
     x = TensorFacts(x_shape, x_dtype, x_device, False)
     axes = len(config.qkv_format) - 1
-    for name, given in (("hidden_states", x), ("encoder_output", encoder)):
-        if given is None:
+    for name, tensor in (("hidden_states", x), ("encoder_output", encoder)):
+        if tensor is None:
             continue
-        if len(given.shape) != axes or given.shape[-1] != config.hidden_size:
+        if len(tensor.shape) != axes or tensor.shape[-1] != config.hidden_size:
             raise ValueError(
-                f"{name} is {list(given.shape)}, qkv_format={config.qkv_format!r} needs {axes} axes that end in "
+                f"{name} is {list(tensor.shape)}, qkv_format={config.qkv_format!r} needs {axes} axes that end in "
                 f"hidden_size={config.hidden_size}"
             )
-        if (given.dtype != x_dtype and lowered is None) or given.device != x_device:
+        if (tensor.dtype != x_dtype and lowered is None) or tensor.device != x_device:
             raise ValueError(
-                f"{name} is {given.dtype} on {given.device}, hidden_states {x_dtype} on {x_device}; convert one of them"
+                f"{name} is {tensor.dtype} on {tensor.device}, hidden_states {x_dtype} on {x_device}; "
+                f"convert one of them"
             )
     heads, shapes = config.heads, []
     for source, count in ((x, heads.queries), (encoder or x, heads.groups)):

@@ -320,8 +320,8 @@ class MultiheadAttention(CheckedLoading):
         elif arguments is NO_ARGUMENTS and not (checkpoint_core_attention or codes):
             context = core(q, k, v)
         else:
-            given = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}
-            context = core(q, k, v, fast_zero_fill=fast_zero_fill, **given, **arguments.as_keywords())
+            options = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}
+            context = core(q, k, v, fast_zero_fill=fast_zero_fill, **options, **arguments.as_keywords())
         projected = modules["proj"](context, is_first_microbatch=is_first_microbatch)
         if not (config.return_bias or config.returns_norm):
             return projected
@@ -336,8 +336,8 @@ class MultiheadAttention(CheckedLoading):
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
         """Raise the errors of `attend` without effects."""
-        given = (hidden_states, arguments, encoder_output, None, current(), torch.compiler.is_compiling())
-        check_layer_call(self._plans, self._config, self._modules["core_attention"], *given)
+        inputs = (hidden_states, arguments, encoder_output, None, current(), torch.compiler.is_compiling())
+        check_layer_call(self._plans, self._config, self._modules["core_attention"], *inputs)
 
     def _project(
         self,

@@ -68,9 +68,9 @@ class Correspondence:
         prefix = self.family.prefix
         names = {}
         for name in found:
-            whole = name if name.startswith(prefix) or name == self.family.head else prefix + name
-            if not self.family.derived.fullmatch(whole):
-                names[whole] = name
+            full_name = name if name.startswith(prefix) or name == self.family.head else prefix + name
+            if not self.family.derived.fullmatch(full_name):
+                names[full_name] = name
         return names
 
 

@@ -47,26 +47,26 @@ class Decoder(CheckedLoading):
         source: dict[str, Any] | None = None,
     ):
         super().__init__()
-        place: dict[str, Any] = {"device": canonical_device(device), "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": canonical_device(device), "dtype": dtype}
         fill = init_method or (lambda weight: nn.init.normal_(weight, std=0.02))
         self.config, self.source = config, source
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
-        self.embedding = _embedding(config.vocabulary, config.hidden, fill, place)
+        self.embedding = _embedding(config.vocabulary, config.hidden, fill, factory_kwargs)
         self.rotary = self.position_embedding = None
         if config.rotary is None:
-            self.position_embedding = _embedding(config.positions, config.hidden, fill, place)
+            self.position_embedding = _embedding(config.positions, config.hidden, fill, factory_kwargs)
         else:
-            self.rotary = _rotary(config.rotary, config.head_size, place["device"])
+            self.rotary = _rotary(config.rotary, config.head_size, factory_kwargs["device"])
         self.layers = nn.ModuleList(
-            _layer(config, number, fill, place) for number in range(1, config.layers + 1)
+            _layer(config, number, fill, factory_kwargs) for number in range(1, config.layers + 1)
         )
         self.norm = _NORMS[config.norm](
-            config.hidden, eps=config.epsilon, zero_centered_gamma=config.zero_centered, **place
+            config.hidden, eps=config.epsilon, zero_centered_gamma=config.zero_centered, **factory_kwargs
         )
         self.head = None
         if not config.tied:
             self.head = nn.Linear(config.hidden, config.vocabulary, bias=False, device="meta")
-            self.head.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden, **place))
+            self.head.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden, **factory_kwargs))
             fill(self.head.weight)
 
     def forward(self, tokens: Tensor, cache: InferenceParams | None = None) -> Tensor:
@@ -159,17 +159,19 @@ class Decoder(CheckedLoading):
         )
 
 
-def _embedding(rows: int, width: int, fill: Callable[[Tensor], Any], place: dict[str, Any]) -> nn.Embedding:
-    embedding = nn.Embedding(rows, width, _weight=torch.empty(rows, width, **place))
+def _embedding(
+    rows: int, width: int, fill: Callable[[Tensor], Any], factory_kwargs: dict[str, Any]
+) -> nn.Embedding:
+    embedding = nn.Embedding(rows, width, _weight=torch.empty(rows, width, **factory_kwargs))
     fill(embedding.weight)
     return embedding
 
 
 def _layer(
-    config: DecoderConfig, number: int, fill: Callable[[Tensor], Any], place: dict[str, Any]
+    config: DecoderConfig, number: int, fill: Callable[[Tensor], Any], factory_kwargs: dict[str, Any]
 ) -> TransformerLayer:
     window = config.windows[number - 1]
-    precision = {"device": place["device"], "params_dtype": place["dtype"]}
+    precision = {"device": factory_kwargs["device"], "params_dtype": factory_kwargs["dtype"]}
     layer = TransformerLayer(
         config.hidden,
         config.feed_forward,
@@ -226,7 +228,7 @@ def _rotary(config: RotaryConfig, size: int, device: torch.device) -> RotaryPosi
         frequency = frequency if config.factor == 1.0 else frequency / config.factor
     else:
         turns = config.trained * frequency / (2 * math.pi)
-        kept = ((turns - config.low) / (config.high - config.low)).clamp(0.0, 1.0)
-        frequency = (1.0 - kept) * frequency / config.factor + kept * frequency
+        ramp = ((turns - config.low) / (config.high - config.low)).clamp(0.0, 1.0)
+        frequency = (1.0 - ramp) * frequency / config.factor + ramp * frequency
     rotary.register_buffer("inv_freq", frequency.to(device), persistent=False)
     return rotary

@@ -101,8 +101,8 @@ class DecoderConfig:
     @staticmethod
     def read(content: Mapping[str, Any], source: str) -> DecoderConfig:
         """Return the config that `as_dict` wrote; the ValueError for another content names the source."""
-        known = {field.name for field in fields(DecoderConfig)}
-        strange = sorted(set(content) ^ known)
+        names = {field.name for field in fields(DecoderConfig)}
+        strange = sorted(set(content) ^ names)
         if strange:
             raise ValueError(
                 f"{source} describes no decoder of this release (its {strange[0]!r}); convert it again"

@@ -73,8 +73,8 @@ class Checkpoint:
             path = folder / OURS
             content = read_json(path)
             settings, decoder = content.get("config"), content.get("decoder")
-            known = content.get("format") == FORMAT
-            if not (known and isinstance(settings, dict) and isinstance(decoder, dict)):
+            recognized = content.get("format") == FORMAT
+            if not (recognized and isinstance(settings, dict) and isinstance(decoder, dict)):
                 raise ValueError(
                     f"{path} is not of format {FORMAT}, with config and decoder; convert the checkpoint again"
                 )
@@ -220,11 +220,11 @@ def save_model(model: Decoder, folder: str | Path, shard_bytes: int = SHARD_BYTE
         if not (name.endswith(EXTRA_STATE) and tensor.numel() == 0)
     }
     plan = {name: Described(tensor.dtype, tuple(tensor.shape)) for name, tensor in states.items()}
-    with new_folder(Path(folder)) as made:
-        _write_our_settings(made, model.source)
+    with new_folder(Path(folder)) as path:
+        _write_our_settings(path, model.source)
         # Other libraries read the file, so quantized tensors are written in high precision.
         values = ((name, high_precision(tensor)) for name, tensor in states.items())
-        write_shards(made, plan, values, shard_bytes)
+        write_shards(path, plan, values, shard_bytes)
 
 
 def convert(
@@ -285,7 +285,7 @@ def convert(
 def _check_dtype(dtype: torch.dtype | None) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(
-            f"dtype={dtype} is not supported; give one of {', '.join(str(known) for known in DTYPES)}"
+            f"dtype={dtype} is not supported; give one of {', '.join(str(supported) for supported in DTYPES)}"
         )
 
 

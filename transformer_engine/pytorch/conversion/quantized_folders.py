@@ -234,8 +234,8 @@ def _quantized(
     for number, name in enumerate(weights):
         base, begin = name.removesuffix("weight"), sum(rows[:number])
         for suffix, tensor in encoded.items():
-            own = tensor[begin : begin + rows[number]] if suffix in per_row and len(rows) > 1 else tensor
-            yield base + suffix, own
+            part = tensor[begin : begin + rows[number]] if suffix in per_row and len(rows) > 1 else tensor
+            yield base + suffix, part
         if name in maxima.inputs:
             for suffix, value in form.input_scale(maxima.inputs[name]).items():
                 yield base + suffix, value

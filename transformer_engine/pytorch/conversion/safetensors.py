@@ -154,28 +154,30 @@ class Shards(NamedTuple):
             )
         content = read_json(index)
         places = content.get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+        if not isinstance(places, dict) or not all(
+            isinstance(file_name, str) for file_name in places.values()
+        ):
             raise ValueError(f"{index} has no weight_map of names; download it again")
-        for place in places.values():
-            if Path(place).name != place or not (index.parent / place).is_file():
+        for file_name in places.values():
+            if Path(file_name).name != file_name or not (index.parent / file_name).is_file():
                 raise ValueError(
-                    f"{index} names {place!r}, which is not a file in the same folder; download it"
+                    f"{index} names {file_name!r}, which is not a file in the same folder; download it"
                 )
         files = {name: SafetensorsFile.open(folder / name) for name in sorted(set(places.values()))}
-        held = {name: file for file in files.values() for name in file.tensors}
-        for name, place in places.items():
-            if name not in files[place].tensors:
+        owners = {name: file for file in files.values() for name in file.tensors}
+        for name, file_name in places.items():
+            if name not in files[file_name].tensors:
                 raise ValueError(
-                    f"{index} places {name!r} in {place}, which has no such tensor; download both"
+                    f"{index} places {name!r} in {file_name}, which has no such tensor; download both"
                 )
-        unlisted = sorted(set(held) - set(places))
+        unlisted = sorted(set(owners) - set(places))
         if unlisted:
             raise ValueError(
                 f"{index} does not name {unlisted[0]!r}, which its files hold; download it again"
             )
-        if sum(len(file.tensors) for file in files.values()) != len(held):
+        if sum(len(file.tensors) for file in files.values()) != len(owners):
             raise ValueError(f"a tensor is in two files of {index}; download them again")
-        return Shards(folder, held)
+        return Shards(folder, owners)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -195,8 +197,8 @@ def write_shards(
     """Write model.safetensors, or several files with at most `most` bytes (and at least one tensor) with an index."""
     shards: list[dict[str, Described]] = [{}]
     for name, described in plan.items():
-        taken = sum(other.bytes for other in shards[-1].values())
-        if shards[-1] and taken + described.bytes > most:
+        used = sum(other.bytes for other in shards[-1].values())
+        if shards[-1] and used + described.bytes > most:
             shards.append({})
         shards[-1][name] = described
     if len(shards) == 1:

@@ -48,7 +48,7 @@ class Settings:
         if value is not None and value not in allowed:
             raise ValueError(f"{self.source}: {name}={described(value)}: {why}")
 
-    def _value(self, name: str, default: Any, kinds: tuple[type, ...], wanted: str) -> Any:
+    def _value(self, name: str, default: Any, kinds: tuple[type, ...], expected: str) -> Any:
         value = self.content.get(name)
         if value is None:
             value = default
@@ -57,7 +57,7 @@ class Settings:
                 f"{self.source} has no {name!r}; take the config.json that belongs to the weights"
             )
         if isinstance(value, bool) or not isinstance(value, kinds):
-            raise ValueError(f"{self.source}: {name}={described(value)} is not {wanted}; repair it")
+            raise ValueError(f"{self.source}: {name}={described(value)} is not {expected}; repair it")
         return value
 
 
@@ -86,13 +86,15 @@ def llama_like(settings: Settings, **different: Any) -> DecoderConfig:
 
 def rotary(settings: Settings) -> RotaryConfig:
     """Read rope_theta and rope_scaling, or rope_parameters, which replaces both in later transformers releases."""
-    given = settings.content.get("rope_parameters") or settings.content.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{settings.source}: rope_scaling={described(given)} is not an object; repair it")
-    scaling = Settings(given, f"{settings.source}, rope_scaling")
+    parameters = settings.content.get("rope_parameters") or settings.content.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(
+            f"{settings.source}: rope_scaling={described(parameters)} is not an object; repair it"
+        )
+    scaling = Settings(parameters, f"{settings.source}, rope_scaling")
     base = scaling.number("rope_theta", settings.number("rope_theta", 10000.0))
-    kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("partial_rotary_factor", settings.content.get("partial_rotary_factor", 1.0)) != 1.0:
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if parameters.get("partial_rotary_factor", settings.content.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError(
             f"{settings.source}: partial_rotary_factor is not 1; all features of a head turn here"
         )
@@ -118,10 +120,10 @@ def windows(settings: Settings, window: int | None, layers: int) -> tuple[int | 
     kinds = settings.content.get("layer_types")
     if kinds is None or window is None:
         return (window,) * layers
-    known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+    lookup = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in lookup for kind in kinds):
         raise ValueError(
             f"{settings.source}: layer_types={described(kinds)} does not name {layers} layers as full_attention or "
             "sliding_attention"
         )
-    return tuple(known[kind] for kind in kinds)
+    return tuple(lookup[kind] for kind in kinds)

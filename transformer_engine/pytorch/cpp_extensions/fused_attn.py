@@ -218,10 +218,10 @@ def fused_attn_bwd(
 
 
 def _check(backend: NVTE_Fused_Attn_Backend | int) -> None:
-    known = member("fused_attention_backend", NVTE_Fused_Attn_Backend, backend)
-    if known == NVTE_Fused_Attn_Backend.NVTE_No_Backend:
+    checked = member("fused_attention_backend", NVTE_Fused_Attn_Backend, backend)
+    if checked == NVTE_Fused_Attn_Backend.NVTE_No_Backend:
         raise ValueError(
-            f"fused_attention_backend is No_Backend ({known.name}); ask get_fused_attn_backend for one that does"
+            f"fused_attention_backend is No_Backend ({checked.name}); ask get_fused_attn_backend for one that does"
         )
 
 

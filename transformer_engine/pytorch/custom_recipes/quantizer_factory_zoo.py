@@ -36,10 +36,10 @@ _DEQUANTIZED = "rowwise_dequantized"
 
 def _tensor_type(role: QuantizerRole | None) -> str:
     """Return the tensor of a role, "input" if it names none."""
-    given = getattr(role, "tensor_type", "")
-    if role is not None and not given:  # the role of a slot, which equals a string
-        given = next((t for t in (*FORWARD_TENSORS, *BACKWARD_TENSORS) if role == f"linear_{t}"), "")
-    return given or "input"
+    tensor_type = getattr(role, "tensor_type", "")
+    if role is not None and not tensor_type:  # the role of a slot, which equals a string
+        tensor_type = next((t for t in (*FORWARD_TENSORS, *BACKWARD_TENSORS) if role == f"linear_{t}"), "")
+    return tensor_type or "input"
 
 
 def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:

@@ -214,18 +214,18 @@ class NVFP4QuantizerRef(Quantizer):
         """Quantize a tensor [.., K] in the directions of the usages."""
         matrix = tensor.detach().reshape(-1, tensor.shape[-1])
         spec = self.inner.spec(self.rowwise_usage, self.columnwise_usage)
-        made = FORMATS[spec.format.name].quantize(matrix, spec, QuantizeInputs())
+        quantized = FORMATS[spec.format.name].quantize(matrix, spec, QuantizeInputs())
         result = NVFP4TensorRef(
-            data=made.codes,
-            scale=made.scale,
-            data_t=made.codes_t,
-            scale_t=made.scale_t,
+            data=quantized.codes,
+            scale=quantized.scale,
+            data_t=quantized.codes_t,
+            scale_t=quantized.scale_t,
             dtype=tensor.dtype,
             quant_dtype=torch.uint8,
             original_shape=tensor.shape,
             quantizer=self,
         )
-        result.global_amax_row, result.global_amax_col = made.amax, made.amax_t
+        result.global_amax_row, result.global_amax_col = quantized.amax, quantized.amax_t
         return result
 
     def decoded(self, codes: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
@@ -252,8 +252,8 @@ class NVFP4QuantizerRef(Quantizer):
         columns = (gemm_type is GEMMType.WGRAD, gemm_type in (GEMMType.WGRAD, GEMMType.DGRAD))
         given = ((qx, sx, qresult_x), (qw, sw, qresult_w))
         operands = [
-            self.decoded(codes, scale, made.global_amax_col if column else made.global_amax_row)
-            for (codes, scale, made), column in zip(given, columns, strict=True)
+            self.decoded(codes, scale, quantized.global_amax_col if column else quantized.global_amax_row)
+            for (codes, scale, quantized), column in zip(given, columns, strict=True)
         ]
         return high_precision_gemm_ref(
             operands[0], operands[1], out_dtype, accumulate, is_b_transposed=True, out=out

@@ -223,8 +223,8 @@ def _gather_later(
     return output, DeferredGather(lambda: quantizer.update_quantized(gathered, output), output, handle)
 
 
-def _fill_output(output: Any, whole: Any) -> Any:
-    output.copy_from_storage(whole)
+def _fill_output(output: Any, gathered: Any) -> Any:
+    output.copy_from_storage(gathered)
     return output
 
 
@@ -305,8 +305,8 @@ def reduce_scatter_along_first_dim(
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
-        made = functional.wait_tensor(functional.reduce_scatter_tensor(inp, "sum", 0, _group(tp_group)))
-        return (made if output is None else output.copy_(made)), None
+        reduced = functional.wait_tensor(functional.reduce_scatter_tensor(inp, "sum", 0, _group(tp_group)))
+        return (reduced if output is None else output.copy_(reduced)), None
     scattered = inp.new_empty((inp.shape[0] // size, *inp.shape[1:])) if output is None else output
     return scattered, started(
         "reduce_scatter",
@@ -361,8 +361,8 @@ def split_tensor_into_1d_equal_chunks(
             f"{-(-tensor.numel() // size) * size}"
         )
     share = tensor.numel() // size
-    own = tensor.view(-1)[rank(tp_group) * share : (rank(tp_group) + 1) * share]
-    return own.clone() if new_buffer else own
+    part = tensor.view(-1)[rank(tp_group) * share : (rank(tp_group) + 1) * share]
+    return part.clone() if new_buffer else part
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: dist_group_type | None) -> Tensor:

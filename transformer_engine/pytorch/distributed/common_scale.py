@@ -55,19 +55,21 @@ def payload_with_common_scale(
     """
     parts = dict(zip(payload.fields, tensors, strict=True))
     dtypes = dict(zip(payload.fields, payload.dtypes, strict=True))
-    whole = dict(payload.whole)
+    unsharded = dict(payload.whole)
     for direction in ("", "_t"):
         codes, scale, amax = (name + direction for name in ("codes", "scale", "amax"))
         if codes not in parts:
             continue
-        if scale in whole:
-            own = parts[codes].view(dtypes[codes]), whole[scale]
-            ((values, whole[scale]),) = rescale_codes([own], group)
+        if scale in unsharded:
+            local = parts[codes].view(dtypes[codes]), unsharded[scale]
+            ((values, unsharded[scale]),) = rescale_codes([local], group)
             parts[codes] = values.view(torch.uint8)
-        elif amax in whole:
-            blocks, whole[amax] = _rescale_blocks(parts[scale].view(dtypes[scale]), whole[amax], group)
+        elif amax in unsharded:
+            blocks, unsharded[amax] = _rescale_blocks(
+                parts[scale].view(dtypes[scale]), unsharded[amax], group
+            )
             parts[scale] = blocks.view(torch.uint8)
-    return tuple(parts.values()), replace(payload, whole=whole)
+    return tuple(parts.values()), replace(payload, whole=unsharded)
 
 
 def rescale_codes(
@@ -102,12 +104,12 @@ def _rescale_blocks(blocks: Tensor, amax: Tensor, group: dist_group_type | None)
     return (blocks.float() * ratio).to(blocks.dtype), largest
 
 
-def _maximum(own: Tensor, group: dist_group_type | None) -> Tensor:
-    """Return the maximum over the ranks, written to `own` (under torch.compile: to a new tensor)."""
+def _maximum(local: Tensor, group: dist_group_type | None) -> Tensor:
+    """Return the maximum over the ranks, written to `local` (under torch.compile: to a new tensor)."""
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
         ranks: dist_group_type = dist.group.WORLD if group is None else group  # pyright: ignore
-        return functional.wait_tensor(functional.all_reduce(own, "max", ranks))
-    started("all_reduce", own, group, lambda: dist.all_reduce(own, dist.ReduceOp.MAX, group=group))
-    return own
+        return functional.wait_tensor(functional.all_reduce(local, "max", ranks))
+    started("all_reduce", local, group, lambda: dist.all_reduce(local, dist.ReduceOp.MAX, group=group))
+    return local

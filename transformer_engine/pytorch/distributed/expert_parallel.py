@@ -147,10 +147,10 @@ def route(
     ends = padded.view(size, -1).cumsum(1)
     shift = torch.cat(((ends.view(-1) - padded) - bounds[:-1], bounds.new_zeros(1)))
     row = torch.arange(ordered.shape[0], device=expert.device) + shift[ordered]
-    kept = ordered < experts
+    valid = ordered < experts
     if capacity is not None:
-        kept = kept & (row < capacity)
-    rows = torch.empty_like(row).scatter_(0, order, torch.where(kept, row, _NONE)).view(choices.shape)
+        valid = valid & (row < capacity)
+    rows = torch.empty_like(row).scatter_(0, order, torch.where(valid, row, _NONE)).view(choices.shape)
     owner = torch.where(rows >= 0, choices.div(placement.local_experts, rounding_mode="floor"), size)
     ranks = torch.arange(size, device=gathered.device)
     sends = (owner[rank, :local_tokens, :, None] == ranks).any(1)  # [T, size]
@@ -174,8 +174,8 @@ def route(
     slot_received = torch.where(receives, first_received[:, None] + receives.cumsum(1) - 1, slots_received)
     # The last row collects choices for tokens that are not received.
     row_of_slot = torch.full((slots_received + 1, top_k), _NONE, device=gathered.device)
-    own = torch.where(owner == rank, rows, _NONE).view(-1, top_k)
-    row_of_slot.scatter_(0, slot_received.view(-1, 1).expand(-1, top_k), own)
+    local_rows = torch.where(owner == rank, rows, _NONE).view(-1, top_k)
+    row_of_slot.scatter_(0, slot_received.view(-1, 1).expand(-1, top_k), local_rows)
     local_ends = ends[rank] if capacity is None else ends[rank].clamp(max=capacity)
     return ExpertRouting(
         wire,

@@ -125,20 +125,20 @@ def _compare(
     group: Any, settings: Mapping[str, object], device: torch.device, warned_about: str | None = None
 ) -> None:
     """Raise RuntimeError on every rank if settings of the ranks differ; warn once if only `warned_about` does."""
-    own = {name: _ADDRESS.sub("", str(value)) for name, value in {**settings, **common_settings}.items()}
-    own["TE_CHECK"] = str(env.get("TE_CHECK"))
-    digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
-    place = transport_device(group, device)
-    sent = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=place)
+    local = {name: _ADDRESS.sub("", str(value)) for name, value in {**settings, **common_settings}.items()}
+    local["TE_CHECK"] = str(env.get("TE_CHECK"))
+    digest = hashlib.sha256(repr(sorted(local.items())).encode()).digest()
+    transport = transport_device(group, device)
+    sent = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=transport)
     received = sent.new_empty(dist.get_world_size(group))
     with NamedFailures("comparison of settings", sent, group):
         dist.all_gather_into_tensor(received, sent, group=group)
     if len(set(received.tolist())) > 1:
         descriptions: list[Any] = [None] * len(received)
-        dist.all_gather_object(descriptions, own, group=group)
+        dist.all_gather_object(descriptions, local, group=group)
         message = _difference(descriptions, dist.get_process_group_ranks(group))
-        others = [{**found, warned_about: None} for found in descriptions]
-        if any(found != others[0] for found in others):
+        compared = [{**found, warned_about: None} for found in descriptions]
+        if any(found != compared[0] for found in compared):
             raise RuntimeError(message)
         warn_once(f"ranks differ in {warned_about}", message)
 
@@ -272,10 +272,10 @@ class NamedFailures:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and not torch.compiler.is_compiling():
-            ranks, own = dist.get_process_group_ranks(self._group), dist.get_rank()
+            ranks, rank = dist.get_process_group_ranks(self._group), dist.get_rank()
             message = (
-                f"{self._operation} of {self._dtype} {list(self._shape)} over ranks {ranks} {_NAMED} {own}: "
-                f"{missing_ranks(ranks, own)}. {error}"
+                f"{self._operation} of {self._dtype} {list(self._shape)} over ranks {ranks} {_NAMED} {rank}: "
+                f"{missing_ranks(ranks, rank)}. {error}"
             )
             raise type(error)(message) from error
 
@@ -307,9 +307,9 @@ def named_failures(group: dist_group_type | None = None) -> Iterator[None]:
         failed = isinstance(error, dist.DistError) or any(name in text for name in _BACKENDS_IN_MESSAGES)
         if not failed or not dist.is_initialized() or _NAMED in text:
             raise
-        ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
-        missing = missing_ranks(ranks, own)
-        raise type(error)(f"a collective over ranks {ranks} {_NAMED} {own}: {missing}. {text}") from error
+        ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
+        missing = missing_ranks(ranks, rank)
+        raise type(error)(f"a collective over ranks {ranks} {_NAMED} {rank}: {missing}. {text}") from error
 
 
 class NamedWork:

@@ -124,16 +124,16 @@ def peer_buffers(operation: str, device: torch.device, size: int, group: Any) ->
         size: Message bytes in a buffer.
         group: Process group.
     """
-    known = _reserved.groups.get(group)
-    if not isinstance(known, GroupBuffers):
-        known = _first_buffers(operation, device, size, group)
-    if isinstance(known, GroupBuffers):
-        least = known.least.gather if operation == GATHER else known.least.scatter
-        request = Request(operation, device.type, known.backends, size, _reserved.size, least, "")
+    cached = _reserved.groups.get(group)
+    if not isinstance(cached, GroupBuffers):
+        cached = _first_buffers(operation, device, size, group)
+    if isinstance(cached, GroupBuffers):
+        least = cached.least.gather if operation == GATHER else cached.least.scatter
+        request = Request(operation, device.type, cached.backends, size, _reserved.size, least, "")
         if OVERLAP.choose(request) == SYMMETRIC:
-            return known.buffers
+            return cached.buffers
     else:
-        request = known
+        request = cached
         OVERLAP.choose(request)
     # Messages below the threshold are not worth a warning.
     lasting = _lasting_reason(request)
@@ -152,18 +152,18 @@ def _first_buffers(operation: str, device: torch.device, size: int, group: Any) 
     request = Request(operation, device.type, backends, size, _reserved.size, 0, "")
     if _lasting_reason(request) is not None:
         return request
-    known = _group_buffers(group, device)
-    if isinstance(known, GroupBuffers):
-        return known
+    cached = _group_buffers(group, device)
+    if isinstance(cached, GroupBuffers):
+        return cached
     in_graph = "the first use of the group is in a CUDA graph; run the layer once before its capture"
-    return request._replace(problem=known or in_graph)
+    return request._replace(problem=cached or in_graph)
 
 
 def _group_buffers(group: Any, device: torch.device) -> GroupBuffers | str | None:
     """Return the buffers of a group, or why it has none; None while a graph is captured, which cannot allocate them."""
-    known = _reserved.groups.get(group)
-    if known is not None:
-        return known
+    cached = _reserved.groups.get(group)
+    if cached is not None:
+        return cached
     if is_graph_capturing() or torch.cuda.is_current_stream_capturing():
         return None
     problem, buffers = "", None

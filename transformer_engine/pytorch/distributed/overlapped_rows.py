@@ -74,17 +74,17 @@ class SharedBuffer:
         return cached
 
     def _views(self, layout: Layout) -> _Message:
-        own: list[Tensor] = []
-        others = {rank: [] for rank in range(self.peers.world_size) if rank != self.peers.rank}
+        local: list[Tensor] = []
+        remote = {rank: [] for rank in range(self.peers.world_size) if rank != self.peers.rank}
         start = 0
         for shape, dtype in layout:
             size = shape.numel() * dtype.itemsize
-            own.append(self.values[start : start + size].view(dtype).view(shape))
-            for rank, parts in others.items():
+            local.append(self.values[start : start + size].view(dtype).view(shape))
+            for rank, parts in remote.items():
                 part = self.peers.get_buffer(rank, (size,), torch.uint8, start)
                 parts.append(part.view(dtype).view(shape))
             start += round_up(size, _ALIGNMENT)
-        return _Message(own, others)
+        return _Message(local, remote)
 
 
 def message_bytes(layout: Layout) -> int:

@@ -75,8 +75,8 @@ class activation_recompute_forward(running):
 def get_activation_recompute_contexts() -> Contexts:
     """Return the contexts for the two runs of a checkpoint, for `context_fn` in torch.utils.checkpoint."""
     second_run = SecondRun()
-    again = _JoinedContexts(_RestoredRandomStates(None), second_run)
-    return running(second_run.states, False), again
+    recomputation = _JoinedContexts(_RestoredRandomStates(None), second_run)
+    return running(second_run.states, False), recomputation
 
 
 def state_without_gradients(
@@ -318,8 +318,8 @@ class _OfTorchs(torch.autograd.Function):
 def _share(elements: Tensor, group: dist_group_type | None) -> Tensor:
     """Return a copy of this rank's share [ceil(numel / n)] of a vector; a view would keep the whole tensor alive."""
     size = ceil_div(elements.numel(), world_size(group))
-    own = elements[rank(group) * size : (rank(group) + 1) * size]
-    return torch.cat([own, own.new_zeros(size - own.numel())])
+    part = elements[rank(group) * size : (rank(group) + 1) * size]
+    return torch.cat([part, part.new_zeros(size - part.numel())])
 
 
 class _Checkpoint(torch.autograd.Function):
@@ -330,12 +330,12 @@ class _Checkpoint(torch.autograd.Function):
         ctx.region = region
         ctx.set_materialize_grads(False)
         ctx.wanted = [tensor.requires_grad for tensor in tensors]
-        kept = list(tensors)
+        saved = list(tensors)
         ctx.first_shape = None
-        if region.shard is not None and kept and not isinstance(kept[0], QuantizedTensor):
-            ctx.first_shape = kept[0].shape
-            kept[0] = _share(kept[0].detach().reshape(-1), region.shard.group)
-        ctx.save_for_backward(*kept)
+        if region.shard is not None and saved and not isinstance(saved[0], QuantizedTensor):
+            ctx.first_shape = saved[0].shape
+            saved[0] = _share(saved[0].detach().reshape(-1), region.shard.group)
+        ctx.save_for_backward(*saved)
         return tuple(outputs)
 
     @staticmethod
@@ -346,12 +346,12 @@ class _Checkpoint(torch.autograd.Function):
                 "a reentrant checkpoint takes part in .backward() without `inputs=` only; "
                 "use checkpoint(..., use_reentrant=False) with torch.autograd.grad"
             )
-        region, kept = ctx.region, list(ctx.saved_tensors)
+        region, saved = ctx.region, list(ctx.saved_tensors)
         if ctx.first_shape is not None:
-            whole, _ = gather_along_first_dim(kept[0], region.shard.group)
-            kept[0] = whole[: ctx.first_shape.numel()].view(ctx.first_shape)
+            gathered, _ = gather_along_first_dim(saved[0], region.shard.group)
+            saved[0] = gathered[: ctx.first_shape.numel()].view(ctx.first_shape)
         tensors = tuple(
-            tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(kept, ctx.wanted, strict=True)
+            tensor.detach().requires_grad_(needed) for tensor, needed in zip(saved, ctx.wanted, strict=True)
         )
         torch_autocast = _JoinedContexts(*(torch.autocast(*state) for state in region.torch_autocast))
         restored = _JoinedContexts(

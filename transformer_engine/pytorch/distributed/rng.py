@@ -108,9 +108,9 @@ class CudaRNGStatesTracker:
     def fork(self, name: Hashable = "model-parallel-rng") -> Iterator[None]:
         """Draw from the named state inside the block, and from the default generator after it."""
         if not isinstance(name, Hashable) or name not in self.states_:
-            known = ", ".join(map(str, self.states_)) or "none"
+            names = ", ".join(map(str, self.states_)) or "none"
             raise ValueError(
-                f"there is no random state {name!r} (known: {known}); call add({name!r}, seed) first"
+                f"there is no random state {name!r} (known: {names}); call add({name!r}, seed) first"
             )
         before = _current()
         _make_current(self.states_[name])

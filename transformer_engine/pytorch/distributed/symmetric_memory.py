@@ -95,10 +95,10 @@ def allocate_together(
 
 def _buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any) -> _SharedBuffer:
     key = (numel, dtype, device, group.group_name, tag)
-    known = _buffers.get(key)
-    if known is None or known.group is not group:
-        known = _buffers[key] = _SharedBuffer(*allocate_together(numel, dtype, device, group), group)
-    return known
+    cached = _buffers.get(key)
+    if cached is None or cached.group is not group:
+        cached = _buffers[key] = _SharedBuffer(*allocate_together(numel, dtype, device, group), group)
+    return cached
 
 
 def get_symmetric_memory_tensor(
@@ -242,11 +242,11 @@ def symm_mem_alloc(
     group_or_none("ep_group", ep_group)
     switch("use_pool", use_pool)
     values_dtype("dtype", dtype)
-    made = torch.empty(extents("shape", shape), dtype=dtype, device=canonical_device(device, "device"))
+    buffer = torch.empty(extents("shape", shape), dtype=dtype, device=canonical_device(device, "device"))
     for address in [address for address, storage in _symmetric.items() if storage.expired()]:
         del _symmetric[address]
-    _symmetric[made.untyped_storage().data_ptr()] = StorageWeakRef(made.untyped_storage())
-    return made
+    _symmetric[buffer.untyped_storage().data_ptr()] = StorageWeakRef(buffer.untyped_storage())
+    return buffer
 
 
 def is_symm_backed(t: Tensor) -> bool:
@@ -256,8 +256,8 @@ def is_symm_backed(t: Tensor) -> bool:
         t: Any tensor.
     """
     tensor("t", t)
-    known = _symmetric.get(t.untyped_storage().data_ptr())
-    return known is not None and not known.expired()
+    reference = _symmetric.get(t.untyped_storage().data_ptr())
+    return reference is not None and not reference.expired()
 
 
 def release_symm_mem_pool() -> None:

@@ -218,10 +218,10 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
         "partition_stride": to_int("stride", stride, 1),
     }
     for name, value in marks.items():
-        known = getattr(tensor, name, value)
-        if known != value:
+        current = getattr(tensor, name, value)
+        if current != value:
             raise ValueError(
-                f"the tensor is marked with {name}={known} already, which {name}={value} contradicts; "
+                f"the tensor is marked with {name}={current} already, which {name}={value} contradicts; "
                 "mark it once, or delete the attribute first"
             )
     for name, value in marks.items():

@@ -60,10 +60,10 @@ def register_value_opaque_quantizer(cls: Kind) -> Kind:
     except NameError:  # an annotation names a local class; the graph checks the attribute values
         hints = {}
     for name, kind in hints.items():
-        held = typing.get_args(kind) or (kind,)
+        parts = typing.get_args(kind) or (kind,)
         if typing.get_origin(kind) is ClassVar or kind is ClassVar:
             continue
-        if not all(isinstance(part, type) and issubclass(part, (*_LITERALS, type(None))) for part in held):
+        if not all(isinstance(part, type) and issubclass(part, (*_LITERALS, type(None))) for part in parts):
             raise TypeError(
                 f"{cls.__name__}.{name} is annotated as {kind}; a constant of a graph has fields of int, bool, float, "
                 "str or enum only"

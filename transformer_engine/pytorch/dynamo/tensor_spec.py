@@ -121,12 +121,14 @@ class TensorSpec:
         if self.quantizer is None:
             return inner_tensors[0].requires_grad_(self.requires_grad)
         storage = self._storage("meta")
-        given = iter(inner_tensors)
-        tensors = [None if getattr(storage, name) is None else next(given) for name in storage.TENSORS]
+        remaining = iter(inner_tensors)
+        tensors = [None if getattr(storage, name) is None else next(remaining) for name in storage.TENSORS]
         _, rebuild = storage.flatten()
-        made = rebuild(tensors)
+        rebuilt = rebuild(tensors)
         return (
-            made if self.quantizer.internal else self.quantizer.wrap(made, requires_grad=self.requires_grad)
+            rebuilt
+            if self.quantizer.internal
+            else self.quantizer.wrap(rebuilt, requires_grad=self.requires_grad)
         )
 
     def create_tensor(self) -> Any:

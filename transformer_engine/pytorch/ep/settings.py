@@ -114,10 +114,10 @@ def ep_bootstrap(
     }
     if collectives.world_size(ep_group) != 1:
         on_gpu = "nccl" in dist.get_backend_config(ep_group)  # pyright: ignore[reportArgumentType]
-        own = torch.tensor(
+        local = torch.tensor(
             [list(numbers.values())], device=canonical_device("cuda" if on_gpu else "cpu", "device")
         )
-        every_rank = collectives.gather_along_first_dim(own, ep_group)[0].t().tolist()
+        every_rank = collectives.gather_along_first_dim(local, ep_group)[0].t().tolist()
         for name, values in zip(numbers, every_rank, strict=True):
             if len(set(values)) > 1:
                 raise ValueError(
@@ -127,14 +127,14 @@ def ep_bootstrap(
         raise ValueError(
             f"num_experts={num_experts} is not a multiple of the {size} ranks of ep_group; pass a multiple"
         )
-    for name, given, default in (
+    for name, value, default in (
         ("max_num_sms", max_num_sms, 0), ("zero_copy", zero_copy, False),
         ("max_token_dtype", max_token_dtype, torch.bfloat16),
     ):  # fmt: skip
-        if given != default:
+        if value != default:
             warn_once(
                 f"ep_bootstrap({name}=)",
-                f"{name}={given} has no effect: rows travel through torch.distributed; leave it out",
+                f"{name}={value} has no effect: rows travel through torch.distributed; leave it out",
             )
     placement = ExpertPlacement(ep_group, size, rank, num_experts)
     _settings[_scope()] = EpSettings(placement, recv_capacity_per_rank, bool(drop_on_overflow))

@@ -224,7 +224,7 @@ class _Writer:
         handle = self.handles[id(step)]
         before = ", ".join(map(str, handle.grid))
         values = [self._constant(value) for value in handle.middle]
-        values += [self._address(place) for place in step.buffers]
+        values += [self._address(slot) for slot in step.buffers]
         values += [self._constant(value) for value in handle.arguments]
         return [f"{self._name(handle.run)}({before}, stream, {', '.join(values)})"]
 
@@ -259,11 +259,11 @@ class _Writer:
             f"    descriptor = {describe}()",
             "operation, pointers, at = descriptor",
         ]
-        for i, (place, number) in enumerate(zip(step.pointers, call.attributes, strict=False)):
-            if place is not None:
-                lines.append(f"pointers[{i}] = {self._address(place)}")
+        for i, (slot, number) in enumerate(zip(step.pointers, call.attributes, strict=False)):
+            if slot is not None:
+                lines.append(f"pointers[{i}] = {self._address(slot)}")
                 lines.append(f"{attribute}(operation, {number}, at + {8 * i}, 8)")
-        left, right, result = (self._address(place) for place in (step.left, step.right, step.result))
+        left, right, result = (self._address(slot) for slot in (step.left, step.right, step.result))
         handle, alpha, beta = call.scalars
         of_left, of_right, layout, algorithm = call.layouts
         lines.append(

@@ -123,15 +123,15 @@ def _result_layout(collective: str, layout: TensorLayout, ranks: int, axis: int)
 def record_wait(wait: Callable[[Any], Any], pending: RecordedPending) -> Any:
     """Append the second half of a collective, which returns the result of a pending object."""
     instructions = pending.started.instructions
-    made = instructions.apply(lambda started: _parts(wait(started)), [pending.started], pending.layouts)
-    return pending.join(made)
+    results = instructions.apply(lambda started: _parts(wait(started)), [pending.started], pending.layouts)
+    return pending.join(results)
 
 
-def _parts(whole: Any) -> tuple[Any, ...]:
+def _parts(operand: Any) -> tuple[Any, ...]:
     """Tensors that a collective has computed."""
-    if isinstance(whole, Operand):
-        return (whole.codes, whole.scale) if whole.has_block_scales else (whole.codes,)
-    return (whole,)
+    if isinstance(operand, Operand):
+        return (operand.codes, operand.scale) if operand.has_block_scales else (operand.codes,)
+    return (operand,)
 
 
 def record_gathered_product(
@@ -158,13 +158,13 @@ def record_gathered_product(
     layout = TensorLayout.contiguous((math.prod(pending.layouts[0].shape[:-1]), columns), epilogue.dtype)
 
     def call(started: Any, bias: Any, *tensors: Any) -> tuple[Any, ...]:
-        y, whole = multiply(started, join_other(tensors), bias)
-        return (y, *_parts(whole))
+        y, gathered = multiply(started, join_other(tensors), bias)
+        return (y, *_parts(gathered))
 
-    y, *whole = pending.started.instructions.apply(
+    y, *gathered = pending.started.instructions.apply(
         call, [pending.started, epilogue.bias, *other.symbols], [layout, *pending.layouts]
     )
-    return y, pending.join(whole)
+    return y, pending.join(gathered)
 
 
 def record_scattered_product(

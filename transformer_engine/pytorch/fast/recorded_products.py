@@ -172,8 +172,8 @@ def _block_scales(operand: Operand) -> Any:
     settings = operand._replace(codes=None, scale=None, amax=None)  # pyright: ignore
     shape = (operand.rows, operand.depth)
 
-    def to_library_layout(given: Tensor) -> tuple[Tensor]:
-        return (block_scale_memory(settings._replace(scale=given), shape),)
+    def to_library_layout(scale: Tensor) -> tuple[Tensor]:
+        return (block_scale_memory(settings._replace(scale=scale), shape),)
 
     (expected,) = to_library_layout(scale.meta)
     if expected is scale.meta:

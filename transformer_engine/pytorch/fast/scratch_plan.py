@@ -37,13 +37,13 @@ def plan_scratch(lifetimes: Sequence[Lifetime]) -> ScratchPlan:
     offsets: dict[int, int] = {}
     placed: list[Lifetime] = []
     for lifetime in sorted(lifetimes, key=lambda lifetime: lifetime.first):
-        taken = sorted(
+        intervals = sorted(
             (offsets[other.buffer], offsets[other.buffer] + other.bytes)
             for other in placed
             if lifetime.first <= other.last
         )
         offset = 0
-        for begin, end in taken:
+        for begin, end in intervals:
             if offset + lifetime.bytes <= begin:
                 break
             offset = max(offset, round_up(end, _SCRATCH_ALIGNMENT))

@@ -189,7 +189,7 @@ class Instructions:
     def multiply(self, plan: Any, left: Any, right: Any, result: Symbol, pointers: Sequence[Any]) -> None:
         """Append a cuBLASLt product."""
         symbols = [self.symbol(tensor) for tensor in (left, right, *pointers)]
-        buffers = [None if place is None else place.buffer for place in symbols]
+        buffers = [None if symbol is None else symbol.buffer for symbol in symbols]
         for number in buffers:
             if number is not None and number < len(self.inputs) and not self.is_aligned(number):
                 raise NotAligned("a product reads a tensor that is not aligned")

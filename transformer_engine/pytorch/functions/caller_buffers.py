@@ -68,11 +68,11 @@ def check_buffers(name: str, buffer: Tensor | None, shape: torch.Size, like: Ten
     return buffer.view(matrix)
 
 
-def check_separate(name: str, buffer: Tensor | None, others: Iterable[tuple[str, Tensor | None]]) -> None:
+def check_separate(name: str, buffer: Tensor | None, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
     """Raise ValueError if the buffer shares memory with any named tensor, which the layer reads."""
     if buffer is None:
         return
-    for other_name, other in others:
+    for other_name, other in tensors:
         if other is not None and share_memory(buffer, other):
             raise ValueError(
                 f"{name} shares memory with {other_name}, which the forward or backward pass still reads when it "

@@ -156,8 +156,8 @@ def gather_and_multiply(pending: Pending, b: Any, epilogue: Epilogue) -> tuple[T
     if isinstance(work, GatheredRows):
         y = product_of_rows(work, to_operand(b), epilogue)
         return y, pending.wait()
-    whole = pending.wait()
-    return gemm(to_operand(whole), to_operand(b), epilogue), whole
+    gathered = pending.wait()
+    return gemm(to_operand(gathered), to_operand(b), epilogue), gathered
 
 
 def multiply_and_scatter(a: Any, b: Any, epilogue: Epilogue, parallel: TensorParallel) -> Pending:

@@ -153,9 +153,9 @@ def with_norm_columns(spec: LinearSpec, computed_again: bool) -> LinearSpec:
     return replace_fields(spec, input_columns=PRODUCED) if mode == RECOMPUTED else spec
 
 
-def scale_of_cast(cast: Cast, codes: Quantized, beside: Any) -> Tensor:
+def scale_of_cast(cast: Cast, codes: Quantized, like: Any) -> Tensor:
     """The scale from which `cast_columns` computes the columns: a copied multiplier, or the maximum."""
-    scale = codes.amax if cast.multiplier is None else copied(cast.multiplier, beside)
+    scale = codes.amax if cast.multiplier is None else copied(cast.multiplier, like)
     assert scale is not None
     return scale
 

@@ -33,8 +33,8 @@ class GroupedQuantizers(NamedTuple):
         cls, inputs: Sequence[Quantizer], weights: Sequence[Quantizer], grad_outputs: Sequence[Quantizer]
     ) -> GroupedQuantizers:
         """Return the quantizers per tensor for all groups as one; none if some tensor's quantizers cannot be merged."""
-        made = cls(grouped(inputs, False), grouped(weights, True), grouped(grad_outputs, False))
-        return cls() if None in made else made
+        groups = cls(grouped(inputs, False), grouped(weights, True), grouped(grad_outputs, False))
+        return cls() if None in groups else groups
 
     @property
     def multiple(self) -> int:
@@ -145,13 +145,13 @@ def stack_members(stack: Any) -> list[Any]:
 
 def stack_gradient(members: Sequence[Tensor | None], gradient: WeightGradient) -> Tensor | None:
     """Return the gradient of a stack: of its members, or the placeholder for one that went to `main_grad`."""
-    given = [member for member in members if member is not None]
-    if given:
-        return torch.stack(given)
+    present = [member for member in members if member is not None]
+    if present:
+        return torch.stack(present)
     if not gradient.fused:
         return None
-    whole = tuple([member.whole for member in gradient.parameters])
-    return WeightGradient(whole, True)._placeholder(whole[0].dtype)
+    parameters = tuple([member.whole for member in gradient.parameters])
+    return WeightGradient(parameters, True)._placeholder(parameters[0].dtype)
 
 
 class StackMember:

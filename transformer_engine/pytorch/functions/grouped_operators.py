@@ -58,12 +58,12 @@ class GroupedKernel:
         """Return the forward-pass inputs."""
         if self.lists is None:
             return [x, *tensors]
-        made: list[Any] = [x]
+        results: list[Any] = [x]
         start = 0
         for count in self.lists:
-            made.append(tensors[start] if count == 1 else list(tensors[start : start + count]))
+            results.append(tensors[start] if count == 1 else list(tensors[start : start + count]))
             start += count
-        return made
+        return results
 
     def gradients(self, results: Sequence[Any]) -> list[Tensor | None]:
         """Return the gradient per input."""
@@ -106,7 +106,7 @@ def register(owner: Any, kernel: GroupedKernel) -> str:
                 f"{name}: {what} in a compiled graph with numbers of rows in a tensor need eager mode; give the "
                 "module te.GroupedLinear a list of numbers, or leave the layer out of the graph"
             )
-    key = f"{name} {next(_serial)}:{''.join(['1' if there else '0' for there in kernel.present])}"
+    key = f"{name} {next(_serial)}:{''.join(['1' if present else '0' for present in kernel.present])}"
     _kernels[key] = kernel
     _held.setdefault(owner, []).append(kernel)
     return key
@@ -114,7 +114,7 @@ def register(owner: Any, kernel: GroupedKernel) -> str:
 
 def gradients_of_key(key: str) -> tuple[bool, ...]:
     """Return `GroupedKernel.present` for a key, which a compiler treats as a constant."""
-    return tuple([there == "1" for there in key.rpartition(":")[2]])
+    return tuple([present == "1" for present in key.rpartition(":")[2]])
 
 
 def _quantizers(spec: GroupedSpec) -> list[Quantizer]:
@@ -155,9 +155,9 @@ def _with_states(
         state = found.get(id(getattr(quantizer, "_state", None)))
         if state is None:
             return quantizer
-        made: Any = copy.copy(quantizer)
-        made._state, made._slot = state, None
-        return made
+        copied: Any = copy.copy(quantizer)
+        copied._state, copied._slot = state, None
+        return copied
 
     groups: list[LinearSpec] = [
         replace_fields(g, input=of(g.input), weight=of(g.weight), grad_output=of(g.grad_output))
@@ -210,8 +210,8 @@ def _backward_op(
         if gradient is not None:
             gradient = gradient.to(tensor.dtype).reshape(tensor.shape)
             # Operator results share no memory.
-            whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
-            made.append(gradient if whole and gradient.is_contiguous() else gradient.clone())
+            owns_storage = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+            made.append(gradient if owns_storage and gradient.is_contiguous() else gradient.clone())
     # The forward pass recorded the maxima for the casts that are repeated here.
     return [*made, *maxima[len(forward_scales) :]]
 
@@ -219,7 +219,7 @@ def _backward_op(
 @_backward_op.register_fake
 def _backward_fake(dy, x, rows, tensors, forward_scales, scales, key):
     pairs = zip(_kernels[key].present, (x, *tensors), strict=True)
-    likes = [tensor for there, tensor in pairs if there] + scales
+    likes = [tensor for present, tensor in pairs if present] + scales
     return [torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in likes]
 
 
@@ -265,14 +265,14 @@ def backward_in_graph(
     present = gradients_of_key(key)
     if not any(present):
         return [None] * len(present)
-    own = [compiled_scale(state) for state in states]
-    made = _backward_op(dy.contiguous(), x, rows, list(tensors), list(scales), own, key)
-    _record(states, made[sum(present) :])
+    local_scales = [compiled_scale(state) for state in states]
+    results = _backward_op(dy.contiguous(), x, rows, list(tensors), list(scales), local_scales, key)
+    _record(states, results[sum(present) :])
     gradients: list[Tensor | None] = []
     at = 0
-    for there in present:
-        gradients.append(made[at] if there else None)
-        at += int(there)
+    for is_present in present:
+        gradients.append(results[at] if is_present else None)
+        at += int(is_present)
     return gradients
 
 
@@ -289,9 +289,9 @@ class TracedGroups(Function):
     @staticmethod
     @once_differentiable("GroupedLinear")
     def backward(ctx: Any, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, rows, *others = ctx.saved_tensors
-        saved = grad_output, x, rows, others[: ctx.count]
-        dx, *grads = backward_in_graph(ctx.key, saved, others[ctx.count :], ctx.states)
+        x, rows, *rest = ctx.saved_tensors
+        saved = grad_output, x, rows, rest[: ctx.count]
+        dx, *grads = backward_in_graph(ctx.key, saved, rest[ctx.count :], ctx.states)
         update: ScaleUpdate | None = ctx.scale_update
         if update is not None:
             update.run()

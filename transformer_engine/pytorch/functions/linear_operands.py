@@ -67,16 +67,16 @@ def read_as(value: Any, transposed: bool) -> Any:
     return Matrix(value) if transposed and isinstance(value, (Tensor, Symbol)) else value  # pyright: ignore
 
 
-def copied(number: Tensor, beside: Any) -> Any:
+def copied(number: Tensor, like: Any) -> Any:
     """Copy a state tensor float32 [1] that changes before the backward pass reads it.
 
     Args:
         number: The tensor.
         beside: A pass tensor; a symbol if the pass is being recorded.
     """
-    if type(beside) is not Symbol:
+    if type(like) is not Symbol:
         return number.clone()
-    return beside.instructions.apply(_clone, [number], [TensorLayout.contiguous((1,), number.dtype)])[0]
+    return like.instructions.apply(_clone, [number], [TensorLayout.contiguous((1,), number.dtype)])[0]
 
 
 def _clone(tensor: Tensor) -> tuple[Tensor]:

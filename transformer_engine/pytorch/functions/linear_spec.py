@@ -221,9 +221,9 @@ def replace_fields(spec: Spec, **fields: Any) -> Spec:
         # torch 2.11 does not trace the __dict__ of a frozen dataclass.
         cls: Any = type(spec)
         return cls(**{**{name: getattr(spec, name) for name in cls.__dataclass_fields__}, **fields})
-    made = object.__new__(type(spec))
-    made.__dict__.update({**spec.__dict__, **fields})
-    return made
+    result = object.__new__(type(spec))
+    result.__dict__.update({**spec.__dict__, **fields})
+    return result
 
 
 def with_gathering(

@@ -110,9 +110,9 @@ class LogitsByIds:
                 gradients.take_ids(ids, self._gradient(ids, logits, facts), self.hidden, begin)
 
     def _sum_over_ids(
-        self, rows: slice, facts: RowFacts, gradients: HeadGradients, whole: bool, begin: bool
+        self, rows: slice, facts: RowFacts, gradients: HeadGradients, complete: bool, begin: bool
     ) -> None:
-        """Compute the gradient of hidden[rows]; with `whole`, these are all rows and blocks are read no more."""
+        """Compute the gradient of hidden[rows]; with `complete`, these are all rows and blocks are read no more."""
         assert gradients.hidden is not None
         total = self.sums
         if total is None:
@@ -121,7 +121,7 @@ class LogitsByIds:
             of_logits = self._gradient(ids, logits[rows], facts)
             summed = Epilogue(total.dtype, out=total, accumulate=ids.start > 0)
             gemm(plain(of_logits), plain(self.weight[ids].t()), summed)
-            if whole:
+            if complete:
                 gradients.take_ids(ids, of_logits, self.hidden, begin)
             del of_logits  # frees the memory before the next block is computed
         # Sums that share the memory of the gradient are converted into new memory first.
@@ -144,8 +144,8 @@ class LogitsByIds:
         for start in range(0, total, self.width):
             ids = slice(start, min(start + self.width, total))
             size = ids.stop - start
-            place = start * features if self.lent else 0
-            yield ids, flat[place:][: count * size].view(count, size)
+            offset = start * features if self.lent else 0
+            yield ids, flat[offset:][: count * size].view(count, size)
 
 
 def _rows_per_sum(room: int, hidden: Tensor) -> int:

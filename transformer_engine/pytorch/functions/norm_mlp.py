@@ -105,8 +105,8 @@ class NormMLPSpec(LayerSpec):
             )
             saved = fusions.CachedInput(self.caches_quantized_input, columns, self.width)
             modes = modes._replace(columns=columns, input=fusions.MLP_INPUT.choose(saved))
-        again = norm_mode == FUSED_CAST and self.norm.kind == "RMSNorm" and not self.recompute
-        return replace(self, fc1=with_norm_columns(self.fc1, again), fusion_modes=modes)
+        recomputes = norm_mode == FUSED_CAST and self.norm.kind == "RMSNorm" and not self.recompute
+        return replace(self, fc1=with_norm_columns(self.fc1, recomputes), fusion_modes=modes)
 
     def with_norm(self, norm: Any) -> NormMLPSpec:
         """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""
@@ -293,8 +293,8 @@ def _gradient_and_columns(
         cast = None  # du is cast by its maximum, which the kernel computes too
     columns = quantizer.cast(False, True)
     assert columns is not None
-    given = columns.multiplier is not None
-    output = OutputCast(columns.spec, scale if given else None, None if given else scale)
+    has_multiplier = columns.multiplier is not None
+    output = OutputCast(columns.spec, scale if has_multiplier else None, None if has_multiplier else scale)
 
     def produce(da: Any) -> tuple[Any, Any]:
         du, codes = activation_backward_and_output(

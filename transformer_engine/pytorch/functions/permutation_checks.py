@@ -39,11 +39,11 @@ def check_last_row(last: int | None, rows: int) -> None:
         )
 
 
-def check_counts(given: list[int], counted: list[int] | None) -> None:
+def check_counts(expected: list[int], counted: list[int] | None) -> None:
     """Raise ValueError unless the tokens per expert match the routing map."""
-    if counted is not None and given != counted:
+    if counted is not None and expected != counted:
         raise ValueError(
-            f"tokens_per_expert={given} are not the ones of routing_map, {counted}; give its sum over tokens"
+            f"tokens_per_expert={expected} are not the ones of routing_map, {counted}; give its sum over tokens"
         )
 
 

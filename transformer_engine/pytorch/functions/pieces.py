@@ -49,27 +49,27 @@ class _JoinPieces(Function):
     @staticmethod
     def forward(ctx, weights, *pieces):
         parts = pieces[:weights], pieces[weights:]
-        made = [_join_pieces(part) if part else None for part in parts]
+        joined = [_join_pieces(part) if part else None for part in parts]
         frozen = [
-            whole
-            for whole, part in zip(made, parts, strict=True)
-            if whole is not None and not any(piece.requires_grad for piece in part)
+            full
+            for full, part in zip(joined, parts, strict=True)
+            if full is not None and not any(piece.requires_grad for piece in part)
         ]
         ctx.mark_non_differentiable(*frozen)
         ctx.set_materialize_grads(False)
         ctx.rows = [[piece.shape[0] for piece in part] for part in parts]
         ctx.weights, ctx.versions = parts[0], [piece._version for piece in parts[0]]
-        return tuple(made)
+        return tuple(joined)
 
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         # Autograd detects writes to the first piece only. Pieces that were made together count writes together;
         # unpickled pieces count separately.
-        first, *others = [
+        first, *rest = [
             piece._version != version for piece, version in zip(ctx.weights, ctx.versions, strict=True)
         ]
-        if any(others) and not first:
-            piece = ctx.weights[1 + others.index(True)]
+        if any(rest) and not first:
+            piece = ctx.weights[1 + rest.index(True)]
             raise RuntimeError(
                 f"a piece {list(piece.shape)} of a weight was changed in place between forward and backward; "
                 "change it after the backward pass"

@@ -303,8 +303,8 @@ class WeightGradient:
             return True
         if torch.compiler.is_compiling():
             return self.overwrite
-        whole, index = getattr(parameter, "position", (parameter, 0))
-        indices = _unwritten.get(whole) if len(_unwritten) else None
+        owner, index = getattr(parameter, "position", (parameter, 0))
+        indices = _unwritten.get(owner) if len(_unwritten) else None
         if indices is None or index not in indices:
             return False
         running = torch._C._current_graph_task_id()
@@ -318,7 +318,7 @@ class WeightGradient:
             )
         del indices[index]
         if not indices:
-            del _unwritten[whole]
+            del _unwritten[owner]
         return True
 
     def _late(
@@ -338,9 +338,9 @@ class WeightGradient:
             finalizes; otherwise None.
         """
         if is_distributed_weight(self.parameter):
-            made = find_main_grad(self.parameter) if self.fused else gradient
-            assert made is not None
-            return self.parameters, made
+            result = find_main_grad(self.parameter) if self.fused else gradient
+            assert result is not None
+            return self.parameters, result
         if not self.fused:
             assert gradient is not None
             _add_to_grads(self.parameters, gradient)

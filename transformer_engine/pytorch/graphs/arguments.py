@@ -111,10 +111,10 @@ def list_callables(modules: Any) -> tuple[tuple[Any, ...], bool]:
     callables = (modules,) if single else modules
     if not callables:
         raise ValueError("modules is an empty tuple; give one callable or more")
-    for given in callables:
-        if not callable(given):
+    for function in callables:
+        if not callable(function):
             raise TypeError(
-                f"modules holds {described(given)}, which cannot be called; give a module or a tuple of them"
+                f"modules holds {described(function)}, which cannot be called; give a module or a tuple of them"
             )
     for module in callables:
         if isinstance(module, torch.nn.Module):
@@ -162,8 +162,8 @@ def list_samples(
         keywords = (sample_kwargs,) if single else sample_kwargs
         of_each = isinstance(keywords, (tuple, list)) and len(keywords) == count
         if not of_each or not all(isinstance(k, dict) for k in keywords):
-            wanted = "a dict" if single else f"{count} dicts, one for each of sample_args"
-            raise ValueError(f"sample_kwargs={described(sample_kwargs)}; give {wanted}")
+            needed = "a dict" if single else f"{count} dicts, one for each of sample_args"
+            raise ValueError(f"sample_kwargs={described(sample_kwargs)}; give {needed}")
     return tuple(_sample(tuple(a), k) for a, k in zip(args, keywords, strict=True))
 
 
@@ -237,29 +237,29 @@ def build_schedule(
         raise TypeError(
             f"_order={described(order)} is not a sequence; give a list of numbers, see graphs/order.py"
         )
-    found = [to_float(f"_order[{place}]", entry) for place, entry in enumerate(listed)]
-    for place, entry in enumerate(found):
+    found = [to_float(f"_order[{index}]", entry) for index, entry in enumerate(listed)]
+    for index, entry in enumerate(found):
         if not math.isfinite(entry):
-            raise ValueError(f"_order[{place}]={entry} is not finite; give the number of a model chunk")
+            raise ValueError(f"_order[{index}]={entry} is not finite; give the number of a model chunk")
     order = [int(entry) if entry.is_integer() else entry for entry in found]
     chunks = list_chunks(order, callables, layers_per_chunk)
     number = callables * chunks.microbatches
     return tuple(order_steps(order, chunks)), chunks, tuple(chunks.layer(i) for i in range(number))
 
 
-def list_hooks(given: Any, count: int) -> tuple[dict[str, dict[int, Any]], ...]:
+def list_hooks(hooks: Any, count: int) -> tuple[dict[str, dict[int, Any]], ...]:
     """Return capture_time_hooks as one dict per callable."""
-    if given is None:
+    if hooks is None:
         return ({},) * count
-    if len(given) != count:
+    if len(hooks) != count:
         raise ValueError(
-            f"capture_time_hooks has {len(given)} entries for {count} callables; give one each, or None"
+            f"capture_time_hooks has {len(hooks)} entries for {count} callables; give one each, or None"
         )
-    for entry in given:
+    for entry in hooks:
         for kind in entry or ():
             if kind not in HOOKS:
                 raise ValueError(f"capture_time_hooks holds {kind!r}; its keys are {', '.join(HOOKS)}")
-    return tuple(entry or {} for entry in given)
+    return tuple(entry or {} for entry in hooks)
 
 
 def check_options(options: GraphOptions, order: Any, training: bool) -> GraphOptions:

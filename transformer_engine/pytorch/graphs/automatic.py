@@ -130,16 +130,14 @@ class AutomaticGraph:
             at = self._first_at
             first, rest = args[at], (*args[:at], None, *args[at + 1 :])
         leaves = ArgumentLeaves.of(rest, named)
-        standing = module_standing(self.module)
+        status = module_standing(self.module)
         thread = here()
         obstacle = (
-            unsupported_leaf_reason(leaves)
-            or standing.obstacle
-            or capture_obstacle(leaves, thread.recomputes)
+            unsupported_leaf_reason(leaves) or status.obstacle or capture_obstacle(leaves, thread.recomputes)
         )
         entry = _Entry()
         if obstacle is None:
-            signature = call_signature(leaves, standing, thread.state, first is not None)
+            signature = call_signature(leaves, status, thread.state, first is not None)
             entry = self._entry(signature)
             obstacle = entry.failure
             if obstacle is None and entry.graph is not None and entry.graph.waits:

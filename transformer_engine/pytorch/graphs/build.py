@@ -105,13 +105,13 @@ def build_blocks(request: CaptureRequest) -> list[StaticBlock]:
     inputs = _inputs(request)
     blocks: list[StaticBlock] = []
     for number, (which, sample) in enumerate(zip(request.which, request.samples, strict=True)):
-        given = request.callables[which]
-        module = given if isinstance(given, torch.nn.Module) else None
+        function = request.callables[which]
+        module = function if isinstance(function, torch.nn.Module) else None
         # Megatron-core's layers define `__call__` to choose the part that is captured.
         has_own_call = module is not None and type(module).__call__ is not torch.nn.Module.__call__
         blocks.append(
             StaticBlock(
-                given if module is None or has_own_call else module.forward,
+                function if module is None or has_own_call else module.forward,
                 module,
                 sample.leaves.structure,
                 inputs[number],
@@ -132,17 +132,17 @@ def _inputs(request: CaptureRequest) -> list[list[Tensor]]:
     if not request.options.reuses_buffers:
         return [[_leaf(tensor) for tensor in sample.leaves.tensors] for sample in request.samples]
     free: dict[Any, list[list[Tensor]]] = defaultdict(list)
-    held: dict[int, list[Tensor]] = {}
+    buffers: dict[int, list[Tensor]] = {}
     for step in request.steps:
         sample = request.samples[step.callable]
         kind = tuple((t.shape, t.dtype, t.layout, t.device, t.requires_grad) for t in sample.leaves.tensors)
         if step.kind is StepKind.FORWARD:
-            held[step.callable] = (
+            buffers[step.callable] = (
                 free[kind].pop() if free[kind] else [_leaf(t) for t in sample.leaves.tensors]
             )
         elif step.kind is StepKind.BACKWARD:
-            free[kind].append(held[step.callable])
-    return [held[number] for number in range(len(request.samples))]
+            free[kind].append(buffers[step.callable])
+    return [buffers[number] for number in range(len(request.samples))]
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -38,9 +38,9 @@ def microbatch(
     flagged_modules = [m for m in (() if module is None else module.modules()) if _FIRST in vars(m)]
     before = [vars(m)[_FIRST] for m in flagged_modules]
     with ExitStack() as hooks:
-        for m, known in zip(flagged_modules, before, strict=True):
+        for m, previous in zip(flagged_modules, before, strict=True):
             setattr(m, _FIRST, first)
-            hooks.callback(setattr, m, _FIRST, known)
+            hooks.callback(setattr, m, _FIRST, previous)
         if first is not None:
             call = functools.partial(with_first_microbatch, first)
             for layer in layers:

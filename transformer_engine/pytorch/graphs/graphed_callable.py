@@ -79,7 +79,7 @@ class Arguments:
 
 
 def _as_captured(
-    place: int, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    position: int, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Copy an argument to the captured dtype and device, differentiably.
 
@@ -88,17 +88,18 @@ def _as_captured(
     """
     if tensor.shape != shape:
         raise ValueError(
-            f"argument {place} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; the graph was captured for "
+            f"argument {position} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; the graph "
+            f"was captured for "
             f"{list(shape)} {dtype} on {device}. Capture one for each shape"
         )
     if not torch.can_cast(tensor.dtype, dtype):
         raise ValueError(
-            f"argument {place} is {tensor.dtype}; the graph was captured for {dtype}: convert it to {dtype}"
+            f"argument {position} is {tensor.dtype}; the graph was captured for {dtype}: convert it to {dtype}"
         )
     if tensor.dtype != dtype:
         warn_once(
             "argument of a graphed callable in another dtype",
-            f"argument {place} is {tensor.dtype}, the graph was captured for {dtype}: it is converted; pass {dtype}",
+            f"argument {position} is {tensor.dtype}, the graph was captured for {dtype}: it is converted; pass {dtype}",
         )
     return tensor.to(device, dtype)
 

@@ -67,17 +67,17 @@ def list_chunks(
     """Return the chunks of an order; raise ValueError unless its counts fit the layers."""
     if not order:
         raise ValueError("_order is empty; name the forward and the backward of each chunk and microbatch")
-    whole = [step for step in order if step == int(step)]
+    integral = [step for step in order if step == int(step)]
     if any(step == 0 for step in order):
         raise ValueError(
             f"_order={list(order)} holds 0; give chunks from 1 on, their backwards as negative numbers"
         )
-    count = int(max(whole, default=0))
+    count = int(max(integral, default=0))
     if count < 1:
         raise ValueError(f"_order={list(order)} has no forward; write chunk c's as c")
-    forwards = [sum(step == chunk + 1 for step in whole) for chunk in range(count)]
-    backwards = [sum(step == -chunk - 1 for step in whole) for chunk in range(count)]
-    if len(set(forwards + backwards)) != 1 or len(whole) != 2 * count * forwards[0]:
+    forwards = [sum(step == chunk + 1 for step in integral) for chunk in range(count)]
+    backwards = [sum(step == -chunk - 1 for step in integral) for chunk in range(count)]
+    if len(set(forwards + backwards)) != 1 or len(integral) != 2 * count * forwards[0]:
         raise ValueError(
             f"_order={list(order)} names the {count} chunks {forwards} times forward and {backwards} times backward; "
             "give each once forward and once backward per microbatch"
@@ -98,7 +98,7 @@ def list_chunks(
         raise ValueError(
             f"_num_layers_per_chunk={list(sizes)} is not for {count} chunks of {layers} modules altogether"
         )
-    if len(whole) < len(order) and set(sizes) != {1}:
+    if len(integral) < len(order) and set(sizes) != {1}:
         raise ValueError(
             "weight gradients in _order need _num_layers_per_chunk of 1; record them with their backward"
         )

@@ -107,12 +107,12 @@ class RecordedBlock:
                 "the graph's forward has been replayed since, over what this backward would read; run each backward "
                 "before the next forward of the same graphed callable, or capture one callable a microbatch"
             )
-        for static, given in zip(self.block.grad_outputs, grads, strict=True):
+        for static, value in zip(self.block.grad_outputs, grads, strict=True):
             if static is not None:
-                if given is None:
+                if value is None:
                     static.zero_()
-                elif static.data_ptr() != given.data_ptr():
-                    static.copy_(given)
+                elif static.data_ptr() != value.data_ptr():
+                    static.copy_(value)
         # As without a graph, weight gradient sums restart with the first gradient of a step.
         restart_sums(
             p for layer in self.block.layers if layer.fuse_wgrad_accumulation for p in layer.parameters()
@@ -162,9 +162,9 @@ class _GraphReplay(Function):
         count = len(graph.block.inputs)
         graph._leaf_inputs = [tensor.requires_grad and tensor.is_leaf for tensor in surface[:count]]
         assert graph.forward is not None
-        for static, given in zip(graph.block.inputs, surface[:count], strict=True):
-            if static.data_ptr() != given.data_ptr():
-                static.copy_(given)  # in a node's forward, where gradients are off
+        for static, value in zip(graph.block.inputs, surface[:count], strict=True):
+            if static.data_ptr() != value.data_ptr():
+                static.copy_(value)  # in a node's forward, where gradients are off
         graph.forward.replay(stream, event)
         graph.number += 1
         if graph.clones_outputs:

@@ -88,10 +88,10 @@ class EntryGradients:
 
     def _unwatch(self, optimizer: torch.optim.Optimizer) -> None:
         """Return the plain gradients to an optimizer, whose step reads them."""
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for parameter, gradient in zip(self.parameters, self.before, strict=True):
             watched = self._watched.get(id(parameter))
-            if id(parameter) in own and watched is not None and parameter.grad is watched:
+            if id(parameter) in parameter_ids and watched is not None and parameter.grad is watched:
                 watched.read = True
                 parameter.grad = gradient
 
@@ -163,12 +163,12 @@ class RecordedStep:
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """Compute the step for input tensors with the recorded shapes; the result belongs to the caller."""
         moved = [
-            (static, given)
-            for static, given in zip(self._inputs, tensors, strict=True)
-            if static.data_ptr() != given.data_ptr()
+            (static, tensor)
+            for static, tensor in zip(self._inputs, tensors, strict=True)
+            if static.data_ptr() != tensor.data_ptr()
         ]
         if moved:
-            torch._foreach_copy_([static for static, _ in moved], [given for _, given in moved])
+            torch._foreach_copy_([static for static, _ in moved], [tensor for _, tensor in moved])
         self._recording.replay()
         results = self._recording.results
         for index in self._replaced:

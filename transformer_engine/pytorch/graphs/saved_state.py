@@ -41,8 +41,8 @@ class _Scales:
         for state, (scale, history) in zip(self.states, self.copies, strict=True):
             state.scale.copy_(scale)
             state.amax_history.copy_(history)
-        made = find_delayed_states(self.module, self.direction)
-        for number, state in enumerate(made):
+        states = find_delayed_states(self.module, self.direction)
+        for number, state in enumerate(states):
             if any(state is before for before in self.states):
                 continue
             state.scale.fill_(1.0)
@@ -67,8 +67,8 @@ class _Values:
 
     @staticmethod
     def of(tensors: Iterable[Tensor]) -> _Values:
-        held = tuple(tensors)
-        return _Values(held, tuple(tensor.detach().clone() for tensor in held))
+        values = tuple(tensors)
+        return _Values(values, tuple(tensor.detach().clone() for tensor in values))
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -135,7 +135,7 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     )
     # Scales of other modules too: an autocast inside a module ends with an update for all modules.
     pooled = [state for pool in delayed_scaling.registry.pools.values() for state in pool.states]
-    others = _Values.of(tensor for state in pooled for tensor in (state.scale_in_place, state.amax_history))
+    rest = _Values.of(tensor for state in pooled for tensor in (state.scale_in_place, state.amax_history))
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
     flagged = [p for root in roots for p in root.parameters() if hasattr(p, _ADDED_FLAG)]
     before = [getattr(p, _ADDED_FLAG) for p in flagged]
@@ -144,7 +144,7 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         yield
     finally:
         random.restore()
-        for kept in (others, *scales, values, sums, weights):
+        for kept in (rest, *scales, values, sums, weights):
             kept.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient

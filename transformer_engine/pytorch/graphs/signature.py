@@ -102,53 +102,53 @@ def module_standing(module: torch.nn.Module | None) -> Standing:
     if module is None:
         return Standing((), None)
     facts: list[Any] = []
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = [module]
     while waiting:
         layer = waiting.pop()
-        own = layer.__dict__
-        if layer is not module and any(own[kind] for kind in MODULE_HOOKS):
+        attributes = layer.__dict__
+        if layer is not module and any(attributes[kind] for kind in MODULE_HOOKS):
             return Standing(
                 (), f"{with_article(type(layer))} inside has hooks, which a replay would not call"
             )
-        if own.get("wgrad_store") is not None:
+        if attributes.get("wgrad_store") is not None:
             return Standing(
                 (), f"{with_article(type(layer))} puts weight gradients off until its backward_dw()"
             )
-        facts.append(_layer(layer, seen, 1))
-        for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
+        facts.append(_layer(layer, visited, 1))
+        for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
             facts.append(None if tensor is None else (tensor_addresses(tensor), tensor.requires_grad))
-        waiting += [child for child in own["_modules"].values() if child is not None]
+        waiting += [child for child in attributes["_modules"].values() if child is not None]
     return Standing(tuple(facts), None)
 
 
-def _layer(layer: torch.nn.Module, seen: set[int], depth: int) -> tuple[Any, ...]:
+def _layer(layer: torch.nn.Module, visited: set[int], depth: int) -> tuple[Any, ...]:
     """Return a layer without its parameters, buffers and children as a signature part."""
-    own = layer.__dict__
-    config = own.get("_config")
+    attributes = layer.__dict__
+    config = attributes.get("_config")
     if config is None:
-        names = own.keys() - _BOOKKEEPING
+        names = attributes.keys() - _BOOKKEEPING
     elif _is_ours(type(layer).forward):
         # The forward reads the record and these; attributes that callers add have no effect.
-        names = [name for name in _OUTSIDE_CONFIG if own.get(name) is not None]
+        names = [name for name in _OUTSIDE_CONFIG if attributes.get(name) is not None]
     else:
         # The private attributes are this package's caches and states.
-        names = [name for name in own.keys() - _BOOKKEEPING if not name.startswith("_")]
+        names = [name for name in attributes.keys() - _BOOKKEEPING if not name.startswith("_")]
     settings = [
-        (name, type(own[name]), own[name])
-        if type(own[name]) in PLAIN_TYPES
-        else (name, _fact(own[name], seen, depth))
+        (name, type(attributes[name]), attributes[name])
+        if type(attributes[name]) in PLAIN_TYPES
+        else (name, _fact(attributes[name], visited, depth))
         for name in names
     ]
     # A weak reference equals only one to the same layer, and is hashed and compared faster than a SameObject.
-    return weakref.ref(layer), type(layer), own["training"], config, frozenset(settings)
+    return weakref.ref(layer), type(layer), attributes["training"], config, frozenset(settings)
 
 
 def _is_ours(value: object) -> bool:
     return (getattr(value, "__module__", None) or "").startswith("transformer_engine.")
 
 
-def _fact(value: Any, seen: set[int], depth: int) -> Any:
+def _fact(value: Any, visited: set[int], depth: int) -> Any:
     """Return a value as a signature part.
 
     Numbers, text and containers of them count by value, tensors by address and layout, other
@@ -168,26 +168,30 @@ def _fact(value: Any, seen: set[int], depth: int) -> Any:
         if value.grad_fn is not None:
             return kind
         return kind, tensor_addresses(value), value.shape, value.dtype, value.requires_grad
-    if id(value) in seen:
+    if id(value) in visited:
         return SameObject(value)
     if isinstance(value, (set, frozenset)):
-        return kind, frozenset([_fact(element, seen, depth) for element in value])
+        return kind, frozenset([_fact(element, visited, depth) for element in value])
     if isinstance(value, (list, tuple, dict, torch.nn.Module)):
-        seen.add(id(value))
+        visited.add(id(value))
     if isinstance(value, (list, tuple)):
-        return kind, tuple([_fact(element, seen, depth) for element in value])
+        return kind, tuple([_fact(element, visited, depth) for element in value])
     if isinstance(value, dict):
         pairs = value.items()
-        return kind, tuple([(_fact(key, seen, depth), _fact(element, seen, depth)) for key, element in pairs])
+        return kind, tuple(
+            [(_fact(key, visited, depth), _fact(element, visited, depth)) for key, element in pairs]
+        )
     if depth == 0:
         return SameObject(value)
     if isinstance(value, torch.nn.Module):
-        return _layer(value, seen, depth - 1)
+        return _layer(value, visited, depth - 1)
     if callable(value) or _is_ours(kind):
         return SameObject(value)
-    seen.add(id(value))
+    visited.add(id(value))
     attributes = getattr(value, "__dict__", {})
-    return SameObject(value), tuple([(name, _fact(attributes[name], seen, depth - 1)) for name in attributes])
+    return SameObject(value), tuple(
+        [(name, _fact(attributes[name], visited, depth - 1)) for name in attributes]
+    )
 
 
 def tensor_addresses(tensor: Tensor) -> Any:
@@ -199,7 +203,7 @@ def tensor_addresses(tensor: Tensor) -> Any:
 
 
 def call_signature(
-    leaves: ArgumentLeaves, standing: Standing, state: AutocastState, caches: bool
+    leaves: ArgumentLeaves, status: Standing, state: AutocastState, caches: bool
 ) -> tuple[Any, ...]:
     """Return the signature of a call."""
     kinds = {tensor.device.type for tensor in leaves.tensors}
@@ -208,7 +212,7 @@ def call_signature(
         leaves.positions,
         tuple([(type(leaf), leaf) for leaf in leaves.constants]),
         tuple([(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in leaves.tensors]),
-        standing.facts,
+        status.facts,
         caches,
         (state.enabled, state.calibrating, type(state.recipe), recipe_description(state.recipe), state.group),
         torch.is_grad_enabled(),

@@ -142,17 +142,17 @@ class StaticBlock:
     def backward(self) -> list[Tensor | None]:
         """Return the gradient for each surface tensor, or None."""
         assert self.outputs is not None
-        made, self._made = self._made, []
-        roots = [o for o, has in zip(made, self.outputs.differentiable, strict=True) if has]
-        wanted = [tensor for tensor in self.surface if tensor.requires_grad]
-        del made
-        if not roots or not wanted:
+        outputs, self._made = self._made, []
+        roots = [o for o, has in zip(outputs, self.outputs.differentiable, strict=True) if has]
+        inputs = [tensor for tensor in self.surface if tensor.requires_grad]
+        del outputs
+        if not roots or not inputs:
             return [None] * len(self.surface)
         with skip_scale_updates():
             found = iter(
                 torch.autograd.grad(
                     roots,
-                    wanted,
+                    inputs,
                     [grad for grad in self.grad_outputs if grad is not None],
                     allow_unused=True,
                     retain_graph=self.retain_graph,
@@ -182,8 +182,8 @@ class StaticBlock:
         finally:
             for parameter, grad in zip(self.parameters, before, strict=True):
                 parameter.grad = grad
-            for layer, own in hooks:
-                layer._wgrad_hooks = own
+            for layer, saved_hooks in hooks:
+                layer._wgrad_hooks = saved_hooks
 
     def forget(self) -> None:
         """Drop the autograd graph of a forward pass without a backward pass."""

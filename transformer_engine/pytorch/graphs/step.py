@@ -91,8 +91,8 @@ class TrainingStep:
         if obstacle is not None:
             self._choose(obstacle, _StepEntry())
             return detach_result(self.function(*args, **kwargs))
-        standing = Standing(state.signature, None)
-        entry = self._entry(call_signature(leaves, standing, thread.state, caches=False))
+        status = Standing(state.signature, None)
+        entry = self._entry(call_signature(leaves, status, thread.state, caches=False))
         if entry.graph is not None and entry.graph.is_stale:
             entry.graph, entry.calls = None, 0
         chosen = self._choose(entry.failure or self._describe_change(entry, state), entry)
@@ -273,9 +273,11 @@ def _describe_error(error: BaseException) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     cause = error.__cause__ or error
     frames = [f for f in traceback.extract_tb(cause.__traceback__) if not f.filename.startswith(_OWN)]
-    place = f" in {Path(frames[-1].filename).name}:{frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
+    location = (
+        f" in {Path(frames[-1].filename).name}:{frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
+    )
     remedy = f"; {_NO_WAITING}" if "captur" in text else ""
-    return f"{text}{place}{remedy}"
+    return f"{text}{location}{remedy}"
 
 
 class GraphedFunction:

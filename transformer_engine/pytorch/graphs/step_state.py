@@ -60,15 +60,13 @@ class StepState:
         facts = list(found.facts)
         obstacle: str | None = None
         for module in found.modules:
-            standing = module_standing(module)
+            status = module_standing(module)
             if any(module.__dict__[kind] for kind in MODULE_HOOKS):
                 obstacle = (
                     obstacle or f"{with_article(type(module))} has hooks, which a replay would not call"
                 )
-            obstacle = obstacle or standing.obstacle
-            facts += [
-                (f"a setting, parameter or buffer of {type(module).__name__}", f) for f in standing.facts
-            ]
+            obstacle = obstacle or status.obstacle
+            facts += [(f"a setting, parameter or buffer of {type(module).__name__}", f) for f in status.facts]
             facts += _result_facts(module)
         for optimizer in optimizers:
             obstacle = obstacle or _optimizer_obstacle(optimizer)
@@ -188,7 +186,7 @@ def observe_optimizers() -> Iterator[list[torch.optim.Optimizer]]:
     found: list[torch.optim.Optimizer] = []
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(optimizer is known for known in found):
+        if not any(optimizer is other for other in found):
             found.append(optimizer)
 
     handle = register_optimizer_step_post_hook(note)

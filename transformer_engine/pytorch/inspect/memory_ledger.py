@@ -35,9 +35,9 @@ class Ledger(TorchDispatchMode):
         events: (number, allocated or freed) in order.
     """
 
-    def __init__(self, place: Callable[[], str], scratch: Callable[[Any, Any], int] = lambda *_: 0):
+    def __init__(self, location: Callable[[], str], scratch: Callable[[Any, Any], int] = lambda *_: 0):
         super().__init__()
-        self.place = place
+        self.place = location
         self.scratch = scratch
         self.sizes: dict[int, int] = {}
         self.places: dict[int, str] = {}
@@ -48,18 +48,18 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         self.numbers(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        taken = self.scratch(func, args)
-        if taken:
-            number = self._new(taken)
+        scratch_bytes = self.scratch(func, args)
+        if scratch_bytes:
+            number = self._new(scratch_bytes)
             self.events.append((number, False))
         return result
 
     def number(self, tensor: Tensor) -> int:
         """Return a tensor's storage number, which views share."""
         storage = tensor.untyped_storage()
-        known = self._numbers.get(storage)
-        if known is not None:
-            return known
+        cached = self._numbers.get(storage)
+        if cached is not None:
+            return cached
         number = self._numbers[storage] = self._new(storage.nbytes())
         weakref.finalize(storage, self.events.append, (number, False)).atexit = False
         return number

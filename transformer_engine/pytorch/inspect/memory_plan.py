@@ -222,17 +222,17 @@ class _TrainingStep:
             self.owners |= dict.fromkeys(self.ledger.numbers([parameter]), name.rpartition(".")[0])
         state = [*self.model.parameters(), *self.model.buffers()]
         self.ledger.numbers(state)
-        given = [x for x in (*self.arguments, *self.keywords.values()) if isinstance(x, Tensor)]
-        boundary = self.ledger.numbers(given)
+        tensors = [x for x in (*self.arguments, *self.keywords.values()) if isinstance(x, Tensor)]
+        boundary = self.ledger.numbers(tensors)
         with planning(self._quantized), emulate(), self.ledger, self._watched():
             self._forward_and_backward(boundary)  # creates the states of the recipe
-            for tensor in (*state, *given):
+            for tensor in (*state, *tensors):
                 tensor.grad = None
             before = self.ledger.live() - boundary
             start = len(self.ledger.events)
             after_forward = self._forward_and_backward(boundary)
         gradients = self.ledger.numbers(parameter.grad for parameter in self.model.parameters())
-        boundary |= self.ledger.numbers(x.grad for x in given)
+        boundary |= self.ledger.numbers(x.grad for x in tensors)
         saved = self.ledger.live(after_forward) - before - boundary
         live = self.ledger.live(self.ledger.peak(start))
         return self._summary(live, before, gradients, boundary, saved)
@@ -362,19 +362,19 @@ def _empty_like(tensor: Tensor, device: torch.device, storages: dict[int, Tensor
         )
         empty = type(tensor).from_storage(codes, shape=tensor.shape)
     elif storages is not None and tensor.untyped_storage().nbytes() > tensor.nbytes:
-        whole, elements = tensor.untyped_storage(), tensor.untyped_storage().nbytes() // tensor.itemsize
-        if whole._cdata not in storages:
-            storages[whole._cdata] = torch.empty(elements, dtype=tensor.dtype, device=device)
-        place = tensor.shape, tensor.stride(), tensor.storage_offset()
-        empty = storages[whole._cdata].view(tensor.dtype).as_strided(*place)
+        storage, elements = tensor.untyped_storage(), tensor.untyped_storage().nbytes() // tensor.itemsize
+        if storage._cdata not in storages:
+            storages[storage._cdata] = torch.empty(elements, dtype=tensor.dtype, device=device)
+        geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
+        empty = storages[storage._cdata].view(tensor.dtype).as_strided(*geometry)
     else:
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if not isinstance(tensor, nn.Parameter):
         return empty
     parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
     for name, value in vars(tensor).items():
-        made = _empty_like(value, device, storages) if isinstance(value, Tensor) else value
-        setattr(parameter, name, made)
+        copy = _empty_like(value, device, storages) if isinstance(value, Tensor) else value
+        setattr(parameter, name, copy)
     return parameter
 
 

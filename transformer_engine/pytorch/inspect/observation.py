@@ -75,15 +75,15 @@ class Observation:
         if self._model is None:
             raise ValueError("the observation is closed; observe(model) begins another")
         self.steps += 1
-        taken = None
+        rows = None
         if self._observes:
-            taken = self._rows.take_out()
+            rows = self._rows.take_out()
             self._end(self._model)
         if self.steps % self.every == 0:
             self._begin()
-        if taken is None:
+        if rows is None:
             return None
-        report = StepReport(self.steps, taken.read())  # waits for the device
+        report = StepReport(self.steps, rows.read())  # waits for the device
         self.reports.append(report)
         if self.first_nonfinite is None and report.first_nonfinite is not None:
             self.first_nonfinite = report

@@ -133,15 +133,15 @@ def table(report: StepReport) -> Any:
     demand("rich", "a table", "pip install rich, or print the report itself")
     from rich.table import Table
 
-    made = Table(title=f"step {report.step}", caption=sentence(report), box=None, padding=(0, 1, 0, 0))
-    shown = len(COLUMNS) if report.first_nonfinite else len(COLUMNS) - 1
-    for place, heading in enumerate(COLUMNS[:shown]):
-        justify = "left" if place < _TEXT_COLUMNS else "right"
-        made.add_column(heading, justify=justify, overflow="fold", no_wrap=place > 0)
+    result = Table(title=f"step {report.step}", caption=sentence(report), box=None, padding=(0, 1, 0, 0))
+    columns = len(COLUMNS) if report.first_nonfinite else len(COLUMNS) - 1
+    for index, heading in enumerate(COLUMNS[:columns]):
+        justify = "left" if index < _TEXT_COLUMNS else "right"
+        result.add_column(heading, justify=justify, overflow="fold", no_wrap=index > 0)
     for tensor in report.tensors:
         if tensor.format is not None or tensor.nonfinite:
-            made.add_row(*tensor.cells()[:shown], style="red" if tensor.nonfinite else None)
-    return made
+            result.add_row(*tensor.cells()[:columns], style="red" if tensor.nonfinite else None)
+    return result
 
 
 _TEXT_COLUMNS = 2
@@ -165,16 +165,16 @@ def plot(reports: Sequence[StepReport], path: Path) -> None:
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     kinds = sorted({_kind(tensor) for report in reports for tensor in report.quantized})
-    for place, (title, worst) in enumerate(_PANELS, start=1):
-        axes = figure.add_subplot(1, len(_PANELS), place)
+    for index, (title, worst) in enumerate(_PANELS, start=1):
+        axes = figure.add_subplot(1, len(_PANELS), index)
         for kind in kinds:
             of_kind = [(report.step, [t for t in report.quantized if _kind(t) == kind]) for report in reports]
             points = [(step, worst(tensors)) for step, tensors in of_kind if tensors]
-            shown = [(step, value) for step, value in points if value is not None]
-            axes.plot([step for step, _ in shown], [value for _, value in shown], marker=".", label=kind)
+            visible = [(step, value) for step, value in points if value is not None]
+            axes.plot([step for step, _ in visible], [value for _, value in visible], marker=".", label=kind)
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
-        if kinds and place == 1:
+        if kinds and index == 1:
             axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
 

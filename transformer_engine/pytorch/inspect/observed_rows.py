@@ -72,8 +72,8 @@ class ObservedRows:
 
     def take_out(self) -> TakenRows:
         """Return a copy of the rows of the step, made in stream order."""
-        held = {device: torch.cat(rows.chunks) for device, rows in self._devices.items() if rows.chunks}
-        return TakenRows(held, [(key, replace(self._slots[key])) for key in self._order])
+        values = {device: torch.cat(rows.chunks) for device, rows in self._devices.items() if rows.chunks}
+        return TakenRows(values, [(key, replace(self._slots[key])) for key in self._order])
 
     def clear(self) -> None:
         """Begin a step."""

@@ -114,7 +114,7 @@ class PassTrace:
     def _entered(
         self,
         steps: list[PassStepReport],
-        known: dict[int, tuple[str, Any]],
+        buffers: dict[int, tuple[str, Any]],
         frame: FrameType,
         event: str,
         _: Any,
@@ -123,22 +123,22 @@ class PassTrace:
             return None
         for name, value in frame.f_locals.items():
             for buffer in _buffers(value):
-                if not known.get(id(buffer), ("",))[0]:
-                    known[id(buffer)] = (name, buffer)
+                if not buffers.get(id(buffer), ("",))[0]:
+                    buffers[id(buffer)] = (name, buffer)
         running: list[str] = []  # the statement that runs
 
         def line(frame: FrameType, event: str, _: Any) -> Any:
             text = _statements(frame.f_code.co_filename).get(frame.f_lineno, "")
             if event == "line" and running and text == running[-1]:
                 return line
-            made: list[str] = []
+            results: list[str] = []
             for name, value in frame.f_locals.items():
-                fresh = [buffer for buffer in _buffers(value) if id(buffer) not in known]
-                known.update({id(buffer): (name, buffer) for buffer in fresh})
+                fresh = [buffer for buffer in _buffers(value) if id(buffer) not in buffers]
+                buffers.update({id(buffer): (name, buffer) for buffer in fresh})
                 if fresh:
-                    made.append(f"{name} {form(value)}")
-            if made and running:
-                steps.append(PassStepReport(running[-1], tuple(made), tuple(self.asked)))
+                    results.append(f"{name} {form(value)}")
+            if results and running:
+                steps.append(PassStepReport(running[-1], tuple(results), tuple(self.asked)))
                 self.asked.clear()
             running[:] = [text]
             return line

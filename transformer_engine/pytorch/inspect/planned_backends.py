@@ -85,11 +85,11 @@ def _codes(rows: int, depth: int, spec: QuantizeSpec, device: torch.device) -> Q
 def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callable[..., Any]:
     """Plan one cuBLASLt call if it would be used, else the product and the operations after it."""
     product = request.product
-    asked = (
+    requested = (
         product.device == "cuda" and product.hardware.has("cublaslt") and cublaslt_library.missing() is None
     )
     widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes per operand element
-    if asked and product.a_element.itemsize in widths and product.dtype.itemsize == 2:
+    if requested and product.a_element.itemsize in widths and product.dtype.itemsize == 2:
         return _results(table, request)
     return composed.bind(request)
 
@@ -101,8 +101,8 @@ def _norm(table: Table[NormRequest], request: NormRequest) -> Callable[..., Any]
         statistics = 2 if request.centered else 1
 
         def codes(x: Tensor, *_: Any) -> tuple[Any, ...]:
-            made = _cast(x, x.shape[1], cast, fuses)
-            return made, *(x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(statistics))
+            result = _cast(x, x.shape[1], cast, fuses)
+            return result, *(x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(statistics))
 
         return codes
     if not request.operation.endswith("backward"):
@@ -125,9 +125,9 @@ def _norm(table: Table[NormRequest], request: NormRequest) -> Callable[..., Any]
             workspace = sums["workspace"]
             assert workspace is not None and workspace.shape is not None
             partial_sums = dy.new_empty(workspace.shape, dtype=torch.float32)
-        made = results(dy, *rest)
+        result = results(dy, *rest)
         del partial_sums  # allocated until the results are
-        return made
+        return result
 
     return gradients
 
@@ -149,10 +149,10 @@ def _activation(table: Table[ActivationRequest], request: ActivationRequest) -> 
             shape = (x.codes if request.encoded else x).shape
             if cast is None:
                 amax = torch.empty(1, dtype=torch.float32, device=dy.device)
-                made: Any = MeasuredGradient(dy.new_empty(shape), amax)
+                gradient: Any = MeasuredGradient(dy.new_empty(shape), amax)
             else:
-                made = _cast(dy, shape[1], cast)
-            return made, _codes(dy.shape[0], dy.shape[1], output, dy.device)
+                gradient = _cast(dy, shape[1], cast)
+            return gradient, _codes(dy.shape[0], dy.shape[1], output, dy.device)
 
         return gradient_and_output
     if cast is None:
@@ -160,8 +160,8 @@ def _activation(table: Table[ActivationRequest], request: ActivationRequest) -> 
     width = request.made[1]
     if not request.backward:
         return lambda x, *_: _cast(x, width, cast)
-    whole = not request.gated or width % 256 == 0
-    fuses = whole and gradient_fuses(cast.spec, request.dbias is not None)
+    aligned = not request.gated or width % 256 == 0
+    fuses = aligned and gradient_fuses(cast.spec, request.dbias is not None)
 
     def gradient(dy: Tensor, x: Tensor, *_: Any) -> tuple[Quantized, Tensor | None]:
         sums = None if request.dbias is None else x.new_empty(width, dtype=request.dbias)

@@ -229,8 +229,8 @@ def _compare_results(
         limit = "all bits must be equal" if case.bound is None else f"the limit is {case.bound:g}"
         reason = f"{equal:.6f} of the bytes are equal, relative error {error}; {limit}"
     status = "passed" if passed else "failed"
-    shown = equal if case.bound is None else None
-    return SelfTestResult(case.path, case.name, backend, status, reason, shown, error, elapsed, ratio)
+    reported = equal if case.bound is None else None
+    return SelfTestResult(case.path, case.name, backend, status, reason, reported, error, elapsed, ratio)
 
 
 def _equal(results: Tensors, expected: Tensors) -> float:

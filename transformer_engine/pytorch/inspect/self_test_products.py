@@ -168,9 +168,9 @@ def _casts(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
             bound=ROUNDING_BOUNDS[spec.element.name],
             expected=lambda: (x.float(),),
         )
-    given = Cast(SPECS["fp8"], torch.full((1,), 8.0, device=x.device))
+    multiplier = Cast(SPECS["fp8"], torch.full((1,), 8.0, device=x.device))
     yield SelfTestCase(
-        "fp8 casts", "given scale", "quantize", lambda: _tensors(quantize_as(x, given)), baseline=x.clone
+        "fp8 casts", "given scale", "quantize", lambda: _tensors(quantize_as(x, multiplier)), baseline=x.clone
     )
 
 
@@ -248,7 +248,7 @@ def _fused(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
     size = sizes.large
     x, dy = draw(size, size), draw(size, size // 2, seed=3)
     weight, bias = draw(size, seed=4), draw(size, seed=5)
-    given = torch.full((1,), 8.0, device=x.device)
+    multiplier = torch.full((1,), 8.0, device=x.device)
     producers: dict[str, tuple[str, Callable[[Cast | None], Any]]] = {
         "rmsnorm": ("norm", lambda cast: rmsnorm_forward(x, weight, 1e-5, False, cast)[0]),
         "layernorm": ("norm", lambda cast: layernorm_forward(x, weight, bias, 1e-5, False, cast)[0]),
@@ -272,7 +272,7 @@ def _fused(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
     for name in ("fp8", "fp8 block 1x128", "mxfp8", "nvfp4"):
         casts = {"": Cast(SPECS[name])}
         if name == "fp8":
-            casts["given scale"] = Cast(SPECS[name], given)
+            casts["given scale"] = Cast(SPECS[name], multiplier)
         for suffix, cast in casts.items():
             for producer, (operation, call) in producers.items():
                 yield SelfTestCase(
@@ -283,14 +283,14 @@ def _fused(draw: Draw, sizes: SelfTestSizes) -> Iterator[SelfTestCase]:
                     expected=lambda call=call, cast=cast: _tensors(quantize_as(call(None), cast)),
                     baseline=partial(call, None) if producer != "column sums" else x.clone,
                 )
-    yield from _fused_products(draw, sizes, given)
+    yield from _fused_products(draw, sizes, multiplier)
 
 
-def _fused_products(draw: Draw, sizes: SelfTestSizes, given: Tensor) -> Iterator[SelfTestCase]:
+def _fused_products(draw: Draw, sizes: SelfTestSizes, multiplier: Tensor) -> Iterator[SelfTestCase]:
     size = sizes.large
     x, w, z = draw(size, size), draw(size, size, seed=1), draw(size, size, seed=6)
     left, right = (_matrix(matrix, SPECS["fp8"]) for matrix in (x, w))
-    codes = Cast(QuantizeSpec(FLOAT8, E4M3), given)
+    codes = Cast(QuantizeSpec(FLOAT8, E4M3), multiplier)
     epilogue, baseline = Epilogue(torch.bfloat16), partial(torch.mm, x, w.t())
 
     def product() -> Tensors:

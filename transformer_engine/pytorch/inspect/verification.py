@@ -126,7 +126,7 @@ def verify(
         function(name, value)
     one_of("weights", weights, ("gathered", "own"))
     switch("sequence_parallel", sequence_parallel)
-    place = find_rank_place(mesh, sequence_parallel, sequence_dim, batch_dim)
+    position = find_rank_place(mesh, sequence_parallel, sequence_dim, batch_dim)
     parallel, exact, single = model_fn(mesh), model_fn(None), model_fn(None)
     quantized = [name for name, p in unwrap_model(exact).named_parameters() if isinstance(p, QuantizedTensor)]
     if quantized:
@@ -135,16 +135,16 @@ def verify(
             "quantized_model_init for the parallel model only"
         )
     exact = exact.float()
-    differences = copy_parameters(parallel, (exact, single), place, weights == "gathered")
-    whole = convert_to_float32(batch)
+    differences = copy_parameters(parallel, (exact, single), position, weights == "gathered")
+    full = convert_to_float32(batch)
     with torch.no_grad():
-        first, second = (first_tensor(called(exact, whole)) for _ in range(2))
+        first, second = (first_tensor(called(exact, full)) for _ in range(2))
     if not torch.equal(first, second):
         raise ValueError(
             "two runs of the model of one device differ, so nothing can be compared; set every dropout to 0, or call "
             "model.eval() in model_fn"
         )
-    reference = _finish_record(exact, record_run(exact, whole, loss_fn))
+    reference = _finish_record(exact, record_run(exact, full, loss_fn))
     stateful = recipe is not None and family_of(recipe).stateful
     steps = 2 if stateful else 1
     eps = max(
@@ -159,14 +159,14 @@ def verify(
     group = amax_reduction_group
     if group is None and stateful and world_size() > 1:
         group = dist.group.WORLD
-    own = tree_map_only(Tensor, place.shard_batch, batch) if shard_fn is None else shard_fn(batch, mesh)
-    scale = 1 / place.tensor[1] if sequence_parallel else 1.0
-    record = record_run(parallel, own, loss_fn, _block(recipe, group), steps, scale)
+    local = tree_map_only(Tensor, position.shard_batch, batch) if shard_fn is None else shard_fn(batch, mesh)
+    scale = 1 / position.tensor[1] if sequence_parallel else 1.0
+    record = record_run(parallel, local, loss_fn, _block(recipe, group), steps, scale)
     if reduce_fn is None:
-        average_gradients(parallel, place)
+        average_gradients(parallel, position)
     else:
         reduce_fn(parallel, mesh)
-    comparison = _Comparison(exact, place, reference, noisy, _finish_record(parallel, record))
+    comparison = _Comparison(exact, position, reference, noisy, _finish_record(parallel, record))
     checks: dict[RecordKey, Difference | None] = {}
     if stateful and world_size() > 1:
         for module, tensor, equal in scaling_states(parallel, group):
@@ -185,12 +185,12 @@ class _Comparison:
     def __init__(
         self,
         exact: nn.Module,
-        place: RankPlace,
+        position: RankPlace,
         reference: RunRecord,
         noisy: Sequence[RunRecord],
         record: RunRecord,
     ) -> None:
-        self._place, self._reference, self._noisy, self._record = place, reference, noisy, record
+        self._place, self._reference, self._noisy, self._record = position, reference, noisy, record
         self._modules = dict(exact.named_modules())
         self._parameters = model_parameters(exact)
 
@@ -203,10 +203,10 @@ class _Comparison:
         for key in self._reference.backward:
             yield key, self._activation(key, "backward", self._place.copies)
             if key.kind == "grad_output":
-                for own in [own for own in left if own.module == key.module]:
-                    yield own, self._gradient(left.pop(own))
-        for own, name in left.items():
-            yield own, self._gradient(name)
+                for local in [local for local in left if local.module == key.module]:
+                    yield local, self._gradient(left.pop(local))
+        for local, name in left.items():
+            yield local, self._gradient(name)
 
     def _activation(self, key: RecordKey, part: str, factor: float) -> Difference | None:
         actual = getattr(self._record, part).get(key)
@@ -301,8 +301,8 @@ def _gather_report(
             TensorCheck(
                 key.module, key.tensor, number, d.error, d.allowance, d.gain, d.gain_allowance, d.note
             )
-            for number, own in enumerate(ranks)
-            if (d := own.get(key)) is not None
+            for number, differences in enumerate(ranks)
+            if (d := differences.get(key)) is not None
         ]
         if found:
             rows.append(max(found, key=lambda row: row.excess))

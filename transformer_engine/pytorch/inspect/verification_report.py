@@ -143,9 +143,9 @@ class Verification:
         demand("rich", "a table", "pip install rich, or print the verification itself")
         from rich.table import Table
 
-        made = Table(box=None, padding=(0, 1, 0, 0))
-        for place, heading in enumerate(COLUMNS):
-            made.add_column(heading, justify="right" if 2 <= place < len(COLUMNS) - 1 else "left")
+        result = Table(box=None, padding=(0, 1, 0, 0))
+        for index, heading in enumerate(COLUMNS):
+            result.add_column(heading, justify="right" if 2 <= index < len(COLUMNS) - 1 else "left")
         for check in self.checks:
-            made.add_row(*check.cells(), style="red" if check.differs else None)
-        return made
+            result.add_row(*check.cells(), style="red" if check.differs else None)
+        return result

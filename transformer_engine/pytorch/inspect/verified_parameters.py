@@ -91,7 +91,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def copy_parameters(
-    parallel: nn.Module, copies: Sequence[nn.Module], place: RankPlace, gathered: bool
+    parallel: nn.Module, copies: Sequence[nn.Module], position: RankPlace, gathered: bool
 ) -> dict[str, Difference]:
     """Give the one-device models the parallel model's parameters, and compare the ranks' parameters.
 
@@ -109,9 +109,9 @@ def copy_parameters(
         ValueError: The models have different parameters.
     """
     own = model_parameters(parallel)
-    whole = [model_parameters(copy) for copy in copies]
-    if own.keys() != whole[0].keys():
-        missing = sorted(own.keys() ^ whole[0].keys())
+    full = [model_parameters(copy) for copy in copies]
+    if own.keys() != full[0].keys():
+        missing = sorted(own.keys() ^ full[0].keys())
         raise ValueError(
             f"model_fn(None) and model_fn(mesh) have different parameters: {', '.join(missing[:4])}; both need the "
             "same modules under the same names (fully_shard keeps names, FullyShardedDataParallel needs "
@@ -119,23 +119,23 @@ def copy_parameters(
         )
     differences: dict[str, Difference] = {}
     with torch.no_grad():
-        for name, target in whole[0].items():
+        for name, target in full[0].items():
             local, note = plain(own[name].value), ""
-            dim = sharded_dim(target.value.shape, local.shape, place.tensor[1])
+            dim = sharded_dim(target.value.shape, local.shape, position.tensor[1])
             parts = target.parts if dim == 0 else (target.value.shape[dim or 0],)
             value = plain(target.value)
             if gathered and dim is None:
                 value = local.clone()
             elif gathered and dim is not None:
-                value, shards = gather_parts(local, dim, place.tensor_group, parts)
-                note = _repetition_note(shards, place.tensor[0])
+                value, shards = gather_parts(local, dim, position.tensor_group, parts)
+                note = _repetition_note(shards, position.tensor[0])
             if world_size() > 1:
                 sent = value.to(transport_device(None, value.device))
                 dist.broadcast(sent, 0)
                 value = sent.to(value.device)
-            for copy in whole:
+            for copy in full:
                 copy[name].value.copy_(value)
-            expected = value if dim is None else shard_parts(value, dim, place.tensor, parts)
+            expected = value if dim is None else shard_parts(value, dim, position.tensor, parts)
             error = float(
                 (local.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
             )
@@ -160,7 +160,7 @@ def _repetition_note(shards: Sequence[Tensor], own: int) -> str:
     return "" if equal is None else f"equals the shard of tensor-parallel rank {equal}"
 
 
-def average_gradients(model: nn.Module, place: RankPlace) -> None:
+def average_gradients(model: nn.Module, position: RankPlace) -> None:
     """Average gradients over the data- and context-parallel ranks, unless the model's wrapper did.
 
     Gradients for parameters that see only a rank's tokens (sequence parallelism) are summed over the tensor-parallel
@@ -179,22 +179,23 @@ def average_gradients(model: nn.Module, place: RankPlace) -> None:
             local, shards = gradient.to_local(), gradient.device_mesh
             names = shards.mesh_dim_names or ("",) * shards.ndim
             done = math.prod([shards.size(i) for i, name in enumerate(names) if name not in ROLES["tensor"]])
-        if done == place.copies:
+        if done == position.copies:
             groups = ()
         elif done == 1:
-            groups = (*place.data_groups, *place.context_groups)
-        elif done == place.data[1]:
-            groups = place.context_groups
+            groups = (*position.data_groups, *position.context_groups)
+        elif done == position.data[1]:
+            groups = position.context_groups
         else:
             raise ValueError(
-                f"the model's wrapper averages gradients over {done} ranks; a mesh of {place.data[1]} data-parallel "
-                f"and {place.context[1]} context-parallel ranks needs {place.data[1]} or {place.copies}; pass reduce_fn"
+                f"the model's wrapper averages gradients over {done} ranks; a mesh of {position.data[1]} data-parallel "
+                f"and {position.context[1]} context-parallel ranks needs {position.data[1]} or "
+                f"{position.copies}; pass reduce_fn"
             )
         for group in groups:
             dist.all_reduce(local, group=group)
             local.div_(world_size(group))
-        if place.tensor[1] > 1 and _reads_local_tokens(parameter):
-            dist.all_reduce(local, group=place.tensor_group)
+        if position.tensor[1] > 1 and _reads_local_tokens(parameter):
+            dist.all_reduce(local, group=position.tensor_group)
 
 
 def _reads_local_tokens(parameter: NamedParameter) -> bool:

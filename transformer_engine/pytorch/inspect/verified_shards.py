@@ -57,17 +57,17 @@ class RankPlace:
         """Data- and context-parallel rank count, over which gradients are averaged."""
         return self.data[1] * self.context[1]
 
-    def shard_batch(self, whole: Tensor) -> Tensor:
+    def shard_batch(self, full: Tensor) -> Tensor:
         """Return this rank's part of an input or output for the whole batch; other tensors are returned unchanged."""
-        if whole.dim() <= max(self.sequence_dim, self.batch_dim):
-            return whole
+        if full.dim() <= max(self.sequence_dim, self.batch_dim):
+            return full
         for size, dim in ((self.data[1], self.batch_dim), (2 * self.context[1], self.sequence_dim)):
-            if size > (2 if dim == self.sequence_dim else 1) and whole.shape[dim] % size:
+            if size > (2 if dim == self.sequence_dim else 1) and full.shape[dim] % size:
                 raise ValueError(
-                    f"dimension {dim} of a batch tensor {list(whole.shape)} is not divisible by {size}, the number of "
+                    f"dimension {dim} of a batch tensor {list(full.shape)} is not divisible by {size}, the number of "
                     "parts of the mesh; pad the batch or pass shard_fn"
                 )
-        part = self._activation(whole)
+        part = self._activation(full)
         if not self.tokens_over_tensor or self.tensor[1] == 1:
             return part
         if part.shape[self.sequence_dim] % self.tensor[1]:
@@ -77,7 +77,7 @@ class RankPlace:
             )
         return _chunk(part, self.sequence_dim, self.tensor)
 
-    def shard_activation(self, whole: Tensor, shape: Sequence[int], parts: Sequence[int]) -> Tensor | None:
+    def shard_activation(self, full: Tensor, shape: Sequence[int], parts: Sequence[int]) -> Tensor | None:
         """Return the part of a one-device activation that has the given shape on this rank.
 
         Args:
@@ -89,15 +89,15 @@ class RankPlace:
             The part, or None if no sharding over the batch, the tokens and the features has this shape.
         """
         shape = tuple(shape)
-        candidates = [whole]
-        if whole.dim() <= max(self.sequence_dim, self.batch_dim):
+        candidates = [full]
+        if full.dim() <= max(self.sequence_dim, self.batch_dim):
             sharded = None
         else:
             chunks = 2 * self.context[1] if self.context[1] > 1 else 1
-            if whole.shape[self.batch_dim] % self.data[1] or whole.shape[self.sequence_dim] % chunks:
+            if full.shape[self.batch_dim] % self.data[1] or full.shape[self.sequence_dim] % chunks:
                 sharded = None
             else:
-                sharded = self._activation(whole)
+                sharded = self._activation(full)
         if sharded is not None:
             candidates = [sharded]
             if self.tensor[1] > 1 and sharded.shape[self.sequence_dim] % self.tensor[1] == 0:
@@ -109,13 +109,13 @@ class RankPlace:
             candidates.append(shard_parts(base, 2, self.tensor, (base.shape[2],)))
         return next((part for part in candidates if tuple(part.shape) == shape), None)
 
-    def _activation(self, whole: Tensor) -> Tensor:
-        part = _chunk(whole, self.batch_dim, self.data)
-        own, size = self.context
+    def _activation(self, full: Tensor) -> Tensor:
+        part = _chunk(full, self.batch_dim, self.data)
+        rank, size = self.context
         if size == 1:
             return part
         chunks = part.chunk(2 * size, self.sequence_dim)
-        return torch.cat([chunks[number] for number in chunk_pair(size, own)], self.sequence_dim)
+        return torch.cat([chunks[number] for number in chunk_pair(size, rank)], self.sequence_dim)
 
 
 def find_rank_place(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch_dim: int) -> RankPlace:
@@ -132,11 +132,12 @@ def find_rank_place(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch
             )
         return RankPlace(sequence_dim=sequence_dim, batch_dim=batch_dim)
     names: tuple[str, ...] = tuple(mesh.mesh_dim_names or ())
-    known = {name: role for role, members in ROLES.items() for name in members}
-    unknown = [name for name in names if name not in known]
+    role_of_name = {name: role for role, members in ROLES.items() for name in members}
+    unknown = [name for name in names if name not in role_of_name]
     if unknown or not names:
         raise ValueError(
-            f"mesh dimensions {list(names)}: give each one of the names {', '.join(known)}; they determine the sharding"
+            f"mesh dimensions {list(names)}: give each one of the names {', '.join(role_of_name)}; they "
+            f"determine the sharding"
         )
     if mesh.size() != world_size():
         raise ValueError(
@@ -146,8 +147,8 @@ def find_rank_place(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch
     groups: dict[str, list[Any]] = {role: [] for role in ROLES}
     for name in names:
         group = mesh.get_group(name)
-        (own, size), role = roles[known[name]], known[name]
-        roles[role] = (own * world_size(group) + rank(group), size * world_size(group))
+        (index, size), role = roles[role_of_name[name]], role_of_name[name]
+        roles[role] = (index * world_size(group) + rank(group), size * world_size(group))
         if world_size(group) > 1:
             groups[role].append(group)
     if len(groups["tensor"]) > 1:
@@ -167,28 +168,28 @@ def find_rank_place(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch
     )
 
 
-def sharded_dim(whole: Sequence[int], local: Sequence[int], size: int) -> int | None:
+def sharded_dim(full: Sequence[int], local: Sequence[int], size: int) -> int | None:
     """Return the dimension of a tensor-parallel shard, or None for a replicated parameter.
 
     Raises:
         ValueError: The shapes do not belong to a tensor and one of its `size` shards.
     """
-    if tuple(whole) == tuple(local):
+    if tuple(full) == tuple(local):
         return None
-    dims = [dim for dim, (n, m) in enumerate(zip(whole, local, strict=False)) if n != m]
-    if len(whole) != len(local) or len(dims) != 1 or local[dims[0]] * size != whole[dims[0]]:
+    dims = [dim for dim, (n, m) in enumerate(zip(full, local, strict=False)) if n != m]
+    if len(full) != len(local) or len(dims) != 1 or local[dims[0]] * size != full[dims[0]]:
         raise ValueError(
-            f"a parameter is {list(whole)} on one device and {list(local)} on a rank of {size} tensor-parallel ranks; "
+            f"a parameter is {list(full)} on one device and {list(local)} on a rank of {size} tensor-parallel ranks; "
             f"one dimension must be {size} times smaller"
         )
     return dims[0]
 
 
-def shard_parts(whole: Tensor, dim: int, place: tuple[int, int], parts: Sequence[int]) -> Tensor:
+def shard_parts(full: Tensor, dim: int, position: tuple[int, int], parts: Sequence[int]) -> Tensor:
     """Return a rank's shard along `dim` for every part, joined; the whole tensor if a part is not divisible."""
-    if any(part % place[1] for part in parts) or sum(parts) != whole.shape[dim]:
-        return whole
-    return torch.cat([_chunk(part, dim, place) for part in whole.split(list(parts), dim)], dim)
+    if any(part % position[1] for part in parts) or sum(parts) != full.shape[dim]:
+        return full
+    return torch.cat([_chunk(part, dim, position) for part in full.split(list(parts), dim)], dim)
 
 
 def gather_parts(local: Tensor, dim: int, group: Any, parts: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
@@ -198,11 +199,11 @@ def gather_parts(local: Tensor, dim: int, group: Any, parts: Sequence[int]) -> t
         The whole tensor, and the shards on all ranks.
     """
     shards = list(gather_along_first_dim(local[None], group)[0])
-    own = [part // len(shards) for part in parts]
-    split = [shard.split(own, dim) for shard in shards]
+    sizes = [part // len(shards) for part in parts]
+    split = [shard.split(sizes, dim) for shard in shards]
     return torch.cat([piece[i] for i in range(len(parts)) for piece in split], dim), shards
 
 
-def _chunk(tensor: Tensor, dim: int, place: tuple[int, int]) -> Tensor:
-    own, size = place
-    return tensor if size == 1 else tensor.chunk(size, dim)[own]
+def _chunk(tensor: Tensor, dim: int, position: tuple[int, int]) -> Tensor:
+    index, size = position
+    return tensor if size == 1 else tensor.chunk(size, dim)[index]

@@ -242,7 +242,7 @@ def accepts(**rules: Rule) -> Callable[[Constructor], Constructor]:
         TypeError: The decorated constructor got an unknown keyword, or an argument with a type that cannot be used.
         ValueError: The decorated constructor got an argument outside its limits.
     """
-    known = {**RULES, **rules}
+    all_rules = {**RULES, **rules}
 
     def decorate(constructor: Constructor) -> Constructor:
         code = constructor.__code__
@@ -253,14 +253,15 @@ def accepts(**rules: Rule) -> Callable[[Constructor], Constructor]:
         @functools.wraps(constructor)
         def converted(self: Any, *args: Any, **kwargs: Any) -> None:
             positional = [
-                known[name](name, value) if name in known else value
+                all_rules[name](name, value) if name in all_rules else value
                 for name, value in zip(names, args, strict=False)
             ]
             if not (takes_others or kwargs.keys() <= keywords):
                 unknown = [name for name in kwargs if name not in keywords]
                 checks.reject_keywords(type(self).__name__, unknown, {}, sorted(keywords))
             named = {
-                name: known[name](name, value) if name in known else value for name, value in kwargs.items()
+                name: all_rules[name](name, value) if name in all_rules else value
+                for name, value in kwargs.items()
             }
             constructor(self, *positional, *args[len(names) :], **named)
 

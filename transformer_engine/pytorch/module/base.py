@@ -218,8 +218,8 @@ class TransformerEngineBaseModule(ForwardInterface):
         if isinstance(init_fn, ParameterInit):  # passed by this package's layers
             self.param_init_meta[name] = init_fn
             return
-        given = init_fn is not None or fp8_meta_index is not None
-        if param is not None and (given or name not in self.param_init_meta):
+        has_init = init_fn is not None or fp8_meta_index is not None
+        if param is not None and (has_init or name not in self.param_init_meta):
             fill = default_init_method if init_fn is None else init_fn
             self.param_init_meta[name] = ParameterInit(fill, get_rng_state_tracker, None, fp8_meta_index)
 
@@ -319,10 +319,10 @@ class TransformerEngineBaseModule(ForwardInterface):
         trained = sum(members.values())
         if not trained:
             return
-        made = [self.wgrad_store.pop()[0]]
-        made += [self.wgrad_store.pop()[0] for _ in range(min(trained - 1, len(self.wgrad_store)))]
+        gradients = [self.wgrad_store.pop()[0]]
+        gradients += [self.wgrad_store.pop()[0] for _ in range(min(trained - 1, len(self.wgrad_store)))]
         if self.wgrad_store.shards:
-            finalize_delayed_grads(self.wgrad_store.shards, [part for part in made if part is not None])
+            finalize_delayed_grads(self.wgrad_store.shards, [part for part in gradients if part is not None])
         self._trigger_wgrad_accumulation_and_reduce_hooks()
 
     def register_wgrad_accumulation_and_reduce_hooks(

@@ -77,10 +77,10 @@ def configure_class(
         cls._config_class = config  # pyright: ignore[reportAttributeAccessIssue]
         if not hasattr(cls, "fast_setattr"):
             cls.fast_setattr = fast_setattr  # pyright: ignore[reportAttributeAccessIssue]
-        known = {**RULES, **(rules or {})}
+        all_rules = {**RULES, **(rules or {})}
         for field in fields(config):
             if not field.name.startswith("_") and field.name not in vars(cls):
-                rule = known.get(field.name)
+                rule = all_rules.get(field.name)
                 setattr(
                     cls, field.name, _setting(field.name, config, fixed, handed_down or {}, written, rule)
                 )

@@ -107,15 +107,15 @@ class ForwardInterface(torch.nn.Module):
         """
         if not isinstance(inp, Tensor):
             raise TypeError(f"{type(self).__name__} takes a tensor, inp is {with_article(type(inp))}")
-        again = in_fp8_activation_recompute_phase()
-        if not (again and self.fp8):
+        recomputing = in_fp8_activation_recompute_phase()
+        if not (recomputing and self.fp8):
             if self.tp_size > 1 and not self.tp_group_initialized:
                 raise RuntimeError(
                     f"tp_size={self.tp_size}, but there is no group; call set_tensor_parallel_group first"
                 )
             self.set_activation_dtype(inp, allow_different_data_and_param_types)
             self.init_fp8_metadata(num_gemms)
-        if self.fp8 and is_fp8_activation_recompute_enabled() and (again or self.training):
+        if self.fp8 and is_fp8_activation_recompute_enabled() and (recomputing or self.training):
             self._exchange_scales()
         return inp if allow_non_contiguous else inp.contiguous()
 
@@ -266,27 +266,27 @@ class ForwardInterface(torch.nn.Module):
             if quantizer is not None:
                 tensor.update_usage(quantizer.rowwise_usage or None, quantizer.columnwise_usage or None)
             return tensor
-        kept = None if cache_name is None else self.numerics.workspaces.get(cache_name)
-        if kept is not None and quantizer is not None:
-            usages = kept.get_usages()
+        workspace = None if cache_name is None else self.numerics.workspaces.get(cache_name)
+        if workspace is not None and quantizer is not None:
+            usages = workspace.get_usages()
             if (quantizer.rowwise_usage and not usages["rowwise"]) or (
                 quantizer.columnwise_usage and not usages["columnwise"]
             ):
-                kept = None  # it lacks a direction that the quantizer now requests
-        if kept is not None and not update_workspace and skip_update_flag is None:
-            return kept
+                workspace = None  # it lacks a direction that the quantizer now requests
+        if workspace is not None and not update_workspace and skip_update_flag is None:
+            return workspace
         if tensor is None or quantizer is None:
             raise ValueError(
                 f"tensor or quantizer is missing, and no workspace is kept under cache_name={cache_name!r}; give both"
             )
-        if kept is not None:
-            quantizer.update_quantized(tensor, kept, noop_flag=skip_update_flag)
-            return kept
+        if workspace is not None:
+            quantizer.update_quantized(tensor, workspace, noop_flag=skip_update_flag)
+            return workspace
         with torch.no_grad():
-            made: Any = quantizer.quantize(tensor.detach(), dtype=workspace_dtype)
+            quantized: Any = quantizer.quantize(tensor.detach(), dtype=workspace_dtype)
         if cache_name is not None:
-            self.numerics.workspaces[cache_name] = made
-        return made
+            self.numerics.workspaces[cache_name] = quantized
+        return quantized
 
     @staticmethod
     def grad_output_preprocess(

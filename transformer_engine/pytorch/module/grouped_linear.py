@@ -221,8 +221,8 @@ class GroupedLinear(ProductsModule):
             return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), tensors)
         count, fused = len(self._config.weight_names), self._config.fuse_wgrad_accumulation
         with whole_weights((tensors[:count],), fused, self.wgrad_store) as wholes:
-            whole = (*wholes, *tensors[count:])
-            return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), whole)
+            gathered = (*wholes, *tensors[count:])
+            return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), gathered)
 
     if TYPE_CHECKING:
 
@@ -325,10 +325,10 @@ class GroupedLinear(ProductsModule):
         if torch.compiler.is_compiling():
             raise NotImplementedError("out and dgrad_out need eager mode; leave them None in compiled code")
         self._check_call(inp, tensors, (None,))
-        made = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
+        like = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
         shape = torch.Size((*inp.shape[:-1], self.out_features))
         buffers = CallerBuffers(
-            check_buffers("out", out, shape, made), check_buffers("dgrad_out", dgrad_out, inp.shape, inp)
+            check_buffers("out", out, shape, like), check_buffers("dgrad_out", dgrad_out, inp.shape, inp)
         )
         names = self._config.weight_names + self._config.bias_names
         operands = [("the input", inp), *zip(names, tensors, strict=True)]
@@ -339,11 +339,11 @@ class GroupedLinear(ProductsModule):
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
         """Return all weights, then all biases."""
-        config, held = self._config, self._parameters
+        config, params = self._config, self._parameters
         names = config._tensors if config.use_bias else config.weight_names
         single = config.single_grouped_weight or config.single_grouped_bias
         try:
-            found = map(held.__getitem__, names)
+            found = map(params.__getitem__, names)
             found = map(plain_stack, found) if single else found
             return (*found,) if config.use_bias else (*found, *[None] * len(config.bias_names))
         except KeyError:  # a parametrization or another attribute replaces a parameter

@@ -31,7 +31,7 @@ _FUSED = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
 
 def single_parameters(**asked: bool) -> dict[str, bool]:
     """Return single_grouped_weight and single_grouped_bias; without their variable they are False, with a warning."""
-    names = [name for name, wanted in asked.items() if wanted]
+    names = [name for name, enabled in asked.items() if enabled]
     if not names or env.get(_SINGLE):
         return asked
     warnings.warn(
@@ -155,14 +155,18 @@ def group_weights(module: ProductsModule) -> None:
     members = [module.get_parameter(name) for name in config.weight_names]
     with torch.no_grad():
         stack = torch.nn.Parameter(join_members([m.detach() for m in members]), members[0].requires_grad)
-    initial = [kept for kept in map(find_initial_values, members) if kept is not None]
+    initial = [
+        initial_value for initial_value in map(find_initial_values, members) if initial_value is not None
+    ]
     if len(initial) == len(members):
         keep_initial_values(stack, torch.stack(initial))
     fills = [module.param_init_meta.pop(name) for name in config.weight_names]
-    others = {name: held for name, held in module._parameters.items() if name not in config.weight_names}
+    remaining = {
+        name: parameter for name, parameter in module._parameters.items() if name not in config.weight_names
+    }
     module._parameters.clear()
     module.register_parameter("weight", stack, _init_members(fills[0], config.num_gemms))
-    module._parameters.update(others)
+    module._parameters.update(remaining)
     module._configure(
         single_grouped_weight=True,
         weight_names=("weight",),

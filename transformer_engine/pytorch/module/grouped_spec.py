@@ -57,7 +57,7 @@ def build(call: Call) -> GroupedSpec:
     of_weights, of_biases = parameters[: len(config.weight_names)], parameters[len(config.weight_names) :]
     groups = _groups(call, call.active.products, of_weights, of_biases)
     quantizes = call.active.quantizes
-    features, quantizers, request, together = (), GroupedQuantizers(), None, False
+    features, quantizers, request, in_one_launch = (), GroupedQuantizers(), None, False
     if not call.traced:
         if quantizes:
             products = call.active.products
@@ -68,7 +68,7 @@ def build(call: Call) -> GroupedSpec:
             )
         features = _features(call, of_weights, of_biases, quantizers, groups[0].backward)
         request = _request(call, features, of_weights[0], quantizers)
-        together = TABLE.name_of(request) == TOGETHER
+        in_one_launch = TABLE.name_of(request) == TOGETHER
     # A gradient is computed if some group needs it.
     first = groups[0]
     first = replace_fields(
@@ -84,7 +84,7 @@ def build(call: Call) -> GroupedSpec:
         (config.out_features, config.in_features),
         config.single_grouped_weight,
         config.single_grouped_bias and config.use_bias and not config.return_bias,
-        together,
+        in_one_launch,
         request,
         quantizers,
         call.wants,
@@ -107,7 +107,7 @@ def _groups(
     first_weight = weights[0]
     assert first_weight is not None
     first = product_spec(call, 0, products[0], TensorParallel(), (False, False, False), None, first_weight)
-    made: list[LinearSpec] = []
+    specs: list[LinearSpec] = []
     for i, (product, weight, bias) in enumerate(zip(products, weights, biases, strict=True)):
         assert weight is not None
         gradient = first.weight_gradient
@@ -115,7 +115,7 @@ def _groups(
             (target,) = call.targets[i]
             member = StackMember(target, i) if config.single_grouped_weight else target
             gradient = replace(gradient, parameters=(member,))
-        made.append(
+        specs.append(
             replace_fields(
                 first,
                 input=product.input,
@@ -132,7 +132,7 @@ def _groups(
                 inspector=product.inspector,
             )
         )
-    return tuple(made)
+    return tuple(specs)
 
 
 def _features(
@@ -240,10 +240,10 @@ def traced_call(
         (x.dtype, x.device, autocast_dtype(x.device.type)),
         (len(tensors[0]), len(tensors[1])),
     )
-    given = [*tensors[0], *tensors[1]]
+    operands = [*tensors[0], *tensors[1]]
     if not spec.needs_grad:
-        return forward_in_graph(key, x, rows, given, states[0])[0]
-    return TracedGroups.apply(x, rows, key, states, spec.scale_update, *given)  # pyright: ignore
+        return forward_in_graph(key, x, rows, operands, states[0])[0]
+    return TracedGroups.apply(x, rows, key, states, spec.scale_update, *operands)  # pyright: ignore
 
 
 _STATES = ("scaling_fwd", "scaling_bwd")
@@ -274,8 +274,8 @@ def _register_while_tracing(
             torch.autocast(device.type, autocast, enabled=autocast is not None),
         ):
             x = torch.empty(0, module.in_features, dtype=dtype, device=device, requires_grad=grad_input)
-            held = module._tensors()
-            spec: GroupedSpec = module.spec(x, held, (is_first_microbatch,), any_rows=True)
+            params = module._tensors()
+            spec: GroupedSpec = module.spec(x, params, (is_first_microbatch,), any_rows=True)
     finally:
         reinstate(before)
     groups = spec.groups

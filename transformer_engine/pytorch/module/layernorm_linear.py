@@ -219,8 +219,8 @@ class LayerNormLinear(ProductsModule):
             return output_of_shards(self, options, inp, weight, bias, norm=norm)
         if getattr(weight, "is_distributed_weight", False):
             fused = self._config.fuse_wgrad_accumulation
-            with whole_weights(((weight,),), fused, self.wgrad_store) as (whole,):
-                return self._compute_output(options, inp, whole, bias, gamma, beta)
+            with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
+                return self._compute_output(options, inp, full_weight, bias, gamma, beta)
         return self._compute_output(options, inp, weight, bias, gamma, beta)
 
     if TYPE_CHECKING:

@@ -103,11 +103,13 @@ def build(call: Call) -> NormMLPSpec:
     def spec(number: int, mode: str, weight: Facts, bias: Facts | None) -> LinearSpec:
         needs = (wants, wants and weight.requires_grad, wants and bias is not None and bias.requires_grad)
         parallel = config.parallel(mode)
-        made = product_spec(call, number, products[number], parallel, needs, update, weight, shard=call.rows)
-        return replace_fields(made, may_run_again=True) if recompute else made
+        result = product_spec(
+            call, number, products[number], parallel, needs, update, weight, shard=call.rows
+        )
+        return replace_fields(result, may_run_again=True) if recompute else result
 
     added = None if config.adds_bias_late else fc2_bias
-    made = NormMLPSpec(  # torch 2.11 traces this constructor with keywords only
+    result = NormMLPSpec(  # torch 2.11 traces this constructor with keywords only
         norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
         fc1=spec(0, "column", fc1_weight, fc1_bias),
         fc2=spec(1, "row", fc2_weight, added),
@@ -120,7 +122,7 @@ def build(call: Call) -> NormMLPSpec:
         scale_update=update,
         needs_grad=wants,
     ).with_modes()
-    return made if recompute else with_compiled_passes(call, NORM_MLP, made)
+    return result if recompute else with_compiled_passes(call, NORM_MLP, result)
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:

@@ -269,8 +269,8 @@ class Linear(ProductsModule):
         if not getattr(weight, "is_distributed_weight", False):
             return self._compute_output(options, inp, weight, bias)
         fused = self._config.fuse_wgrad_accumulation
-        with whole_weights(((weight,),), fused, self.wgrad_store) as (whole,):
-            return self._compute_output(options, inp, whole, bias)
+        with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
+            return self._compute_output(options, inp, full_weight, bias)
 
     def _compute_output(
         self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None

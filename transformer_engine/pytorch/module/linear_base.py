@@ -148,15 +148,15 @@ def check_ranks(mode: str | None, tp_group: Any, tp_size: int, in_features: int,
     return ranks
 
 
-def _role(kept: str) -> property:
+def _role(name: str) -> property:
     """Return a property for a boundary role; assigning a different role resets the quantizers."""
 
     def read(self: ProductsModule) -> QuantizerRole | None:
-        return getattr(self, kept)
+        return getattr(self, name)
 
     def write(self: ProductsModule, role: QuantizerRole | None) -> None:
-        changed = getattr(self, kept) != role
-        setattr(self, kept, role)
+        changed = getattr(self, name) != role
+        setattr(self, name, role)
         if changed:
             self.numerics.forget()
 

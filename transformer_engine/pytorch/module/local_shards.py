@@ -53,7 +53,7 @@ class _BiasOfFirstRank(Function):
         return gradient, bias.to(ctx.dtype), None
 
 
-def _common_mesh(kind: str, given: Mapping[str, Any]) -> Any:
+def _common_mesh(kind: str, arguments: Mapping[str, Any]) -> Any:
     """Return the common mesh of the tensors, some of which may be None.
 
     Raises:
@@ -61,7 +61,7 @@ def _common_mesh(kind: str, given: Mapping[str, Any]) -> Any:
         ValueError: The tensors have different meshes.
         NotImplementedError: The mesh has several dimensions.
     """
-    tensors = {name: value for name, value in given.items() if value is not None}
+    tensors = {name: value for name, value in arguments.items() if value is not None}
     plain = [name for name, value in tensors.items() if not is_distributed(value)]
     if plain:
         raise TypeError(
@@ -137,12 +137,12 @@ def normalized_shards(
     from torch.distributed.tensor import DTensor
 
     mesh = _common_mesh(kind, {"the input": x, "weight": weight, "bias": bias})
-    whole = _whole_or_sharded_rows(x, features)
-    sharded = whole.placements[0].is_shard()
+    full = _whole_or_sharded_rows(x, features)
+    sharded = full.placements[0].is_shard()
     local = [_local_of_replicated(value, sharded) for value in (weight, bias)]
-    y = compute(whole.to_local(), *local)  # pyright: ignore[reportArgumentType]
+    y = compute(full.to_local(), *local)  # pyright: ignore[reportArgumentType]
     return DTensor.from_local(
-        y, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        y, mesh, full.placements, run_check=False, shape=full.shape, stride=full.stride()
     )
 
 
@@ -185,12 +185,12 @@ def local_linear(
             "or a norm followed by a Linear"
         )
     if row:
-        whole = x.redistribute(placements=[Shard(last)])
+        full = x.redistribute(placements=[Shard(last)])
     else:
-        whole = x.redistribute(placements=[Replicate()]) if column else _whole_or_sharded_rows(x, 1)
+        full = x.redistribute(placements=[Replicate()]) if column else _whole_or_sharded_rows(x, 1)
     # Each rank has a part of the sum over outputs or rows.
-    summed = column or whole.placements[0].is_shard()
-    local_x = whole.to_local(grad_placements=[Partial()]) if column else whole.to_local()
+    summed = column or full.placements[0].is_shard()
+    local_x = full.to_local(grad_placements=[Partial()]) if column else full.to_local()
     replicated = [_local_of_replicated(value, summed) for value in norm.values()]
     rows_alone = summed and not column and not row  # the whole weight is applied to a part of the rows
     of_rows = [Shard(0)] if column else [Replicate()]
@@ -202,7 +202,7 @@ def local_linear(
     if row and local_bias is not None:
         y = _BiasOfFirstRank.apply(y, local_bias.to(y.dtype), mesh.get_local_rank() == 0)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    placed = [Shard(last)] if column else [Partial()] if row else whole.placements
+    placed = [Shard(last)] if column else [Partial()] if row else full.placements
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y, mesh, placed, run_check=False, shape=shape, stride=stride)  # pyright: ignore
 
@@ -247,8 +247,8 @@ def output_of_shards(
             )
 
     def compute(x: Tensor, *parameters: Tensor | None) -> Tensor:
-        made = module._compute_output(options, x, *parameters)
-        return made[0] if config.return_bias else made
+        results = module._compute_output(options, x, *parameters)
+        return results[0] if config.return_bias else results
 
     y = local_linear(kind, compute, x, weight, None if config.return_bias else bias, norm)
     return (y, bias) if config.return_bias else y

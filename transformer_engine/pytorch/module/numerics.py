@@ -100,8 +100,8 @@ class Numerics:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, which belongs to no autocast context and has no observer."""
         called = AutocastState(self.state.enabled, self.state.calibrating)
-        own = {"state": called, "state_without_gradients": None, "observer": None, "_put_together": []}
-        return self.__dict__ | own | {"observes_unquantized": False, "_unquantized": None}
+        attributes = {"state": called, "state_without_gradients": None, "observer": None, "_put_together": []}
+        return self.__dict__ | attributes | {"observes_unquantized": False, "_unquantized": None}
 
     def observe(
         self, observer: Callable[[ModuleRecipe], ModuleRecipe] | None, unquantized: bool = False
@@ -130,8 +130,8 @@ class Numerics:
 
     def replace_quantizers(self, quantizers: dict[str, Sequence[Quantizer]]) -> None:
         """Replace the quantizers in both directions."""
-        given = {key: Slots(self.cached, quantizers[key]) for key in self.quantizers}
-        self.quantizers = given
+        slots = {key: Slots(self.cached, quantizers[key]) for key in self.quantizers}
+        self.quantizers = slots
         self.cached.regroup()
 
     def replace_meta(self, meta: dict[str, Any]) -> None:
@@ -170,9 +170,9 @@ class Numerics:
         before = self.cached.before
         if before is None or not before.matches_recipe(recipe, group):
             self._make(owner, recipe, group)
-        made = self._slot_recipe(recipe, group)
-        self.cached.recipe, self.cached.before = made, None
-        return made
+        result = self._slot_recipe(recipe, group)
+        self.cached.recipe, self.cached.before = result, None
+        return result
 
     def _slot_recipe(self, recipe: Recipe, group: Any) -> ModuleRecipe:
         """Return the recipe with the slot quantizers, after the observer if there is one.
@@ -181,19 +181,23 @@ class Numerics:
         """
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
         quantizers = (*forward, *backward)
-        for kept in self._put_together:
-            same = len(quantizers) == len(kept.quantizers) and all(
-                map(operator.is_, quantizers, kept.quantizers)
+        for candidate in self._put_together:
+            same = len(quantizers) == len(candidate.quantizers) and all(
+                map(operator.is_, quantizers, candidate.quantizers)
             )
-            if kept.observer is self.observer and same and kept.made.matches_recipe(recipe, group):
-                kept.made.recipe, kept.made.revision, kept.made.pools = recipe, recipe_revision(recipe), None
-                return kept.made
-        made = ModuleRecipe.of(recipe, group, forward, backward)
+            if candidate.observer is self.observer and same and candidate.made.matches_recipe(recipe, group):
+                candidate.made.recipe, candidate.made.revision, candidate.made.pools = (
+                    recipe,
+                    recipe_revision(recipe),
+                    None,
+                )
+                return candidate.made
+        result = ModuleRecipe.of(recipe, group, forward, backward)
         if self.observer is not None:
-            made = self.observer(made)
-        others = [kept for kept in self._put_together if kept.observer is not self.observer]
-        self._put_together = [*others[-1:], _PutTogether(self.observer, quantizers, made)]
-        return made
+            result = self.observer(result)
+        remaining = [candidate for candidate in self._put_together if candidate.observer is not self.observer]
+        self._put_together = [*remaining[-1:], _PutTogether(self.observer, quantizers, result)]
+        return result
 
     def _make(self, owner: Owner, recipe: Recipe, group: Any) -> None:
         """Create or adapt recipe states and quantizers; delayed scaling keeps its histories."""
@@ -237,10 +241,10 @@ class Numerics:
         for replaced in () if previous is state else before:
             delayed_scaling.unregister(replaced)
         self.meta[key] = state
-        made = state.make_quantizers()
-        self.quantizers[key] = Slots(self.cached, made)
-        held = state.delayed_states
-        if forward and any(all(old is not new for new in held) for old in before):
+        quantizers = state.make_quantizers()
+        self.quantizers[key] = Slots(self.cached, quantizers)
+        states = state.delayed_states
+        if forward and any(all(old is not new for new in states) for old in before):
             # Quantized parameters get the new quantizers for their slots, so that later scale updates reach them.
             for name, init in owner.param_init_meta.items():
                 param = owner._parameters.get(name)
@@ -250,11 +254,11 @@ class Numerics:
                     or param._quantizer is None
                 ):
                     continue
-                own: Any = param._quantizer
-                quantizer = init.quantizer_among(made)
-                if not own.stateful and not quantizer.stateful:
+                current: Any = param._quantizer
+                quantizer = init.quantizer_among(quantizers)
+                if not current.stateful and not quantizer.stateful:
                     continue
-                quantizer.set_usage(**own.get_usages())
+                quantizer.set_usage(**current.get_usages())
                 param.update_quantizer(quantizer)
 
     def delayed_states(self, key: str) -> tuple[Any, ...]:

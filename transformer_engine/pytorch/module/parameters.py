@@ -125,8 +125,8 @@ def split_names(
 
 def get_parameter_value(module: torch.nn.Module, name: str) -> Any:
     """Return a parameter by name, without the exception (1 us) that nn.Module's attribute look-up raises first."""
-    held = module._parameters
-    return held[name] if name in held else getattr(module, name)
+    params = module._parameters
+    return params[name] if name in params else getattr(module, name)
 
 
 def empty_like(param: Tensor) -> Tensor:

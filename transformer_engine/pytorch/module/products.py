@@ -63,14 +63,14 @@ class ModuleRecipe:
             )
             for i in range(len(forward) // FORWARD_SLOTS)
         )
-        made = ModuleRecipe(products, recipe, group, quantizes=True)
+        result = ModuleRecipe(products, recipe, group, quantizes=True)
         # Products that stay in high precision and record statistics.
         calibrating = tuple(
             ProductQuantizers(Calibrating(p.input), Calibrating(p.weight), IDENTITY, IDENTITY, IDENTITY)
             for p in products
         )
-        made.calibrating = ModuleRecipe(calibrating, recipe, group)
-        return made
+        result.calibrating = ModuleRecipe(calibrating, recipe, group)
+        return result
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy without the registration for scale updates; the states of the copy are registered separately."""
@@ -82,11 +82,11 @@ class ModuleRecipe:
         unquantized_products: tuple[ProductQuantizers, ...] | None = None,
     ) -> ModuleRecipe:
         """Return the recipe with other quantizers, by default without a change for unquantized products."""
-        made = copy.copy(self)
-        made.products = products
+        result = copy.copy(self)
+        result.products = products
         if unquantized_products is not None:
-            made.unquantized_products = unquantized_products
-        return made
+            result.unquantized_products = unquantized_products
+        return result
 
     def serves(self, state: AutocastState) -> bool:
         recipe = state.recipe

@@ -68,12 +68,12 @@ def facts_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 def repeat_facts(tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Facts of consecutive tensors of the same kind, once, and their count."""
-    given = list(filter(_is_given, tensors))
+    present = list(filter(_is_given, tensors))
     found: list[tuple[Any, int]] = [
-        (facts, len(list(members))) for facts, members in itertools.groupby(map(tensor_facts, given))
+        (facts, len(list(members))) for facts, members in itertools.groupby(map(tensor_facts, present))
     ]
-    if len(given) < len(tensors):  # a layer without biases
-        found.append((None, len(tensors) - len(given)))
+    if len(present) < len(tensors):  # a layer without biases
+        found.append((None, len(tensors) - len(present)))
     facts, counts = zip(*found, strict=True)
     return facts, counts
 
@@ -257,17 +257,18 @@ def quantized_results(
     A result that cannot be quantized in this call is returned in high precision, with a warning once.
     """
     found: list[Quantizer | None] = []
-    for name, wanted, quantizer in (
+    for name, requested, quantizer in (
         ("fp8_output", quantized_output, product.output),
         ("fp8_grad", quantized_grad, product.grad_input),
     ):
-        if wanted and quantizer.is_identity:
+        if requested and quantizer.is_identity:
             warn_once(
                 name,
-                f"{name}={wanted!r} has no effect: this call does not quantize that result, which is returned in high "
+                f"{name}={requested!r} has no effect: this call does not quantize that result, which is "
+                f"returned in high "
                 "precision; enter te.autocast with a delayed or current scaling recipe, or leave it False",
             )
-        found.append(quantizer if wanted and not quantizer.is_identity else None)
+        found.append(quantizer if requested and not quantizer.is_identity else None)
     return found[0], found[1]
 
 

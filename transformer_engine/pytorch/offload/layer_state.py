@@ -47,8 +47,8 @@ class _View:
     offset: int
     read_late: bool
 
-    def of(self, whole: Tensor) -> Tensor:
-        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+    def of(self, full: Tensor) -> Tensor:
+        return full.as_strided(self.shape, self.stride, full.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,18 @@ class OffloadableLayerState:
     def _push(self, tensor: Tensor) -> Tensor | int:
         if not self.link.takes(tensor) or not moves(tensor):
             return tensor
-        whole = dense_memory(tensor)
-        if whole is None:
+        memory = dense_memory(tensor)
+        if memory is None:
             return tensor
         # The group holds the tensor, so that no other tensor can reuse its storage and match the key.
-        key = (whole.untyped_storage()._cdata, whole.storage_offset(), whole.numel(), whole.dtype)
+        key = (memory.untyped_storage()._cdata, memory.storage_offset(), memory.numel(), memory.dtype)
         number = self._wholes.get(key)
         if number is None:
             number = self._wholes[key] = len(self.fwd_gpu_tensor_group.tensor_list)
-            self.fwd_gpu_tensor_group.tensor_list.append(whole)
+            self.fwd_gpu_tensor_group.tensor_list.append(memory)
             self.fwd_gpu_tensor_group.events.append(ready_moment(tensor, self.link))
-            self._devices.append(whole.device)
-        offset = int(tensor.storage_offset()) - int(whole.storage_offset())
+            self._devices.append(memory.device)
+        offset = int(tensor.storage_offset()) - int(memory.storage_offset())
         late = getattr(tensor, READ_LATE, False)
         self._views.append(_View(number, tensor.shape, tensor.stride(), offset, late))
         return len(self._views) - 1
@@ -159,8 +159,8 @@ class OffloadableLayerState:
         self._demand(NOT_OFFLOADED)
         # One buffer per tensor, from the last step if retained.
         group = self.fwd_gpu_tensor_group
-        tensors, kept = group.tensor_list, self.cpu_tensor_group.tensor_list
-        if not self.retain_pinned_cpu_buffers or not kept:
+        tensors, buffers = group.tensor_list, self.cpu_tensor_group.tensor_list
+        if not self.retain_pinned_cpu_buffers or not buffers:
             spare, self._spare = self._spare, []
             host = [
                 spare[number]
@@ -168,13 +168,13 @@ class OffloadableLayerState:
                 else self.link.buffer(values)
                 for number, values in enumerate(tensors)
             ]
-        elif len(kept) != len(tensors) or not all(map(_fits, kept, tensors)):
+        elif len(buffers) != len(tensors) or not all(map(_fits, buffers, tensors)):
             raise ValueError(
-                f"retain_pinned_cpu_buffers=True: a layer saved {_extents(kept)} and now saves {_extents(tensors)}; "
+                f"retain_pinned_cpu_buffers=True: a layer saved {_extents(buffers)} and now saves {_extents(tensors)}; "
                 "keep shapes and types from step to step, or set it to False"
             )
         else:
-            host = kept
+            host = buffers
         events: list[Any] = [None] * len(host)
         for number in self._order_by_readiness():
             events[number] = self.link.to_host(group.tensor_list[number], host[number], group.events[number])

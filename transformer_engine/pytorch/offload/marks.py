@@ -135,11 +135,11 @@ def save_deferred(tensor: Tensor | None) -> Tensor | None:
         or not _is_dense(tensor)
     ):
         return countable(tensor)
-    own = tensor.detach()
+    detached = tensor.detach()
     if hasattr(tensor, READY):
-        setattr(own, READY, getattr(tensor, READY))
-    vars(own).update({READY_MOMENT: vars(tensor).pop(READY_MOMENT, None), READ_LATE: True})
-    return own
+        setattr(detached, READY, getattr(tensor, READY))
+    vars(detached).update({READY_MOMENT: vars(tensor).pop(READY_MOMENT, None), READ_LATE: True})
+    return detached
 
 
 @contextmanager
@@ -268,13 +268,13 @@ def _is_dense(values: Tensor) -> bool:
 def _parts(tensors: tuple[Any, ...]) -> list[Tensor]:
     """Return the plain tensors in tensors and quantized tensors."""
     parts: list[Tensor] = []
-    for given in tensors:
-        if given is None:
+    for tensor in tensors:
+        if tensor is None:
             continue
-        if isinstance(given, QuantizedTensorStorage):
-            parts += [part for part in given.as_storage().flatten()[0] if part is not None]
-        if isinstance(given, Tensor):
-            parts.append(given)
-        elif not isinstance(given, QuantizedTensorStorage):
-            raise TypeError(f"{described(given)} is not a tensor; give tensors or quantized tensors")
+        if isinstance(tensor, QuantizedTensorStorage):
+            parts += [part for part in tensor.as_storage().flatten()[0] if part is not None]
+        if isinstance(tensor, Tensor):
+            parts.append(tensor)
+        elif not isinstance(tensor, QuantizedTensorStorage):
+            raise TypeError(f"{described(tensor)} is not a tensor; give tensors or quantized tensors")
     return parts

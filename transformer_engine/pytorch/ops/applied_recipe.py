@@ -114,8 +114,8 @@ def distinct_while_tracing(tensors: Sequence[Any]) -> list[Any]:
     """
     if not torch.compiler.is_compiling():
         return list(tensors)
-    made: list[Any] = []
+    results: list[Any] = []
     for number, tensor in enumerate(tensors):
         repeated = any(tensor is other for other in tensors[:number])
-        made.append(tensor.view_as(tensor) if repeated else tensor)
-    return made
+        results.append(tensor.view_as(tensor) if repeated else tensor)
+    return results

@@ -97,26 +97,26 @@ class ChainRun:
         count = len(self.basic_ops)
         self.contexts = create_contexts(count, self.first, x)
         records = torch.is_grad_enabled() or self.first < count
-        given = self.links.by_operation(extra_inputs)
+        extras = self.links.by_operation(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
         ops_of_passes = _with_basic_operations(self.forward_ops, has_forward_pass)
         with_passes = {i for op, indices in ops_of_passes if has_forward_pass(op) for i in indices}
 
-        def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
-            return with_passes.issuperset((before[-1], behind[0])) and not self.links.connects(before, behind)
+        def joins(before: Sequence[int], after: Sequence[int]) -> bool:
+            return with_passes.issuperset((before[-1], after[0])) and not self.links.connects(before, after)
 
         for segment in _segments(ops_of_passes, joins):
             indices = [i for _, members in segment for i in members]
-            received = self.links.with_channels(given, outputs, indices)
+            received = self.links.with_channels(extras, outputs, indices)
             ops = [self.basic_ops[i] for i in indices]
             ctxs, options = [self.contexts[i] for i in indices], [self.options[i] for i in indices]
             if indices[0] in with_passes:
-                x, made = run_forward(ops, ctxs, x, received, options, records)
+                x, extra_outputs = run_forward(ops, ctxs, x, received, options, records)
             else:
                 op, given_x = segment[0][0], x
-                x, made = self._run_own_method(op, indices, x, received, options)
+                x, extra_outputs = self._run_own_method(op, indices, x, received, options)
                 self._save_missing_state(op, indices, given_x, received, options)
-            for i, extra in zip(indices, made, strict=True):
+            for i, extra in zip(indices, extra_outputs, strict=True):
                 outputs[i] = tuple(extra)
                 self.links.check_outputs(i, outputs[i])
         saved: list[Any] = []
@@ -132,9 +132,9 @@ class ChainRun:
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
     ) -> tuple[Any, list[Any]]:
         """Run an operation that a user wrote by its own method."""
-        before, behind = indices[0] - 1, indices[-1] + 1
+        before, after = indices[0] - 1, indices[-1] + 1
         previous = self.basic_ops[before] if before >= 0 and self.override is None else None
-        following_op = self.basic_ops[behind] if behind < len(self.basic_ops) else None
+        following_op = self.basic_ops[after] if after < len(self.basic_ops) else None
         tensors = [
             x,
             *[tensor for basic in op.basic_operations() for tensor in basic.own_tensors()],
@@ -149,9 +149,9 @@ class ChainRun:
             next_op_input_quantizer=None if following_op is None else following_op.get_input_quantizer(),
             basic_op_kwargs=options,
         )
-        output, made = forward_results(op, [self.basic_ops[i] for i in indices], returned)
-        _keep_storage([output, *[tensor for tensors in made for tensor in tensors]])
-        return output, made
+        output, extra_outputs = forward_results(op, [self.basic_ops[i] for i in indices], returned)
+        _keep_storage([output, *[tensor for tensors in extra_outputs for tensor in tensors]])
+        return output, extra_outputs
 
     def _save_missing_state(
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
@@ -211,27 +211,27 @@ class ChainRun:
         del saved  # the contexts own the tensors from here on
         parameters: list[tuple[Any, ...]] = [(None,) * n for n in self.parameters]
         extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
-        given = dict(zip(self.links.public_outputs, grad_extra, strict=True))
+        by_slot = dict(zip(self.links.public_outputs, grad_extra, strict=True))
         dy: Any = grad_output
-        apart = _with_basic_operations(self.backward_ops, self._backward_of_passes)
-        reached = [entry for entry in apart if entry[1][-1] >= self.first]
+        parts = _with_basic_operations(self.backward_ops, self._backward_of_passes)
+        reached = [entry for entry in parts if entry[1][-1] >= self.first]
 
-        def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
-            own = self._runs_passes(before) and self._runs_passes(behind)
-            return own and not self.links.connects(before, behind)
+        def joins(before: Sequence[int], after: Sequence[int]) -> bool:
+            runs_passes = self._runs_passes(before) and self._runs_passes(after)
+            return runs_passes and not self.links.connects(before, after)
 
         for segment in reversed(_segments(reached, joins)):
             indices = [i for _, members in segment for i in members]
             ctxs = [contexts[i] for i in indices]
-            grads = [self.links.gradients_of_outputs(i, given, extra_inputs) for i in indices]
+            grads = [self.links.gradients_of_outputs(i, by_slot, extra_inputs) for i in indices]
             if self._runs_passes(indices):
-                dy, made, extra = run_backward(ctxs, dy, grads)
+                dy, parameter_grads, extra = run_backward(ctxs, dy, grads)
             else:
                 op = segment[0][0]
                 returned = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=grads)
                 members = [self.basic_ops[i] for i in indices]
-                dy, made, extra = backward_results(op, members, returned, indices[0] > self.first)
-            for i, of_parameters, of_inputs in zip(indices, made, extra, strict=True):
+                dy, parameter_grads, extra = backward_results(op, members, returned, indices[0] > self.first)
+            for i, of_parameters, of_inputs in zip(indices, parameter_grads, extra, strict=True):
                 parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(map(_return_result, of_inputs))
                 if len(parameters[i]) != self.parameters[i]:
                     raise RuntimeError(
@@ -258,19 +258,19 @@ class ChainRun:
 
     def _runs_passes(self, indices: Sequence[int]) -> bool:
         """Whether single operations run by their passes in the backward pass."""
-        own = all(has_backward_pass(self.basic_ops[i]) for i in indices)
-        return own and self._have_states(indices) and not self._own_backward.keys() & set(indices)
+        has_passes = all(has_backward_pass(self.basic_ops[i]) for i in indices)
+        return has_passes and self._have_states(indices) and not self._own_backward.keys() & set(indices)
 
 
 def _with_basic_operations(ops: Fused, of_passes: Callable[[FusibleOperation], bool]) -> Fused:
     """Replace fused operations with passes by their basic operations, which kernels compute together."""
-    made: Fused = []
+    results: Fused = []
     for op, indices in ops:
         if op.is_fused_op and of_passes(op):
-            made += [(basic, [i]) for basic, i in zip(op.basic_operations(), indices, strict=True)]
+            results += [(basic, [i]) for basic, i in zip(op.basic_operations(), indices, strict=True)]
         else:
-            made.append((op, indices))
-    return made
+            results.append((op, indices))
+    return results
 
 
 def _segments(ops: Fused, joins: Callable[[Sequence[int], Sequence[int]], bool]) -> list[Fused]:
@@ -368,12 +368,12 @@ def clone_shared_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> 
 
 def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return results that are different objects, and no input, for autograd to attach its history to."""
-    made: list[Tensor] = []
+    unique: list[Tensor] = []
     for result in results:
-        for earlier in (*inputs, *made):
+        for earlier in (*inputs, *unique):
             if result is earlier:
                 clones = _CLONES_SHARED_RESULTS and torch.compiler.is_compiling()
                 result = result.clone() if clones else result.detach()
                 break
-        made.append(result)
-    return tuple(made)
+        unique.append(result)
+    return tuple(unique)

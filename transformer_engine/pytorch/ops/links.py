@@ -36,14 +36,14 @@ def check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} is {with_article(type(value))}; give a torch.Tensor")
 
 
-def extra_inputs_error(given: int, ops: Sequence[Channels]) -> ValueError:
+def extra_inputs_error(count: int, ops: Sequence[Channels]) -> ValueError:
     """Return the error for too few or too many extra inputs, which names the operations that read extra inputs."""
     readers: list[str] = []
-    for place, op in enumerate(ops):
-        readers += [f"{type(op).__name__} (operation {place})"] * op._extra_input_channels.count(None)
+    for index, op in enumerate(ops):
+        readers += [f"{type(op).__name__} (operation {index})"] * op._extra_input_channels.count(None)
     named = ", ".join(readers) or "no operation"
     return ValueError(
-        f"number of extra inputs: {given} given, {len(readers)} read by {named}; give one tensor for each extra input, "
+        f"number of extra inputs: {count} given, {len(readers)} read by {named}; give one tensor for each extra input, "
         "in the order of the operations"
     )
 
@@ -73,7 +73,7 @@ class Links:
         has_channels: An extra input reads a channel, or an extra output is not returned to the caller.
     """
 
-    def __init__(self, ops: Sequence[Channels], outside: frozenset[str] = frozenset()) -> None:
+    def __init__(self, ops: Sequence[Channels], outer_channels: frozenset[str] = frozenset()) -> None:
         self._ops = ops
         self.public_inputs: list[Slot] = []
         self.public_outputs: list[Slot] = []
@@ -82,7 +82,7 @@ class Links:
         for op, operation in enumerate(ops):
             for index in range(operation.num_extra_outputs):
                 name = operation._extra_output_channels[index]
-                if operation._extra_output_to_caller[index] or name in outside:
+                if operation._extra_output_to_caller[index] or name in outer_channels:
                     self.public_outputs.append(Slot(op, index))
                 if name is None:
                     continue
@@ -95,7 +95,7 @@ class Links:
         for op, operation in enumerate(ops):
             for index in range(operation.num_extra_inputs):
                 name = operation._extra_input_channels[index]
-                if name is None or (name in outside and name not in producers):
+                if name is None or (name in outer_channels and name not in producers):
                     self.public_inputs.append(Slot(op, index))
                     continue
                 source = producers.get(name)
@@ -118,9 +118,9 @@ class Links:
             if getattr(ops[slot.op], "_in_place", False)
         ]
 
-    def connects(self, before: Sequence[int], behind: Sequence[int]) -> bool:
-        """Return whether an operation in `behind` reads a channel that one in `before` writes."""
-        return any(reader.op in behind and source.op in before for reader, source in self.sources.items())
+    def connects(self, before: Sequence[int], after: Sequence[int]) -> bool:
+        """Return whether an operation in `after` reads a channel that one in `before` writes."""
+        return any(reader.op in after and source.op in before for reader, source in self.sources.items())
 
     def check_inputs(self, x: Tensor, extra_inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Check the caller's extra inputs, and return tensors that the operations may write to.
@@ -144,23 +144,23 @@ class Links:
                 check_tensor(name, converted)
                 value = converted
             tensors.append(value)
-        for place in self._written:
-            tensor, others = tensors[place], (x, *tensors[:place], *tensors[place + 1 :])
+        for position in self._written:
+            tensor, rest = tensors[position], (x, *tensors[:position], *tensors[position + 1 :])
             if (tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()) or any(
-                _share_memory(tensor, other) for other in others
+                _share_memory(tensor, other) for other in rest
             ):
-                tensors[place] = tensor.clone()
+                tensors[position] = tensor.clone()
         return tuple(tensors)
 
     def by_operation(self, extra_inputs: Sequence[Tensor]) -> list[list[Tensor | None]]:
         """Return the caller's extra inputs by operation; None where a channel provides the input."""
-        given: list[list[Tensor | None]] = [[None] * op.num_extra_inputs for op in self._ops]
+        extras: list[list[Tensor | None]] = [[None] * op.num_extra_inputs for op in self._ops]
         for slot, tensor in zip(self.public_inputs, extra_inputs, strict=True):
-            given[slot.op][slot.index] = tensor
-        return given
+            extras[slot.op][slot.index] = tensor
+        return extras
 
     def with_channels(
-        self, given: list[list[Tensor | None]], outputs: list[tuple[Any, ...]], indices: Sequence[int]
+        self, extras: list[list[Tensor | None]], outputs: list[tuple[Any, ...]], indices: Sequence[int]
     ) -> list[tuple[Any, ...]]:
         """Return all extra inputs for some operations, by operation.
 
@@ -171,7 +171,7 @@ class Links:
         """
         found: list[tuple[Any, ...]] = []
         for op in indices:
-            tensors = list(given[op])
+            tensors = list(extras[op])
             for index in range(len(tensors)):
                 source = self.sources.get(Slot(op, index))
                 if source is not None and outputs[source.op]:
@@ -203,13 +203,13 @@ class Links:
                 )
 
     def gradients_of_outputs(
-        self, op: int, given: dict[Slot, Tensor | None], extra_inputs: list[tuple[Any, ...]]
+        self, op: int, by_slot: dict[Slot, Tensor | None], extra_inputs: list[tuple[Any, ...]]
     ) -> tuple[Tensor | None, ...]:
         """Return the gradient per extra output of an operation, summed over all its readers."""
         sums: list[Tensor | None] = []
         for index in range(self._ops[op].num_extra_outputs):
             slot = Slot(op, index)
-            total = given.get(slot)
+            total = by_slot.get(slot)
             for reader, source in self.sources.items():
                 grad = extra_inputs[reader.op][reader.index] if source == slot else None
                 if grad is not None:

@@ -87,7 +87,7 @@ class ChainPart:
 
 
 def connecting_channels(
-    parts: Sequence[Sequence[Channels]], outside: frozenset[str] = NO_CHANNELS
+    parts: Sequence[Sequence[Channels]], outer_channels: frozenset[str] = NO_CHANNELS
 ) -> list[frozenset[str]]:
     """Return per part the channel names that connect it with others.
 
@@ -98,12 +98,12 @@ def connecting_channels(
     Raises:
         ValueError: A channel has no producer, several, or one that is not earlier than its reader.
     """
-    Links([op for part in parts for op in part], outside)  # raises the errors
+    Links([op for part in parts for op in part], outer_channels)  # raises the errors
     written = [{name for op in part for name in op._extra_output_channels if name} for part in parts]
     read = [{name for op in part for name in op._extra_input_channels if name} for part in parts]
     found: list[frozenset[str]] = []
     for i in range(len(parts)):
-        read_elsewhere = outside.union(*read[:i], *read[i + 1 :])
+        read_elsewhere = outer_channels.union(*read[:i], *read[i + 1 :])
         found.append(frozenset((written[i] & read_elsewhere) | (read[i] - written[i])))
     return found
 
@@ -113,7 +113,7 @@ def call_parts(
     input: Tensor,
     extra_inputs: Sequence[Tensor],
     op_kwargs: Mapping[int, dict[str, Any]],
-    outside: frozenset[str] = NO_CHANNELS,
+    outer_channels: frozenset[str] = NO_CHANNELS,
 ) -> Any:
     """Call parts one after another.
 
@@ -131,7 +131,7 @@ def call_parts(
     Raises:
         ValueError: There are too few or too many extra inputs.
     """
-    expected = [read for part in parts for read in part.inputs if read.channel in (None, *outside)]
+    expected = [read for part in parts for read in part.inputs if read.channel in (None, *outer_channels)]
     if len(extra_inputs) != len(expected):
         raise extra_inputs_error(len(extra_inputs), [op for part in parts for op in part.basic_ops])
     x: Any = input
@@ -152,9 +152,9 @@ def call_parts(
             x = result
             continue
         x, *part_outputs = result
-        for made, tensor in zip(part.outputs, part_outputs, strict=True):
-            if made.channel is not None:
-                tensors_of_channels[made.channel] = tensor
-            if made.to_caller or made.channel in outside:
+        for output, tensor in zip(part.outputs, part_outputs, strict=True):
+            if output.channel is not None:
+                tensors_of_channels[output.channel] = tensor
+            if output.to_caller or output.channel in outer_channels:
                 outputs.append(tensor)
     return (x, *outputs) if outputs else x

@@ -173,8 +173,8 @@ class PassFusedOperation(FusedOperation):
 def has_forward_pass(op: FusibleOperation) -> bool:
     """Whether the forward pass of an operation is an `OperationPasses`."""
     if isinstance(op, PassFusedOperation):
-        own = type(op).fuser_forward is PassFusedOperation.fuser_forward
-        return own and all(has_forward_pass(member) for member in op.basic_operations())
+        uses_passes = type(op).fuser_forward is PassFusedOperation.fuser_forward
+        return uses_passes and all(has_forward_pass(member) for member in op.basic_operations())
     if not isinstance(op, PassOperation):
         return False
     kind = type(op)
@@ -184,8 +184,8 @@ def has_forward_pass(op: FusibleOperation) -> bool:
 def has_backward_pass(op: FusibleOperation) -> bool:
     """Whether the backward pass of an operation is an `OperationPasses`."""
     if isinstance(op, PassFusedOperation):
-        own = type(op).fuser_backward is PassFusedOperation.fuser_backward
-        return own and all(has_backward_pass(member) for member in op.basic_operations())
+        uses_passes = type(op).fuser_backward is PassFusedOperation.fuser_backward
+        return uses_passes and all(has_backward_pass(member) for member in op.basic_operations())
     if not isinstance(op, PassOperation):
         return False
     kind = type(op)

@@ -94,12 +94,12 @@ class PreparedChain:
         self.fusions, self.checks, self.shards = fusions, checks, shards
         self.outputs = 1 + sum([count.extra_outputs for count in counts])
         self.compiled = self._compiled(device) if compiles_on(device) else None
-        self._binds = any(type(own).bound is not OperationPasses.bound for own in passes)
+        self._binds = any(type(entry).bound is not OperationPasses.bound for entry in passes)
 
     def _compiled(self, device: torch.device) -> CompiledLayer | None:
         """Compiled passes; None if the passes do more than start kernels, products and collectives."""
-        specs = [spec for own in self.passes for spec in own.linears()]
-        if any(spec.traced for spec in specs) or not all(own.listed for own in self.passes):
+        specs = [spec for entry in self.passes for spec in entry.linears()]
+        if any(spec.traced for spec in specs) or not all(entry.listed for entry in self.passes):
             return None
         return compiled_passes(specs, device, _forward_pass, _backward_pass)
 
@@ -141,10 +141,10 @@ class PreparedChain:
 
     def _with_gathered_weights(self, inputs: list[Any]) -> Any:
         """Run the chain on the full weights behind distributed ones."""
-        shards = [[inputs[place] for place in places] for places in self.shards.groups]
+        shards = [[inputs[position] for position in places] for places in self.shards.groups]
         with whole_weights(shards, self.shards.fused, None) as wholes:
-            for place, whole in zip(itertools.chain(*self.shards.groups), wholes, strict=True):
-                inputs[place] = whole
+            for position, full in zip(itertools.chain(*self.shards.groups), wholes, strict=True):
+                inputs[position] = full
             return self(inputs, gathered=True)
 
 

@@ -30,26 +30,26 @@ def places_of_shards(ops: Sequence[BasicOperation]) -> ShardPlaces:
     """
     groups: list[tuple[int, ...]] = []
     accumulate: set[bool] = set()
-    place = 1
+    position = 1
     for op in ops:
         names = getattr(op, "parameter_names", None) or [
             name for name, _ in op.named_parameters(recurse=False)
         ]
         parameters = [(name, getattr(op, name)) for name in names if getattr(op, name) is not None]
         shards = [i for i, (_, parameter) in enumerate(parameters) if is_distributed_weight(parameter)]
-        others = [parameters[i][0] for i in shards if not parameters[i][0].startswith("weight")]
+        other_names = [parameters[i][0] for i in shards if not parameters[i][0].startswith("weight")]
         reason = op.distributed_weight_unsupported_reason() if shards else None
-        if reason is None and others:
-            reason = f"leave {others[0]} whole"
+        if reason is None and other_names:
+            reason = f"leave {other_names[0]} whole"
         if reason is not None:
             raise NotImplementedError(
                 f"{type(op).__name__} does not accept the distributed weight "
                 f"{type(parameters[shards[0]][1]).__name__}: {reason}"
             )
         if shards:
-            groups.append(tuple([place + i for i in shards]))
+            groups.append(tuple([position + i for i in shards]))
             accumulate.add(bool(getattr(op, "_accumulate_into_main_grad", False)))
-        place += len(parameters) + op.num_extra_inputs
+        position += len(parameters) + op.num_extra_inputs
     if len(accumulate) > 1:
         raise NotImplementedError(
             "operations with distributed weights differ in accumulate_into_main_grad; give all of them the same value"

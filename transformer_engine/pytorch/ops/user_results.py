@@ -24,11 +24,11 @@ def _is_tensor(value: Any) -> bool:
 
 def method_name(op: FusibleOperation, direction: str) -> str:
     """Name of the method that computes a pass of an operation, such as op_forward or fuser_forward."""
-    own = f"op_{direction}"
+    basic_method = f"op_{direction}"
     if not isinstance(op, BasicOperation) or op.num_extra_inputs or op.num_extra_outputs:
         return f"fuser_{direction}"
     overridden = getattr(type(op), f"fuser_{direction}") is not getattr(BasicOperation, f"fuser_{direction}")
-    return f"fuser_{direction}" if overridden else own
+    return f"fuser_{direction}" if overridden else basic_method
 
 
 def forward_results(

@@ -77,11 +77,11 @@ class AdamStates(CopiedWhole):
     def _complete(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
         """Create the missing states of a parameter."""
         self._renew_master(param)
-        kept = self.state[param]
+        state = self.state[param]
         for name in ("exp_avg", "exp_avg_sq"):
-            if name not in kept:
+            if name not in state:
                 self._initialize_state(param, name, True)
-        if not self.master_weights or "master_param" in kept:
+        if not self.master_weights or "master_param" in state:
             return
         keeps = self._keeps_remainder(param) if store_param_remainders is None else store_param_remainders
         self._initialize_state(param, "master_param", keeps, keeps)
@@ -99,13 +99,13 @@ class AdamStates(CopiedWhole):
         master = self.state[param].get("master_param") if param in self.state else None
         if not isinstance(master, Tensor):
             return
-        held, local = local_part(master), local_part(param).detach()
+        local_master, local = local_part(master), local_part(param).detach()
         if _is_own(local):
-            if held.data_ptr() != local.data_ptr() or held.shape != local.shape:
+            if local_master.data_ptr() != local.data_ptr() or local_master.shape != local.shape:
                 self.state[param]["master_param"] = like(param, local)
-        elif not isinstance(held, QuantizedTensor) and held.numel() == local.numel():
+        elif not isinstance(local_master, QuantizedTensor) and local_master.numel() == local.numel():
             keeps = self._keeps_remainder(param)
-            if held.dtype != (torch.int16 if keeps else self.name_to_dtype_map["master_param"]):
+            if local_master.dtype != (torch.int16 if keeps else self.name_to_dtype_map["master_param"]):
                 del self.state[param]["master_param"]
                 self._complete(param)
 
@@ -115,12 +115,12 @@ class AdamStates(CopiedWhole):
         """Allocate a state filled with zeros; the master of a float32 parameter is an alias of the parameter."""
         local = local_part(param).detach()
         dtype = torch.int16 if store_param_remainders else self.name_to_dtype_map[state_name]
-        own = state_name == "master_param" and _is_own(local)
-        made = local if own else states.zeros(local, dtype)
-        if dtype in states.RANGES and not own:
+        is_own_master = state_name == "master_param" and _is_own(local)
+        values = local if is_own_master else states.zeros(local, dtype)
+        if dtype in states.RANGES and not is_own_master:
             one = torch.ones(1, dtype=torch.float32, device=local.device)
             self._scales.setdefault(param, {})[state_name] = one
-        self.state[param][state_name] = like(param, made)
+        self.state[param][state_name] = like(param, values)
 
     def _keeps_remainder(self, param: Tensor) -> bool:
         local = local_part(param)
@@ -138,11 +138,11 @@ class AdamStates(CopiedWhole):
         """
         found = super().state_dict()
         found["state"] = {
-            place: {
+            index: {
                 name: self.get_unscaled_state(parameter, name) if name in NAMES else value
                 for name, value in self.state[parameter].items()
             }
-            for place, parameter in enumerate(self._parameters())
+            for index, parameter in enumerate(self._parameters())
             if parameter in self.state
         }
         return found
@@ -155,9 +155,9 @@ class AdamStates(CopiedWhole):
         """
         steps = check_saved(state_dict, self.param_groups, self.defaults, self.master_weights)
         super().load_state_dict(state_dict)
-        places = [place for group in state_dict["param_groups"] for place in group["params"]]
-        for place, parameter in zip(places, self._parameters(), strict=True):
-            saved = state_dict["state"].get(place)
+        places = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, parameter in zip(places, self._parameters(), strict=True):
+            saved = state_dict["state"].get(index)
             if not saved:
                 continue
             self.state[parameter] = {}

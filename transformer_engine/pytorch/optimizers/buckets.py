@@ -42,24 +42,24 @@ class CheckedAdamStep:
 
     def check(self, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]]) -> Checked:
         """Return the stored tensor lists; raise ValueError or TypeError if they cannot be stepped."""
-        grads, *others = tensor_lists
+        grads, *state_lists = tensor_lists
         local = local_tensors(grads)
-        known = len(others) == len(self.known) and all(
+        unchanged = len(state_lists) == len(self.known) and all(
             len(ours) == len(theirs) and all(map(is_, ours, theirs))
-            for ours, theirs in zip(others, self.known, strict=True)
+            for ours, theirs in zip(state_lists, self.known, strict=True)
         )
-        known = known and _addresses(others) == self.addresses
-        if not (known and self.held and all(map(Tensor.is_contiguous, local))):
+        unchanged = unchanged and _addresses(state_lists) == self.addresses
+        if not (unchanged and self.held and all(map(Tensor.is_contiguous, local))):
             lists = select_tensors(tensor_lists)
             adam_checked(noop_flag, lists)
             sizes = map(Tensor.numel, local)
-            places = [place for place, size in enumerate(sizes) if size]
+            places = [index for index, size in enumerate(sizes) if size]
             self.places = None if len(places) == len(local) else places
-            self.known = [list(tensors) for tensors in others]
-            self.addresses = _addresses(others)
+            self.known = [list(tensors) for tensors in state_lists]
+            self.addresses = _addresses(state_lists)
             self.work = lists[1:]
             self.extents = Extents(map(Tensor.numel, lists[1]))
-        worked = local if self.places is None else [local[place] for place in self.places]
+        worked = local if self.places is None else [local[index] for index in self.places]
         checked = Checked(tensor_lists)
         checked.worked = [worked, *self.work]
         return checked
@@ -77,9 +77,9 @@ class CheckedAdamStep:
         increment_version(list(tensor_lists[1]))
 
 
-def _addresses(others: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+def _addresses(state_lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     """Return the addresses of the states; the first list is the parameters."""
-    return [list(map(Tensor.data_ptr, local_tensors(states))) for states in others[1:]]
+    return [list(map(Tensor.data_ptr, local_tensors(states))) for states in state_lists[1:]]
 
 
 _DESCRIPTIONS: tuple[Callable[[Tensor], Any], ...] = (
@@ -168,23 +168,25 @@ def group_into_buckets(
     grads: Sequence[Tensor | None],
     states: Mapping[Tensor, dict[str, Tensor]],
     keeps_remainder: Callable[[Tensor], bool],
-    held: bool,
+    retained: bool,
 ) -> list[Bucket]:
     """Group the parameters that have gradients by device, dtypes and state kind; held: see CheckedAdamStep."""
     members: dict[tuple[Any, ...], list[int]] = {}
-    for place, (parameter, grad) in enumerate(zip(params, grads, strict=True)):
+    for index, (parameter, grad) in enumerate(zip(params, grads, strict=True)):
         if grad is None:
             continue
         local = local_part(parameter)
         kind = type(local) if isinstance(local, QuantizedTensor) else local.dtype
-        members.setdefault((local.device, kind, grad.dtype, keeps_remainder(parameter)), []).append(place)
+        members.setdefault((local.device, kind, grad.dtype, keeps_remainder(parameter)), []).append(index)
     buckets = []
     for places in members.values():
-        of_bucket = [params[place] for place in places]
+        of_bucket = [params[index] for index in places]
         parameters = [local_part(parameter) for parameter in of_bucket]
         quantized = isinstance(parameters[0], QuantizedTensor)
-        own = not quantized and parameters[0].itemsize == 4
-        kept = [states[parameter] for parameter in of_bucket]
-        step = CheckedAdamStep(held)
-        buckets.append(Bucket(tuple(places), of_bucket, parameters, quantized, own, kept, step))
+        is_own_master = not quantized and parameters[0].itemsize == 4
+        states_of_bucket = [states[parameter] for parameter in of_bucket]
+        step = CheckedAdamStep(retained)
+        buckets.append(
+            Bucket(tuple(places), of_bucket, parameters, quantized, is_own_master, states_of_bucket, step)
+        )
     return buckets

@@ -124,10 +124,10 @@ def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, captu
         )
     if local_grad.dtype not in _PLAIN:
         raise TypeError(f"a gradient is {local_grad.dtype}; give float32, float16 or bfloat16 ones")
-    for name, held in (("parameter", local), ("gradient", local_grad)):
-        if not held.is_contiguous():
+    for name, tensor in (("parameter", local), ("gradient", local_grad)):
+        if not tensor.is_contiguous():
             raise ValueError(
-                f"a {name} of {list(held.shape)} has strides {held.stride()}; give contiguous tensors"
+                f"a {name} of {list(tensor.shape)} has strides {tensor.stride()}; give contiguous tensors"
             )
 
 
@@ -138,16 +138,17 @@ def check_states(parameter: Tensor, states: Mapping[str, Any], names: Sequence[s
         state = states.get(name)
         if not isinstance(state, Tensor):
             continue
-        held = local_part(state)
-        if held.numel() != local.numel():
+        local_state = local_part(state)
+        if local_state.numel() != local.numel():
             raise ValueError(
-                f"{name} of a parameter is {list(held.shape)}, the parameter {list(local.shape)}: its data was "
+                f"{name} of a parameter is {list(local_state.shape)}, the parameter {list(local.shape)}: its data was "
                 "replaced after the state was made; delete the parameter's entry of optimizer.state, which then starts "
                 "from zero, or load a state of this shape with load_state_dict()"
             )
-        if held.device != local.device:
+        if local_state.device != local.device:
             raise ValueError(
-                f"{name} of a parameter is on {held.device}, the parameter on {local.device}; move the states with "
+                f"{name} of a parameter is on {local_state.device}, the parameter on {local.device}; move "
+                f"the states with "
                 "optimizer.load_state_dict(optimizer.state_dict()), which copies them to their parameters' devices"
             )
 
@@ -171,16 +172,16 @@ class GroupChecks:
 
     def check(self, groups: Sequence[Group]) -> None:
         """Raise TypeError, ValueError or RuntimeError for the first number that no step can be computed with."""
-        given = [list(map(group.get, self.names)) for group in groups]
-        known = self.known
-        if len(known) == len(given) and all(
-            all(map(is_, ours, theirs)) for ours, theirs in zip(given, known, strict=True)
+        values = [list(map(group.get, self.names)) for group in groups]
+        previous = self.known
+        if len(previous) == len(values) and all(
+            all(map(is_, ours, theirs)) for ours, theirs in zip(values, previous, strict=True)
         ):
             return
         for group in groups:
             self.check_group(group)
         self.known = (
-            [] if any(map(_can_change, (value for of_group in given for value in of_group))) else given
+            [] if any(map(_can_change, (value for of_group in values for value in of_group))) else values
         )
 
 
@@ -230,9 +231,9 @@ def check_saved(
         if isinstance(step, Tensor) and step.numel() != 1:
             raise ValueError(f"step={described(step)} has {step.numel()} numbers; give one per group")
         to_int("step", step, 0)
-        for place, parameter in zip(group["params"], into["params"], strict=False):
-            if states.get(place):
-                _check_parts(place, states[place], parts, local_part(parameter))
+        for index, parameter in zip(group["params"], into["params"], strict=False):
+            if states.get(index):
+                _check_parts(index, states[index], parts, local_part(parameter))
     return steps
 
 
@@ -240,7 +241,7 @@ def step_of_torchs(group: dict[str, Any], of_parameters: dict[Any, dict[str, Any
     """Return the step count for a saved group from torch's optimizers, which count per parameter; None if absent."""
     if "step" in group:
         return None
-    counts = [of_parameters.get(place, {}).get("step") for place in group["params"]]
+    counts = [of_parameters.get(index, {}).get("step") for index in group["params"]]
     found = {int(count) for count in counts if count is not None}
     if len(found) > 1:
         raise ValueError(
@@ -250,23 +251,24 @@ def step_of_torchs(group: dict[str, Any], of_parameters: dict[Any, dict[str, Any
     return found.pop() if found else None
 
 
-def _check_parts(place: Any, state: dict[str, Any], parts: tuple[str, ...], local: Tensor) -> None:
+def _check_parts(index: Any, state: dict[str, Any], parts: tuple[str, ...], local: Tensor) -> None:
     """Check that each part has the parameter's shape, or one dimension."""
     for name in parts:
         value = state.get(name)
         if value is None:
             raise ValueError(
-                f"the state of parameter {place} has no {name}; give {', '.join(parts)}, or leave out its whole state, "
+                f"the state of parameter {index} has no {name}; give {', '.join(parts)}, or leave out its whole state, "
                 "which then starts from zero"
             )
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name} of parameter {place} is {described(value)}; give a tensor")
+            raise TypeError(f"{name} of parameter {index} is {described(value)}; give a tensor")
         halves = name == "master_param" and value.dtype == torch.int16
         if not (value.is_floating_point() or halves):
-            raise TypeError(f"{name} of parameter {place} is {value.dtype}; give floating-point numbers")
-        held = local_part(value)
-        if held.numel() != local.numel() or held.shape not in (local.shape, (local.numel(),)):
+            raise TypeError(f"{name} of parameter {index} is {value.dtype}; give floating-point numbers")
+        local_value = local_part(value)
+        if local_value.numel() != local.numel() or local_value.shape not in (local.shape, (local.numel(),)):
             raise ValueError(
-                f"{name} of parameter {place} is {list(held.shape)}, the parameter {list(local.shape)}; load the state "
+                f"{name} of parameter {index} is {list(local_value.shape)}, the parameter "
+                f"{list(local.shape)}; load the state "
                 "of these parameters, in their order"
             )

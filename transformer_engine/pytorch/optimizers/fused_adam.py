@@ -206,11 +206,11 @@ class FusedAdam(AdamStates):
                 inverse = torch.ones_like(scale, dtype=torch.float32).view(1)
             else:
                 inverse = scale.to(torch.float64).reciprocal().to(torch.float32).view(1)
-        known = self._known_states
-        if len(self.state) != len(known) or not all(map(is_, self.state.values(), known)):
+        cached = self._known_states
+        if len(self.state) != len(cached) or not all(map(is_, self.state.values(), cached)):
             # The caller has replaced the state dictionaries since the last step.
             self._layouts.clear()
-            if known and not self.state:  # all states were cleared: their steps no longer count
+            if cached and not self.state:  # all states were cleared: their steps no longer count
                 for group in self.param_groups:
                     group.pop("step", None)
         grads: list[list[Tensor | None]] = [
@@ -249,15 +249,15 @@ class FusedAdam(AdamStates):
 
     def _lists(self, grads: list[Tensor | None], bucket: Bucket) -> Checked:
         """Return the stored [gradients, parameters, moments, moments(, masters)], checked."""
-        of_members = grads if len(grads) == len(bucket.params) else [grads[place] for place in bucket.members]
+        of_members = grads if len(grads) == len(bucket.params) else [grads[index] for index in bucket.members]
         try:
-            kept = [[state[name] for state in bucket.states] for name in self._names(bucket)]
+            state_lists = [[state[name] for state in bucket.states] for name in self._names(bucket)]
         except KeyError as missing:
             raise RuntimeError(
                 f"the state of a parameter has no {missing.args[0]} any more; delete its whole entry of "
                 "optimizer.state, which then starts from zero, or call load_state_dict()"
             ) from None
-        lists: list[Any] = [of_members, bucket.parameters, *kept]
+        lists: list[Any] = [of_members, bucket.parameters, *state_lists]
         flag = self._dummy_overflow_buf.to(bucket.parameters[0].device)
         return bucket.step.check(flag, lists)
 
@@ -272,8 +272,8 @@ class FusedAdam(AdamStates):
         if not bucket.quantized and all(self.name_to_dtype_map[name] not in states.RANGES for name in names):
             multi_tensor_applier(bucket.step, self._dummy_overflow_buf.to(device), lists, *how)
             return
-        grads, stepped, *kept = lists
-        read = [self._read(bucket.params, *state) for state in zip(kept, names, strict=True)]
+        grads, stepped, *state_lists = lists
+        read = [self._read(bucket.params, *state) for state in zip(state_lists, names, strict=True)]
         moments, masters = read[:2], read[2:]
         if bucket.quantized:
             stepped = masters.pop() if masters else [float_values(parameter) for parameter in stepped]
@@ -283,7 +283,7 @@ class FusedAdam(AdamStates):
             [grads, stepped, *moments, *masters],
             *how,
         )
-        for state, name, values in zip(kept, names, read, strict=True):
+        for state, name, values in zip(state_lists, names, read, strict=True):
             if self.name_to_dtype_map[name] in states.RANGES:  # float32 numbers from `_read`
                 for parameter, stored, numbers in zip(bucket.params, state, values, strict=True):
                     states.store(numbers, local_part(stored), self._scale(parameter, name))
@@ -297,13 +297,13 @@ class FusedAdam(AdamStates):
                     else:
                         parameter.quantize_(values)
 
-    def _read(self, members: list[Tensor], kept: Sequence[Tensor], name: str) -> Sequence[Tensor]:
+    def _read(self, members: list[Tensor], values: Sequence[Tensor], name: str) -> Sequence[Tensor]:
         """Return a state per parameter: itself where the kernel supports its dtype, otherwise float32 numbers."""
-        if self.name_to_dtype_map[name] not in states.RANGES or kept[0].dtype == torch.int16:
-            return kept
+        if self.name_to_dtype_map[name] not in states.RANGES or values[0].dtype == torch.int16:
+            return values
         return [
             states.unscale(local_part(state), self._scale(parameter, name))
-            for parameter, state in zip(members, kept, strict=True)
+            for parameter, state in zip(members, values, strict=True)
         ]
 
     def _renew_layouts(self, grads: list[list[Tensor | None]]) -> list[GroupBuckets]:
@@ -314,21 +314,21 @@ class FusedAdam(AdamStates):
         groups = [group["params"] for group in self.param_groups]
         ways = (self.master_weights, self.use_decoupled_grad)
         facts = [BucketKey.of(*lists, *ways) for lists in zip(groups, grads, strict=True)]
-        known = self._layouts
-        new = [i for i, fact in enumerate(facts) if i not in known or not known[i].key.equal(fact)]
-        for place in new:
-            for parameter, grad in zip(groups[place], grads[place], strict=True):
+        cached = self._layouts
+        new = [i for i, fact in enumerate(facts) if i not in cached or not cached[i].key.equal(fact)]
+        for index in new:
+            for parameter, grad in zip(groups[index], grads[index], strict=True):
                 if grad is not None:
                     check_parameter(parameter, grad, self.master_weights, self.capturable)
                     check_states(parameter, self.state.get(parameter, {}), NAMES[: 2 + self.master_weights])
-        for place in new:
-            for parameter in groups[place]:
+        for index in new:
+            for parameter in groups[index]:
                 self._complete(parameter)
             how = (self.state, self._keeps_remainder, not self.use_decoupled_grad)
-            self._layouts[place] = GroupBuckets(
-                facts[place], group_into_buckets(groups[place], grads[place], *how)
+            self._layouts[index] = GroupBuckets(
+                facts[index], group_into_buckets(groups[index], grads[index], *how)
             )
-        return [self._layouts[place] for place in range(len(facts))]
+        return [self._layouts[index] for index in range(len(facts))]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Set gradients (with use_decoupled_grad, decoupled ones) to None, or with set_to_none=False to zeros."""
@@ -336,8 +336,8 @@ class FusedAdam(AdamStates):
             raise ValueError(
                 f"set_grad_none={self.set_grad_none} was given to FusedAdam, set_to_none={set_to_none} here; give one"
             )
-        given = self.set_grad_none if set_to_none is None else set_to_none
-        to_none = True if given is None else given
+        setting = self.set_grad_none if set_to_none is None else set_to_none
+        to_none = True if setting is None else setting
         if not self.use_decoupled_grad:
             super().zero_grad(set_to_none=to_none)
             return

@@ -153,14 +153,14 @@ class FusedMuon(CopiedWhole):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` result, or a torch.optim.Muon state dict; states keep their saved dtype."""
         super().load_state_dict(state_dict)
-        saved = [place for group in state_dict["param_groups"] for place in group["params"]]
-        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        for place, parameter in zip(saved, own, strict=True):
+        for index, parameter in zip(saved, parameters, strict=True):
             for name in (MOMENTUM, MASTER):
-                value = state_dict["state"].get(place, {}).get(name)
+                value = state_dict["state"].get(index, {}).get(name)
                 if isinstance(value, Tensor):  # torch would convert it to the parameter's dtype
                     self.state[parameter][name] = value.detach().to(parameter.device, copy=True)
 
@@ -343,13 +343,15 @@ def check_numbers(group: dict[str, Any]) -> None:
     if group.get("adjust_lr_fn") is not None:
         one_of("adjust_lr_fn", group["adjust_lr_fn"], _ADJUSTMENTS)
     to_bool("nesterov", group.get("nesterov"))
-    given = group.get("ns_coefficients")
+    coefficients = group.get("ns_coefficients")
     triples = (
-        [given] if isinstance(given, Sequence) and given and isinstance(given[0], (int, float)) else given
+        [coefficients]
+        if isinstance(coefficients, Sequence) and coefficients and isinstance(coefficients[0], (int, float))
+        else coefficients
     )
     if not isinstance(triples, Sequence) or not triples or any(len(one) != 3 for one in triples):
         raise ValueError(
-            f"ns_coefficients={described(given)}; give three numbers (a, b, c), or a sequence of such triples"
+            f"ns_coefficients={described(coefficients)}; give three numbers (a, b, c), or a sequence of such triples"
         )
     split = group.get("split")
     if split is not None:

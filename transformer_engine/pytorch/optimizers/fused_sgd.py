@@ -113,17 +113,17 @@ class FusedSGD(CopiedWhole):
         """Load a state dict from this class or torch.optim.SGD, after checking all its entries."""
         for group, into in zip(state_dict["param_groups"], self.param_groups, strict=False):
             check_numbers({**self.defaults, **group})
-            for place, parameter in zip(group["params"], into["params"], strict=False):
+            for index, parameter in zip(group["params"], into["params"], strict=False):
                 local = local_part(parameter)
-                momentum = state_dict["state"].get(place, {}).get("momentum_buffer")
+                momentum = state_dict["state"].get(index, {}).get("momentum_buffer")
                 if momentum is not None:
                     if not isinstance(momentum, Tensor):
                         raise TypeError(
-                            f"momentum_buffer of parameter {place} is {described(momentum)}; give a tensor"
+                            f"momentum_buffer of parameter {index} is {described(momentum)}; give a tensor"
                         )
                     if local_part(momentum).shape != local.shape:
                         raise ValueError(
-                            f"momentum_buffer of parameter {place} is {list(local_part(momentum).shape)}, "
+                            f"momentum_buffer of parameter {index} is {list(local_part(momentum).shape)}, "
                             f"the parameter {list(local.shape)}; load the state of these parameters, in their order"
                         )
         super().load_state_dict(state_dict)
@@ -150,8 +150,8 @@ class FusedSGD(CopiedWhole):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Set gradients to None, or with set_to_none=False to zeros."""
-        given = self.set_grad_none if set_to_none is None else set_to_none
-        super().zero_grad(set_to_none=True if given is None else given)
+        setting = self.set_grad_none if set_to_none is None else set_to_none
+        super().zero_grad(set_to_none=True if setting is None else setting)
 
     def _batches(self, group: dict[str, Any]) -> list[_Bucket]:
         """Return a group's parameters that have gradients, grouped by device, dtypes and states."""
@@ -206,8 +206,8 @@ class FusedSGD(CopiedWhole):
     def _lists(self, batch: _Bucket) -> list[list[Tensor]]:
         """Return [gradients, parameters(, momenta)]."""
         lists = [[p.grad for p in batch.params if p.grad is not None], batch.params]
-        kept = [self.state[p] for p in batch.params if p in self.state]
-        momenta = [state["momentum_buffer"] for state in kept if "momentum_buffer" in state]
+        states = [self.state[p] for p in batch.params if p in self.state]
+        momenta = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
         return [*lists, momenta] if momenta else lists
 
     def _rates(self, group: dict[str, Any]) -> tuple[float, float, float, float, float]:

@@ -83,8 +83,8 @@ def select_tensors(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Te
     if len(set(lengths)) > 1:
         raise RuntimeError(f"the lists have {lengths} tensors; give lists of one length")
     if lists and not all(map(Tensor.numel, lists[0])):
-        kept = [place for place, tensor in enumerate(lists[0]) if tensor.numel()]
-        return [[tensors[place] for place in kept] for tensors in lists]
+        nonempty = [index for index, tensor in enumerate(lists[0]) if tensor.numel()]
+        return [[tensors[index] for index in nonempty] for tensors in lists]
     return lists
 
 

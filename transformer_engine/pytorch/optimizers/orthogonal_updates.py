@@ -72,7 +72,11 @@ def _iterate(
         matrix.copy_(result.reshape(matrix.shape))
 
 
-def iteration_coefficients(given: Sequence[Any], steps: int) -> list[CoeffT]:
+def iteration_coefficients(coefficients: Sequence[Any], steps: int) -> list[CoeffT]:
     """(a, b, c) for each iteration."""
-    sets = [tuple(given)] if isinstance(given[0], (int, float)) else [tuple(one) for one in given]
+    sets = (
+        [tuple(coefficients)]
+        if isinstance(coefficients[0], (int, float))
+        else [tuple(one) for one in coefficients]
+    )
     return list(get_coefficient_iterator(steps, sets, "repeat_last"))  # pyright: ignore[reportArgumentType]

@@ -78,5 +78,7 @@ class CopiedWhole(torch.optim.Optimizer):
     SETTINGS: ClassVar[tuple[str, ...]] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = vars(self)
-        return super().__getstate__() | {name: own[name] for name in self.SETTINGS if name in own}
+        attributes = vars(self)
+        return super().__getstate__() | {
+            name: attributes[name] for name in self.SETTINGS if name in attributes
+        }

@@ -215,16 +215,16 @@ class autocast(ContextDecorator):
             _update_scales(holder, state, traced)
 
 
-def _check_state(state: AutocastState, others: dict[str, Any]) -> AutocastState:
+def _check_state(state: AutocastState, extra_fields: dict[str, Any]) -> AutocastState:
     """Check and convert the arguments of `autocast`; a block without a recipe gets the default recipe.
 
     Raises:
-        TypeError: An argument has the wrong type, or `others` is not empty.
+        TypeError: An argument has the wrong type, or `extra_fields` is not empty.
     """
-    if others:
+    if extra_fields:
         names = ("enabled", "calibrating", "recipe", "amax_reduction_group")
         renamed = {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"}
-        reject_keywords("autocast", others, renamed, names)
+        reject_keywords("autocast", extra_fields, renamed, names)
     enabled, recipe = check_block(state.enabled, state.recipe), state.recipe
     calibrating = to_bool("calibrating", state.calibrating)
     if state.group is not None:

@@ -293,16 +293,16 @@ class Pool:
 
     def tidy(self) -> None:
         """Drop deleted members; where they are gaps in a reduction, merge neighbours instead."""
-        kept: list[_Member] = []
+        remaining: list[_Member] = []
         for member in self.members:
             if member.state() is not None:
-                kept.append(member)
+                remaining.append(member)
             elif self.reduces:
-                if kept and kept[-1].state() is None:
-                    kept[-1] = member._replace(columns=member.columns + kept[-1].columns)
+                if remaining and remaining[-1].state() is None:
+                    remaining[-1] = member._replace(columns=member.columns + remaining[-1].columns)
                 else:
-                    kept.append(member)
-        self.members = kept
+                    remaining.append(member)
+        self.members = remaining
 
 
 class Registration(NamedTuple):
@@ -338,8 +338,13 @@ def buffer_key(forward: bool, recipe: DelayedScaling, group: dist_group_type | N
 
 def register(state: Any, forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> None:
     """Register a state with the (forward, recipe, group) pool on its device, and with no other pool."""
-    held = state.registration
-    if held is not None and held.pools is registry.pools and held.recipe is recipe and held.group is group:
+    registration = state.registration
+    if (
+        registration is not None
+        and registration.pools is registry.pools
+        and registration.recipe is recipe
+        and registration.group is group
+    ):
         return
     key = buffer_key(forward, recipe, group)
     device = state.scale_in_place.device
@@ -365,11 +370,13 @@ def unregister(state: Any) -> None:
 
 
 def _leave(state: Any) -> None:
-    held = state.registration
+    registration = state.registration
     state.registration = None
-    if held is not None and held.pools is registry.pools:
-        held.pool.members = [member for member in held.pool.members if member.state() is not state]
-        _drop_empty(held.pools)
+    if registration is not None and registration.pools is registry.pools:
+        registration.pool.members = [
+            member for member in registration.pool.members if member.state() is not state
+        ]
+        _drop_empty(registration.pools)
 
 
 def _drop_empty(pools: dict[str, Pool]) -> None:

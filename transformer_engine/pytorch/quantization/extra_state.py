@@ -274,8 +274,8 @@ def _load(data: bytes) -> Any:
 def _is_allowed(module: str, name: str) -> bool:
     """Return whether a checkpoint may contain an object with this module and name."""
     if module == _RECIPE_MODULE:
-        known = ("Format", "_OverrideLinearPrecision", *_DATA_CLASSES)
-        return name in known or any(name == kind.__name__ for kind in _recipe_classes())
+        allowed = ("Format", "_OverrideLinearPrecision", *_DATA_CLASSES)
+        return name in allowed or any(name == kind.__name__ for kind in _recipe_classes())
     return (module, name) in _TORCH_FUNCTIONS or _base_recipe(module, name) is not None
 
 
@@ -364,33 +364,37 @@ class _Builder:
         """Copy a strided tensor out of its storage; hooks and flags in the pickle are ignored."""
         if not isinstance(storage, StoredTensor):
             raise ExtraStateError(f"a tensor is made of {with_article(type(storage))}")
-        whole = storage.tensor
+        base = storage.tensor
         extent = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         count = math.prod(size)
-        if min((offset, *size, *stride)) < 0 or (count and max(extent, count) > whole.numel()):
+        if min((offset, *size, *stride)) < 0 or (count and max(extent, count) > base.numel()):
             raise ExtraStateError(
-                f"a tensor of size {tuple(size)} exceeds its storage of {whole.numel()} elements"
+                f"a tensor of size {tuple(size)} exceeds its storage of {base.numel()} elements"
             )
-        self._bytes -= count * whole.itemsize
+        self._bytes -= count * base.itemsize
         if self._bytes < 0:
             raise ExtraStateError(f"extra state has tensors of more than {MAXIMUM_BYTES} bytes")
-        return whole.as_strided(tuple(size), tuple(stride), offset).clone()
+        return base.as_strided(tuple(size), tuple(stride), offset).clone()
 
 
 def _recipe(kind: Any, attributes: Any) -> Recipe:
     """Construct a recipe from the attributes that its class has; the constructor validates them."""
     if not isinstance(attributes, dict):
         raise ExtraStateError(f"extra state's {kind.__name__} has no attributes")
-    known = {f.name: f for f in fields(kind)}
-    others = {str(name): value for name, value in attributes.items() if name not in (*known, "_description")}
-    unknown = sorted(name for name, value in others.items() if not has_no_effect(name, value))
+    declared = {f.name: f for f in fields(kind)}
+    extra = {
+        str(name): value for name, value in attributes.items() if name not in (*declared, "_description")
+    }
+    unknown = sorted(name for name, value in extra.items() if not has_no_effect(name, value))
     if unknown and not torch.compiler.is_compiling():
         warnings.warn(
             f"extra state's {kind.__name__} has fields unknown here: {', '.join(unknown)}", stacklevel=2
         )
-    recipe = kind(**{name: value for name, value in attributes.items() if name in known and known[name].init})
+    recipe = kind(
+        **{name: value for name, value in attributes.items() if name in declared and declared[name].init}
+    )
     for name, value in attributes.items():
-        if name in known and not known[name].init:
+        if name in declared and not declared[name].init:
             if not isinstance(value, QParams):
                 raise ExtraStateError(f"extra state's {kind.__name__}.{name} is not a QParams")
             setattr(recipe, name, value)

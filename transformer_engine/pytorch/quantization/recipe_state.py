@@ -248,10 +248,10 @@ class CustomRecipeState(RecipeState):
         """The histories of the same slots."""
         return self._one_delayed("amax_history").amax_history
 
-    def _one_delayed(self, wanted: str) -> DelayedScalingRecipeState:
+    def _one_delayed(self, attribute: str) -> DelayedScalingRecipeState:
         if len(self._delayed) != 1:
             raise AttributeError(
-                f"{wanted} of {len(self._delayed)} delayed-scaling states; read delayed_states instead"
+                f"{attribute} of {len(self._delayed)} delayed-scaling states; read delayed_states instead"
             )
         return next(iter(self.delayed_states))
 
@@ -295,18 +295,18 @@ class CustomRecipeState(RecipeState):
         self, request: DelayedScalingRequest, slots: tuple[int, ...]
     ) -> tuple[tuple[int, ...], DelayedScalingRecipeState]:
         """Return the slots of a request with their state; slots that had the request before keep their columns."""
-        known = self._delayed.get(request)
-        if known is not None and known[0] == slots:
-            return known
+        cached = self._delayed.get(request)
+        if cached is not None and cached[0] == slots:
+            return cached
         state = DelayedScalingRecipeState(
             request.recipe(), mode=self.mode, num_quantizers=len(slots), device=self.device
         )
-        if known is not None:
+        if cached is not None:
             for column, slot in enumerate(slots):
-                if slot in known[0]:
-                    source = known[0].index(slot)
-                    state.scale_in_place[column].copy_(known[1].scale_in_place[source])
-                    state.amax_history[:, column].copy_(known[1].amax_history[:, source])
+                if slot in cached[0]:
+                    source = cached[0].index(slot)
+                    state.scale_in_place[column].copy_(cached[1].scale_in_place[source])
+                    state.amax_history[:, column].copy_(cached[1].amax_history[:, source])
         return slots, state
 
 

@@ -84,16 +84,16 @@ class CudaRecording:
 
     def replay(self, stream: Any = None, event: Any = None) -> None:
         """Replay on the current stream, or on the given one, which then waits for the current one."""
-        here = torch.cuda.current_stream()
-        if stream is None or stream == here:
+        current = torch.cuda.current_stream()
+        if stream is None or stream == current:
             self.graph.replay()
             return
-        stream.wait_stream(here)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self.graph.replay()
             event = torch.cuda.Event() if event is None else event
             event.record(stream)
-        here.wait_event(event)
+        current.wait_event(event)
 
     def reset(self) -> None:
         self.graph.reset()
@@ -141,21 +141,21 @@ class CudaRecorder:
 
     @contextmanager
     def capture_stream_context(self) -> Iterator[None]:
-        here = torch.cuda.current_stream()
-        self.stream.wait_stream(here)
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
         try:
             with torch.cuda.stream(self.stream):
                 yield
         finally:
-            here.wait_stream(self.stream)
+            current.wait_stream(self.stream)
 
     def transfer(self, tensors: Sequence[Tensor]) -> None:
-        here = torch.cuda.current_stream()
+        current = torch.cuda.current_stream()
         for tensor in tensors:
             as_storage: Any = getattr(tensor, "as_storage", None)  # of a quantized tensor
             for part in (tensor,) if as_storage is None else as_storage().flatten()[0]:
                 if part is not None and part.is_cuda:
-                    part.record_stream(here)
+                    part.record_stream(current)
 
     def record(self, body: Callable[[], Results]) -> CudaRecording:
         graph = torch.cuda.CUDAGraph()
@@ -165,12 +165,12 @@ class CudaRecorder:
         recording = torch.cuda.graph(
             graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
         )
-        here = torch.cuda.current_stream()
+        current = torch.cuda.current_stream()
         try:
             with _disable_collection(), recording:
                 results = body()
         except BaseException as error:
-            torch.cuda.set_stream(here)
+            torch.cuda.set_stream(current)
             # torch resets random generators only when a capture ends successfully; until then, they
             # raise an error. An empty capture that succeeds resets them.
             empty = torch.cuda.CUDAGraph()
@@ -207,5 +207,5 @@ def alias_unowned(values: Tensor) -> Tensor:
     storage = torch._C._construct_storage_from_data_pointer(  # pyright: ignore[reportAttributeAccessIssue]
         values.untyped_storage().data_ptr(), values.device, values.untyped_storage().nbytes()
     )
-    made = torch.empty(0, dtype=values.dtype, device=values.device)
-    return made.set_(storage, values.storage_offset(), values.size(), values.stride())
+    result = torch.empty(0, dtype=values.dtype, device=values.device)
+    return result.set_(storage, values.storage_offset(), values.size(), values.stride())

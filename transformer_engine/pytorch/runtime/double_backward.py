@@ -38,8 +38,8 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callab
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return backward(ctx, *grads)
             with torch.no_grad():
-                made = backward(ctx, *grads)
-            return _reject_derivative(operation, made, ctx, grads)
+                gradients = backward(ctx, *grads)
+            return _reject_derivative(operation, gradients, ctx, grads)
 
         guarded.__doc__ = backward.__doc__
         guarded.once_differentiable = operation  # pyright: ignore[reportFunctionMemberAccess]
@@ -48,7 +48,7 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def _reject_derivative(operation: str, made: Any, ctx: Any, grads: Sequence[Any]) -> Any:
+def _reject_derivative(operation: str, gradients: Any, ctx: Any, grads: Sequence[Any]) -> Any:
     """Return the gradients of a node behind an autograd node that raises an error.
 
     Args:
@@ -57,15 +57,15 @@ def _reject_derivative(operation: str, made: Any, ctx: Any, grads: Sequence[Any]
         ctx: The node that computed them.
         grads: The gradients from which it computed them.
     """
-    results = list(made) if isinstance(made, tuple) else [made]
+    results = list(gradients) if isinstance(gradients, tuple) else [gradients]
     links = [grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad]
     links += _leaves_below(ctx)
     places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
     if links and places:
-        behind = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
-        for i, result in zip(places, behind, strict=True):  # pyright: ignore[reportArgumentType]
+        guarded_results = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
+        for i, result in zip(places, guarded_results, strict=True):  # pyright: ignore[reportArgumentType]
             results[i] = result
-    return tuple(results) if isinstance(made, tuple) else results[0]
+    return tuple(results) if isinstance(gradients, tuple) else results[0]
 
 
 def _leaves_below(node: Any) -> list[Tensor]:
@@ -74,13 +74,13 @@ def _leaves_below(node: Any) -> list[Tensor]:
     The inputs themselves may not exist any more: the saved tensors can be codes, and keeping the inputs costs memory.
     """
     leaves: list[Tensor] = []
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     waiting = [next_node for next_node, _ in node.next_functions]
     while waiting:
         below = waiting.pop()
-        if below is None or below in seen:
+        if below is None or below in visited:
             continue
-        seen.add(below)
+        visited.add(below)
         variable = getattr(below, "variable", None)  # present in nodes that accumulate into a leaf
         if variable is None:
             waiting += [next_node for next_node, _ in below.next_functions]
@@ -115,8 +115,8 @@ def reject_second_derivative(operation: str, node: Any, *inputs: Tensor) -> None
         links = [t for t in (*inputs, *grads) if isinstance(t, Tensor) and t.requires_grad]
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
         results = list(gradients)
-        behind = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
-        for i, result in zip(places, behind, strict=True):  # pyright: ignore[reportArgumentType]
+        guarded_results = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
+        for i, result in zip(places, guarded_results, strict=True):  # pyright: ignore[reportArgumentType]
             results[i] = result
         return tuple(results)
 
@@ -137,31 +137,31 @@ def replay(
     """
     with torch.enable_grad():
         # Aliases: if one argument was computed from another one, the gradients remain partial derivatives.
-        own = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
-        outputs = program(*own)
-        wanted = [tensor for tensor in own if tensor is not None and tensor.requires_grad]
+        views = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+        outputs = program(*views)
+        differentiable = [tensor for tensor in views if tensor is not None and tensor.requires_grad]
         found: Iterable[Tensor | None] = torch.autograd.grad(
-            outputs, wanted, grads, create_graph=True, allow_unused=True
+            outputs, differentiable, grads, create_graph=True, allow_unused=True
         )
     remaining = iter(found)
-    return [next(remaining) if tensor is not None and tensor.requires_grad else None for tensor in own]
+    return [next(remaining) if tensor is not None and tensor.requires_grad else None for tensor in views]
 
 
-def transposed(there: Callable[..., Any], back: Callable[..., Any], *grads: Tensor) -> Any:
+def transposed(linear_map: Callable[..., Any], back: Callable[..., Any], *grads: Tensor) -> Any:
     """Return there(*grads), differentiable any number of times: `back` is the transposed map.
 
     Both functions accept and return one tensor or several.
     """
-    return _LinearMap.apply(there, back, *grads)
+    return _LinearMap.apply(linear_map, back, *grads)
 
 
 class _LinearMap(Function):
     @staticmethod
-    def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *grads: Tensor) -> Any:
-        ctx.there, ctx.back = there, back
-        return there(*grads)
+    def forward(ctx: Any, linear_map: Callable[..., Any], back: Callable[..., Any], *grads: Tensor) -> Any:
+        ctx.there, ctx.back = linear_map, back
+        return linear_map(*grads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        made = _LinearMap.apply(ctx.back, ctx.there, *grads)
-        return None, None, *(made if isinstance(made, tuple) else (made,))
+        gradients = _LinearMap.apply(ctx.back, ctx.there, *grads)
+        return None, None, *(gradients if isinstance(gradients, tuple) else (gradients,))

@@ -96,7 +96,7 @@ class Performed:
                 return self(*given)
         addresses: list[int | None] = [None]
         key: list[Any] = []  # all properties on which Triton specializes and which the records do not fix
-        together = 0
+        address_bits = 0
         for tensor in given:
             if tensor is None:
                 addresses.append(None)
@@ -105,16 +105,16 @@ class Performed:
                 address = tensor.data_ptr()
                 if not address:
                     check_memory(tensor)
-                together |= address
+                address_bits |= address
                 addresses.append(address)
                 key.append(tensor.dtype)
-        if together % ALIGNMENT:
+        if address_bits % ALIGNMENT:
             key.extend([address is None or address % ALIGNMENT == 0 for address in addresses])
-        made = [make() for make in self.makers]
+        outputs = [make() for make in self.makers]
         if self.zeroed:
-            made += numbers(self.device, self.zeroed)
-        addresses += [tensor.data_ptr() for tensor in made]
-        buffers = (None, *given, *made)
+            outputs += numbers(self.device, self.zeroed)
+        addresses += [tensor.data_ptr() for tensor in outputs]
+        buffers = (None, *given, *outputs)
         starters = self.starters.get(tuple(key))
         if starters is None:
             # The starter of every step, and the function that selects its arguments.
@@ -125,11 +125,11 @@ class Performed:
             begin(self.index, pick(addresses), pick(buffers), ())
         return self.results(buffers)
 
-    def _listed(self, first: Symbol, given: Sequence[Any]) -> tuple[Any, ...]:
+    def _listed(self, first: Symbol, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Append the program to the instructions of a pass; return its result symbols."""
         instructions = first.instructions
-        made = [instructions.append_allocation(maker) for maker in self.makers]
-        buffers = (None, *given, *made, *instructions.numbers(self.zeroed))
+        outputs = [instructions.append_allocation(maker) for maker in self.makers]
+        buffers = (None, *inputs, *outputs, *instructions.numbers(self.zeroed))
         for launch, pick in zip(self.launches, self.picks, strict=True):
             instructions.start(launch, pick(buffers))
         return tuple([instructions.symbol(result) for result in self.results(buffers)])
@@ -155,35 +155,35 @@ class _Planned(NamedTuple):
 
 def _plan_program(program: Program, device: torch.device) -> _Planned:
     steps, results = program.places
-    given = len(program.inputs) + len(program.into)
+    input_count = len(program.inputs) + len(program.into)
     makers: list[Callable[[], Tensor]] = []
     zeroed: list[bool] = []
     # By a program's output index: a buffer index or, from -1 down, a number index.
     outputs: list[int] = []
     for (launch, _), caller_allocated in zip(steps, program.caller_allocated, strict=True):
-        for place, output in enumerate(launch.outputs):
-            if output is None or (caller_allocated and caller_allocated[place]):
-                outputs.append(caller_allocated[place] if caller_allocated else 0)
+        for index, output in enumerate(launch.outputs):
+            if output is None or (caller_allocated and caller_allocated[index]):
+                outputs.append(caller_allocated[index] if caller_allocated else 0)
             elif output.shape == (1,) and output.dtype == "float32" and output.begins in (None, 0.0):
                 zeroed.append(output.begins is not None)
                 outputs.append(-len(zeroed))
             else:
                 makers.append(_maker(output, device))
-                outputs.append(given + len(makers))
-    behind = given + len(makers)
-    where = [*range(given + 1), *[place if place >= 0 else behind - place for place in outputs]]
+                outputs.append(input_count + len(makers))
+    next_index = input_count + len(makers)
+    where = [*range(input_count + 1), *[index if index >= 0 else next_index - index for index in outputs]]
     places: list[tuple[int, ...]] = []
-    first = given + 1
+    first = input_count + 1
     for launch, inputs in steps:
         last = first + len(launch.outputs)
-        places.append((*[where[place] for place in inputs], *where[first:last]))
+        places.append((*[where[index] for index in inputs], *where[first:last]))
         first = last
     return _Planned(
         tuple(launch for launch, _ in steps),
         tuple(makers),
         tuple(zeroed),
         tuple(places),
-        tuple(where[place] for place in results),
+        tuple(where[index] for index in results),
     )
 
 
@@ -191,7 +191,7 @@ def _taking(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...
     """Return the function that returns the elements of a sequence at these indices."""
     if len(places) > 1:
         return itemgetter(*places)
-    return lambda sequence: tuple([sequence[place] for place in places])
+    return lambda sequence: tuple([sequence[position] for position in places])
 
 
 def run_program_into(launch: Launch, tensors: Sequence[Tensor | None], device: torch.device) -> None:

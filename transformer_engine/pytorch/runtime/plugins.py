@@ -46,9 +46,9 @@ def own_extension() -> ModuleType:
     current = sys.modules.get(EXTENSION)
     if _is_own(current):
         return current  # pyright: ignore[reportReturnType]
-    known = _loaded.get(EXTENSION)
-    if known is not None:
-        return known
+    loaded = _loaded.get(EXTENSION)
+    if loaded is not None:
+        return loaded
     spec = PathFinder.find_spec(EXTENSION, [_ROOT])
     if spec is None or spec.loader is None:
         raise ImportError(f"{EXTENSION} is not in {_ROOT}; reinstall the package", name=EXTENSION)

@@ -83,10 +83,10 @@ def _values(leaf: Any, dtype: torch.dtype | None) -> Any:
 
 def like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
     """Return a tensor with the same class around a storage's payload."""
-    made = type(tensor).from_storage(storage, shape=tensor.shape if shape is None else shape)
+    result = type(tensor).from_storage(storage, shape=tensor.shape if shape is None else shape)
     if OUT_OF_DATE in vars(tensor):
-        setattr(made, OUT_OF_DATE, True)
-    return made
+        setattr(result, OUT_OF_DATE, True)
+    return result
 
 
 def _view_like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
@@ -189,10 +189,10 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
 
 @_handles(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
 def _view(tensor: Any, shape: Sequence[int], strides: Sequence[int] | None = None) -> Any:
-    known = 1
+    product = 1
     for n in shape:
-        known *= n if n != -1 else 1
-    shape = tuple(tensor.numel() // max(known, 1) if n == -1 else n for n in shape)
+        product *= n if n != -1 else 1
+    shape = tuple(tensor.numel() // max(product, 1) if n == -1 else n for n in shape)
     storage = tensor.as_storage() if shape == tuple(tensor.shape) else tensor.view_as(shape)
     return NotImplemented if storage is None else same_place(tensor, _view_like(tensor, storage, shape))
 
@@ -253,10 +253,10 @@ def _as_strided(tensor: Any, shape: Sequence[int], strides: Sequence[int], stora
     stop = start + shape[0]
     if stop > tensor.shape[0]:
         # The rows behind a narrowed tensor are rows of the whole tensor.
-        place = vars(tensor).get(ROWS_OF)
-        if place is None or place.whole.shape[1:] != tensor.shape[1:]:
+        position = vars(tensor).get(ROWS_OF)
+        if position is None or position.whole.shape[1:] != tensor.shape[1:]:
             return NotImplemented
-        tensor, start, stop = place.whole, place.start + start, place.start + stop
+        tensor, start, stop = position.whole, position.start + start, position.start + stop
         if stop > tensor.shape[0]:
             return NotImplemented
     return _rows(tensor, start, stop)

@@ -35,13 +35,13 @@ class ShardTarget(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def of(whole: Any, offsets: Offsets, shape: Sequence[int]) -> ShardTarget:
+    def of(full: Any, offsets: Offsets, shape: Sequence[int]) -> ShardTarget:
         """Return the part of a quantized tensor that begins at these offsets."""
-        made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            ShardTarget, torch.Size(shape), dtype=whole.dtype, device=whole.device
+        target = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            ShardTarget, torch.Size(shape), dtype=full.dtype, device=full.device
         )
-        made._whole, made._offsets = whole, offsets
-        return made
+        target._whole, target._offsets = full, offsets
+        return target
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,7 +64,7 @@ class ShardTarget(Tensor):
 
 def narrow_part(
     part: Tensor,
-    whole: Any,
+    full: Any,
     offsets: Offsets,
     dim: int = 0,
     start: int | None = None,
@@ -79,52 +79,52 @@ def narrow_part(
     dim %= part.dim()
     first, stop, _ = slice(start, end).indices(part.shape[dim])
     moved = (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :])
-    return ShardTarget.of(whole, moved, (*part.shape[:dim], max(stop - first, 0), *part.shape[dim + 1 :]))
+    return ShardTarget.of(full, moved, (*part.shape[:dim], max(stop - first, 0), *part.shape[dim + 1 :]))
 
 
-def collect(whole: Any, offsets: Offsets, source: Tensor) -> None:
+def collect(full: Any, offsets: Offsets, source: Tensor) -> None:
     """Keep a saved shard, or write the tensor if the kept shards cover it."""
-    shards: dict[Offsets, Tensor] = vars(whole).setdefault(COLLECTED, {})
+    shards: dict[Offsets, Tensor] = vars(full).setdefault(COLLECTED, {})
     shards[offsets] = source.detach().clone()
-    if sum(shard.numel() for shard in shards.values()) < whole.numel():
+    if sum(shard.numel() for shard in shards.values()) < full.numel():
         return
-    delattr(whole, COLLECTED)
-    storage = _join_shards(whole, shards)
+    delattr(full, COLLECTED)
+    storage = _join_shards(full, shards)
     with torch.no_grad():
         if storage is not None:
-            whole.copy_(type(whole).from_storage(storage))
+            full.copy_(type(full).from_storage(storage))
             return
         # float32 holds code times scale with the least rounding.
         quantized = any(isinstance(shard, QuantizedTensorStorage) for shard in shards.values())
         dtype = torch.float32 if quantized else next(iter(shards.values())).dtype
-        values = torch.empty(whole.shape, dtype=dtype, device=whole.device)
+        values = torch.empty(full.shape, dtype=dtype, device=full.device)
         for place, shard in shards.items():
             window = values
             for dim, (start, size) in enumerate(zip(place, shard.shape, strict=True)):
                 window = window.narrow(dim, start, size)
             window.copy_(shard.decode(torch.float32) if isinstance(shard, QuantizedTensorStorage) else shard)
-        whole.copy_(values)
+        full.copy_(values)
 
 
-def _join_shards(whole: Any, shards: dict[Offsets, Tensor]) -> QuantizedTensorStorage | None:
+def _join_shards(full: Any, shards: dict[Offsets, Tensor]) -> QuantizedTensorStorage | None:
     """Return the joined payload if shards are quantized rows with equal whole-tensor scales; None for other shards."""
-    ordered = [(place, shards[place]) for place in sorted(shards)]
+    ordered = [(offsets, shards[offsets]) for offsets in sorted(shards)]
     first: Any = ordered[0][1]
     sent, payloads, row = [], [], 0
-    for place, shard in ordered:
+    for offsets, shard in ordered:
         if (
             not isinstance(shard, QuantizedTensorStorage)
-            or shard.shape[1:] != whole.shape[1:]
-            or place[0] != row
+            or shard.shape[1:] != full.shape[1:]
+            or offsets[0] != row
         ):
             return None
-        if shard.storage_class() is not whole.storage_class() or shard.byte_layout() != whole.byte_layout():
+        if shard.storage_class() is not full.storage_class() or shard.byte_layout() != full.byte_layout():
             return None
         if shard.get_usages() != first.get_usages():
             return None
         row += shard.shape[0]
         rows = shard.shape[0] * prod(shard.shape[1:-1])
-        if row != whole.shape[0] and rows % shard.row_granularity():
+        if row != full.shape[0] and rows % shard.row_granularity():
             return None  # the block of the last rows continues in the next shard
         tensors, payload = gather_payload(shard)
         sent.append(tensors)
@@ -133,7 +133,7 @@ def _join_shards(whole: Any, shards: dict[Offsets, Tensor]) -> QuantizedTensorSt
     for payload in payloads[1:]:
         if any(not torch.equal(part, payload.whole[name]) for name, part in whole_parts.items()):
             return None
-    joined = join_payload([torch.cat(parts) for parts in zip(*sent, strict=True)], payloads[0], whole.dtype)
+    joined = join_payload([torch.cat(parts) for parts in zip(*sent, strict=True)], payloads[0], full.dtype)
     for _, shard in ordered:
         joined.join_claims(shard)  # pyright: ignore[reportArgumentType]
     return joined

@@ -55,10 +55,11 @@ def restore_from_saved(
         saved_tensors: The plain tensors, possibly followed by others.
         return_saved_tensors: Also return the tensors that no object took.
     """
-    for given in tensors:
-        if isinstance(given, Tensor):
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
             raise TypeError(
-                f"tensors holds {with_article(type(given))}; give the objects that prepare_for_saving returned second, "
+                f"tensors holds {with_article(type(tensor))}; give the objects that prepare_for_saving "
+                f"returned second, "
                 "then the saved tensors"
             )
     saved = list(saved_tensors)
@@ -101,8 +102,8 @@ def check_keywords(cls: type[Any], by_place: tuple[Any, ...]) -> None:
             "QuantizedTensorStorage"
         )
     if len(by_place) > 2 or any(isinstance(value, Tensor) for value in by_place):
-        known = inspect.signature(cls.STORAGE).parameters.values()
-        named = [p.name for p in known if p.kind is not p.VAR_KEYWORD and p.name != "dtype"]
+        parameters = inspect.signature(cls.STORAGE).parameters.values()
+        named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "dtype"]
         keywords = ", ".join(f"{name}=.." for name in named)
         raise TypeError(
             f"{cls.__name__} takes shape and dtype by place and nothing else; give its payload by keyword: {keywords}"

@@ -93,9 +93,9 @@ class ReducesMaximum:
         """Return this quantizer, or a copy of it that reduces over the group."""
         if self.with_amax_reduction and self.amax_reduction_group is group:
             return self
-        together = copy.copy(self)
-        together.with_amax_reduction, together.amax_reduction_group = True, group
-        return together
+        copied = copy.copy(self)
+        copied.with_amax_reduction, copied.amax_reduction_group = True, group
+        return copied
 
     def reduce_amax(self, maxima: torch.Tensor) -> torch.Tensor:
         """Replace this rank's shard maxima by the group's maxima."""

@@ -51,11 +51,11 @@ class CustomOperand(OwnedOperand):
     columnwise: bool
 
     @classmethod
-    def of(cls, made: Any, axis: str) -> CustomOperand:
-        halves = _halves(made, axis)
+    def of(cls, quantized: Any, axis: str) -> CustomOperand:
+        halves = _halves(quantized, axis)
         codes = halves.data.reshape(-1, halves.data.shape[-1])
         self = cls(codes, halves.scale, _FORMAT)
-        self.made, self.columnwise = made, axis != COLS
+        self.made, self.columnwise = quantized, axis != COLS
         return self
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -103,29 +103,31 @@ class CustomOperand(OwnedOperand):
         return epilogue.finish(product)
 
 
-def _halves(made: Any, axis: str) -> Halves:
-    data, scale = (made.data, made.scale) if axis == COLS else (made.data_t, made.scale_t)
+def _halves(quantized: Any, axis: str) -> Halves:
+    data, scale = (quantized.data, quantized.scale) if axis == COLS else (quantized.data_t, quantized.scale_t)
     if data is None:
         direction = "row-wise" if axis == COLS else "column-wise"
         raise RuntimeError(
-            f"{type(made).__name__} has no {direction} data; its quantizer makes the directions of its usages"
+            f"{type(quantized).__name__} has no {direction} data; its quantizer makes the directions of its usages"
         )
     return Halves(data, scale)
 
 
-def contracted(made: Any, axis: str, quantizer: Any) -> Operand:
+def contracted(quantized: Any, axis: str, quantizer: Any) -> Operand:
     """Return a custom quantizer's tensor as an operand along an axis."""
     if hasattr(quantizer, "qgemm"):
-        return CustomOperand.of(made, axis)
-    values = made.dequantize()
+        return CustomOperand.of(quantized, axis)
+    values = quantized.dequantize()
     matrix = values.reshape(-1, values.shape[-1])
     return plain(matrix if axis == COLS else matrix.t())
 
 
-def list_attributes(made: Any) -> tuple[str, ...]:
+def list_attributes(quantized: Any) -> tuple[str, ...]:
     """Return the attributes in TENSORS; for a class of another library without it, all attributes with a tensor."""
-    if hasattr(made, "TENSORS"):
-        return tuple(made.TENSORS)
-    found = tuple(name for name, value in vars(made).items() if isinstance(value, Tensor))
-    made._found = found or getattr(made, "_found", ())  # all are None while the tensors are saved elsewhere
-    return made._found
+    if hasattr(quantized, "TENSORS"):
+        return tuple(quantized.TENSORS)
+    found = tuple(name for name, value in vars(quantized).items() if isinstance(value, Tensor))
+    quantized._found = found or getattr(
+        quantized, "_found", ()
+    )  # all are None while the tensors are saved elsewhere
+    return quantized._found

@@ -121,8 +121,8 @@ class _PerTensorQuantizer(Quantizer):
         return Float8TensorStorage.pack(quantized, shape, fp8_dtype=self.dtype, quantizer=self, dtype=dtype)
 
     def groups_unsupported_reason(self) -> str | None:
-        known = type(self) in (Float8Quantizer, Float8CurrentScalingQuantizer)
-        return None if known else f"{type(self).__name__} has its own encode"
+        supported = type(self) in (Float8Quantizer, Float8CurrentScalingQuantizer)
+        return None if supported else f"{type(self).__name__} has its own encode"
 
     def _group_scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
         """(maxima, multipliers), float32 [n], for groups with these maxima."""
@@ -261,17 +261,17 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
     def reduce_over(self, group: torch.distributed.ProcessGroup) -> Float8Quantizer:
         if self.amax_reduction_group is group:
             return self
-        together = copy.copy(self)
-        together.amax_reduction_group = group
-        return together
+        copied = copy.copy(self)
+        copied.amax_reduction_group = group
+        return copied
 
     def sharing_scale(self, group: torch.distributed.ProcessGroup) -> Float8Quantizer:
         """Return a copy whose scale is the least over a group's ranks; it records maxima as this quantizer does."""
         scale = self.scale.clone()
         torch.distributed.all_reduce(scale, torch.distributed.ReduceOp.MIN, group)
-        together = copy.copy(self)
-        together._scale, together._amax, together._state, together._slot = scale, self.amax, None, None
-        return together
+        copied = copy.copy(self)
+        copied._scale, copied._amax, copied._state, copied._slot = scale, self.amax, None, None
+        return copied
 
     def calibrate(self, tensor: Tensor) -> None:
         self.record(absolute_maximum(tensor))
@@ -331,8 +331,8 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         group_or_none("amax_reduction_group", amax_reduction_group)
-        for name, given in {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}.items():
-            if given is not None and given is not False:
+        for name, value in {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}.items():
+            if value is not None and value is not False:
                 warnings.warn(
                     f"Float8CurrentScalingQuantizer ignores {name}: it scales each tensor by its own maximum",
                     DeprecationWarning,

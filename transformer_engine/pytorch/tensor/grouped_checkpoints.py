@@ -32,13 +32,13 @@ def convert_state(
         count: Group count.
     """
     for kind, whole_wanted in single.items():
-        whole = prefix + kind
+        full_name = prefix + kind
         members = [f"{prefix}{kind}{i}" for i in range(count)]
         if whole_wanted:
-            if whole not in state_dict and all(name in state_dict for name in members):
-                state_dict[whole] = join_members([state_dict.pop(name) for name in members])
-        elif whole in state_dict and len(state_dict[whole]) == count:
-            stack = state_dict.pop(whole)
+            if full_name not in state_dict and all(name in state_dict for name in members):
+                state_dict[full_name] = join_members([state_dict.pop(name) for name in members])
+        elif full_name in state_dict and len(state_dict[full_name]) == count:
+            stack = state_dict.pop(full_name)
             grouped = isinstance(stack, GroupedTensor)
             parts = stack.split_into_quantized_tensors() if grouped else stack.unbind(0)
             state_dict.update(zip(members, parts, strict=True))

@@ -316,22 +316,24 @@ def stack_quantizer(
         stacked: Whether the group is presented as a stack [n, M, N]; by default if all shapes are equal.
     """
     quantizers = None if quantizer is None else [quantizer.copy() for _ in shapes]
-    given = [tuple(shape) for shape in shapes]
-    return StackQuantizer(quantizers, None if len(set(given)) == 1 and stacked is not False else given)
+    checked_shapes = [tuple(shape) for shape in shapes]
+    return StackQuantizer(
+        quantizers, None if len(set(checked_shapes)) == 1 and stacked is not False else checked_shapes
+    )
 
 
-def _accept_extents(name: str, given: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:
+def _accept_extents(name: str, extents: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:
     """Return one size per matrix; if none are given, `logical` or an equal share."""
-    if given is None:
+    if extents is None:
         if is_sum and logical % max(count, 1):
             raise ValueError(f"num_tensors={count} does not divide the logical extent {logical}; give {name}")
         return [logical // count if is_sum else logical] * count
-    tensor(name, given)
-    if given.dim() != 1 or given.numel() != count or given.is_floating_point():
+    tensor(name, extents)
+    if extents.dim() != 1 or extents.numel() != count or extents.is_floating_point():
         raise ValueError(
-            f"{name} is {given.dtype} {list(given.shape)} for num_tensors={count}; give one whole number a tensor"
+            f"{name} is {extents.dtype} {list(extents.shape)} for num_tensors={count}; give one whole number a tensor"
         )
-    return given.tolist()
+    return extents.tolist()
 
 
 def _make_grouped_tensor_in_reduce_ex(

@@ -62,13 +62,14 @@ class HybridQuantizer(Quantizer):
         rowwise: bool = True, columnwise: bool = True,
     ):  # fmt: skip
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        for name, given in (
+        for name, quantizer in (
             ("rowwise_quantizer", rowwise_quantizer),
             ("columnwise_quantizer", columnwise_quantizer),
         ):
-            if not isinstance(given, Quantizer):
+            if not isinstance(quantizer, Quantizer):
                 raise TypeError(
-                    f"{name}={described(given)} is not a Quantizer; give an instance of one, te.IdentityQuantizer() "
+                    f"{name}={described(quantizer)} is not a Quantizer; give an instance of one, "
+                    f"te.IdentityQuantizer() "
                     "for high precision"
                 )
         one_of("columnwise_source", columnwise_source, COLUMNWISE_SOURCES)
@@ -134,9 +135,9 @@ class HybridQuantizer(Quantizer):
         columnwise = self.columnwise_quantizer.reduce_over(group)
         if rowwise is self.rowwise_quantizer and columnwise is self.columnwise_quantizer:
             return self
-        together = copy.copy(self)
-        together.rowwise_quantizer, together.columnwise_quantizer = rowwise, columnwise
-        return together
+        copied = copy.copy(self)
+        copied.rowwise_quantizer, copied.columnwise_quantizer = rowwise, columnwise
+        return copied
 
     def _configuration(self) -> Hashable:
         return (self.rowwise_quantizer, self.columnwise_quantizer, self.columnwise_source)

@@ -72,8 +72,8 @@ class IdentityQuantizer(Quantizer):
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> IdentityTensorStorage:
-        held = dtype if self.dtype is None else self.dtype
-        values = torch.empty(shape, dtype=held, device=device, pin_memory=pin_memory)
+        stored_dtype = dtype if self.dtype is None else self.dtype
+        values = torch.empty(shape, dtype=stored_dtype, device=device, pin_memory=pin_memory)
         return IdentityTensorStorage(hp_data=values, quantizer=self)
 
     def _configuration(self) -> Hashable:

@@ -41,8 +41,8 @@ class DescribesTensors:
         self, shape: Sequence[int], *, device: torch.device | str | None = None
     ) -> dict[str, Tensor]:
         """{attribute: uninitialized tensor} of `inner_tensor_specs`, by default on the device of modules."""
-        place = canonical_device(device)
-        return _tensors(self.empty(extents("shape", shape), torch.float32, place, False))
+        target_device = canonical_device(device)
+        return _tensors(self.empty(extents("shape", shape), torch.float32, target_device, False))
 
     def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
         """{"cls", "nontensor_kwargs"}: the storage class of the results, and its keywords except the tensors.

@@ -33,12 +33,12 @@ def plain_state_dict(module: nn.Module) -> dict[str, Tensor]:
     plain: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
         if isinstance(value, QuantizedTensor):
-            seen: set[int] = set()
-            for part, held in _parts(value).items():
-                shared = held.data_ptr() in seen
-                seen.add(held.data_ptr())
+            visited: set[int] = set()
+            for part, tensor in _parts(value).items():
+                shared = tensor.data_ptr() in visited
+                visited.add(tensor.data_ptr())
                 plain[_BETWEEN.join((name, _kind(value), part))] = (
-                    held.clone() if shared else held.contiguous()
+                    tensor.clone() if shared else tensor.contiguous()
                 )
         else:
             plain[name] = value
@@ -57,7 +57,7 @@ def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], stri
     Raises:
         ValueError: Codes in another format than the parameter, or an incomplete payload. Nothing is loaded.
     """
-    own = module.state_dict()
+    current = module.state_dict()
     state: dict[str, Any] = {}
     payloads: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -67,7 +67,7 @@ def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], stri
         else:
             state[name] = tensor
     for name, payload in payloads.items():
-        state[name] = _together(name, own.get(name), payload)
+        state[name] = _together(name, current.get(name), payload)
     return module.load_state_dict(state, strict=strict)
 
 
@@ -86,31 +86,32 @@ def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
     return {part: held for part, held in parts.items() if held is not None}
 
 
-def _together(name: str, own: Any, payload: dict[str, Tensor]) -> Any:
+def _together(name: str, current: Any, payload: dict[str, Tensor]) -> Any:
     """Return a tensor like own with this payload."""
     kinds = sorted({key.partition(_BETWEEN)[0] for key in payload})
-    wanted = _kind(own) if isinstance(own, QuantizedTensor) else "plain"
-    if kinds != [wanted]:
+    expected = _kind(current) if isinstance(current, QuantizedTensor) else "plain"
+    if kinds != [expected]:
         raise ValueError(
-            f"{name} is stored in codes of {', '.join(kinds)}, the module's is {wanted}; make the module under "
+            f"{name} is stored in codes of {', '.join(kinds)}, the module's is {expected}; make the module under "
             "quantized_model_init with the recipe that it was saved under"
         )
-    given = {key.partition(_BETWEEN)[2]: tensor for key, tensor in payload.items()}
-    parts = _parts(own)
-    for part, held in parts.items():
-        found = given.get(part)
-        if found is None or found.shape != held.shape or found.dtype != held.dtype:
+    tensors = {key.partition(_BETWEEN)[2]: tensor for key, tensor in payload.items()}
+    parts = _parts(current)
+    for part, current_part in parts.items():
+        found = tensors.get(part)
+        if found is None or found.shape != current_part.shape or found.dtype != current_part.dtype:
             described = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
             raise ValueError(
-                f"{name}: {part} is {described}, the module's is {held.dtype} {list(held.shape)}; save the "
+                f"{name}: {part} is {described}, the module's is {current_part.dtype} "
+                f"{list(current_part.shape)}; save the "
                 "module again with the directions that this one has"
             )
-    made: Any = own.detach().clone()
+    result: Any = current.detach().clone()
     with torch.no_grad():
         for part in parts:
-            getattr(made, part).copy_(given[part])
-        made.join_claims(None)
-    return made
+            getattr(result, part).copy_(tensors[part])
+        result.join_claims(None)
+    return result
 
 
 _MARK = "_keeps_quantized_parameters"

@@ -181,11 +181,11 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):  # pyright: ignore[
             "stochastic_rounding": stochastic_rounding,
             "with_amax_reduction": with_amax_reduction and row_scaled_nvfp4,
         }
-        for variant, asked in (
+        for variant, enabled in (
             ("row_scaled_nvfp4", row_scaled_nvfp4),
             ("nvfp4_use_4over6", nvfp4_use_4over6),
         ):
-            for setting in (name for name, given in excluded.items() if asked and given):
+            for setting in (name for name, given in excluded.items() if enabled and given):
                 raise ValueError(f"{variant}=True excludes {setting}=True; {_REMEDIES[setting]}")
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = element_number(fp4_dtype)

@@ -36,17 +36,17 @@ class Observing(Quantizer):
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensorStorage:
-        made = self.quantizer.encode(tensor, rowwise, columnwise, noop_flag=noop_flag)
-        if not torch.compiler.is_compiling() and isinstance(made, QuantizedTensorStorage):
-            directions = made.get_usages()
+        encoded = self.quantizer.encode(tensor, rowwise, columnwise, noop_flag=noop_flag)
+        if not torch.compiler.is_compiling() and isinstance(encoded, QuantizedTensorStorage):
+            directions = encoded.get_usages()
             self._show(
                 plain_matrix(tensor),
                 Operands(
-                    made.contract(COLS) if directions["rowwise"] else None,
-                    made.contract(ROWS) if directions["columnwise"] else None,
+                    encoded.contract(COLS) if directions["rowwise"] else None,
+                    encoded.contract(ROWS) if directions["columnwise"] else None,
                 ),
             )
-        return made
+        return encoded
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         made = self.quantizer.operands(matrix, rowwise, columnwise)
@@ -54,9 +54,9 @@ class Observing(Quantizer):
             self._show(matrix, made)
         return made
 
-    def _show(self, matrix: Tensor, made: Operands) -> None:
+    def _show(self, matrix: Tensor, operands: Operands) -> None:
         """Record one direction, rows if present: transformed columns cannot be compared with values."""
-        rows, columns = made
+        rows, columns = operands
         if rows is not None:
             self.record(matrix, _comparable(rows))
         elif columns is not None and not isinstance(columns, Matrix) and self.column_signs is None:

@@ -49,7 +49,7 @@ def read_arguments(
             for index, leaf in enumerate(argument)
         ]
 
-    positional = tuple(values(declared.name, given) for declared, given in zip(arguments, args, strict=False))
+    positional = tuple(values(declared.name, value) for declared, value in zip(arguments, args, strict=False))
     return positional, {name: values(name, argument) for name, argument in kwargs.items()}
 
 

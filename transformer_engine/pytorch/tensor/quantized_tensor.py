@@ -295,13 +295,13 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         raise NotImplementedError(f"{type(self).__name__} does not say how it is made from its pickle")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made = self._rebuilding()
+        arguments = self._rebuilding()
         is_parameter = isinstance(self, torch.nn.Parameter)
         if self.requires_grad or is_parameter:
-            made = _rebuild_trained, (*made, self.requires_grad, is_parameter)
+            arguments = _rebuild_trained, (*arguments, self.requires_grad, is_parameter)
         state = initial_values.pickle_attributes(aten.attributes(self))
         state = {name: value for name, value in state.items() if name != DerivedTensors.NAME}
-        return (*made, state) if state else made
+        return (*arguments, state) if state else arguments
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the attributes that users set before the tensor was pickled."""
@@ -324,10 +324,10 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         return cls.from_storage(cls.STORAGE(**tensors, **constants), shape=outer_size)
 
     @classmethod
-    def __metadata_guard__(cls, seen: dict[str, Any], found: dict[str, Any]) -> bool:
+    def __metadata_guard__(cls, expected: dict[str, Any], found: dict[str, Any]) -> bool:
         """Return whether code compiled for one tensor is valid for another; quantizers have guards where they are
         used."""
-        return all(seen[name] == found[name] for name in seen if name != "_quantizer")
+        return all(expected[name] == found[name] for name in expected if name != "_quantizer")
 
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
@@ -356,9 +356,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         if out is None:
             storage = join_payload(all_gather_outputs, metadata, param_dtype)
             derived = list_derived(storage, all_gather_outputs)
-            whole = type(self).from_storage(storage)
-            setattr(whole, DerivedTensors.NAME, derived)
-            return whole, derived
+            full = type(self).from_storage(storage)
+            setattr(full, DerivedTensors.NAME, derived)
+            return full, derived
         assert isinstance(out, QuantizedTensor)
         columnwise = metadata.columnwise or (self.transposable and out.get_usages()["columnwise"])
         storage = join_payload(all_gather_outputs, metadata, param_dtype, columnwise)

@@ -242,8 +242,8 @@ class Quantizer(EncodesGroups, DescribesTensors):
         requires_grad = to_bool("requires_grad", requires_grad)
         pin_memory = to_bool("pin_memory", pin_memory)
         # Only host memory is pinned.
-        place = canonical_device("cpu" if device is None and pin_memory else device)
-        storage = self.empty(shape, dtype, place, pin_memory)
+        target_device = canonical_device("cpu" if device is None and pin_memory else device)
+        storage = self.empty(shape, dtype, target_device, pin_memory)
         return storage if self.internal else self.wrap(storage, requires_grad=requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:

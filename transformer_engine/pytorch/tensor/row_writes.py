@@ -29,15 +29,15 @@ class _Place(NamedTuple):
     stop: int
 
 
-def remember_place(part: Any, whole: Any, start: int) -> Any:
+def remember_place(part: Any, full: Any, start: int) -> Any:
     """Return part, the rows of whole from start on, with a record of its base tensor."""
-    if ROWS_OF in vars(whole):
-        outer = getattr(whole, ROWS_OF)
+    if ROWS_OF in vars(full):
+        outer = getattr(full, ROWS_OF)
         if outer is None:
-            return same_place(whole, part)
-        if outer.whole.shape[1:] == whole.shape[1:]:
-            whole, start = outer.whole, outer.start + start
-    setattr(part, ROWS_OF, _Place(whole, start, start + part.shape[0]))
+            return same_place(full, part)
+        if outer.whole.shape[1:] == full.shape[1:]:
+            full, start = outer.whole, outer.start + start
+    setattr(part, ROWS_OF, _Place(full, start, start + part.shape[0]))
     return part
 
 
@@ -50,33 +50,33 @@ def same_place(tensor: Any, view: Any) -> Any:
 
 def write(values: Tensor, target: Any) -> None:
     """Quantize values, shaped like target, into target and, if target is a row slice, into its base tensor."""
-    place: _Place | None = vars(target).get(ROWS_OF)
-    if place is None:
+    position: _Place | None = vars(target).get(ROWS_OF)
+    if position is None:
         target.writer().update_quantized(values, target)
         return
-    rows = values.reshape(place.stop - place.start, *place.whole.shape[1:])
-    parts = place.whole.unpack()
+    rows = values.reshape(position.stop - position.start, *position.whole.shape[1:])
+    parts = position.whole.unpack()
     single = (part is not None and part.dim() < 2 for part in (parts.amax, parts.scale, parts.scale_t))
     shares_scale = parts.amax_t is not None or any(single)
-    if shares_scale or vars(place.whole).get(ROWS_OF) is not None:
-        everything = place.whole.decode(torch.float32)
-        everything[place.start : place.stop] = rows
-        write(everything, place.whole)
+    if shares_scale or vars(position.whole).get(ROWS_OF) is not None:
+        everything = position.whole.decode(torch.float32)
+        everything[position.start : position.stop] = rows
+        write(everything, position.whole)
     else:
-        usages = place.whole.get_usages()
-        fresh = place.whole.writer().encode(rows, usages["rowwise"], usages["columnwise"])
-        whole = place.whole
-        if isinstance(whole, BlockScaledStorage):
-            whole = whole.order_scales(False)
-        written = row_views(whole, place.start, place.stop)
+        usages = position.whole.get_usages()
+        fresh = position.whole.writer().encode(rows, usages["rowwise"], usages["columnwise"])
+        full = position.whole
+        if isinstance(full, BlockScaledStorage):
+            full = full.order_scales(False)
+        written = row_views(full, position.start, position.stop)
         for into, part in zip(written, fresh.unpack(), strict=True):
             if into is not None and part is not None:
                 into.copy_(part)
-        if whole is not place.whole:
-            place.whole.copy_from_storage(whole)
-        place.whole.join_claims(fresh)
+        if full is not position.whole:
+            position.whole.copy_from_storage(full)
+        position.whole.join_claims(fresh)
     # The target may hold padded scale copies: copy them from the whole tensor.
-    current = row_slice(place.whole, place.start, place.stop)
+    current = row_slice(position.whole, position.start, position.stop)
     assert current is not None
     shape: Sequence[int] = target.shape
     same = current if tuple(current.shape) == tuple(shape) else current.view_as(tuple(shape))
@@ -86,8 +86,8 @@ def write(values: Tensor, target: Any) -> None:
 
 def write_quantized(source: QuantizedTensorStorage, target: Any) -> None:
     """Write values whose codes and scales can be copied to target; see `write`."""
-    place: _Place | None = vars(target).get(ROWS_OF)
-    if place is None:
+    position: _Place | None = vars(target).get(ROWS_OF)
+    if position is None:
         target.copy_from_storage(source)
     else:
         write(source.decode(torch.float32), target)
@@ -109,9 +109,9 @@ def remake_columns(weight: Any) -> None:
     fresh = weight.drop(columnwise=True)
     fresh.update_usage(columnwise_usage=True)
     for name in weight.COLUMNWISE:
-        made, old = getattr(fresh, name), getattr(weight, name)
-        if old is None or old.shape != made.shape:
-            setattr(weight, name, made)
+        buffer, old = getattr(fresh, name), getattr(weight, name)
+        if old is None or old.shape != buffer.shape:
+            setattr(weight, name, buffer)
         else:
             # Through `.data`: autograd would reject its saved tensors as modified, but the backward must read them.
-            old.data.copy_(made)
+            old.data.copy_(buffer)

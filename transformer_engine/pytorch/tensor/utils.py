@@ -118,7 +118,7 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
                 remake_columns(weight)
 
 
-def _weights(given: Tensor | Sequence[Tensor]) -> list[QuantizedTensor]:
+def _weights(weights: Tensor | Sequence[Tensor]) -> list[QuantizedTensor]:
     """Return the quantized weights among one weight or several."""
-    several = [given] if isinstance(given, Tensor) else given
+    several = [weights] if isinstance(weights, Tensor) else weights
     return [weight for weight in several if isinstance(weight, QuantizedTensor)]

@@ -133,9 +133,9 @@ def mhc_fused_sinkhorn(H_res: Tensor, n: int = 4, recompute_hist: bool = True, i
 
     logits = H_res.float().reshape(*H_res.shape[:2], n, n)
     if recompute_hist and torch.is_grad_enabled() and logits.requires_grad:
-        made = checkpoint(normalized, logits, use_reentrant=False)
-        assert isinstance(made, Tensor)
-        return made.to(H_res.dtype)
+        result = checkpoint(normalized, logits, use_reentrant=False)
+        assert isinstance(result, Tensor)
+        return result.to(H_res.dtype)
     return normalized(logits).to(H_res.dtype)
 
 

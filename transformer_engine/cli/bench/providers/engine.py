@@ -326,11 +326,11 @@ def _kernel(case: Case, device: torch.device) -> Workload | None:
         return None
     limits = GpuLimits(*launching.processors(device.index))
     call = kernel_call(a["kernel"], a["rows"], a["width"], limits)
-    given = [
+    operands = [
         None if one is None else torch.randn(*one[0], device=device, dtype=getattr(torch, one[1])).abs()
         for one in call.given
     ]
-    return Workload(lambda *x: launching.perform(call.program, given), ())
+    return Workload(lambda *x: launching.perform(call.program, operands), ())
 
 
 def float_parameters(case: Case, device: torch.device) -> list[torch.nn.Parameter]:

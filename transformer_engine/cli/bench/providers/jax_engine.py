@@ -184,15 +184,15 @@ def _kernel(case: Case, device: torch.device) -> JaxWorkload | None:
     found = processors()
     limits = GpuLimits(found.count, found.shared_memory)
     started = kernel_call(a["kernel"], a["rows"], a["width"], limits)
-    given = tuple(
-        jnp.abs(jax.random.normal(jax.random.key(place), one[0], jnp.dtype(one[1])))
-        for place, one in enumerate(started.given)
+    operands = tuple(
+        jnp.abs(jax.random.normal(jax.random.key(index), one[0], jnp.dtype(one[1])))
+        for index, one in enumerate(started.given)
         if one is not None
     )
 
     def function(params: Any, state: Any, *arrays: Array) -> list[Array]:
         remaining = iter(arrays)
         inputs = [None if one is None else next(remaining) for one in started.given]
-        return [made for made in perform(started.program, inputs) if made is not None]
+        return [result for result in perform(started.program, inputs) if result is not None]
 
-    return JaxWorkload(function, given)
+    return JaxWorkload(function, operands)

@@ -17,9 +17,9 @@ from .engine import BF16, BUILDERS, module_workload
 class ExpertModules(torch.nn.Module):
     """A grouped MLP built from two GroupedLinear modules and a scaled SwiGLU in torch operations."""
 
-    def __init__(self, groups: int, hidden: int, inner: int, place: dict[str, Any]) -> None:
+    def __init__(self, groups: int, hidden: int, inner: int, factory_kwargs: dict[str, Any]) -> None:
         super().__init__()
-        options = {"bias": False, "params_dtype": place["dtype"], "device": place["device"]}
+        options = {"bias": False, "params_dtype": factory_kwargs["dtype"], "device": factory_kwargs["device"]}
         self.fc1 = te.GroupedLinear(groups, hidden, 2 * inner, **options)
         self.activation = ops.SwiGLU()
         self.fc2 = te.GroupedLinear(groups, inner, hidden, **options)
@@ -33,12 +33,12 @@ class ExpertModules(torch.nn.Module):
 class ExpertOperations(torch.nn.Module):
     """The same as a Sequential."""
 
-    def __init__(self, groups: int, hidden: int, inner: int, place: dict[str, Any]) -> None:
+    def __init__(self, groups: int, hidden: int, inner: int, factory_kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.chain = ops.Sequential(
-            ops.GroupedLinear(groups, hidden, 2 * inner, bias=False, **place),
+            ops.GroupedLinear(groups, hidden, 2 * inner, bias=False, **factory_kwargs),
             ops.ScaledSwiGLU(),
-            ops.GroupedLinear(groups, inner, hidden, bias=False, **place),
+            ops.GroupedLinear(groups, inner, hidden, bias=False, **factory_kwargs),
         )
 
     def forward(self, x: Tensor, scales: Tensor, splits: list[int]) -> Tensor:
@@ -49,16 +49,16 @@ class ExpertOperations(torch.nn.Module):
 @BUILDERS.of("ops")
 def _ops(case: Case, device: torch.device) -> Workload:
     a = case.arguments
-    place = {"device": device, "dtype": BF16}
-    x = torch.randn(a["rows"], a["hidden"], **place)
+    factory_kwargs = {"device": device, "dtype": BF16}
+    x = torch.randn(a["rows"], a["hidden"], **factory_kwargs)
     sequential = a["made_of"] == "sequential"
     if a["groups"] is None:
         if sequential:
             module: torch.nn.Module = ops.Sequential(
-                ops.LayerNorm(a["hidden"], **place),
-                ops.Linear(a["hidden"], a["inner"], **place),
+                ops.LayerNorm(a["hidden"], **factory_kwargs),
+                ops.Linear(a["hidden"], a["inner"], **factory_kwargs),
                 ops.GELU(),
-                ops.Linear(a["inner"], a["hidden"], **place),
+                ops.Linear(a["inner"], a["hidden"], **factory_kwargs),
             )
         else:
             module = te.LayerNormMLP(a["hidden"], a["inner"], params_dtype=BF16, device=device)
@@ -67,5 +67,5 @@ def _ops(case: Case, device: torch.device) -> Workload:
     scales = torch.rand(a["rows"], device=device)
     splits = [a["rows"] // a["groups"]] * a["groups"]
     return module_workload(
-        kind(a["groups"], a["hidden"], a["inner"], place), x, case, scales=scales, splits=splits
+        kind(a["groups"], a["hidden"], a["inner"], factory_kwargs), x, case, scales=scales, splits=splits
     )

@@ -231,8 +231,8 @@ def _layer(case: Case, device: torch.device) -> Workload:
 
 @BUILDERS.of("layer_recomputed")
 def _layer_recomputed(case: Case, device: torch.device) -> Workload:
-    kept = _layer(case, device)
-    return replace(kept, function=Recomputed(kept.function, checkpoint))
+    workload = _layer(case, device)
+    return replace(workload, function=Recomputed(workload.function, checkpoint))
 
 
 @BUILDERS.of("rope")

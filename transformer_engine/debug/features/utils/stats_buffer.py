@@ -97,14 +97,14 @@ class StatsBuffers:
         """Make the buffer of a tensor for a step; keep it if it exists."""
         key = (feature, layer_name, tensor_name)
         with self._lock:
-            held = self._buffers.get(key)
-            if held is None or (held.iteration, held.fields.names) != (iteration, fields.names):
+            buffer = self._buffers.get(key)
+            if buffer is None or (buffer.iteration, buffer.fields.names) != (iteration, fields.names):
                 self._buffers[key] = StatsBuffer(layer_name, tensor_name, iteration, fields, statistics)
 
     def wants(self, feature: str, layer_name: str, tensor_name: str) -> bool:
         """Whether a tensor is to be fed: a weight is fed once per step."""
-        held = self._buffers.get((feature, layer_name, tensor_name))
-        return held is not None and (held.vector is None or tensor_name != "weight")
+        buffer = self._buffers.get((feature, layer_name, tensor_name))
+        return buffer is not None and (buffer.vector is None or tensor_name != "weight")
 
     def feed(
         self, feature: str, layer_name: str, tensor_name: str, vector: Tensor, tp_group: Any, tp_size: int

@@ -56,14 +56,14 @@ class ActivationParams:
                 f"activation_params={described(params)} is {with_article(type(params))}; give a dict of limit, alpha "
                 "and glu_linear_offset, or None"
             )
-        given = dict(params or {})
-        unknown = sorted(set(given) - set(cls.__dataclass_fields__))
+        values = dict(params or {})
+        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
         if unknown:
-            known = ", ".join(cls.__dataclass_fields__)
-            raise ValueError(f"activation_params has no {unknown[0]!r}; choose from {known}")
-        for key, value in given.items():
+            supported = ", ".join(cls.__dataclass_fields__)
+            raise ValueError(f"activation_params has no {unknown[0]!r}; choose from {supported}")
+        for key, value in values.items():
             number(f"activation_params[{key!r}]", value)
-        return cls(**{key: float(value) for key, value in given.items()})
+        return cls(**{key: float(value) for key, value in values.items()})
 
 
 class ActivationRequest(NamedTuple):
@@ -104,8 +104,8 @@ _CURVES: dict[str, Callable[[Array, ActivationParams], Array]] = {
 def _value(x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     wide = x.astype(jnp.float32)
     y = _CURVES[names[0]](wide[..., 0, :], params)
-    for place, name in enumerate(names[1:], 1):
-        y = y * _CURVES[name](wide[..., place, :], params)
+    for index, name in enumerate(names[1:], 1):
+        y = y * _CURVES[name](wide[..., index, :], params)
     return y.astype(x.dtype)
 
 

@@ -47,7 +47,7 @@ def _request(
     operation: str, x: Array, cast: Cast, coded: CodedActivation, platform: str
 ) -> ActivationCodesRequest:
     width = x.shape[-1] * (len(coded.names) if operation == "backward" else 1)
-    shape, given = (prod(x.shape[:-2]), width), cast.multiplier is not None
-    made = Request(cast.spec, shape, x.dtype, platform, given, max(x.ndim - 2, 1))
+    shape, has_multiplier = (prod(x.shape[:-2]), width), cast.multiplier is not None
+    cast_request = Request(cast.spec, shape, x.dtype, platform, has_multiplier, max(x.ndim - 2, 1))
     activation = ActivationRequest(operation, coded.names, x.dtype, x.size, platform)
-    return ActivationCodesRequest(activation, made, x.shape[-1], coded.sums is not None)
+    return ActivationCodesRequest(activation, cast_request, x.shape[-1], coded.sums is not None)

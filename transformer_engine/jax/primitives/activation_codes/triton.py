@@ -76,7 +76,7 @@ class _ActivationCodes(ActivationKernel):
         down = _BLOCK if self.spec.format == BLOCK_2D or self.spec.columnwise else 1
         return extent("r", self.shape[0], down), extent("w", self.width, _BLOCK)
 
-    def sharing(self, given: str, unit: str, *sums: str) -> ShardingRule:
+    def sharing(self, inputs: str, unit: str, *sums: str) -> ShardingRule:
         """Build the sharding rule of a kernel.
 
         Args:
@@ -86,16 +86,16 @@ class _ActivationCodes(ActivationKernel):
         """
         (r, w), spec = self.extents, self.spec
         codes, codes_t = f"{r.whole} {unit}{w.whole}", [f"{unit}{w.whole} {r.whole}"] * spec.columnwise
-        x = f"{given}{r.whole} n {w.whole}"
+        x = f"{inputs}{r.whole} n {w.whole}"
         if not spec.format.block:
-            made, maxed = [codes, *codes_t, "i", "o"], (2 + spec.columnwise,)
+            outputs, maxed = [codes, *codes_t, "i", "o"], (2 + spec.columnwise,)
             x += ", s"
         else:
             rows, columns = (r.blocks, w.blocks) if spec.format == BLOCK_2D else (r.whole, w.whole)
             scale_t = [f"{unit}{columns} {r.blocks}"] * spec.columnwise
-            made, maxed = [codes, f"{rows} {unit}{w.blocks}", *codes_t, *scale_t], ()
-        text = f"{x} -> {', '.join([*made, *sums])}"
-        summed = tuple(range(len(made), len(made) + len(sums)))
+            outputs, maxed = [codes, f"{rows} {unit}{w.blocks}", *codes_t, *scale_t], ()
+        text = f"{x} -> {', '.join([*outputs, *sums])}"
+        summed = tuple(range(len(outputs), len(outputs) + len(sums)))
         return ShardingRule.from_extents(text, r, w, whole=("n",), summed=summed, maxed=maxed)
 
     def machine(self, bytes_read: int) -> Machine:
@@ -265,8 +265,8 @@ def code_shapes(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDty
 
 def _run_coded(program: Program, spec: QuantizeSpec, inputs: list[Array]) -> tuple[Array, ...]:
     """Run a program and return its results in `code_shapes` order, followed by the sums."""
-    given: list[Array | None] = [*inputs, *[None] * (len(program.inputs) - len(inputs))]
-    codes, scale, codes_t, scale_t, *rest = perform(program, given)
+    operands: list[Array | None] = [*inputs, *[None] * (len(program.inputs) - len(inputs))]
+    codes, scale, codes_t, scale_t, *rest = perform(program, operands)
     arrays = (codes, scale, codes_t, scale_t) if spec.format.block else (codes, codes_t, scale)
     return tuple(array for array in (*arrays, *rest) if array is not None)
 

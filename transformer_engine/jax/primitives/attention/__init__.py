@@ -29,8 +29,10 @@ def preference(request: AttentionRequest) -> tuple[str, ...]:
     """Backend names in order of preference: the fastest for the request's sizes first."""
     lengths = (request.queries, request.keys)
     # Symbolic jax.export lengths cannot be compared with a number.
-    known = request.tokens == "whole" and not request.layout.is_thd() and not any(map(is_symbolic, lengths))
-    if known and max(lengths) <= SHORT:
+    has_known_lengths = (
+        request.tokens == "whole" and not request.layout.is_thd() and not any(map(is_symbolic, lengths))
+    )
+    if has_known_lengths and max(lengths) <= SHORT:
         return ("triton", "cudnn", "reference")
     return ("cudnn", "triton", "reference")
 
@@ -54,13 +56,13 @@ def attention(request: AttentionRequest, call: AttentionOperands) -> Array:
     on_cuda, on_cpu = calls["cuda"], calls["cpu"]
     if on_cuda is on_cpu:
         return on_cpu(call)
-    whole = request.rows == request.tokens == "whole" and not request.layout.is_thd()
+    dense = request.rows == request.tokens == "whole" and not request.layout.is_thd()
     closures = (
         call.draw,
         call.dropped,
         call.modified,
     )  # they close over arrays for dropout and for a score_mod
-    if not whole or any(closure is not None for closure in closures) or not isinstance(call.scale, float):
+    if not dense or any(closure is not None for closure in closures) or not isinstance(call.scale, float):
         return lax.platform_dependent(cuda=lambda: on_cuda(call), default=lambda: on_cpu(call))
     # The call reads query, key, value, bias and sink only.
     cuda, default = (_WholeRows(run, request, call.bias_type, call.scale) for run in (on_cuda, on_cpu))

@@ -39,18 +39,18 @@ class AlignShardings(Kernel):
     @property
     def rule(self) -> ShardingRule:
         # Factors that are not sharded have other names in the results: Shardy propagates shardings between equal names.
-        made = (
+        outputs = (
             re.sub(r"\w+", lambda name: name[0] if name[0] in _SHARDED else f"{name[0]}o", one)
             for one in self.axes
         )
-        text = f"{', '.join(self.axes)} -> {', '.join(made)}"
+        text = f"{', '.join(self.axes)} -> {', '.join(outputs)}"
         replicated = tuple(sorted(set(re.findall(r"\w+", text)).difference(_SHARDED)))
         return ShardingRule(text, replicated, {"g": self.groups, "r": self.members, "ro": self.members})
 
     def vmap_kernel(self, mapped: Sequence[bool]) -> tuple[AlignShardings, tuple[bool, ...]]:
         axes = (
-            f"v{place} {a}" if is_mapped else a
-            for place, (a, is_mapped) in enumerate(zip(self.axes, mapped, strict=True))
+            f"v{index} {a}" if is_mapped else a
+            for index, (a, is_mapped) in enumerate(zip(self.axes, mapped, strict=True))
         )
         return replace(self, axes=tuple(axes)), tuple(mapped)
 
@@ -95,10 +95,10 @@ def _align_shardings(
     added: tuple[str, ...] = ()
     if bias is not None:
         added = (f"{'i' if bias.shape[0] == 1 else 'b'} {'j' if bias.shape[1] == 1 else heads} s t",)
-    others = tuple("b" if x.ndim == 1 else f"b n{place}" for place, x in enumerate(lengths))
-    axes = (*three, *added, *others, *(three + added if primals else ()))
-    given = (query, key, value, *(() if bias is None else (bias,)), *lengths, *primals)
-    q, k, v, *rest = call(AlignShardings(axes, groups, members), *given)
+    bound_axes = tuple("b" if x.ndim == 1 else f"b n{index}" for index, x in enumerate(lengths))
+    axes = (*three, *added, *bound_axes, *(three + added if primals else ()))
+    operands = (query, key, value, *(() if bias is None else (bias,)), *lengths, *primals)
+    q, k, v, *rest = call(AlignShardings(axes, groups, members), *operands)
     aligned_bias = rest.pop(0) if bias is not None else None
     return q, k, v, aligned_bias, tuple(rest[: len(lengths)])
 
@@ -106,8 +106,8 @@ def _align_shardings(
 def _forward(
     query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Array, ...]
 ) -> tuple[Any, Any]:
-    made = _align_shardings(query, key, value, bias, lengths)
-    return made, tuple(array for array in made[:4] if array is not None)
+    aligned = _align_shardings(query, key, value, bias, lengths)
+    return aligned, tuple(array for array in aligned[:4] if array is not None)
 
 
 def _backward(primals: tuple[Array, ...], gradients: Any) -> tuple[Any, ...]:

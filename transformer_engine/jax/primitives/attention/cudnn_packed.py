@@ -37,8 +37,8 @@ def failure() -> str | None:
     if (reason := optional.failure(_MODULE)) is not None:
         return reason
     call = getattr(_module(), "dot_product_attention", None)
-    known = () if call is None else inspect.signature(call).parameters
-    absent = [name for name in _WANTED if name not in known]
+    parameters = () if call is None else inspect.signature(call).parameters
+    absent = [name for name in _WANTED if name not in parameters]
     return f"jax {version('jax')} has no {absent[0]} in {_MODULE}" if absent else None
 
 
@@ -69,14 +69,14 @@ def attend(
 ) -> Array:
     """Compute out [b, q, h, d]; bounds: see `SequenceDescriptor.bounds`. Tokens outside any sequence are zero."""
     lengths_q, lengths_kv, starts_q, starts_kv = bounds
-    seen = _inside(starts_q, lengths_q, query.shape[1]), _inside(starts_kv, lengths_kv, key.shape[1])
+    visible = _inside(starts_q, lengths_q, query.shape[1]), _inside(starts_kv, lengths_kv, key.shape[1])
     # cuDNN reads -1 as an absent sequence; starts have one more entry, the last sequence's end.
     lengths = [jnp.where(lengths_q > 0, one, -1) for one in (lengths_q, lengths_kv)]
     starts = [
         jnp.pad(jnp.where(lengths_q > 0, one, -1), ((0, 0), (0, 1)), constant_values=-1)
         for one in (starts_q, starts_kv)
     ]
-    query, key, value, _, given = align(query, key, value, None, (*lengths, *starts, *seen))
+    query, key, value, _, given = align(query, key, value, None, (*lengths, *starts, *visible))
     return isolate(_packed(query, key, value, given, float(scale), causal), key.shape[2])
 
 
@@ -86,21 +86,23 @@ PackedBounds = tuple[
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _packed(query: Array, key: Array, value: Array, given: PackedBounds, scale: float, causal: bool) -> Array:
+def _packed(
+    query: Array, key: Array, value: Array, bounds: PackedBounds, scale: float, causal: bool
+) -> Array:
     """Call cuDNN, and clear the tokens outside any sequence, which it leaves uninitialized in the result and in
     gradients.
 
     The backward pass receives the cleared result, so that the kernel clears it in place. JAX's own rule would save the
     uncleared result, which must not be overwritten.
     """
-    return clear_unseen(_call(query, key, value, given, scale, causal, False), given[4], key.shape[2])
+    return clear_unseen(_call(query, key, value, bounds, scale, causal, False), bounds[4], key.shape[2])
 
 
 def _call(
-    query: Array, key: Array, value: Array, given: PackedBounds, scale: float, causal: bool, levels: bool
+    query: Array, key: Array, value: Array, bounds: PackedBounds, scale: float, causal: bool, levels: bool
 ) -> Any:
     return _module().dot_product_attention(
-        query, key, value, q_seqlen=given[0], kv_seqlen=given[1], q_offsets=given[2], kv_offsets=given[3],
+        query, key, value, q_seqlen=bounds[0], kv_seqlen=bounds[1], q_offsets=bounds[2], kv_offsets=bounds[3],
         scale=scale, mask_type=_padding_mask(causal), qkv_layout="BTNH", return_residual=levels,
     )  # fmt: skip
 
@@ -111,23 +113,23 @@ def _padding_mask(causal: bool) -> Any:
 
 
 def _forward(
-    query: Array, key: Array, value: Array, given: PackedBounds, scale: float, causal: bool
+    query: Array, key: Array, value: Array, bounds: PackedBounds, scale: float, causal: bool
 ) -> tuple[Array, Any]:
-    out, level = _call(query, key, value, given, scale, causal, True)
-    out = clear_unseen(out, given[4], key.shape[2])
-    return out, (query, key, value, given, out, level)
+    out, level = _call(query, key, value, bounds, scale, causal, True)
+    out = clear_unseen(out, bounds[4], key.shape[2])
+    return out, (query, key, value, bounds, out, level)
 
 
 def _backward(scale: float, causal: bool, saved: Any, dout: Array) -> tuple[Any, ...]:
-    query, key, value, given, out, level = saved
+    query, key, value, all_bounds, out, level = saved
     absent = jnp.zeros(0, query.dtype)
-    *bounds, seen_q, seen_kv = given
+    *bounds, seen_q, seen_kv = all_bounds
     groups = key.shape[2]
-    others = (absent, *bounds, absent, absent)
+    bound_operands = (absent, *bounds, absent, absent)
     dout = clear_unseen(dout, seen_q, groups)
-    dq, dk, dv = _gradients(query, key, value, others, out, level, dout, scale, _padding_mask(causal))
-    seen = (seen_q, seen_kv, seen_kv)
-    return *(clear_unseen(dx, of, groups) for dx, of in zip((dq, dk, dv), seen, strict=True)), None
+    dq, dk, dv = _gradients(query, key, value, bound_operands, out, level, dout, scale, _padding_mask(causal))
+    visible = (seen_q, seen_kv, seen_kv)
+    return *(clear_unseen(dx, of, groups) for dx, of in zip((dq, dk, dv), visible, strict=True)), None
 
 
 _packed.defvjp(_forward, _backward)
@@ -149,8 +151,8 @@ def part_failure() -> str | None:
     if "return_residual" not in inspect.signature(_module().dot_product_attention).parameters:
         return f"jax {version('jax')} has no return_residual in {_MODULE}"
     rule = getattr(_module(), _RULE, None)
-    known = set() if rule is None else set(inspect.signature(rule).parameters)
-    if not known >= _RULE_KNOWN or known - _RULE_KNOWN - _RULE_OPTIONAL:
+    parameters = set() if rule is None else set(inspect.signature(rule).parameters)
+    if not parameters >= _RULE_KNOWN or parameters - _RULE_KNOWN - _RULE_OPTIONAL:
         return f"jax {version('jax')} has another {_RULE} in {_MODULE}"
     return None
 
@@ -174,19 +176,19 @@ def backward_part(
 
 
 def _gradients(
-    query: Array, key: Array, value: Array, others: tuple[Array, ...], out: Array, level: Array, dout: Array,
+    query: Array, key: Array, value: Array, bound_operands: tuple[Array, ...], out: Array, level: Array, dout: Array,
     scale: float, mask: Any,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Compute dq, dk, dv by JAX's rule; others: bias, query and key lengths and starts, two page tables."""
     module = _module()
     rule = getattr(module, _RULE)
     names = inspect.signature(rule).parameters
-    own = ((),) if "score_mod" in names else ()  # score_mod operands
+    extra = ((),) if "score_mod" in names else ()  # score_mod operands
     values = {
         "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask,
         "layout": module._normalize_layout("BTNH").value, "sliding_window_length": None, "score_mod": None,
         "is_training": library_version(), "cudnn_version": library_version(), "return_residual": False,
-        "res": (query, key, value, *others, *own, level, out), "grad_output": dout,
+        "res": (query, key, value, *bound_operands, *extra, level, out), "grad_output": dout,
     }  # fmt: skip
     dq, dk, dv, *_ = rule(**{name: values[name] for name in names})
     return dq, dk, dv
@@ -226,14 +228,14 @@ class ClearUnseen(Kernel):
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import packed_sequences  # it imports triton
 
-        x, seen = arrays
-        (made,) = run(packed_sequences.zero_unseen(seen.size, prod(x.shape[2:])), [x, seen])
-        assert made is not None
-        return (made,)
+        x, visible = arrays
+        (result,) = run(packed_sequences.zero_unseen(visible.size, prod(x.shape[2:])), [x, visible])
+        assert result is not None
+        return (result,)
 
 
-def clear_unseen(x: Array, seen: Array, groups: int) -> Array:
+def clear_unseen(x: Array, visible: Array, groups: int) -> Array:
     """Clear x outside seen, bool [b, s]; for programs that are lowered for CUDA."""
     if kernels_unsupported_reason() is not None:
-        return jnp.where(seen[:, :, None, None], x, 0)
-    return call(ClearUnseen(groups, x.shape[2] // groups), x, seen.astype(jnp.uint8))[0]
+        return jnp.where(visible[:, :, None, None], x, 0)
+    return call(ClearUnseen(groups, x.shape[2] // groups), x, visible.astype(jnp.uint8))[0]

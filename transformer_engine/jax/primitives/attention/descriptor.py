@@ -78,8 +78,8 @@ class SequenceDescriptor:
         """Describe packed rows: lengths [b, segments] and starts [b, segments + 1]; -1 for absent sequences."""
         lengths, offsets = _pair("seqlens", seqlens), _pair("seq_offsets", seq_offsets)
         for length, offset in zip(lengths, offsets, strict=True):
-            wanted = (*length.shape[:-1], length.shape[-1] + 1)
-            if length.ndim != 2 or offset.shape != wanted:
+            expected = (*length.shape[:-1], length.shape[-1] + 1)
+            if length.ndim != 2 or offset.shape != expected:
                 raise ValueError(
                     f"seqlens {length.shape} and seq_offsets {offset.shape}; give [b, n] lengths and [b, n + 1] offsets"
                 )
@@ -103,20 +103,20 @@ class SequenceDescriptor:
     def check_segments(self, most: int) -> None:
         """Raise ValueError if a row is known to have more sequences than `most`; see `checks.is_known`."""
         for ids, lengths, offsets in zip(self.segment_ids, self.seqlens, self.seq_offsets, strict=True):
-            held, given = 0, "offsets put {} sequences into a row"
+            count, message = 0, "offsets put {} sequences into a row"
             if ids.size and is_known(ids):
                 if (least := int(np.asarray(ids).min())) < 0:
                     raise ValueError(
                         f"segment_ids hold {least}; number sequences from 1, and give 0 for padding"
                     )
-                held, given = int(np.asarray(ids).max()), "segment numbers go up to {}"
+                count, message = int(np.asarray(ids).max()), "segment numbers go up to {}"
             elif offsets.size and is_known(lengths) and is_known(offsets):
-                there = (np.asarray(lengths) > 0) & (np.asarray(offsets)[:, :-1] >= 0)
-                held = int(there.sum(axis=1).max(initial=0))
-            if held > most:
+                valid = (np.asarray(lengths) > 0) & (np.asarray(offsets)[:, :-1] >= 0)
+                count = int(valid.sum(axis=1).max(initial=0))
+            if count > most:
                 raise ValueError(
-                    f"max_segments_per_seq={most}, but the given {given.format(held)}; give "
-                    f"max_segments_per_seq={held} or more"
+                    f"max_segments_per_seq={most}, but the given {message.format(count)}; give "
+                    f"max_segments_per_seq={count} or more"
                 )
 
     def within(self, most: int) -> SequenceDescriptor:
@@ -147,23 +147,23 @@ class SequenceDescriptor:
 
     def segments(self, batch: int, queries: int, keys: int) -> Segments:
         """Sequences for b x q query tokens and b x k key tokens."""
-        made = []
-        for place, tokens in enumerate((queries, keys)):
+        results = []
+        for index, tokens in enumerate((queries, keys)):
             lengths, offsets, ids, positions = (
-                part[place] for part in (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos)
+                part[index] for part in (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos)
             )
             if ids.size:
                 _fits("segment_ids", ids.shape, (batch, tokens))
-                made.append((ids, positions))
+                results.append((ids, positions))
                 continue
             if offsets.size:
                 _fits("seqlens", lengths.shape[:1], (batch,))
-                made.append(_packed(lengths, offsets, tokens))
+                results.append(_packed(lengths, offsets, tokens))
                 continue
             _fits("seqlens", lengths.shape, (batch,))
             place_of = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
-            made.append(((place_of < lengths[:, None]).astype(jnp.int32), place_of))
-        return Segments(made[0][0], made[1][0], made[0][1], made[1][1])
+            results.append(((place_of < lengths[:, None]).astype(jnp.int32), place_of))
+        return Segments(results[0][0], results[1][0], results[0][1], results[1][1])
 
     def get_seqlens_and_offsets(
         self,
@@ -178,11 +178,11 @@ class SequenceDescriptor:
         type and the window do not change the lengths.
         """
         lengths, offsets = list(self.seqlens), list(self.seq_offsets)
-        for place, ids in enumerate(self.segment_ids):
+        for index, ids in enumerate(self.segment_ids):
             if ids.size and qkv_layout.is_thd():
-                lengths[place], offsets[place] = _absent_as_minus_one(*_runs(ids, max_segments_per_seq))
+                lengths[index], offsets[index] = _absent_as_minus_one(*_runs(ids, max_segments_per_seq))
             elif ids.size:
-                lengths[place] = (ids != 0).sum(axis=1, dtype=jnp.int32)
+                lengths[index] = (ids != 0).sum(axis=1, dtype=jnp.int32)
         return lengths[0], lengths[1], offsets[0], offsets[1]
 
     def limited_lengths(self, queries: int, keys: int) -> Pair:
@@ -200,26 +200,26 @@ class SequenceDescriptor:
             keys: Key tokens per row.
             most: n if sequences are given by their numbers, whose tokens are adjacent.
         """
-        made: list[Pair] = []
+        pairs: list[Pair] = []
         for ids, lengths, offsets, tokens in zip(
             self.segment_ids, self.seqlens, self.seq_offsets, (queries, keys), strict=True
         ):
             if ids.size:
                 _fits("segment_ids", ids.shape, (batch, tokens))
-                made.append(_runs(ids, most))
+                pairs.append(_runs(ids, most))
             elif offsets.size:
                 _fits("seqlens", lengths.shape[:1], (batch,))
                 begins = offsets[:, :-1]
                 lengths = _limit_lengths(lengths, tokens - begins)
                 real = (begins >= 0) & (lengths > 0)
-                made.append((jnp.where(real, lengths, 0), jnp.where(real, begins, 0)))
+                pairs.append((jnp.where(real, lengths, 0), jnp.where(real, begins, 0)))
             else:
                 _fits("seqlens", lengths.shape, (batch,))
-                made.append((_limit_lengths(lengths, tokens)[:, None], jnp.zeros((batch, 1), jnp.int32)))
-        count = max(lengths.shape[1] for lengths, _ in made)
+                pairs.append((_limit_lengths(lengths, tokens)[:, None], jnp.zeros((batch, 1), jnp.int32)))
+        count = max(lengths.shape[1] for lengths, _ in pairs)
         (lengths_q, starts_q), (lengths_kv, starts_kv) = (
             [(x if x.shape[1] == count else jnp.pad(x, ((0, 0), (0, count - x.shape[1])))) for x in pair]
-            for pair in made
+            for pair in pairs
         )
         return lengths_q, lengths_kv, starts_q, starts_kv
 
@@ -243,9 +243,9 @@ def segments_at_most(descriptor: SequenceDescriptor | Array | None, most: int) -
     return most
 
 
-def _fits(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    if found != wanted:
-        raise ValueError(f"{name} has shape {found}; these queries and keys need {wanted}")
+def _fits(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise ValueError(f"{name} has shape {found}; these queries and keys need {expected}")
 
 
 def _packed(lengths: Array, offsets: Array, tokens: int) -> Pair:

@@ -176,6 +176,6 @@ def hidden_keys(
             hidden = hidden | (distance > right)
         return hidden[None, None]
     ids = (segments.query, segments.key) if mask_type.is_bottom_right() else (None, None)
-    seen = make_swa_mask(segments.query_position, segments.key_position, (left, right), bool, *ids)
+    visible = make_swa_mask(segments.query_position, segments.key_position, (left, right), bool, *ids)
     same = segments.query[:, None, :, None] == segments.key[:, None, None, :]
-    return ~(seen & same & (segments.query != 0)[:, None, :, None])
+    return ~(visible & same & (segments.query != 0)[:, None, :, None])

@@ -28,7 +28,7 @@ def check_score_mod(
     bias: AttnBiasType,
     mask: AttnMaskType,
     softmax: AttnSoftmaxType,
-    others: dict[str, object],
+    other_settings: dict[str, object],
 ) -> None:
     """Raise an error unless score_mod is the only modifier: it replaces masks, biases, windows, sinks and dropout."""
     check_functions(score_mod, score_mod_bprop, *tensors)
@@ -36,14 +36,14 @@ def check_score_mod(
         return
     if layout is not QKVLayout.BSHD_BSHD_BSHD:
         raise ValueError(f"score_mod with qkv_layout={layout.name}; it needs BSHD_BSHD_BSHD")
-    given = {"attn_bias_type": bias, "attn_mask_type": mask, "softmax_type": softmax}
+    settings = {"attn_bias_type": bias, "attn_mask_type": mask, "softmax_type": softmax}
     plain = (AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK, AttnSoftmaxType.VANILLA_SOFTMAX)
-    for (name, value), wanted in zip(given.items(), plain, strict=True):
-        if value is not wanted:
+    for (name, value), expected in zip(settings.items(), plain, strict=True):
+        if value is not expected:
             raise ValueError(
-                f"score_mod with {name}={value.name}; set it to {wanted.name}, and let score_mod do it"
+                f"score_mod with {name}={value.name}; set it to {expected.name}, and let score_mod do it"
             )
-    for name, value in others.items():
+    for name, value in other_settings.items():
         if value:
             raise ValueError(
                 f"score_mod with {name}={described(value)}; leave it out, and let score_mod do it"
@@ -57,13 +57,13 @@ def check_functions(
     """Raise an error unless both are functions or None, and tensors are only given together with their function."""
     function_or_none("score_mod", score_mod)
     function_or_none("score_mod_bprop", score_mod_bprop)
-    for given, value, reader, function in (
+    for argument, value, reader, function in (
         ("score_mod_bprop", score_mod_bprop, "score_mod", score_mod),
         ("score_mod_tensors", tensors, "score_mod", score_mod),
         ("score_mod_bprop_tensors", bprop_tensors, "score_mod_bprop", score_mod_bprop),
     ):
         if function is None and jax.tree.leaves(value):
-            raise ValueError(f"{given}={described(value)} without {reader}; give both, or neither")
+            raise ValueError(f"{argument}={described(value)} without {reader}; give both, or neither")
 
 
 _SCORES, _GRAPH, _INDICES = 2, 3, 5  # required positional parameters in the three contracts
@@ -84,24 +84,25 @@ def _check_parameters(score_mod: ScoreMod, score_mod_bprop: Callable[..., Array]
         )
     count = None if score_mod_bprop is None else required_parameters(score_mod_bprop)
     if contract != _INDICES and count is not None and count > 3:
-        wanted = "(gradient, scores, tensors)" if contract == _SCORES else "(graph, gradient, tensors)"
+        signature = "(gradient, scores, tensors)" if contract == _SCORES else "(graph, gradient, tensors)"
         raise TypeError(
-            f"score_mod_bprop has {count} required parameters; with this score_mod give a function of {wanted}"
+            f"score_mod_bprop has {count} required parameters; with this score_mod give a function of {signature}"
         )
 
 
-def _like(name: str, made: Any, scores: Array) -> Array:
+def _like(name: str, result: Any, scores: Array) -> Array:
     """Cast the result of a score function to the scores' dtype; raise an error unless it has the scores' shape."""
     if (
-        not isinstance(made, Array)
-        or made.shape != scores.shape
-        or not jnp.issubdtype(made.dtype, jnp.floating)
+        not isinstance(result, Array)
+        or result.shape != scores.shape
+        or not jnp.issubdtype(result.dtype, jnp.floating)
     ):
         raise ValueError(
-            f"{name} returned {described(made)} for scores of shape {list(scores.shape)} and {scores.dtype}; return an "
+            f"{name} returned {described(result)} for scores of shape {list(scores.shape)} and "
+            f"{scores.dtype}; return an "
             "array of that shape that holds floating-point numbers"
         )
-    return made.astype(scores.dtype)
+    return result.astype(scores.dtype)
 
 
 def modifier(
@@ -129,28 +130,28 @@ def modifier(
 
     def apply(scores: Array, tensors: Any) -> Array:
         if contract == _SCORES:
-            made = score_mod(scores, tensors)
+            result = score_mod(scores, tensors)
         elif contract == _GRAPH:
             graph = ScoreGraph(jnp, _places(scores))
-            made = score_mod(graph, scores, _broadcast("score_mod_tensors", tensors, scores))
+            result = score_mod(graph, scores, _broadcast("score_mod_tensors", tensors, scores))
         else:
-            made = score_mod(scores, *_places(scores), **tensors)
-        return _like("score_mod", made, scores)
+            result = score_mod(scores, *_places(scores), **tensors)
+        return _like("score_mod", result, scores)
 
     if score_mod_bprop is None:
         return lambda scores: apply(scores, tensors)
 
     def differentiate(gradient: Array, scores: Array, tensors: Any, bprop_tensors: Any) -> Array:
         if contract == _SCORES:
-            made = score_mod_bprop(gradient, scores, bprop_tensors)
+            result = score_mod_bprop(gradient, scores, bprop_tensors)
         elif contract == _GRAPH:
             apply(scores, tensors)  # score_mod_bprop may read arrays that score_mod computed, as in one graph
             graph = ScoreGraph(jnp, _places(scores))
             arrays = _broadcast("score_mod_bprop_tensors", bprop_tensors, scores)
-            made = score_mod_bprop(graph, gradient, arrays)
+            result = score_mod_bprop(graph, gradient, arrays)
         else:
-            made = score_mod_bprop(gradient, scores, *_places(scores), **bprop_tensors)
-        return _like("score_mod_bprop", made, scores)
+            result = score_mod_bprop(gradient, scores, *_places(scores), **bprop_tensors)
+        return _like("score_mod_bprop", result, scores)
 
     # Arrays are arguments to the custom derivative, which must not close over traced arrays; other leaves stay static.
     leaves, structure = jax.tree.flatten((tensors, bprop_tensors))
@@ -174,8 +175,8 @@ def modifier(
 def _places(scores: Array) -> tuple[Array, ...]:
     """Batch, head, query and key indices, int32, which broadcast with scores [b, h, q, k]."""
     return tuple(
-        jnp.arange(size, dtype=jnp.int32).reshape([-1 if axis == own else 1 for axis in range(4)])
-        for own, size in enumerate(scores.shape)
+        jnp.arange(size, dtype=jnp.int32).reshape([-1 if axis == dimension else 1 for axis in range(4)])
+        for dimension, size in enumerate(scores.shape)
     )
 
 
@@ -195,7 +196,7 @@ def _broadcast(name: str, tensors: Mapping[str, Any], scores: Array) -> dict[str
         if array.size == 1:
             arrays[key] = array.reshape(())
         elif array.ndim != 4 or any(
-            size not in (1, wanted) for size, wanted in zip(array.shape, scores.shape, strict=True)
+            size not in (1, expected) for size, expected in zip(array.shape, scores.shape, strict=True)
         ):
             raise ValueError(
                 f"{name}[{key!r}] is {list(array.shape)}; give one element, or 4 dimensions that broadcast to "

@@ -94,7 +94,7 @@ def run(call: AttentionOperands, request: AttentionRequest) -> Any:
     if bounds is None:
         lengths = call.lengths if request.rows == "lengths" and call.lengths is not None else (None, None)
         bounds = (*lengths, None, None)
-    given = OptionalOperands(
+    operands = OptionalOperands(
         bounds[0],
         bounds[1],
         bounds[2],
@@ -105,7 +105,7 @@ def run(call: AttentionOperands, request: AttentionRequest) -> Any:
         None if call.draw is None else call.draw(),
         None if call.draw is None else jnp.arange(call.query.shape[0], dtype=jnp.int32),
     )
-    result: Any = attend(options, *align_manual_axes(call.query, call.key, call.value, given))
+    result: Any = attend(options, *align_manual_axes(call.query, call.key, call.value, operands))
     if not request.max_logit:
         return result
     out, largest = result
@@ -113,30 +113,32 @@ def run(call: AttentionOperands, request: AttentionRequest) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(options: AttentionOptions, query: Array, key: Array, value: Array, given: OptionalOperands) -> Any:
+def attend(
+    options: AttentionOptions, query: Array, key: Array, value: Array, operands: OptionalOperands
+) -> Any:
     """Compute attention with the kernels; differentiable in query, key, value, and a given bias and sink.
 
     With options.max_logit the result is a pair: out and the largest logits, float32 [b, h], which have no gradient.
     """
-    return _forward(options, query, key, value, given)[0]
+    return _forward(options, query, key, value, operands)[0]
 
 
 def _forward(
-    options: AttentionOptions, query: Array, key: Array, value: Array, given: OptionalOperands
+    options: AttentionOptions, query: Array, key: Array, value: Array, operands: OptionalOperands
 ) -> tuple[Any, Any]:
-    kernel = AttentionForward(options, *given.described(query, key))
-    out, lse, *largest = call_kernel(kernel, query, key, value, *given.present())
-    return (out, *largest) if largest else out, (query, key, value, given, out, lse)
+    kernel = AttentionForward(options, *operands.described(query, key))
+    out, lse, *largest = call_kernel(kernel, query, key, value, *operands.present())
+    return (out, *largest) if largest else out, (query, key, value, operands, out, lse)
 
 
 def _backward(options: AttentionOptions, saved: Any, cotangent: Any) -> tuple[Any, ...]:
-    query, key, value, given, out, lse = saved
+    query, key, value, operands, out, lse = saved
     dout = cotangent[0] if options.max_logit else cotangent
-    kernel = AttentionBackward(options, *given.described(query, key))
-    arrays = (query, key, value, *given.present(), out, dout, lse)
+    kernel = AttentionBackward(options, *operands.described(query, key))
+    arrays = (query, key, value, *operands.present(), out, dout, lse)
     dq, dk, dv, *rest = call_kernel(kernel, *arrays)
-    dbias = rest.pop(0) if given.bias is not None else None
-    dsink = rest.pop(0).sum(axis=0) if given.sink is not None else None
+    dbias = rest.pop(0) if operands.bias is not None else None
+    dsink = rest.pop(0).sum(axis=0) if operands.sink is not None else None
     return dq, dk, dv, OptionalOperands(bias=dbias, sink=dsink)
 
 

@@ -115,11 +115,13 @@ class _AttentionKernel(Kernel):
     factors: tuple[str | None, ...]
     heads: tuple[int, int]
 
-    def sharing(self, more: Sequence[str], made: Sequence[str], summed: tuple[int, ...] = ()) -> ShardingRule:
+    def sharing(
+        self, more: Sequence[str], outputs: Sequence[str], summed: tuple[int, ...] = ()
+    ) -> ShardingRule:
         """Build the sharding rule of a kernel with more operands after the optional ones, and the results made."""
-        given = [one for one in self.factors if one is not None]
-        operands = (f"b s {head_factors(*self.heads)} d", "b t g d", "b t g e", *given, *more)
-        text = f"{', '.join(operands)} -> {', '.join(made)}"
+        present = [one for one in self.factors if one is not None]
+        operands = (f"b s {head_factors(*self.heads)} d", "b t g d", "b t g e", *present, *more)
+        text = f"{', '.join(operands)} -> {', '.join(outputs)}"
         never = {"s", "t", "d", "e", "r", "n", "w"} | ({"g"} if self.options.dropout else set())
         sizes = dict(zip("gr", self.heads, strict=True)) if self.heads[1] > 1 else {}
         replicated = tuple(sorted(never.intersection(re.findall(r"\w+", text))))
@@ -137,34 +139,36 @@ class _AttentionKernel(Kernel):
         found = OptionalOperands(*(None if one is None else next(remaining) for one in self.factors))
         return found, tuple(remaining)
 
-    def sources(self, q: Array, k: Array, v: Array, given: OptionalOperands) -> list[Array | None]:
+    def sources(self, q: Array, k: Array, v: Array, operands: OptionalOperands) -> list[Array | None]:
         """First inputs for every kernel."""
-        bounds: list[Array | None] = [*given[:4]]
+        bounds: list[Array | None] = [*operands[:4]]
         if self.options.packed:
-            lengths, starts = given[:2], given[2:4]
+            lengths, starts = operands[:2], operands[2:4]
             begins = [
                 x + jnp.arange(x.shape[0])[:, None] * y.shape[1]
                 for x, y in zip(starts, (q, k), strict=True)
                 if x is not None
             ]
             bounds = [x.ravel().astype(jnp.int32) for x in (*lengths, *begins)]  # pyright: ignore
-        return [q, k, v, *bounds, None, None, given.masked, given.bias, None]
+        return [q, k, v, *bounds, None, None, operands.masked, operands.bias, None]
 
-    def random(self, q: Array, given: OptionalOperands) -> Array | None:
+    def random(self, q: Array, operands: OptionalOperands) -> Array | None:
         """int64 [2] as uint32 words: a seed, and the random-number offset for this part of the batch."""
-        if given.words is None or given.row is None:
+        if operands.words is None or operands.row is None:
             return None
-        sequences = 1 if given.lengths_q is None or not self.options.packed else given.lengths_q.shape[1]
-        first = given.row[:1].astype(jnp.uint32) * (sequences * q.shape[2])
-        return jnp.concatenate((given.words, first))
+        sequences = (
+            1 if operands.lengths_q is None or not self.options.packed else operands.lengths_q.shape[1]
+        )
+        first = operands.row[:1].astype(jnp.uint32) * (sequences * q.shape[2])
+        return jnp.concatenate((operands.words, first))
 
-    def problem(self, q: Array, k: Array, v: Array, given: OptionalOperands) -> AttentionProblem:
+    def problem(self, q: Array, k: Array, v: Array, operands: OptionalOperands) -> AttentionProblem:
         """Extents, strides and options in the form that the kernels take."""
         from ....common.kernels.attention_problem import AttentionProblem
 
         options = self.options
         (batch, queries, heads, size), (_, keys, groups, _), size_v = q.shape, k.shape, v.shape[3]
-        rows = batch if not options.packed or given.lengths_q is None else given.lengths_q.size
+        rows = batch if not options.packed or operands.lengths_q is None else operands.lengths_q.size
         levels = (0, heads, 1) if options.packed else (heads * queries, 1, queries)
         return AttentionProblem(
             dtype=q.dtype.name, batch=rows, heads=heads, groups=groups, seqlen_q=queries, seqlen_kv=keys,
@@ -172,8 +176,8 @@ class _AttentionKernel(Kernel):
             window=options.window, bottom_right=options.bottom_right, dropout=options.dropout, page_size=0,
             q=self.strides(queries, heads, size), k=self.strides(keys, groups, size),
             v=self.strides(keys, groups, size_v), out=self.strides(queries, heads, size_v), lse=levels,
-            masked=strides_over_scores(given.masked), bias=strides_over_scores(given.bias), outer=(0, 0),
-            varied=given.masked is not None or given.bias is not None or options.dropout > 0.0,
+            masked=strides_over_scores(operands.masked), bias=strides_over_scores(operands.bias), outer=(0, 0),
+            varied=operands.masked is not None or operands.bias is not None or options.dropout > 0.0,
             shared_memory=processors().shared_memory,
             tokens=(batch * queries, batch * keys) if options.packed else None,
         )  # fmt: skip
@@ -204,10 +208,10 @@ class AttentionForward(_AttentionKernel):
         from ....common.kernels import attention  # it imports triton
 
         q, k, v, *rest = arrays
-        given, _ = self.given(tuple(rest))
+        operands, _ = self.given(tuple(rest))
         with_maxima = self.options.max_logit
-        launch = attention.forward(self.problem(q, k, v, given), with_maxima, True, self.options.packed)
-        inputs = [*self.sources(q, k, v, given), given.sink, self.random(q, given), None]
+        launch = attention.forward(self.problem(q, k, v, operands), with_maxima, True, self.options.packed)
+        inputs = [*self.sources(q, k, v, operands), operands.sink, self.random(q, operands), None]
         out, lse, largest = run_launch(launch, inputs, self.results(q, k, v)[:2])
         assert out is not None and lse is not None
         if not with_maxima:
@@ -226,17 +230,17 @@ class AttentionBackward(_AttentionKernel):
     def rule(self) -> ShardingRule:
         bias, sink = self.factors[5:7]
         head = head_factors(*self.heads)
-        made = [f"b s {head} d", "b t g d", "b t g e"]
-        made += [] if bias is None else [bias]
-        made += [] if sink is None else [f"b {head}"]
+        outputs = [f"b s {head} d", "b t g d", "b t g e"]
+        outputs += [] if bias is None else [bias]
+        outputs += [] if sink is None else [f"b {head}"]
         out = f"b s {head} e"
-        return self.sharing([out, out, self.levels], made, () if bias is None else (3,))
+        return self.sharing([out, out, self.levels], outputs, () if bias is None else (3,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         q, k, v, *rest = operands
         given, _ = self.given(tuple(rest))
-        made = [q, k, v] if given.bias is None else [q, k, v, given.bias]
-        shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in made]
+        likes = [q, k, v] if given.bias is None else [q, k, v, given.bias]
+        shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in likes]
         if given.sink is not None:
             shapes.append(jax.ShapeDtypeStruct((q.shape[0], q.shape[2]), jnp.float32))
         return tuple(shapes)
@@ -245,16 +249,16 @@ class AttentionBackward(_AttentionKernel):
         from ....common.kernels import attention_backward, attention_bias, attention_delta, attention_programs
 
         q, k, v, *rest = arrays
-        given, (out, dout, lse) = self.given(tuple(rest))
-        problem, packed = self.problem(q, k, v, given), self.options.packed
+        operands, (out, dout, lse) = self.given(tuple(rest))
+        problem, packed = self.problem(q, k, v, operands), self.options.packed
         parts = problem.key_parts(attention_backward.keys_tile(problem)[1], processors().count)
         # (part, batch, token, head) for the key and value gradients
         strides = [(x.shape[3], *self.strides(x.shape[1], x.shape[2], parts * x.shape[3])) for x in (k, v)]
         bias, bias_shape = None, ()
-        if given.bias is not None:
-            bias, bias_shape = attention_bias.added(problem, given.bias.shape)
+        if operands.bias is not None:
+            bias, bias_shape = attention_bias.added(problem, operands.bias.shape)
         program = attention_programs.gradients(
-            attention_delta.delta(problem, problem.out, given.sink is not None),
+            attention_delta.delta(problem, problem.out, operands.sink is not None),
             attention_backward.queries(problem, problem.q, packed),
             attention_backward.keys(problem, strides[0], strides[1], parts, packed),
             bias,
@@ -266,19 +270,21 @@ class AttentionBackward(_AttentionKernel):
         for name, x in (("dk", k), ("dv", v)):
             in_parts = jax.ShapeDtypeStruct((*x.shape[:3], parts, x.shape[3]), jnp.float32)
             into[name] = jax.ShapeDtypeStruct(x.shape, x.dtype) if parts == 1 else in_parts
-        if given.bias is not None:
-            whole = bias_shape == given.bias.shape
-            into["dbias"] = jax.ShapeDtypeStruct(bias_shape, given.bias.dtype if whole else jnp.float32)
-        inputs = [*self.sources(q, k, v, given), self.random(q, given), out, dout, lse, given.sink]
-        made: dict[str, Array] = dict(zip(program.into, perform(program, inputs, into), strict=True))  # pyright: ignore
-        grads = [made["dq"]]
+        if operands.bias is not None:
+            same_shape = bias_shape == operands.bias.shape
+            into["dbias"] = jax.ShapeDtypeStruct(
+                bias_shape, operands.bias.dtype if same_shape else jnp.float32
+            )
+        inputs = [*self.sources(q, k, v, operands), self.random(q, operands), out, dout, lse, operands.sink]
+        outputs: dict[str, Array] = dict(zip(program.into, perform(program, inputs, into), strict=True))  # pyright: ignore
+        grads = [outputs["dq"]]
         for name, x in (("dk", k), ("dv", v)):
-            grads.append(made[name] if parts == 1 else made[name].sum(axis=3).astype(x.dtype))
-        if given.bias is not None:
-            dbias = made["dbias"]
-            sizes = zip(dbias.shape, given.bias.shape, strict=True)
-            axes = tuple(axis for axis, (found, wanted) in enumerate(sizes) if found != wanted)
-            grads.append(dbias.sum(axis=axes, keepdims=True).astype(given.bias.dtype) if axes else dbias)
-        if given.sink is not None:
-            grads.append(made["dsink"].sum(axis=2).reshape(q.shape[0], -1, q.shape[2]).sum(axis=1))
+            grads.append(outputs[name] if parts == 1 else outputs[name].sum(axis=3).astype(x.dtype))
+        if operands.bias is not None:
+            dbias = outputs["dbias"]
+            sizes = zip(dbias.shape, operands.bias.shape, strict=True)
+            axes = tuple(axis for axis, (found, expected) in enumerate(sizes) if found != expected)
+            grads.append(dbias.sum(axis=axes, keepdims=True).astype(operands.bias.dtype) if axes else dbias)
+        if operands.sink is not None:
+            grads.append(outputs["dsink"].sum(axis=2).reshape(q.shape[0], -1, q.shape[2]).sum(axis=1))
         return tuple(grads)

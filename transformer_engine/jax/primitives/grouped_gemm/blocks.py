@@ -228,9 +228,9 @@ class BlockRows(_BlockProduct):
                 shared_memory=processors().shared_memory, hopper=hardware().has("hopper instructions"),
             )  # fmt: skip
             inputs = [a, b, None, scale_a, scale_b, None, layout]
-        (made,) = run(launch, inputs, [out])
-        assert made is not None
-        return (made,)
+        (result,) = run(launch, inputs, [out])
+        assert result is not None
+        return (result,)
 
 
 @dataclass(frozen=True)
@@ -266,9 +266,9 @@ class BlockContraction(_BlockProduct):
                 shared_memory=processors().shared_memory, hopper=hardware().has("hopper instructions"),
             )  # fmt: skip
             inputs = [a, b, scale_a.T, scale_b.T, layout, None]
-        (made,) = run(launch, inputs, [out])
-        assert made is not None
-        return (made,)
+        (result,) = run(launch, inputs, [out])
+        assert result is not None
+        return (result,)
 
 
 Product = TypeVar("Product", bound=_BlockProduct)

@@ -80,9 +80,9 @@ class GroupedRowsProduct(Kernel):
             else (None, None)
         )
         layout = layout_of_rows(sizes, a.shape[0])
-        (made,) = run(launch, [a, b, None, scale_a, scale_b, None, layout], [out])
-        assert made is not None
-        return (made,)
+        (result,) = run(launch, [a, b, None, scale_a, scale_b, None, layout], [out])
+        assert result is not None
+        return (result,)
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class GroupedContraction(Kernel):
         from ....common.kernels import grouped_gemm as kernels  # it imports triton
 
         a, b, sizes, *scales = arrays
-        (made,) = self.results(a, b, sizes)
+        (result,) = self.results(a, b, sizes)
         launch = kernels.product_of_columns(
-            made.shape[1], made.shape[2], made.shape[0], exact=self.scaled,
+            result.shape[1], result.shape[2], result.shape[0], exact=self.scaled,
             scaling=kernels.TENSOR_SCALES if self.scaled else kernels.UNSCALED,
             shared_memory=processors().shared_memory,
             hopper=hardware().has("hopper instructions"),
@@ -118,11 +118,11 @@ class GroupedContraction(Kernel):
         layout = layout_of_rows(sizes, a.shape[0])
         scale_a = scale_b = None
         if self.scaled:
-            a, b = (_columns(codes, layout, made.shape[0]) for codes in (a, b))
+            a, b = (_columns(codes, layout, result.shape[0]) for codes in (a, b))
             scale_a, scale_b = (
                 jnp.pad(scale.reshape(-1, 1), ((0, 0), (0, kernels.SCALE_SLOT - 1))) for scale in scales
             )
-        (out,) = run(launch, [a, b, scale_a, scale_b, layout, None], [made])
+        (out,) = run(launch, [a, b, scale_a, scale_b, layout, None], [result])
         assert out is not None
         return (out,)
 
@@ -136,14 +136,14 @@ def _columns(codes: Array, layout: Array, groups: int) -> Array:
     launch = grouped_cast.cast(
         (rows, depth), groups, True, element, 0, 0, False, 0.0, rowwise=False, columnwise=True, records=False
     )
-    made = jax.ShapeDtypeStruct(
+    like = jax.ShapeDtypeStruct(
         (grouped_layout.tiles_at_most(rows, groups) * grouped_layout.TILE_ROWS * depth,), codes.dtype
     )
     # A group whose maximum is the largest number of the element type has the scale 1.
     amax = jnp.full(groups, element.maximum, jnp.float32)
-    _, turned, _ = run(launch, [codes, None, layout, None, amax], [None, made, None])
-    assert turned is not None
-    return turned
+    _, transposed, _ = run(launch, [codes, None, layout, None, amax], [None, like, None])
+    assert transposed is not None
+    return transposed
 
 
 def layout_of_rows(sizes: Array, rows: int) -> Array:

@@ -65,8 +65,9 @@ def quantize_rows(
             over all rows. With given multipliers, the maxima cover this device only.
     """
     rows, columns = x.shape
-    given = None if multiplier is None else multiplier.astype(jnp.float32)
+    multiplier32 = None if multiplier is None else multiplier.astype(jnp.float32)
     return compute(
         ROWS, lambda platform: RowsRequest(group_sizes.shape[0], rows, columns, jnp.dtype(x.dtype), platform),
-        x, group_sizes.astype(jnp.int32), given, element=element, scaling=(power_of_two, float(epsilon)), over=over,
+        x, group_sizes.astype(jnp.int32), multiplier32, element=element,
+        scaling=(power_of_two, float(epsilon)), over=over,
     )  # fmt: skip

@@ -48,8 +48,8 @@ class Stack(Kernel):
 
     @property
     def rule(self) -> ShardingRule:
-        made = [axes for axes, present in zip(("g r c", "g c r"), self.directions, strict=True) if present]
-        return ShardingRule(f"g r c, g -> {', '.join([*made, 'g', 'g'])}", maxed=(len(made) + 1,))
+        outputs = [axes for axes, present in zip(("g r c", "g c r"), self.directions, strict=True) if present]
+        return ShardingRule(f"g r c, g -> {', '.join([*outputs, 'g', 'g'])}", maxed=(len(outputs) + 1,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         groups, rows, columns = operands[0].shape
@@ -75,9 +75,9 @@ class Stack(Kernel):
 
 def quantize(x: Array, multiplier: Array, element: Element, directions: tuple[bool, bool]) -> StackCodes:
     """See `quantize_stack`."""
-    made = iter(call(Stack(element, directions), x, multiplier))
-    rows, columns = (next(made) if present else None for present in directions)
-    return StackCodes(rows, columns, next(made), next(made))
+    outputs = iter(call(Stack(element, directions), x, multiplier))
+    rows, columns = (next(outputs) if present else None for present in directions)
+    return StackCodes(rows, columns, next(outputs), next(outputs))
 
 
 BACKEND = Backend[StackRequest](

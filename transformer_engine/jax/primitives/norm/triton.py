@@ -59,7 +59,7 @@ class NormForward(_NormKernel):
             norm.NormRows(rows, width, width, x.dtype.name, *norms, gpu.count, gpu.shared_memory)
         )
         _, _, y, mean, rstdev, *_ = run(launch, [x, gamma, beta, None, None])
-        return tuple(made for made in (y, mean, rstdev) if made is not None)
+        return tuple(result for result in (y, mean, rstdev) if result is not None)
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class NormBackward(_NormKernel):
     @property
     def rule(self) -> ShardingRule:
         matrices = ", ".join(["r w"] * (3 if self.adds else 2))
-        others = "w, r, r -> r w, w, w" if self.centered else "w, r -> r w, w"
+        outputs = "w, r, r -> r w, w, w" if self.centered else "w, r -> r w, w"
         summed = (1, 2) if self.centered else (1,)
-        return ShardingRule(f"{matrices}, {others}", ("w",), summed=summed)
+        return ShardingRule(f"{matrices}, {outputs}", ("w",), summed=summed)
 
     @property
     def in_parts(self) -> NormBackward:
@@ -97,18 +97,18 @@ class NormBackward(_NormKernel):
             self.centered, bytes_of_a_column, machine.count, machine.shared_memory,
         )  # fmt: skip
         mean = statistics[0] if self.centered else None
-        made = perform(program, [dy, x, add, gamma, mean, statistics[-1]])
-        return tuple(array for array in made if array is not None)
+        results = perform(program, [dy, x, add, gamma, mean, statistics[-1]])
+        return tuple(array for array in results if array is not None)
 
 
 def forward(
     x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float
 ) -> tuple[Array, Array | None, Array]:
     """See `norm_forward`."""
-    given = (gamma, beta) if centered and beta is not None else (gamma,)
+    affine = (gamma, beta) if centered and beta is not None else (gamma,)
     of_rows, count = with_rows(x, 1)
     kernel = NormForward(centered, zero_centered, epsilon)
-    y, *statistics = call_on_axes(kernel, {"r": count}, of_rows, *given)
+    y, *statistics = call_on_axes(kernel, {"r": count}, of_rows, *affine)
     rows = (*x.shape[:-1], 1)
     mean = statistics[0].reshape(rows) if centered else None
     return y.reshape(x.shape), mean, statistics[-1].reshape(rows)
@@ -124,9 +124,9 @@ def backward(
     found = (rstdev,) if mean is None else (mean, rstdev)
     statistics = (one.reshape(of_rows.shape[:-1]) for one in found)
     kernel = NormBackward(mean is not None, zero_centered, dtype, add is not None)
-    made = call_on_axes(kernel, {"r": count}, gradient, of_rows, *added, gamma, *statistics)
-    dbeta = made[2] if mean is not None else jnp.zeros_like(made[1])
-    return made[0].reshape(x.shape), made[1], dbeta
+    gradients = call_on_axes(kernel, {"r": count}, gradient, of_rows, *added, gamma, *statistics)
+    dbeta = gradients[2] if mean is not None else jnp.zeros_like(gradients[1])
+    return gradients[0].reshape(x.shape), gradients[1], dbeta
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}

@@ -36,8 +36,10 @@ def norm_codes(
     shape = (prod(x.shape[:-1]), x.shape[-1])
 
     def request(platform: str) -> NormCodesRequest:
-        made = Request(cast.spec, shape, x.dtype, platform, cast.multiplier is not None, max(x.ndim - 1, 1))
-        return NormCodesRequest(NormRequest.of("forward", x, platform), made, centered)
+        cast_request = Request(
+            cast.spec, shape, x.dtype, platform, cast.multiplier is not None, max(x.ndim - 1, 1)
+        )
+        return NormCodesRequest(NormRequest.of("forward", x, platform), cast_request, centered)
 
     coded = CodedNorm(centered, zero_centered, epsilon, cast.spec)
     return compute(TABLE, request, x, gamma, beta, cast.multiplier, coded=coded)

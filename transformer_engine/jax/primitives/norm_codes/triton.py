@@ -59,7 +59,7 @@ class _CodedNormKernel(Kernel):
     zero_centered: bool
     epsilon: float
 
-    def sharing(self, given: str, made: list[str], **options: Any) -> ShardingRule:
+    def sharing(self, parameters: str, outputs: list[str], **options: Any) -> ShardingRule:
         """Build the sharding rule of a kernel.
 
         Args:
@@ -68,7 +68,7 @@ class _CodedNormKernel(Kernel):
             **options: Options for the rule.
         """
         operands, statistics = ("r w, w, w", ["r", "r"]) if self.centered else ("r w, w", ["r"])
-        return ShardingRule(f"{operands}{given} -> {', '.join([*made, *statistics])}", **options)
+        return ShardingRule(f"{operands}{parameters} -> {', '.join([*outputs, *statistics])}", **options)
 
     def with_statistics(self, x: Any, *made: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Result shapes followed by the statistics' shapes."""
@@ -109,7 +109,7 @@ class ScaledNormCodes(_CodedNormKernel):
         program = norm_codes.one_scale(self.rows(x), quantization.one_scale(self.spec))
         inputs = [x, gamma, beta[0] if beta else None, multiplier, None]
         codes, scale, codes_t, _, amax, *statistics = perform(program, inputs)
-        return tuple(made for made in (codes, codes_t, scale, amax, *statistics) if made is not None)
+        return tuple(result for result in (codes, codes_t, scale, amax, *statistics) if result is not None)
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class MeasuredNorm(_CodedNormKernel):
         from ....common.kernels import norm  # it imports triton
 
         x, gamma, *beta = arrays
-        made = run(norm.forward(self.rows(x), measures=True), [x, gamma, beta[0] if beta else None, None])
-        return tuple(array for array in made if array is not None)
+        results = run(norm.forward(self.rows(x), measures=True), [x, gamma, beta[0] if beta else None, None])
+        return tuple(array for array in results if array is not None)
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ class BlockNormCodes(_CodedNormKernel):
 
         x, gamma, *beta = arrays
         program = norm_codes.row_blocks(self.rows(x), quantization.blocks(self.spec, x.dtype))
-        made = perform(program, [x, gamma, beta[0] if beta else None])
-        return tuple(array for array in made if array is not None)
+        results = perform(program, [x, gamma, beta[0] if beta else None])
+        return tuple(array for array in results if array is not None)
 
 
 def run_codes(
@@ -163,23 +163,23 @@ def run_codes(
     """See `norm_codes`."""
     options, spec = (coded.centered, coded.zero_centered, coded.epsilon), coded.spec
     of_rows, count = with_rows(x, 1)
-    given = [of_rows, gamma, *([] if beta is None else [beta])]
+    operands = [of_rows, gamma, *([] if beta is None else [beta])]
     counts = {"r": count}
     if spec.format.block:
-        codes, scales, *statistics = call_on_axes(BlockNormCodes(*options, spec), counts, *given)
-        made = Quantized(codes, scales.reshape(cast.shape[0], -1))
+        codes, scales, *statistics = call_on_axes(BlockNormCodes(*options, spec), counts, *operands)
+        quantized = Quantized(codes, scales.reshape(cast.shape[0], -1))
     elif scale is not None:
         multiplier = scale.astype(jnp.float32).reshape(1)
-        codes, *rest = call_on_axes(ScaledNormCodes(*options, spec), counts, *given, multiplier)
+        codes, *rest = call_on_axes(ScaledNormCodes(*options, spec), counts, *operands, multiplier)
         codes_t = rest.pop(0) if spec.columnwise else None
         inverse, amax, *statistics = rest
-        made = Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax)
+        quantized = Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax)
     else:
-        amax, y, *statistics = call_on_axes(MeasuredNorm(*options), counts, *given)
-        made = FORMATS[spec.format.name].quantize_by_kernels(y, QuantizeInputs(amax=amax), cast)
+        amax, y, *statistics = call_on_axes(MeasuredNorm(*options), counts, *operands)
+        quantized = FORMATS[spec.format.name].quantize_by_kernels(y, QuantizeInputs(amax=amax), cast)
     shape = (*x.shape[:-1], 1)
     mean = statistics[0].reshape(shape) if coded.centered else None
-    return made, mean, statistics[-1].reshape(shape)
+    return quantized, mean, statistics[-1].reshape(shape)
 
 
 BACKEND = Backend[NormCodesRequest](

@@ -153,12 +153,12 @@ def _check(
             raise ValueError(
                 "stochastic rounding needs random=(uniform [M, K], uniform [K, M]), float32 in [0, 1); it is None"
             )
-        wanted = (
+        expected = (
             (sides, spec.rowwise or spec.transposes),
             (sides[::-1], spec.columnwise and not spec.transposes),
         )
-        for place, (numbers, ((rows, columns), read)) in enumerate(zip(random, wanted, strict=True)):
+        for index, (numbers, ((rows, columns), read)) in enumerate(zip(random, expected, strict=True)):
             found = None if numbers is None else numbers.shape
             if read and found not in ((*rows, *columns), matrix := (prod(rows), prod(columns))):
                 shape = None if found is None else list(found)
-                raise ValueError(f"random[{place}] is {shape}; draw one number an element, {list(matrix)}")
+                raise ValueError(f"random[{index}] is {shape}; draw one number an element, {list(matrix)}")

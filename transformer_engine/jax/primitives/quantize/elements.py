@@ -122,10 +122,10 @@ def encode_e2m1(x: Array, random: Array | None = None) -> Array:
         codes = first + second + third
     else:
         first, second, third = (jnp.floor(stretch) for stretch in stretches)
-        whole = first + second + third
+        floors = first + second + third
         # At most one stretch is partly filled.
         fraction = (stretches[0] - first) + (stretches[1] - second) + (stretches[2] - third)
-        codes = whole + jnp.floor(fraction + random)
+        codes = floors + jnp.floor(fraction + random)
     sign = jnp.signbit(x).astype(jnp.uint8) << 3
     return lax.bitcast_convert_type((codes.astype(jnp.uint8) | sign).astype(jnp.uint4), jnp.float4_e2m1fn)
 

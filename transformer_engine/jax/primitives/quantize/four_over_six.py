@@ -43,8 +43,8 @@ def encode(
     """
     base = exact.multiply(exact.divide(tiles.tile_amax(cut, axis), jnp.float32(E2M1.maximum)), encode_scale)
     six, four = (
-        _encode_candidate(cut, axis, wanted, measure, largest, amax, encode_scale, multiplier_of)
-        for wanted in (base, exact.multiply(base, 1.5))
+        _encode_candidate(cut, axis, ideal, measure, largest, amax, encode_scale, multiplier_of)
+        for ideal in (base, exact.multiply(base, 1.5))
     )
     takes_four = four[2] < six[2]
     return (
@@ -56,14 +56,14 @@ def encode(
 def _encode_candidate(
     cut: Array,
     axis: int,
-    wanted: Array,
+    ideal: Array,
     measure: str,
     largest: float,
     amax: Array,
     encode_scale: Array,
     multiplier_of: Callable[[Array], Array],
 ) -> Coding:
-    scale = cast(wanted, E4M3)
+    scale = cast(ideal, E4M3)
     scale, multiplier = tiles.settle_scales((scale, multiplier_of(scale)))
     codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), None)
     # At most 6 significant bits, from 2^-10 on: exact.
@@ -88,8 +88,8 @@ def _encode_candidate(
     # Sum over each tile: along a row from the first element on, then rows 0 with 8, 1 with 9, .., 0 with 4, ..
     columns = jnp.moveaxis(terms, -1, 0)
     total = columns[0]
-    for place in range(1, columns.shape[0]):
-        total = total + columns[place]
+    for index in range(1, columns.shape[0]):
+        total = total + columns[index]
     rows = jnp.moveaxis(total, axis, 0)
     while rows.shape[0] > 1:
         half = rows.shape[0] // 2

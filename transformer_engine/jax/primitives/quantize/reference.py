@@ -24,16 +24,18 @@ def run(x: Array, given: QuantizeInputs, spec: QuantizeSpec, axis: int = 1) -> Q
         assert spec.tile is not None
         down, along = spec.tile
         # Columnwise codes have the transposed tile.
-        kept, at = tiles.split_axes(x.shape, axis, (max(down, along) if spec.columnwise else down, along))
-        return form.quantize(x.reshape(kept), spec, given, at).with_axes(x.shape, axis)
-    made = form.quantize(x, replace(spec, rowwise=True, columnwise=False), given, axis)
-    assert made.codes is not None
+        split_shape, at = tiles.split_axes(
+            x.shape, axis, (max(down, along) if spec.columnwise else down, along)
+        )
+        return form.quantize(x.reshape(split_shape), spec, given, at).with_axes(x.shape, axis)
+    result = form.quantize(x, replace(spec, rowwise=True, columnwise=False), given, axis)
+    assert result.codes is not None
     return Quantized(
-        codes=made.codes if spec.rowwise else None,
-        scale=made.scale if spec.rowwise else None,
-        codes_t=turned(made.codes, axis) if spec.columnwise else None,
-        scale_t=made.scale if spec.columnwise else None,
-        amax=made.amax,
+        codes=result.codes if spec.rowwise else None,
+        scale=result.scale if spec.rowwise else None,
+        codes_t=turned(result.codes, axis) if spec.columnwise else None,
+        scale_t=result.scale if spec.columnwise else None,
+        amax=result.amax,
     )
 
 

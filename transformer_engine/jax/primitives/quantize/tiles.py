@@ -42,8 +42,8 @@ def counts(shape: tuple[int, ...], axis: int, tile: tuple[int, int]) -> tuple[in
 def cut(x: Array, tile: tuple[int, int], axis: int = 1) -> Array:
     """Split [*R, *K] into tiles [.., ceil(R/r), r, .., ceil(K/c), c]; zeros fill the last tiles."""
     widths = [0] * x.ndim
-    for place, size in ((axis - 1, tile[0]), (x.ndim - 1, tile[1])):
-        widths[place] = round_up(x.shape[place], size) - x.shape[place]
+    for dimension, size in ((axis - 1, tile[0]), (x.ndim - 1, tile[1])):
+        widths[dimension] = round_up(x.shape[dimension], size) - x.shape[dimension]
     if any(widths):
         x = jnp.pad(x, [(0, width) for width in widths])
     tiles = counts(x.shape, axis, tile)

@@ -44,9 +44,9 @@ def unsupported_reason(request: Request) -> str | None:
     return None
 
 
-def run(x: Array, given: QuantizeInputs, request: Request) -> Quantized:
+def run(x: Array, inputs: QuantizeInputs, request: Request) -> Quantized:
     """Compute a request with the kernels of its format."""
-    return FORMATS[request.spec.format.name].quantize_by_kernels(x, given, request)
+    return FORMATS[request.spec.format.name].quantize_by_kernels(x, inputs, request)
 
 
 BACKEND: Backend[Request] = Backend(

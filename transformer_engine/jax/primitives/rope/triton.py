@@ -66,9 +66,9 @@ class PackedRotationKernel(RotationKernel):
         tokens = "s b" if self.sequence_first else "b s"
         # Shardy rejects an axis that is split into a one-element factor and another factor.
         row = "d" if self.heads == 1 else "(h d)"
-        apart = ", ".join([f"{tokens} h d"] * 3)
+        separate = ", ".join([f"{tokens} h d"] * 3)
         joint = f"{tokens} t {row}"
-        text = f"{apart}, p e -> {joint}" if self.back else f"{joint}, p e -> {apart}"
+        text = f"{separate}, p e -> {joint}" if self.back else f"{joint}, p e -> {separate}"
         sizes = {"t": 3, "h": self.heads, "d": self.width}
         return ShardingRule(text, ("s", "t", "d", "p", "e"), sizes)
 

@@ -33,8 +33,8 @@ def advance_states(
     All states must have the same number of groups and steps. A kernel reads them without copying them together.
     """
     length, groups = states[0].history.shape[-1], states[0].scale.shape[0]
-    made = compute(
+    updated = compute(
         TABLE, lambda platform: ScaleUpdateRequest(len(states), length, platform, groups), tuple(map(tuple, states)),
         algorithm=algorithm, maxima=maxima, margin=margin,
     )  # fmt: skip
-    return [(history, scale) for history, scale in made]
+    return [(history, scale) for history, scale in updated]

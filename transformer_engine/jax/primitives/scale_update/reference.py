@@ -85,11 +85,11 @@ def run(
     shape, groups = histories[0].shape, scales[0].shape[0]
     rows = jnp.concatenate([history.reshape(groups, -1) for history in histories])
     of_rows = tuple(maximum for maximum in maxima for _ in range(groups))
-    moved, made = advance_scales(
+    moved, updated = advance_scales(
         rows, jnp.concatenate(scales), jnp.concatenate(amaxes), algorithm, of_rows, margin
     )
-    parts = (slice(place * groups, (place + 1) * groups) for place in range(len(states)))
-    return tuple((moved[part].reshape(shape), made[part]) for part in parts)
+    parts = (slice(index * groups, (index + 1) * groups) for index in range(len(states)))
+    return tuple((moved[part].reshape(shape), updated[part]) for part in parts)
 
 
 BACKEND = Backend[ScaleUpdateRequest]("reference", bind=lambda request: run)

@@ -65,8 +65,8 @@ class AdvanceScales(Kernel):
         launch = delayed_scaling.advance_new(length, self.takes_maximum, self.maxima, self.margin, groups)
         absent = [None] * (delayed_scaling.STATES - states)
         kinds = (arrays[start : start + states] for start in (0, states, 2 * states))
-        made = run(launch, [array for kind in kinds for array in (*kind, *absent)])
-        new = (array for array in made if array is not None)
+        results = run(launch, [array for kind in kinds for array in (*kind, *absent)])
+        new = (array for array in results if array is not None)
         return tuple(array.reshape(old.shape) for array, old in zip(new, arrays, strict=False))
 
 
@@ -74,13 +74,13 @@ def advance(
     states: tuple[tuple[Array, Array, Array], ...], algorithm: str, maxima: tuple[float, ...], margin: float
 ) -> tuple[tuple[Array, Array], ...]:
     """See `advance_states`."""
-    made: list[tuple[Array, Array]] = []
+    updated: list[tuple[Array, Array]] = []
     for first in range(0, len(states), _STATES):
         some, theirs = states[first : first + _STATES], maxima[first : first + _STATES]
         arrays = [array for group in zip(*some, strict=True) for array in group]
         results = call(AdvanceScales(algorithm == "max", theirs, margin, arrays[0].ndim == 2), *arrays)
-        made += zip(results[: len(some)], results[len(some) :], strict=True)
-    return tuple(made)
+        updated += zip(results[: len(some)], results[len(some) :], strict=True)
+    return tuple(updated)
 
 
 BACKEND = Backend[ScaleUpdateRequest](

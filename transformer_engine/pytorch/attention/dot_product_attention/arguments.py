@@ -190,14 +190,14 @@ def whole_length(name: str, size: Any) -> int | None:
     if size is None or torch.compiler.is_compiling():
         return size
     try:
-        whole = to_int(f"max_seqlen_{name}", size)
+        length = to_int(f"max_seqlen_{name}", size)
     except TypeError:
         raise ValueError(
             f"max_seqlen_{name}={described(size)} is not a whole number; give the tokens of the longest sequence"
         ) from None
-    if whole < 0:
-        raise ValueError(f"max_seqlen_{name}={whole} is below 0; give the tokens of the longest sequence")
-    return whole
+    if length < 0:
+        raise ValueError(f"max_seqlen_{name}={length} is below 0; give the tokens of the longest sequence")
+    return length
 
 
 def check_cache_kind(inference_params: Any) -> None:
@@ -228,7 +228,7 @@ def accept_angles(rotary_pos_emb: Any) -> Tensor | tuple[Tensor, Tensor]:
     return tuple(rotary_pos_emb)
 
 
-def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtype) -> int:
+def check_cache(layer_number: int | None, cached: torch.dtype, requested: torch.dtype) -> int:
     """Return the layer number, which a cache needs.
 
     Raises:
@@ -236,9 +236,9 @@ def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtyp
     """
     if layer_number is None:
         raise ValueError("inference_params needs layer_number, which names the cache; set it at construction")
-    if cached != given:
+    if cached != requested:
         raise ValueError(
-            f"inference_params has dtype={cached}, query_layer is {given}; make the cache with the layer's dtype"
+            f"inference_params has dtype={cached}, query_layer is {requested}; make the cache with the layer's dtype"
         )
     return layer_number
 
@@ -252,10 +252,10 @@ def check_bias(call: AttentionCall, bias: Tensor | TensorFacts | None) -> None:
     """
     takes_bias = call.bias in ("pre_scale_bias", "post_scale_bias")
     if takes_bias != (bias is not None):
-        want = "needs" if takes_bias else "takes no"
-        given = "None" if bias is None else f"a Tensor of shape {list(bias.shape)} and {bias.dtype}"
+        verb = "needs" if takes_bias else "takes no"
+        description = "None" if bias is None else f"a Tensor of shape {list(bias.shape)} and {bias.dtype}"
         raise ValueError(
-            f"core_attention_bias_type={call.bias!r} {want} core_attention_bias, which is {given}; match the two"
+            f"core_attention_bias_type={call.bias!r} {verb} core_attention_bias, which is {description}; match the two"
         )
     slopes = call.slopes_shape
     if call.slopes_given and slopes is not None and len(slopes) == 2 and slopes[0] not in (1, call.batch):

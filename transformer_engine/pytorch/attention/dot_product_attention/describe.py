@@ -140,7 +140,7 @@ def whole_sequence(
     context = config.context
     assert context is not None
     axis = 1 if tensor_format == "bshd" else 0
-    held = qkv[0].shape[axis] if len(qkv[0].shape) > 1 else 0
+    tokens = qkv[0].shape[axis] if len(qkv[0].shape) > 1 else 0
     tensors = tuple(_lengthen_axis(x, axis, context.size) if len(x.shape) > 1 else x for x in qkv)
     given = {"core_attention_bias": a.core_attention_bias}
     if mask_name(config, a) == "arbitrary":
@@ -148,10 +148,10 @@ def whole_sequence(
     for name, x in given.items():
         if not is_tensor(x) or len(x.shape) < 2 or x.shape[-2] == 1 or tensor_format == "thd":  # pyright: ignore[reportOptionalMemberAccess]
             continue
-        if x.shape[-2] != held:  # pyright: ignore[reportOptionalMemberAccess]
+        if x.shape[-2] != tokens:  # pyright: ignore[reportOptionalMemberAccess]
             raise ValueError(
                 f"{name} {list(x.shape)} has {x.shape[-2]} rows; a context-parallel rank gives the rows of its "  # pyright: ignore[reportOptionalMemberAccess]
-                f"{held} queries, in their order, and the columns of all keys"
+                f"{tokens} queries, in their order, and the columns of all keys"
             )
         a = a._replace(**{name: _lengthen_axis(x, x.ndim - 2, context.size)})  # pyright: ignore[reportOptionalMemberAccess]
     return tensors, a  # pyright: ignore[reportReturnType]

@@ -203,13 +203,13 @@ class DotProductAttention(TransformerEngineBaseModule):
             warn_once(
                 "cp_stream", "cp_stream has no effect without a cp_group of several ranks; leave it None"
             )
-        given = {
+        options = {
             "cp_group": cp_group, "cp_global_ranks": cp_global_ranks, "cp_stream": cp_stream,
             "cp_comm_type": cp_comm_type, "load_balancing_strategy": load_balancing_strategy,
         }  # fmt: skip
         # Clients set an unchanged group before every call; plans are cached by the identity of the record.
-        if any(getattr(self._config, name) != value for name, value in given.items()):
-            self._configure(**given)
+        if any(getattr(self._config, name) != value for name, value in options.items()):
+            self._configure(**options)
 
     @accepts_older_orders(v2_19=("softcap",), v2_11=("bottom_right_diagonal", "softcap", "bf16_backward"))
     def forward(
@@ -279,14 +279,14 @@ class DotProductAttention(TransformerEngineBaseModule):
             fp8_output = to_bool("fp8_output", fp8_output)
             bf16_backward = bf16_backward is not None and to_bool("bf16_backward", bf16_backward)
         if torch._C._is_any_autocast_enabled():
-            given = (query_layer, key_layer, value_layer, qkv_layer, kv_layer)
-            query_layer, key_layer, value_layer, qkv_layer, kv_layer = cast_to_autocast_dtype(given)
+            inputs = (query_layer, key_layer, value_layer, qkv_layer, kv_layer)
+            query_layer, key_layer, value_layer, qkv_layer, kv_layer = cast_to_autocast_dtype(inputs)
         score_mod = self.score_mod if score_mod is None else score_mod
         if not (score_mod is score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
-            given = (score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
-            score_mod = bound_score_mod(*given)
+            inputs = (score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
+            score_mod = bound_score_mod(*inputs)
         tracing = torch.compiler.is_compiling() or export_mode.onnx
-        known = (self._config, self.training, self._parameters["softmax_offset"])
+        plan_inputs = (self._config, self.training, self._parameters["softmax_offset"])
         # fmt: off
         if not tracing and (
             attention_mask is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded
@@ -298,7 +298,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             and num_splits is ONE and core_attention_bias_type == "no_bias"
         ):
             names = (qkv_format, attn_mask_type)
-            prepared = prepare(self._plans, *known, (query_layer, key_layer, value_layer), PLAIN, False, names)
+            prepared = prepare(self._plans, *plan_inputs, (query_layer, key_layer, value_layer), PLAIN, False, names)
             return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
         qkv = unpack_qkv(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         arguments = AttentionArguments(
@@ -314,7 +314,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             modes = {"checkpoint_core_attention": checkpoint_core_attention, "bf16_backward": bf16_backward}
             return attend_by_policies(partial(self.forward, **modes), policies, qkv, arguments)
         checked = check_arguments(self._config, arguments, lambda: qkv, tracing)
-        prepared = prepare(None if tracing else self._plans, *known, qkv, checked)
+        prepared = prepare(None if tracing else self._plans, *plan_inputs, qkv, checked)
         return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
 
     if TYPE_CHECKING:
@@ -339,8 +339,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             fp8_output: As in `forward`.
             projection: Projection that needs a gradient; q, k and v are views of it, unknown to autograd.
         """
-        known = (self._config, self.training, self._parameters["softmax_offset"])
-        prepared = prepare(self._plans, *known, qkv, checked, projection is not None)
+        plan_inputs = (self._config, self.training, self._parameters["softmax_offset"])
+        prepared = prepare(self._plans, *plan_inputs, qkv, checked, projection is not None)
         return self._attend(prepared, False, checkpoint_core_attention, fp8_output, False, projection)
 
     def _attend(

@@ -67,9 +67,9 @@ class LastChoice(Mapping[str, Any]):
         return len(_KEYS) + 1
 
     def _current(self) -> dict[str, Any]:
-        seen = self.seen
-        if seen is not None and seen is not self._described:
-            self._values, self._described = _description(*seen[:2]), seen
+        last = self.seen
+        if last is not None and last is not self._described:
+            self._values, self._described = _description(*last[:2]), last
         return self._values
 
 

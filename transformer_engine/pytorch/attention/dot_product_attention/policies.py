@@ -65,10 +65,11 @@ def check_policies(
     Raises:
         ValueError: A policy or another call argument cannot be used.
     """
-    given: Any = a.thd_attention_policies
-    if not isinstance(given, (list, tuple)) or not given:
+    policies: Any = a.thd_attention_policies
+    if not isinstance(policies, (list, tuple)) or not policies:
         raise ValueError(
-            f"thd_attention_policies={described(given)} is not a non-empty list; give a list of dictionaries, or None"
+            f"thd_attention_policies={described(policies)} is not a non-empty list; give a list of "
+            f"dictionaries, or None"
         )
     one_of("thd_attention_policy_dispatch", a.thd_attention_policy_dispatch, DISPATCHES)
     tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
@@ -91,7 +92,7 @@ def check_policies(
     ):  # fmt: skip
         if wrong:
             raise ValueError(f"thd_attention_policies with {argument}; {remedy}")
-    return [_check_policy(index, policy, a, device) for index, policy in enumerate(given)]
+    return [_check_policy(index, policy, a, device) for index, policy in enumerate(policies)]
 
 
 def _check_policy(index: int, policy: Any, a: AttentionArguments, device: torch.device) -> Policy:
@@ -156,7 +157,7 @@ def check_coverage(ids: list[Tensor], batch: int) -> None:
             "sequence_ids of thd_attention_policies are read on the host, which a CUDA graph cannot capture; call the "
             "attention with the same tensors once before the capture"
         )
-    whole: list[int] = []
+    covered: list[int] = []
     for index, x in enumerate(ids):
         values = x.tolist()
         for sequence in values:
@@ -169,9 +170,9 @@ def check_coverage(ids: list[Tensor], batch: int) -> None:
             raise ValueError(
                 f"thd_attention_policies[{index}]: sequence_ids {values} are not strictly ascending"
             )
-        whole += values
-    if sorted(whole) != list(range(batch)):
-        absent, repeated = set(range(batch)) - set(whole), {x for x in whole if whole.count(x) > 1}
+        covered += values
+    if sorted(covered) != list(range(batch)):
+        absent, repeated = set(range(batch)) - set(covered), {x for x in covered if covered.count(x) > 1}
         raise ValueError(
             f"thd_attention_policies do not contain each of the {batch} sequences once: missing {sorted(absent)}, "
             f"repeated {sorted(repeated)}"
@@ -286,7 +287,7 @@ def _attend(
     a: AttentionArguments,
 ) -> Tensor:
     bounds_fields = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    own = a._replace(
+    arguments = a._replace(
         **dict(zip(bounds_fields, bounds, strict=True)),  # pyright: ignore[reportArgumentType]
         attn_mask_type=policy.mask_type,
         window_size=policy.window_size,
@@ -295,7 +296,7 @@ def _attend(
         softcap=None,
         **NO_POLICIES,
     )
-    return attend(*qkv, **own._asdict())
+    return attend(*qkv, **arguments._asdict())
 
 
 def _in_place(

@@ -155,7 +155,9 @@ def _index_tensors(tensors: Mapping[str, Tensor], places: Places) -> dict[str, T
                 "broadcast to [batch, heads, queries, keys]"
             )
         else:
-            index = [0 if size == 1 else place for size, place in zip(tensor.shape, places, strict=True)]
+            index = [
+                0 if size == 1 else position for size, position in zip(tensor.shape, places, strict=True)
+            ]
             found[name] = tensor[tuple(index)]
     return found
 

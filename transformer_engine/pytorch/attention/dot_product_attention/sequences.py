@@ -170,8 +170,8 @@ def demand_lengths(s: Sequences, a: AttentionArguments) -> None:
     queries, keys = s.queries, s.keys
     if cu_q is not None:
         demand(are_bounds, (cu_q, starts_q), "cu_seqlens_q", queries.tokens, queries.size)
-    seen = cu_kv is cu_q and starts_kv is starts_q
-    if cu_kv is None or (seen and keys.tokens == queries.tokens and keys.size == queries.size):
+    self_attention = cu_kv is cu_q and starts_kv is starts_q
+    if cu_kv is None or (self_attention and keys.tokens == queries.tokens and keys.size == queries.size):
         return
     demand(are_bounds, (cu_kv, starts_kv), "cu_seqlens_kv", keys.tokens, keys.size)
 
@@ -266,9 +266,9 @@ def _side(
         if bounds is not None:
             _check_cumulative(name, bounds, x)
     if starts is not None and (cu_seqlens is None or starts.shape != cu_seqlens.shape):
-        given = None if cu_seqlens is None else list(cu_seqlens.shape)
+        shape = None if cu_seqlens is None else list(cu_seqlens.shape)
         raise ValueError(
-            f"cu_seqlens_{name}_padded is {list(starts.shape)}, cu_seqlens_{name} {given}; give both, equally long"
+            f"cu_seqlens_{name}_padded is {list(starts.shape)}, cu_seqlens_{name} {shape}; give both, equally long"
         )
     max_seqlen = whole_length(name, max_seqlen)
     if padding and cu_seqlens is None and masked is None:

@@ -143,8 +143,8 @@ _OF_LAYERS = AttentionArguments._fields.index("qkv_format")
 
 def pack_arguments(*fields: Any) -> AttentionArguments:
     """Pack the first fields of AttentionArguments; NO_ARGUMENTS if all have their defaults."""
-    for given, default in zip(fields, NO_ARGUMENTS, strict=False):
-        if given is not default:
+    for value, default in zip(fields, NO_ARGUMENTS, strict=False):
+        if value is not default:
             return AttentionArguments(*fields)
     return NO_ARGUMENTS
 

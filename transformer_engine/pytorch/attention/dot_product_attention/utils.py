@@ -183,17 +183,17 @@ class AttentionParams:
         """Bias shape; None for a bias type without a tensor."""
         if self.core_attention_bias_type not in ("pre_scale_bias", "post_scale_bias"):
             return None
-        given = self.core_attention_bias_shape or "1hss"
+        layout = self.core_attention_bias_shape or "1hss"
         extents = (self.batch_size, self.num_heads, self.max_seqlen_q, self.max_seqlen_kv)
-        if isinstance(given, str):
+        if isinstance(layout, str):
             # A pattern such as "1hss", "b1ss" or "111s".
             sizes = [{"1": 1, axis: extent} for axis, extent in zip("bhss", extents, strict=True)]
-            if len(given) != 4 or any(axis not in known for axis, known in zip(given, sizes, strict=True)):
+            if len(layout) != 4 or any(axis not in size for axis, size in zip(layout, sizes, strict=True)):
                 raise ValueError(
-                    f"core_attention_bias_shape={given!r}; write b, h, s, s for the axes, and 1 for broadcast axes"
+                    f"core_attention_bias_shape={layout!r}; write b, h, s, s for the axes, and 1 for broadcast axes"
                 )
-            return tuple(known[axis] for axis, known in zip(given, sizes, strict=True))
-        shape = tuple(given)
+            return tuple(size[axis] for axis, size in zip(layout, sizes, strict=True))
+        shape = tuple(layout)
         if len(shape) != 4 or any(n not in (1, extent) for n, extent in zip(shape, extents, strict=True)):
             raise ValueError(
                 f"core_attention_bias_shape={shape} does not broadcast to {extents}; give these sizes, or 1"
@@ -317,9 +317,9 @@ def get_thd_padding_mask(
     token = torch.arange(num_tokens, device=cu_seqlens.device)
     starts = cu_seqlens_padded.long()
     sequence = torch.searchsorted(starts, token, right=True) - 1
-    behind = sequence >= starts.shape[0] - 1
+    padding = sequence >= starts.shape[0] - 1
     sequence = sequence.clamp(0, starts.shape[0] - 2)
-    return behind | (token - starts[sequence] >= sequence_lengths(cu_seqlens)[sequence])
+    return padding | (token - starts[sequence] >= sequence_lengths(cu_seqlens)[sequence])
 
 
 class AttentionLogging:

@@ -139,13 +139,13 @@ def attend(
             passes = backend.as_passes(call, inputs)
         if passes is not None:
             x, interleaved = projection
-            others = inputs[_QKV:]
-            for tensor in others:  # any() over a generator takes 1.3 us longer in every call
+            rest = inputs[_QKV:]
+            for tensor in rest:  # any() over a generator takes 1.3 us longer in every call
                 if tensor is not None:
                     break
             else:
-                others = ()
-            return AttentionResult(*_ProjectedAttention.apply(passes, call, interleaved, inputs, x, *others))
+                rest = ()
+            return AttentionResult(*_ProjectedAttention.apply(passes, call, interleaved, inputs, x, *rest))
         heads = split_heads(projection.x, call.heads, call.groups, call.head_dim_qk, projection.interleaved)
         inputs = AttentionInputs(*heads, *inputs[_QKV:])
     if execution is not None:
@@ -247,24 +247,24 @@ class _ProjectedAttention(Function):
         if not is_recorded() or ctx.call.dropout > 0.0:
             return _project_gradients(ctx, grad_output)
         call, interleaved = ctx.call, ctx.interleaved
-        x, _, _, _, *others = ctx.saved_tensors
+        x, _, _, _, *rest = ctx.saved_tensors
 
         def attention(x: Tensor, *others: Any) -> Tensor:
             heads = split_views(x, call.heads, call.groups, call.head_dim_qk, interleaved)
             return reference.forward(call, AttentionInputs(*heads, *others)).output.flatten(-2)
 
-        return None, None, None, None, *replay(attention, [x, *others], grad_output)
+        return None, None, None, None, *replay(attention, [x, *rest], grad_output)
 
 
 @once_differentiable("attention with dropout")
 def _project_gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     call = ctx.call
-    x, output, lse, rng_state, *others = take_saved(ctx)
-    of_others: list[Tensor | None] = [None] * len(others)
+    x, output, lse, rng_state, *rest = take_saved(ctx)
+    of_others: list[Tensor | None] = [None] * len(rest)
     heads = split_views(x, call.heads, call.groups, call.head_dim_qk, ctx.interleaved)
-    saved = SavedAttention(ctx.passes, AttentionInputs(*heads, *others), Attended(output, lse, rng_state))
+    saved = SavedAttention(ctx.passes, AttentionInputs(*heads, *rest), Attended(output, lse, rng_state))
     # The joined gradient is as large as x: free x and the output first.
-    del x, output, heads, others
+    del x, output, heads, rest
     gradients = attention_backward(call, saved, grad_output)
     del saved
     if of_others:

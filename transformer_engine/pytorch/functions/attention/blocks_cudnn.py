@@ -22,15 +22,15 @@ def _quantize_directions(
     """Quantize x [.., h, d] with blocks along d and along the tokens, where requested."""
     matrix = cudnn_blocks.as_matrix_of_tokens(x, tensor_format)
     operands = quantizer.operands(matrix, along_depth, along_tokens)
-    made: list[BlockCodes | None] = []
+    results: list[BlockCodes | None] = []
     for operand, contracts_tokens in zip(operands, (False, True), strict=True):
         assert operand is None or isinstance(operand, Operand)
-        made.append(
+        results.append(
             None
             if operand is None
             else cudnn_blocks.block_codes(operand, x.shape, tensor_format, contracts_tokens)
         )
-    return made[0], made[1]
+    return results[0], results[1]
 
 
 def _values(attention: FP8Attention, inputs: AttentionInputs) -> list[Tensor]:
@@ -60,7 +60,7 @@ def backward(
     q, k, v = _values(attention, inputs)
     grad_output = grad_output.contiguous()
     of_q, of_qkv = call.q_format, quantizers.qkv
-    made = {
+    quantized = {
         ("q", "q_t"): _quantize_directions(q, of_q, of_qkv, True, True),
         ("k", "k_t"): _quantize_directions(k, call.kv_format, of_qkv, True, True),
         ("v", ""): _quantize_directions(v, call.kv_format, of_qkv, True, False),
@@ -70,7 +70,7 @@ def backward(
     }
     codes = {
         role: one
-        for roles, directions in made.items()
+        for roles, directions in quantized.items()
         for role, one in zip(roles, directions, strict=True)
         if one is not None
     }

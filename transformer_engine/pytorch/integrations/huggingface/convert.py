@@ -156,13 +156,13 @@ def _convert(decoder: Any, config: DecoderConfig, recipe: Recipe | None) -> None
     for number, layer in enumerate(decoder.layers):
         _convert_layer(layer, number, config, names)
     norm = decoder.norm
-    made = RMSNorm(
+    converted = RMSNorm(
         config.hidden,
         eps=config.epsilon,
         zero_centered_gamma=config.zero_centered,
         **norm_factory_kwargs(norm.weight),
     )
-    decoder.norm = made.train(norm.training)
+    decoder.norm = converted.train(norm.training)
     decoder.norm.weight = norm.weight
     return_angles(decoder.rotary_emb)
     enter_recipe(decoder, recipe)
@@ -172,9 +172,11 @@ def _convert(decoder: Any, config: DecoderConfig, recipe: Recipe | None) -> None
 
 def _convert_layer(layer: Any, number: int, config: DecoderConfig, names: LayerNames) -> None:
     stock = dict(layer.named_parameters())
-    wanted = dict(stock)
+    expected = dict(stock)
     names.to_ours(stock)
-    frozen = {ours for ours, theirs in names.pairs() if theirs in wanted and not wanted[theirs].requires_grad}
+    frozen = {
+        ours for ours, theirs in names.pairs() if theirs in expected and not expected[theirs].requires_grad
+    }
     place = factory_kwargs(layer.mlp.down_proj.weight)
     mlp = LayerNormMLP(
         config.hidden,

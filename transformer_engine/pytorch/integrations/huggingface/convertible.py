@@ -76,35 +76,36 @@ def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
     owners: dict[int, str] = {}
     _check_epsilon(decoder.norm, config, f"the last norm of {type(decoder).__name__}")
     for number, layer in enumerate(decoder.layers):  # pyright: ignore[reportArgumentType]
-        place = f"layer {number} of {type(decoder).__name__}"
+        location = f"layer {number} of {type(decoder).__name__}"
         if not hasattr(layer.self_attn, "q_proj"):
-            raise ValueError(f"{place} is converted already; call revert_hf(model) first")
-        _check_products(layer, place)
+            raise ValueError(f"{location} is converted already; call revert_hf(model) first")
+        _check_products(layer, location)
         fresh = fresh_layer(layer, decoder.config, number)
         for name in REPLACED:
-            known = dict(fresh.get_submodule(name).named_modules(prefix=name))
+            expected = dict(fresh.get_submodule(name).named_modules(prefix=name))
             for path, part in layer.get_submodule(name).named_modules(prefix=name):
-                if type(part) is not type(known.get(path)):
+                if type(part) is not type(expected.get(path)):
                     raise ValueError(
-                        f"{path} of {place} is {with_article(type(part))}, which is not what transformers puts "
+                        f"{path} of {location} is {with_article(type(part))}, which is not what transformers puts "
                         "there; convert the model before it is changed"
                     )
                 forward = vars(part).get("forward")
                 if forward is not None and not isinstance(forward, InjectedForward):
                     raise ValueError(
-                        f"{path} of {place} has a replaced forward, which would be lost; convert the model before its "
+                        f"{path} of {location} has a replaced forward, which would be lost; convert the model "
+                        f"before its "
                         "forward is replaced"
                     )
         for name in NORMS:
-            _check_epsilon(layer.get_submodule(name), config, f"{name} of {place}")
+            _check_epsilon(layer.get_submodule(name), config, f"{name} of {location}")
         x: Tensor = torch.linspace(-4.0, 4.0, 65, device="cpu")
         if not torch.allclose(layer.mlp.act_fn(x), _ACTIVATIONS[config.activation](x), rtol=1e-5, atol=1e-6):
             raise ValueError(
-                f"the activation of {place} is {layer.mlp.act_fn}, which LayerNormMLP does not compute; it has silu "
+                f"the activation of {location} is {layer.mlp.act_fn}, which LayerNormMLP does not compute; it has silu "
                 "and gelu by tanh (gelu_pytorch_tanh)"
             )
         for name, parameter in layer.named_parameters(remove_duplicate=False):
-            mine = f"{name} of {place}"
+            mine = f"{name} of {location}"
             if owners.setdefault(id(parameter), mine) != mine:
                 raise ValueError(
                     f"{mine} is {owners[id(parameter)]}, and would become a separate weight; convert models whose "
@@ -118,11 +119,11 @@ def fresh_layer(layer: nn.Module, config: Any, number: int) -> nn.Module:
         return type(layer)(config, number)
 
 
-def _check_epsilon(norm: Any, config: DecoderConfig, place: str) -> None:
+def _check_epsilon(norm: Any, config: DecoderConfig, location: str) -> None:
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", config.epsilon))
     if epsilon != config.epsilon:
         raise ValueError(
-            f"{place} has epsilon {epsilon}, the model's config {config.epsilon}; set both to one number"
+            f"{location} has epsilon {epsilon}, the model's config {config.epsilon}; set both to one number"
         )
 
 
@@ -133,43 +134,46 @@ def check_hooks(decoder: nn.Module) -> None:
         for number, layer in enumerate(decoder.layers)  # pyright: ignore[reportArgumentType]
         for name in REPLACED
     ]
-    for place, module in (*replaced, (f"the last norm of {type(decoder).__name__}", decoder.norm)):
+    for location, module in (*replaced, (f"the last norm of {type(decoder).__name__}", decoder.norm)):
         hooked = next(find_hooked(module), None)  # pyright: ignore[reportArgumentType]
         if hooked is not None:
             raise ValueError(
-                f"{place} has a hook{f' on {hooked}' if hooked else ''} and is replaced; remove the hook, and register "
+                f"{location} has a hook{f' on {hooked}' if hooked else ''} and is replaced; remove the "
+                f"hook, and register "
                 "it on the model that you get"
             )
 
 
-def _check_products(layer: nn.Module, place: str) -> None:
+def _check_products(layer: nn.Module, location: str) -> None:
     parts = {name: layer.get_submodule(name) for name in _LINEAR}
     for name, part in parts.items():
         if type(part) is not nn.Linear:
             raise ValueError(
-                f"{name} of {place} is {with_article(type(part))}, not a torch.nn.Linear; convert the model before it "
+                f"{name} of {location} is {with_article(type(part))}, not a torch.nn.Linear; convert the model before it "
                 "is quantized, adapted or parallelized"
             )
     for module in layer.modules():
         if hasattr(module, "_hf_hook"):
             raise ValueError(
-                f"{place} has hooks of accelerate's dispatch; load the model without device_map, convert it, then "
+                f"{location} has hooks of accelerate's dispatch; load the model without device_map, convert it, then "
                 "dispatch it, to devices alone: offloading does not find weights that were fused"
             )
     kinds = {(parameter.dtype, parameter.device): name for name, parameter in layer.named_parameters()}
     if len(kinds) > 1:
         listed = ", ".join(f"{name} {dtype} on {device}" for (dtype, device), name in kinds.items())
-        raise ValueError(f"the parameters of {place} differ: {listed}; bring them together with model.to()")
+        raise ValueError(
+            f"the parameters of {location} differ: {listed}; bring them together with model.to()"
+        )
     ((dtype, _),) = kinds
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"the parameters of {place} are {dtype}; convert the model in float32, bfloat16 or float16"
+            f"the parameters of {location} are {dtype}; convert the model in float32, bfloat16 or float16"
         )
     for names in _JOINED:
-        wanted = {parameter.requires_grad for name in names for parameter in parts[name].parameters()}
-        if len(wanted) > 1:
+        flags = {parameter.requires_grad for name in names for parameter in parts[name].parameters()}
+        if len(flags) > 1:
             raise ValueError(
-                f"{', '.join(names)} of {place} become one weight, but only some of them require gradients; freeze all "
+                f"{', '.join(names)} of {location} become one weight, but only some of them require gradients; freeze all "
                 "or leave all trainable"
             )
 

@@ -38,13 +38,13 @@ def inject_te_attention(model: torch.nn.Module) -> None:
     injected = sum([inject_te_attention_into_module(module) for module in list(model.modules())])
     if injected:
         object.__setattr__(model, "_te_attention_injected", True)
-        asked = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        if isinstance(asked, str) and asked not in ("sdpa", "transformer_engine"):
+        implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if isinstance(implementation, str) and implementation not in ("sdpa", "transformer_engine"):
             logger.warning(
                 "%s computes its attention as %r, without scaled_dot_product_attention, and nothing changes; call "
                 'model.set_attn_implementation("sdpa")',
                 type(model).__name__,
-                asked,
+                implementation,
             )
     else:
         logger.warning(
@@ -153,14 +153,14 @@ class Replacement:
             return "fallback_input"
         if shapes != ((a.heads,), (a.groups,), (a.groups,), (a.size,), (a.size,), (a.size_v,)):
             return "fallback_input"
-        asked = a.size**-0.5 if scale is None else scale
-        if abs(asked - a.scale) > SCALE_TOLERANCE:
+        requested = a.size**-0.5 if scale is None else scale
+        if abs(requested - a.scale) > SCALE_TOLERANCE:
             if not (self.warned or torch.compiler.is_compiling()):
                 self.warned = True
                 logger.warning(
                     "scale=%s, the layer was injected with %s, its own; its attention is left to torch. transformers' "
                     'attn_implementation="transformer_engine" takes the scale of every call',
-                    asked,
+                    requested,
                     self.layout.scale,
                 )
             return "fallback_scale_mismatch"

@@ -61,11 +61,11 @@ class LayerNames:
     def of(model_type: str, decoder: DecoderConfig) -> LayerNames:
         matches = []
         for row in family_named(model_type).rows:
-            for place, ours in _PLACES.items():
-                if row.ours.startswith(place):
+            for prefix, ours in _PLACES.items():
+                if row.ours.startswith(prefix):
                     theirs = tuple(name.removeprefix(_THEIR_LAYER) for name in row.theirs)
                     matches.append(
-                        LayerTensor(ours + row.ours.removeprefix(place), theirs, row.layout(decoder))
+                        LayerTensor(ours + row.ours.removeprefix(prefix), theirs, row.layout(decoder))
                     )
                     break
         return LayerNames(tuple(matches))
@@ -79,23 +79,23 @@ class LayerNames:
 
     def fill(self, layer: nn.Module, state: MutableMapping[str, Any], prefix: str, found: LoadErrors) -> None:
         """Fill in the layer's own values for missing parts and parts with another shape, and report them."""
-        own = dict(layer.named_parameters())
+        parameters = dict(layer.named_parameters())
         for match in self._renamed():
             theirs = [prefix + name for name in match.theirs]
-            if match.ours not in own or prefix + match.ours in state:
+            if match.ours not in parameters or prefix + match.ours in state:
                 continue
             with torch.no_grad():
-                parts = match.layout.split(_values(own[match.ours]))
+                parts = match.layout.split(_values(parameters[match.ours]))
             for name, part in zip(theirs, parts, strict=True):
-                given = state.get(name)
-                if given is None:
+                value = state.get(name)
+                if value is None:
                     found.missing.append(name)
-                elif given.shape != part.shape:
+                elif value.shape != part.shape:
                     found.errors.append(
-                        f"size mismatch for {name}: its shape is {list(given.shape)} in the state dict, "
+                        f"size mismatch for {name}: its shape is {list(value.shape)} in the state dict, "
                         f"{list(part.shape)} in the model"
                     )
-                if given is None or given.shape != part.shape:
+                if value is None or value.shape != part.shape:
                     state[name] = part.detach()
 
     def to_theirs(self, state: MutableMapping[str, Any], prefix: str = "") -> None:

@@ -60,8 +60,8 @@ def _window(module: torch.nn.Module) -> int | None:
     kinds: Any = getattr(getattr(module, "config", None), "layer_types", None)
     index: Any = getattr(module, "layer_idx", None)
     listed = isinstance(kinds, list | tuple) and isinstance(index, int) and index < len(kinds)
-    whole = getattr(module, "is_sliding", None) is False or (listed and kinds[index] == "full_attention")
-    return None if whole else window
+    unlimited = getattr(module, "is_sliding", None) is False or (listed and kinds[index] == "full_attention")
+    return None if unlimited else window
 
 
 def out_features(projection: object) -> int | None:

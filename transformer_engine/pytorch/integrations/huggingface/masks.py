@@ -105,9 +105,9 @@ _MANY = 64
 
 def _recall_mask(mask: Tensor, batch: int) -> Masking | None:
     """Return the cached result for this tensor object, which all layers in a forward pass receive."""
-    known = _last.get(id(mask))
-    if known is not None and known[0]() is mask and known[1:3] == (mask._version, batch):
-        return known[3]
+    cached = _last.get(id(mask))
+    if cached is not None and cached[0]() is mask and cached[1:3] == (mask._version, batch):
+        return cached[3]
     found = _recognize_mask(mask, batch)
     if len(_last) >= _MANY:
         _last.clear()
@@ -124,13 +124,13 @@ def _recognize_mask(mask: Tensor, batch: int) -> Masking | None:
         visible = rows == 0
         agrees = (visible | (rows < HIDDEN)).all()
         rows = visible
-    seen = _read(rows)
-    facts = _judge_mask(seen, agrees)
+    intervals = _read(rows)
+    facts = _judge_mask(intervals, agrees)
     if facts.everything:
-        return _everything(facts, seen.begin, seen.end, batch)
+        return _everything(facts, intervals.begin, intervals.end, batch)
     if facts.banded:
-        return _band_masking(facts, seen.begin, seen.end, batch)
-    return _packed(seen.first, facts.longest, batch) if facts.longest else None
+        return _band_masking(facts, intervals.begin, intervals.end, batch)
+    return _packed(intervals.first, facts.longest, batch) if facts.longest else None
 
 
 class _Intervals(NamedTuple):
@@ -191,34 +191,34 @@ def _read(visible: Tensor) -> _Intervals:
     return _Intervals(first, last, blind, intervals, begin, end, keys)
 
 
-def _judge_mask(seen: _Intervals, agrees: Tensor | None) -> _Facts:
+def _judge_mask(intervals: _Intervals, agrees: Tensor | None) -> _Facts:
     """Return the properties, computed on the mask's device and read at once."""
-    first, last, blind = seen.first, seen.last, seen.blind
+    first, last, blind = intervals.first, intervals.last, intervals.blind
     queries = first.shape[1]
-    low, high = seen.begin[:, None], seen.end[:, None] - 1
+    low, high = intervals.begin[:, None], intervals.end[:, None] - 1
     empty = high < 0
     everything = (((first == low) & (last == high) & ~blind) | empty).all()
 
     row = torch.arange(queries, device=first.device)
     sees = (~blind).view(torch.uint8).argmax(1, keepdim=True)
     diagonal = (last.gather(1, sees) - sees).masked_fill(empty, -queries).amax()
-    place = row + diagonal
+    position = row + diagonal
     cut = (first > low) & ~blind
-    window = (place + 1 - first).masked_fill(~cut, 0).amax()
-    low = torch.where(window > 0, torch.maximum(low, place - window + 1), low)
-    high = torch.minimum(place, high)
+    window = (position + 1 - first).masked_fill(~cut, 0).amax()
+    low = torch.where(window > 0, torch.maximum(low, position - window + 1), low)
+    high = torch.minimum(position, high)
     banded = torch.where(blind, high < low, (first == low) & (last == high)).all()
 
     goes_on = first == torch.cat((torch.zeros_like(first[:, :1]), first[:, :-1]), dim=1)
     packed = ((last == row) & (goes_on | (first == row)) & ~blind).all()
-    longest = (row - first + 1).amax() * packed if queries == seen.keys else packed * 0
+    longest = (row - first + 1).amax() * packed if queries == intervals.keys else packed * 0
 
-    whole = seen.intervals if agrees is None else seen.intervals & agrees
-    bounds = (*seen.begin.aminmax(), *seen.end.aminmax())
-    numbers = (whole & everything, whole & banded, diagonal, window, longest * whole, *bounds)
+    contiguous = intervals.intervals if agrees is None else intervals.intervals & agrees
+    bounds = (*intervals.begin.aminmax(), *intervals.end.aminmax())
+    numbers = (contiguous & everything, contiguous & banded, diagonal, window, longest * contiguous, *bounds)
     fits, fits_band, ahead, wide, most, *n = torch.stack([number.long() for number in numbers]).tolist()
     return _Facts(
-        bool(fits), bool(fits_band), (n[0], n[1]), ahead, wide, (n[2], n[3]), most, queries, seen.keys
+        bool(fits), bool(fits_band), (n[0], n[1]), ahead, wide, (n[2], n[3]), most, queries, intervals.keys
     )
 
 
@@ -236,8 +236,8 @@ def _packed(first: Tensor, longest: int, batch: int) -> Masking:
 def _everything(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking:
     """Return the masking for queries that see all keys in their sequence."""
     if facts.alike:
-        whole = (facts.begins[0], facts.ends[0]) == (0, facts.keys)
-        return NO_MASK if whole else Masking("no_mask", keys=(facts.begins[0], facts.ends[0]))
+        unmasked = (facts.begins[0], facts.ends[0]) == (0, facts.keys)
+        return NO_MASK if unmasked else Masking("no_mask", keys=(facts.begins[0], facts.ends[0]))
     queries = (torch.zeros_like(begin), torch.full_like(end, facts.queries))
     return _ranges("padding", None, facts, queries, (begin, end), batch)
 
@@ -285,8 +285,8 @@ def _ranges(
         if packed:
             lengths = torch.cat((lengths.new_zeros(1), lengths))
             places = torch.arange(batch, device=begin.device) * size + begin
-            whole = places.new_tensor([0, batch * size])
-            arguments[f"cu_seqlens_{side}_padded"] = torch.cat((whole[:1], places, whole[1:])).int()
+            full_range = places.new_tensor([0, batch * size])
+            arguments[f"cu_seqlens_{side}_padded"] = torch.cat((full_range[:1], places, full_range[1:])).int()
             arguments[f"max_seqlen_{side}"] = size
         arguments[f"cu_seqlens_{side}"] = cumulative(lengths)
     if facts.queries == facts.keys and name != "padding":  # equal numbers are passed as one tensor

@@ -84,7 +84,7 @@ class CachedAttention(MegatronModule):
         self, context: Any, query: Tensor, key: Tensor, value: Tensor, rotary_pos_emb: Any, tables: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any, Any, None]:
         tokens, rows = self._places(context, key, context.sequence_len_offset)
-        seen = slice(0, tokens.stop)
+        cached_tokens = slice(0, tokens.stop)
         keys, values = self._static_caches(context, key, value)
         if self.config.flash_decode and tables[0] is not None:
             check_reach(tables, tokens.stop)
@@ -99,9 +99,9 @@ class CachedAttention(MegatronModule):
             # One query sees every key; one among several queries sees keys up to its own position.
             mask_type = AttnMaskType.no_mask if query.shape[0] == 1 else AttnMaskType.causal_bottom_right
         if rotary_pos_emb is not None:
-            parts = zip(rotary_pos_emb, (tokens, seen), strict=True)
+            parts = zip(rotary_pos_emb, (tokens, cached_tokens), strict=True)
             rotary_pos_emb = tuple(None if angles is None else angles[which] for angles, which in parts)
-        return query, keys[seen, rows], values[seen, rows], rotary_pos_emb, mask_type, None
+        return query, keys[cached_tokens, rows], values[cached_tokens, rows], rotary_pos_emb, mask_type, None
 
     def _places(self, context: Any, key: Tensor, begin: int) -> tuple[slice, slice]:
         """Return (tokens, sequences) of the caches for new keys [s, b, ..]; raise ValueError if they do not fit."""

@@ -92,24 +92,25 @@ class PagedContext:
                 f"new_tokens={new_tokens}; give {len(self._pages)} numbers >= 0 that are not all 0"
             )
         lengths = [have + new for have, new in zip(self._lengths, new_tokens, strict=True)]
-        wanted = [
-            -(-length // self._page_size) - len(own) for length, own in zip(lengths, self._pages, strict=True)
+        needed = [
+            -(-length // self._page_size) - len(pages)
+            for length, pages in zip(lengths, self._pages, strict=True)
         ]
-        if sum(wanted) > len(self._free):
+        if sum(needed) > len(self._free):
             raise ValueError(
-                f"{sum(wanted)} more pages are needed, {len(self._free)} are free; make the context larger"
+                f"{sum(needed)} more pages are needed, {len(self._free)} are free; make the context larger"
             )
-        for own, count in zip(self._pages, wanted, strict=True):
-            own += [self._free.pop(0) for _ in range(count)]
+        for pages, count in zip(self._pages, needed, strict=True):
+            pages += [self._free.pop(0) for _ in range(count)]
         positions = [range(end - new, end) for end, new in zip(lengths, new_tokens, strict=True)]
         slots = [
-            own[p // self._page_size] * self._page_size + p % self._page_size
-            for own, of_request in zip(self._pages, positions, strict=True)
+            pages[p // self._page_size] * self._page_size + p % self._page_size
+            for pages, of_request in zip(self._pages, positions, strict=True)
             for p in of_request
         ]
         device = self._keys.device
-        widest = max(len(own) for own in self._pages)
-        table = [own + [0] * (widest - len(own)) for own in self._pages]
+        widest = max(len(pages) for pages in self._pages)
+        table = [pages + [0] * (widest - len(pages)) for pages in self._pages]
         self._table = torch.tensor(table, dtype=torch.int32, device=device)
         self._slots = torch.tensor(slots, device=device)
         self._positions = torch.tensor([p for of_request in positions for p in of_request], device=device)

@@ -194,13 +194,13 @@ class PackedSequences:
     qkv_format: str = "thd"
 
 
-def process_groups(given: Any) -> Any:
+def process_groups(groups: Any) -> Any:
     """Return an attention layer's process groups: the caller's, Megatron's if initialized, or none."""
-    if given is not None:
+    if groups is not None:
         for name in ("tp", "cp"):
-            if not hasattr(given, name):
+            if not hasattr(groups, name):
                 raise ValueError(f"pg_collection has no {name} group; make one with tp and cp")
-        return given
+        return groups
     if _ProcessGroups is not None and torch.distributed.is_initialized():
         return _ProcessGroups.use_mpu_process_groups(required_pgs=["tp", "cp", "dp"])
     return ProcessGroups()

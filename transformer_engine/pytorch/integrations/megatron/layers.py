@@ -63,8 +63,8 @@ class _WithBias(torch.nn.Module):
     """forward(x) returns (y, bias); bias is None without a bias, or if y includes it."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        made = super().forward(x)  # pyright: ignore[reportAttributeAccessIssue]
-        return made if isinstance(made, tuple) else (made, None)
+        output = super().forward(x)  # pyright: ignore[reportAttributeAccessIssue]
+        return output if isinstance(output, tuple) else (output, None)
 
 
 class ColumnLinear(_WithBias, Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -182,13 +182,13 @@ class CoreAttention(attentions.DotProductAttention):
         if attention_bias is not None:
             options |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": attention_bias}
         mask = attention_mask if kind == "arbitrary" or "padding" in kind else None
-        made = super().forward(query, key, value, mask, attn_mask_type=kind, **options)
+        result = super().forward(query, key, value, mask, attn_mask_type=kind, **options)
         if not self.return_max_logit:
-            return made  # pyright: ignore[reportReturnType]
-        output, logits = made
-        known = self.current_max_attn_logits
+            return result  # pyright: ignore[reportReturnType]
+        output, logits = result
+        previous = self.current_max_attn_logits
         logits = logits.detach()
-        self.current_max_attn_logits = logits if known is None else torch.maximum(known, logits)
+        self.current_max_attn_logits = logits if previous is None else torch.maximum(previous, logits)
         return output
 
 

@@ -19,12 +19,12 @@ class Forms(NamedTuple):
     cos_sin: Tensor | None
 
 
-def unpack_embeddings(given: Forms, context: Any, flash_decode: bool) -> Any:
+def unpack_embeddings(forms: Forms, context: Any, flash_decode: bool) -> Any:
     """Return query and key angles, None if tables are used; raise ValueError for an unused form.
 
     Caches of flash_decode contain rotated keys and use the tables; contexts that rotate themselves use one table.
     """
-    pair, tables, cos_sin = given
+    pair, tables, cos_sin = forms
     if pair is not None and len(pair) != 2:
         raise ValueError(
             f"rotary_pos_emb has {len(pair)} tensors; give one, or one of queries and one of keys"
@@ -101,7 +101,7 @@ def rotate(
         # One sequence with all tokens, whose positions are token indices.
         tokens, table = x.flatten(0, 1).unsqueeze(1), freqs[: x.shape[0]].flatten(0, 1).unsqueeze(1)
         return rotate(tokens, table, interleaved, mscale).view(x.shape)
-    turned = apply_rotary_pos_emb(
+    result = apply_rotary_pos_emb(
         x,
         freqs,
         tensor_format="sbhd" if cu_seqlens is None else "thd",
@@ -111,17 +111,19 @@ def rotate(
         cp_rank=cp[1],
     )
     if mscale == 1.0:
-        return turned
-    head, rest = turned[..., : freqs.shape[-1]] * mscale, turned[..., freqs.shape[-1] :]
+        return result
+    head, rest = result[..., : freqs.shape[-1]] * mscale, result[..., freqs.shape[-1] :]
     return torch.cat((head, rest), dim=-1) if rest.shape[-1] else head
 
 
 def rotate_by_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x [.., d], rotated by cos and sin [.., r / 2], one column per feature pair; the rest is copied."""
     size = 2 * cos.shape[-1]
-    turned, rest = x[..., :size].float(), x[..., size:]
-    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    rotary_part, rest = x[..., :size].float(), x[..., size:]
+    first, second = (
+        (rotary_part[..., ::2], rotary_part[..., 1::2]) if interleaved else rotary_part.chunk(2, dim=-1)
+    )
     cos, sin = cos.float(), sin.float()
     pair = first * cos - second * sin, second * cos + first * sin
-    made = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((made.to(x.dtype), rest), dim=-1)
+    result = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((result.to(x.dtype), rest), dim=-1)

@@ -310,13 +310,15 @@ def _model_ms(model: nn.Module, sample: Any) -> float | None:
     """Median milliseconds for the sample, forward and backward; None for a model in shards."""
     if is_sharded(model):
         return None
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step() -> None:
         outputs = run(model, sample)
         roots = [tensor for tensor in iterate_tensors(outputs) if tensor.requires_grad]
-        if roots and wanted:
-            torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
+        if roots and trainable:
+            torch.autograd.grad(
+                roots, trainable, [torch.ones_like(root) for root in roots], allow_unused=True
+            )
 
     times = []
     with preserve_state(model), torch.enable_grad():

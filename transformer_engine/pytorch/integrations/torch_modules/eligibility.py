@@ -95,9 +95,9 @@ class Eligibility:
             return f"its weight is {with_article(type(weight))}, which is quantized or wrapped already"
         if weight.dtype not in _DTYPES:
             return f"its weight is {weight.dtype}; float32, bfloat16 and float16 are converted"
-        others = [other for other in self._tied.get(id(weight), ()) if other != name]
-        if others:
-            return f"shares its weight with {', '.join(others)}"
+        tied_names = [other for other in self._tied.get(id(weight), ()) if other != name]
+        if tied_names:
+            return f"shares its weight with {', '.join(tied_names)}"
         if isinstance(module, nn.LayerNorm) and module.bias is None:
             return "LayerNorm without a bias, which te.LayerNorm does not have"
         if isinstance(module, nn.RMSNorm) and module.eps is None:

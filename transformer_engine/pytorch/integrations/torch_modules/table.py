@@ -35,8 +35,8 @@ class LayerChoice:
         """Cells of a table row, in COLUMNS order."""
         sides = (None, None) if self.costs is None else self.costs
         times = [_number(None if side is None else side.ms) for side in sides]
-        held = [None if side is None else side.held for side in sides]
-        mebibytes = [_number(None if count is None else count / 2**20) for count in held]
+        saved_bytes = [None if side is None else side.held for side in sides]
+        mebibytes = [_number(None if count is None else count / 2**20) for count in saved_bytes]
         return (self.name or "(model)", self.module, self.choice, *times, *mebibytes, self.reason)
 
 

@@ -76,21 +76,21 @@ def time_functions(functions: Sequence[Callable[..., Tensor]], call: SampleCall)
         functions: Functions or modules.
         call: Shapes, dtype, device and gradients of the tensors.
     """
-    place = call.device
+    device = call.device
     inputs = [
-        torch.randn(shape, dtype=call.dtype, device=place, requires_grad=call.needs_grad)
+        torch.randn(shape, dtype=call.dtype, device=device, requires_grad=call.needs_grad)
         for shape in call.shapes
     ]
     steps = [_step(function, inputs) for function in functions]
     for step in steps:
         for _ in range(_WARM_STEPS):
             step()
-    single = min(_time_steps(step, 1, place) for step in steps)
+    single = min(_time_steps(step, 1, device) for step in steps)
     repeats = max(1, min(100, int(_SECONDS / max(single, 1e-6))))
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(_ROUNDS):
         for step, measured in zip(steps, times, strict=True):
-            measured.append(_time_steps(step, repeats, place) / repeats)
+            measured.append(_time_steps(step, repeats, device) / repeats)
     return [
         Cost(1e3 * statistics.median(measured), _count_held_bytes(function, inputs))
         for measured, function in zip(times, functions, strict=True)
@@ -100,13 +100,13 @@ def time_functions(functions: Sequence[Callable[..., Tensor]], call: SampleCall)
 def _step(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Any]:
     """Function that runs the forward pass, and the backward pass if anything requires a gradient."""
     parameters: list[Tensor] = [*function.parameters()] if isinstance(function, nn.Module) else []
-    wanted = [tensor for tensor in (*inputs, *parameters) if tensor.requires_grad]
+    differentiable = [tensor for tensor in (*inputs, *parameters) if tensor.requires_grad]
 
     def step() -> Any:
         output = function(*inputs)
         if not output.requires_grad:
             return output
-        return torch.autograd.grad(output, wanted, torch.ones_like(output))
+        return torch.autograd.grad(output, differentiable, torch.ones_like(output))
 
     return step
 
@@ -130,9 +130,9 @@ def _count_held_bytes(function: Callable[..., Tensor], inputs: list[Tensor]) -> 
     copies = [tensor.clone() for tensor in inputs]
     output = function(*copies)
     del copies
-    held = torch.cuda.memory_allocated(device) - before
+    allocated = torch.cuda.memory_allocated(device) - before
     del output
-    return held
+    return allocated
 
 
 def wait_for_device(device: torch.device | None = None) -> None:

@@ -68,8 +68,8 @@ class ActivationOperation(PassOperation):
             )
         shape = (*x.shape[:-1], width // 2 if gated else width)
         if self.scaled:
-            rows, given = math.prod(x.shape[:-1]), math.prod(call.extra[0].shape)
-            if rows != given:
+            rows, extra_rows = math.prod(x.shape[:-1]), math.prod(call.extra[0].shape)
+            if rows != extra_rows:
                 raise ValueError(
                     f"{kind} takes one scale per row, but got scales {list(call.extra[0].shape)} for an input "
                     f"{list(x.shape)}; give scales of shape {list(x.shape[:-1])}"
@@ -79,7 +79,7 @@ class ActivationOperation(PassOperation):
             cache = Float8CurrentScalingQuantizer(
                 torch.float8_e4m3fn, x.device, rowwise=True, columnwise=False
             )
-        made = ActivationPasses(
+        result = ActivationPasses(
             self.kind,
             self.activation_params(),
             self.constants(),
@@ -89,7 +89,7 @@ class ActivationOperation(PassOperation):
             self.scaled,
             self.scaled and call.saves,
         )
-        return made, InputFacts(shape, dtype, x.device)
+        return result, InputFacts(shape, dtype, x.device)
 
 
 def interleave_size(size: Any) -> int | None:

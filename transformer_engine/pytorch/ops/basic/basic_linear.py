@@ -110,10 +110,10 @@ class BasicLinear(PassOperation):
         self._with_quantized_weight = model_init.enabled
         self._model_init_recipe = model_init.recipe
         self._preserves_initial_values = model_init.preserve_high_precision_init_val
-        place = torch.device("meta") if is_meta(device) else canonical_device(device)
+        target_device = torch.device("meta") if is_meta(device) else canonical_device(device)
         weight = torch.empty(self.local_out_features, self.local_in_features, dtype=dtype, device="meta")
         self.register_parameter("weight", torch.nn.Parameter(weight))
-        self._device = None if place.type == "meta" else place
+        self._device = None if target_device.type == "meta" else target_device
         if self._device is not None:
             self.reset_parameters()
 
@@ -121,15 +121,15 @@ class BasicLinear(PassOperation):
         """Allocate the weight if it is on the meta device, fill it with uniform random values, and
         quantize it inside `quantized_model_init`."""
         before = self.weight
-        place = (self._device or canonical_device("cuda")) if before.is_meta else before.device
-        values = torch.empty(before.shape, dtype=before.dtype, device=place)
+        target_device = (self._device or canonical_device("cuda")) if before.is_meta else before.device
+        values = torch.empty(before.shape, dtype=before.dtype, device=target_device)
         tracker = self._rng_state_tracker_function
         with torch.no_grad(), nullcontext() if tracker is None else tracker().fork():
             torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5))
-        made: Tensor = values
+        result: Tensor = values
         if self._with_quantized_weight:
-            made = self._quantized(values)
-        parameter = torch.nn.Parameter(made, requires_grad=before.requires_grad)
+            result = self._quantized(values)
+        parameter = torch.nn.Parameter(result, requires_grad=before.requires_grad)
         for name, value in vars(before).items():
             if not hasattr(parameter, name):
                 setattr(parameter, name, value)
@@ -168,12 +168,12 @@ class BasicLinear(PassOperation):
         quantizer = self.get_quantizer("forward", 1)
         if not isinstance(weight, QuantizedTensor) or quantizer is None or weight._quantizer is None:
             return
-        own: Any = weight._quantizer
-        if own.stateful or quantizer.stateful:
-            if type(own) is not type(quantizer):
+        current: Any = weight._quantizer
+        if current.stateful or quantizer.stateful:
+            if type(current) is not type(quantizer):
                 return
             quantizer = quantizer.copy()
-            quantizer.set_usage(**own.get_usages())
+            quantizer.set_usage(**current.get_usages())
             quantizer.internal = False
             weight.update_quantizer(quantizer)
 

@@ -50,8 +50,8 @@ class Bias(PassOperation):
             raise ValueError(f"size={size} is not divisible by the {ranks} tensor-parallel ranks; pad it")
         self.tensor_parallel, self.tensor_parallel_group = ranks > 1, tensor_parallel_group
         self.local_size = self._size // ranks
-        place = torch.device("meta") if is_meta(device) else canonical_device(device)
-        bias = torch.empty(self.local_size, dtype=parameter_dtype(dtype), device=place)
+        target_device = torch.device("meta") if is_meta(device) else canonical_device(device)
+        bias = torch.empty(self.local_size, dtype=parameter_dtype(dtype), device=target_device)
         self.register_parameter("bias", torch.nn.Parameter(bias))
         if not is_meta(device):
             self.reset_parameters()

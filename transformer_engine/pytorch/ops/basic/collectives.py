@@ -40,8 +40,8 @@ class CollectiveOperation(PassOperation):
         group = torch.distributed.group.WORLD if self.process_group is None else self.process_group
         shape = (self.rows(x.shape[0], size), *x.shape[1:])
         parallel = TensorParallel("row", group, size, True)
-        made = CollectivePasses(self.collective, self.gradient, parallel)
-        return made, InputFacts(shape, x.dtype, x.device)
+        result = CollectivePasses(self.collective, self.gradient, parallel)
+        return result, InputFacts(shape, x.dtype, x.device)
 
     def rows(self, rows: int, size: int) -> int:
         """Return the first output dimension for a first input dimension."""

@@ -34,15 +34,17 @@ class Reshape(PassOperation):
 
     def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
         shape = list(self._shape)
-        known = math.prod([size for size in shape if size != -1])
+        product = math.prod([size for size in shape if size != -1])
         total = math.prod(x.shape)
-        fits = shape.count(-1) <= 1 and (total % known == 0 if -1 in shape and known else total == known)
+        fits = shape.count(-1) <= 1 and (
+            total % product == 0 if -1 in shape and product else total == product
+        )
         if not fits:
             raise ValueError(
                 f"shape={list(self._shape)} does not hold the {total} elements of {list(x.shape)}"
             )
         if -1 in shape:
-            shape[shape.index(-1)] = total // known if known else 0
+            shape[shape.index(-1)] = total // product if product else 0
         return ReshapePasses(self._shape), InputFacts(tuple(shape), x.dtype, x.device)
 
 

@@ -127,14 +127,14 @@ class GroupedLinear(PassOperation):
         self._accumulate_into_main_grad = to_bool("accumulate_into_main_grad", accumulate_into_main_grad)
         self.wgrad_store = WeightGradStore(to_bool("delay_wgrad_compute", delay_wgrad_compute))
         self._wgrad_hooks: list[Callable[[], object]] = []
-        made = current_model_init()
-        self._model_init_recipe: Recipe | None = made.recipe if made.enabled else None
-        self._preserves_initial_values = made.preserve_high_precision_init_val
+        model_init = current_model_init()
+        self._model_init_recipe: Recipe | None = model_init.recipe if model_init.enabled else None
+        self._preserves_initial_values = model_init.preserve_high_precision_init_val
         family = None if self._model_init_recipe is None else family_of(self._model_init_recipe)
         if family is not None and family.follows_history and self.single_grouped_weight:
             raise RuntimeError(_SCALES_OF_STATE)
-        place = torch.device("meta") if is_meta(device) else canonical_device(device)
-        self._device = None if place.type == "meta" else place
+        target_device = torch.device("meta") if is_meta(device) else canonical_device(device)
+        self._device = None if target_device.type == "meta" else target_device
         self._register_parameters(parameter_dtype(dtype))
         if self._device is not None:
             self.reset_parameters()
@@ -168,26 +168,26 @@ class GroupedLinear(PassOperation):
         tracker = self._rng_state_tracker_function
         for name in self.parameter_names:
             before = self.get_parameter(name)
-            place = (self._device or canonical_device("cuda")) if before.is_meta else before.device
-            values = torch.empty(before.shape, dtype=before.dtype, device=place)
+            target_device = (self._device or canonical_device("cuda")) if before.is_meta else before.device
+            values = torch.empty(before.shape, dtype=before.dtype, device=target_device)
             with torch.no_grad(), nullcontext() if tracker is None else tracker().fork():
                 if name.startswith("bias"):
                     values.zero_()
                 else:
                     for member in values if values.dim() == 3 else [values]:
                         torch.nn.init.kaiming_uniform_(member, a=math.sqrt(5))
-            made: Any = values
+            result: Any = values
             quantized = self._model_init_recipe is not None and name.startswith("weight")
             stacked = name in ("weight", "bias")
             if quantized and stacked:
-                made = GroupedTensor.of_members(
+                result = GroupedTensor.of_members(
                     [self._quantized(member, group) for group, member in enumerate(values)]
                 )
             elif quantized:
-                made = self._quantized(values, int(name[6:]))
+                result = self._quantized(values, int(name[6:]))
             elif stacked:
-                made = GroupedTensor.from_stack(values)
-            parameter = torch.nn.Parameter(made, requires_grad=before.requires_grad)
+                result = GroupedTensor.from_stack(values)
+            parameter = torch.nn.Parameter(result, requires_grad=before.requires_grad)
             for key, value in vars(before).items():
                 if not hasattr(parameter, key):
                     setattr(parameter, key, value)
@@ -215,10 +215,10 @@ class GroupedLinear(PassOperation):
             quantizer = self.get_quantizer("forward", 2 * i + 1)
             if not isinstance(weight, QuantizedTensor) or quantizer is None or weight._quantizer is None:
                 continue
-            own: Any = weight._quantizer
-            if (own.stateful or quantizer.stateful) and type(own) is type(quantizer):
+            current: Any = weight._quantizer
+            if (current.stateful or quantizer.stateful) and type(current) is type(quantizer):
                 quantizer = quantizer.copy()
-                quantizer.set_usage(**own.get_usages())
+                quantizer.set_usage(**current.get_usages())
                 quantizer.internal = False
                 weight.update_quantizer(quantizer)
 
@@ -251,15 +251,15 @@ class GroupedLinear(PassOperation):
                 `main_grad` is missing.
         """
         for kind in ("weight", "bias"):
-            held = [getattr(self, name) for name in self.parameter_names if name.startswith(kind)]
-            facts = {(p.dtype, p.device, p.requires_grad, type(p)) for p in held}
+            parameters = [getattr(self, name) for name in self.parameter_names if name.startswith(kind)]
+            facts = {(p.dtype, p.device, p.requires_grad, type(p)) for p in parameters}
             if len(facts) > 1:
                 raise RuntimeError(
                     f"the {kind} parameters of GroupedLinear differ in dtype, device, requires_grad or type: "
                     f"{sorted(map(str, facts))}; make them alike"
                 )
             accumulates = self._accumulate_into_main_grad and requires_grad and kind == "weight"
-            for parameter in held if accumulates else ():
+            for parameter in parameters if accumulates else ():
                 if parameter.requires_grad:
                     check_main_grad("GroupedLinear", parameter)
 
@@ -271,8 +271,10 @@ class GroupedLinear(PassOperation):
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
         # Prepared passes hold weights whose gradients are delayed, accumulated or parts of a stack.
         delayed = self.wgrad_store.delay_wgrad_compute()
-        held = delayed or self._accumulate_into_main_grad or self.single_grouped_weight
-        return delayed, tuple([id(getattr(self, name)) for name in self.parameter_names]) if held else None
+        needs_identity = delayed or self._accumulate_into_main_grad or self.single_grouped_weight
+        return delayed, tuple(
+            [id(getattr(self, name)) for name in self.parameter_names]
+        ) if needs_identity else None
 
     def accept_extra_input(self, index: int, value: Any) -> Any:
         """Convert split sizes given as a whole-number sequence to a tensor."""
@@ -307,8 +309,8 @@ class GroupedLinear(PassOperation):
         stacks = self.single_grouped_weight, self.single_grouped_bias
         parameters = GroupedParameters(self.parameter_names, *stacks)
         buffers = accept_buffers(x, self.out_features, call.options, dtype)
-        made = GroupedPasses(kind, parameters, x.dtype, bias_dtype, self._scale_bias, grad_bias, buffers)
-        return made, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
+        result = GroupedPasses(kind, parameters, x.dtype, bias_dtype, self._scale_bias, grad_bias, buffers)
+        return result, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
 
     def _spec(
         self, call: OperationCall, x: InputFacts, dtype: torch.dtype, of_bias: dict[str, Any]

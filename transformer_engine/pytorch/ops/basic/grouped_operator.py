@@ -62,13 +62,13 @@ class OperatorPasses(OperationPasses):
     def fused_backward(
         self, operands: list[Any], leading: Leading, grads: Sequence[Any], request: ReaderCast | None = None
     ) -> BackwardResult:
-        dy, x, *others = operands
+        dy, x, *rest = operands
         operands.clear()
         gradients: Sequence[Any] = (None,) * len(self.present)
         if any(self.present):
-            tensors = others[: len(self.present) - 1]
-            saved = Value(dy, leading).shaped(), x, others[self.count], tensors
-            gradients = backward_in_graph(self.key, saved, others[len(tensors) :], self.states[1])
+            tensors = rest[: len(self.present) - 1]
+            saved = Value(dy, leading).shaped(), x, rest[self.count], tensors
+            gradients = backward_in_graph(self.key, saved, rest[len(tensors) :], self.states[1])
         first = 1 + self.count
         extra = [None if grad is None else Value(grad) for grad in gradients[first:]]
         return BackwardResult(
@@ -98,7 +98,7 @@ def traced_passes(op: Any, x: InputFacts, call: OperationCall) -> tuple[Operatio
         call.autocast,
         (x.dtype, x.device, x.subclass, *[extra.dtype for extra in call.extra]),
     )
-    names = tuple([own for own in op.parameter_names if getattr(op, own) is not None])
+    names = tuple([name for name in op.parameter_names if getattr(op, name) is not None])
     dtype = call.autocast or getattr(op, names[0]).dtype
     return OperatorPasses(key, len(names), states), InputFacts(
         (*x.shape[:-1], op.out_features), dtype, x.device
@@ -160,19 +160,21 @@ def _kernel(passes: GroupedPasses, extra: int, states: Any) -> GroupedKernel:
     passes.kind = fixed
 
     def call(spec: GroupedSpec, rows: Tensor, x: Tensor, tensors: Sequence[Tensor]) -> GroupedCall:
-        held = [tensors[i] for i in weights]
+        weight_tensors = [tensors[i] for i in weights]
         total = x.numel() // max(x.shape[-1], 1)
-        return replace(fixed, spec=spec, total=total, device=x.device, weights=lambda: held).call(rows)
+        return replace(fixed, spec=spec, total=total, device=x.device, weights=lambda: weight_tensors).call(
+            rows
+        )
 
     def forward(call: GroupedCall, inputs: list[Any], compute_y: bool) -> ForwardResult:
-        given = OpTensors(inputs[1 : 1 + len(names)], inputs[1 + len(names) :])
-        return passes.with_call(call).fused_forward(Value(inputs[0]), given, compute_y=compute_y)
+        tensors = OpTensors(inputs[1 : 1 + len(names)], inputs[1 + len(names) :])
+        return passes.with_call(call).fused_forward(Value(inputs[0]), tensors, compute_y=compute_y)
 
     def backward(call: GroupedCall, operands: list[Any]) -> list[Any]:
-        made = passes.with_call(call).fused_backward(operands, None, ())
-        grad_input = None if made.grad_input is None else made.grad_input.shaped()
-        extra_grads = [None if grad is None else grad.shaped() for grad in made.extra]
-        return [grad_input, *made.parameters, *extra_grads]
+        gradients = passes.with_call(call).fused_backward(operands, None, ())
+        grad_input = None if gradients.grad_input is None else gradients.grad_input.shaped()
+        extra_grads = [None if grad is None else grad.shaped() for grad in gradients.extra]
+        return [grad_input, *gradients.parameters, *extra_grads]
 
     return GroupedKernel(
         spec=kind.spec,

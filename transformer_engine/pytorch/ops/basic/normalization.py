@@ -48,8 +48,8 @@ class NormalizationOperation(PassOperation):
         norm = Norm(self.kind, self.eps, self.zero_centered_gamma)
         dtype = call.autocast or x.dtype
         convert = None if dtype == x.dtype else dtype
-        made = NormPasses(norm, shape, convert, None if convert is None else x.dtype)
-        return made, InputFacts(x.shape, dtype, x.device)
+        result = NormPasses(norm, shape, convert, None if convert is None else x.dtype)
+        return result, InputFacts(x.shape, dtype, x.device)
 
 
 class _Normalization(NormalizationOperation):

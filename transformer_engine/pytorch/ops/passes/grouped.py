@@ -180,9 +180,9 @@ class GroupedPasses(OperationPasses):
 
     def with_call(self, call: GroupedCall) -> GroupedPasses:
         """Passes for a call."""
-        made = copy.copy(self)
-        made.call = call
-        return made
+        result = copy.copy(self)
+        result.call = call
+        return result
 
     def fused_forward(
         self,

@@ -85,16 +85,16 @@ class NormPasses(OperationPasses):
             dx, *of_parameters = self.norm.backward(
                 plain_matrix(dy.data), plain_matrix(x), statistics, weight, addend
             )
-            made = Value(dx, dy.leading)
+            result = Value(dx, dy.leading)
         else:
             shape = operands[5]
             operands.clear()
             rows = dy.shaped().reshape(-1, math.prod(self.shape))
             dx, *of_parameters = self.norm.backward(rows, x, statistics, weight)
             of_parameters = [None if grad is None else grad.reshape(self.shape) for grad in of_parameters]
-            made = Value(dx.reshape(shape))
+            result = Value(dx.reshape(shape))
         count = 2 if self.norm.kind == "LayerNorm" else 1
-        return BackwardResult(made.converted(self.gradient_dtype), of_parameters[:count])
+        return BackwardResult(result.converted(self.gradient_dtype), of_parameters[:count])
 
 
 class L2Passes(OperationPasses):

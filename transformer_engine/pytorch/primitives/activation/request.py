@@ -71,14 +71,14 @@ class ActivationParams:
                 "and glu_linear_offset, or None"
             )
         given = dict(params or {})
-        known = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset", "offset": "offset"}
-        unknown = sorted(set(given) - set(known))
+        aliases = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset", "offset": "offset"}
+        unknown = sorted(set(given) - set(aliases))
         if unknown:
-            raise ValueError(f"activation_params has no {unknown[0]!r}; choose from {', '.join(known)}")
+            raise ValueError(f"activation_params has no {unknown[0]!r}; choose from {', '.join(aliases)}")
         values = {key: to_float(f"activation_params[{key!r}]", value) for key, value in given.items()}
         for key, value in values.items():
             number(f"activation_params[{key!r}]", value)
-        return cls(**{known[key]: value for key, value in values.items()})
+        return cls(**{aliases[key]: value for key, value in values.items()})
 
 
 DEFAULT_PARAMS = ActivationParams()
@@ -155,7 +155,7 @@ def make_request(
     constants: Constants,
     dy: tuple[tuple[int, ...], torch.dtype] | None = None,
     spec: QuantizeSpec | None = None,
-    given: bool = False,
+    has_multiplier: bool = False,
     records: bool = False,
     dbias: torch.dtype | None = None,
     output: QuantizeSpec | None = None,
@@ -180,5 +180,5 @@ def make_request(
     if spec is None:
         return request
     matrix = request.made if len(shape) == 2 else (0, 0)  # `quantize` rejects other shapes
-    cast = cast_request(matrix, dtype, device, spec, given, records)
+    cast = cast_request(matrix, dtype, device, spec, has_multiplier, records)
     return request._replace(cast=cast, dbias=dbias)

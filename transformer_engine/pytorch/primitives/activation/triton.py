@@ -153,12 +153,12 @@ def _forward_codes(
     else:
         how = fused_codes.one_scale(cast)
         program = activation_codes.forward(*plain, DTYPE_NAMES[request.dtype], request.constants, how)
-    taken, performed = len(program.inputs), Performed(program, request.device)
+    count, performed = len(program.inputs), Performed(program, request.device)
 
     def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> Quantized:
         if not is_undisturbed():
             fused_codes.report(shape, request.dtype, request.device, cast)
-        return Quantized(*performed(*(rows_dense(x), as_float32(multiplier), record)[:taken]))
+        return Quantized(*performed(*(rows_dense(x), as_float32(multiplier), record)[:count]))
 
     return run
 
@@ -186,15 +186,15 @@ def _backward_codes(
     else:
         how = fused_codes.one_scale(cast)
         program = activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], request.constants, how, sums)
-    taken, performed = len(program.inputs), Performed(program, request.device)
+    count, performed = len(program.inputs), Performed(program, request.device)
 
     def run(
         dy: Tensor, x: Tensor, multiplier: Tensor | None, record: Tensor | None
     ) -> tuple[Quantized, Tensor | None]:
         if not is_undisturbed():
             fused_codes.report(request.made, request.dtype, request.device, cast)
-        given = (rows_dense(dy), rows_dense(x), as_float32(multiplier), record)
-        *codes, sums = performed(*given[:taken])
+        operands = (rows_dense(dy), rows_dense(x), as_float32(multiplier), record)
+        *codes, sums = performed(*operands[:count])
         return Quantized(*codes), sums
 
     return run
@@ -236,8 +236,8 @@ def _backward_and_output(
             return MeasuredGradient(dx, amax), Quantized(codes_t=codes_t, scale_t=scale)
         if not is_undisturbed():
             fused_codes.report(request.made, request.dtype, request.device, cast)
-        given = (*matrices, as_float32(multiplier), record, *of_output)
-        *codes, codes_t, scale = performed(*given)
+        operands = (*matrices, as_float32(multiplier), record, *of_output)
+        *codes, codes_t, scale = performed(*operands)
         return Quantized(*codes), Quantized(codes_t=codes_t, scale_t=scale)
 
     return run

@@ -171,7 +171,7 @@ def _logits(scores: Tensor, terms: Terms) -> Tensor:
                 f"score_mod returned a value of type {type(changed).__name__}; return the tensor of scores"
             )
         sizes = zip(changed.shape[::-1], logits.shape[::-1], strict=False)
-        if changed.dim() > logits.dim() or any(size not in (1, whole) for size, whole in sizes):
+        if changed.dim() > logits.dim() or any(size not in (1, full) for size, full in sizes):
             raise ValueError(
                 f"score_mod returned {list(changed.shape)}, which does not broadcast to the scores "
                 f"{list(logits.shape)}; compute each score from one score and its indices"

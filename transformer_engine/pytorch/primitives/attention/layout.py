@@ -67,8 +67,8 @@ def dense_rows(call: AttentionCall, inputs: AttentionInputs, rows: Tensor) -> Te
         return rows
     dense = queries_to_bhsd(call, inputs, rows.t()[..., None])[..., 0]
     assert inputs.lengths_q is not None
-    place = torch.arange(call.seqlen_q, device=rows.device)
-    return torch.where((place < inputs.lengths_q[:, None])[:, None], dense, -torch.inf)
+    position = torch.arange(call.seqlen_q, device=rows.device)
+    return torch.where((position < inputs.lengths_q[:, None])[:, None], dense, -torch.inf)
 
 
 def _to_bhsd(

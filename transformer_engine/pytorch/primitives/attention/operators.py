@@ -55,12 +55,12 @@ def as_text(record: Any) -> str:
 @functools.lru_cache(maxsize=256)
 def from_text(text: str) -> AttentionCall:
     """Return the call that `as_text` wrote."""
-    given: dict[str, Any] = dict(zip(_FIELDS[AttentionCall], ast.literal_eval(text), strict=True))
+    fields: dict[str, Any] = dict(zip(_FIELDS[AttentionCall], ast.literal_eval(text), strict=True))
     for name, record in _NESTED.items():
-        given[name] = record(*given[name])
-    given["hardware"] = hardware_named(*given["hardware"])
-    given["dtype"] = getattr(torch, given["dtype"].removeprefix("torch."))
-    return AttentionCall(**given)
+        fields[name] = record(*fields[name])
+    fields["hardware"] = hardware_named(*fields["hardware"])
+    fields["dtype"] = getattr(torch, fields["dtype"].removeprefix("torch."))
+    return AttentionCall(**fields)
 
 
 def choose_when_traced(call: AttentionCall) -> Bound:
@@ -135,11 +135,11 @@ def operator_passes(name: str) -> Passes:
 
     def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
         found = torch.ops.transformer_engine.attention_forward(name, as_text(call), list(inputs))
-        output, *others = (
-            x if wanted else None for x, wanted in zip(found, _returned_fields(call), strict=True)
+        output, *rest = (
+            x if needed else None for x, needed in zip(found, _returned_fields(call), strict=True)
         )
         assert output is not None
-        return Attended(output, *others)
+        return Attended(output, *rest)
 
     def backward(
         call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
@@ -175,9 +175,9 @@ def _forward_operator(name: str, text: str, tensors: list[Tensor | None]) -> tup
     passes, call = _BY_TEXT[name, text]
     attended = passes.forward(call, AttentionInputs(*tensors))  # pyright: ignore[reportArgumentType]
     nothing = attended.output.new_empty(0)
-    wanted = zip(attended, _returned_fields(call), strict=True)
+    pairs = zip(attended, _returned_fields(call), strict=True)
     return tuple(
-        value.contiguous() if want and value is not None else nothing.clone() for value, want in wanted
+        value.contiguous() if needed and value is not None else nothing.clone() for value, needed in pairs
     )
 
 

@@ -30,11 +30,11 @@ def lengths_of_mask(masked: Tensor) -> Tensor:
 
 def thd_to_bshd(x: Tensor, starts: Tensor, lengths: Tensor, size: int) -> Tensor:
     """Unpack tokens [t, h, d] to [b, size, h, d]: x[starts[i] : starts[i] + lengths[i]], padded with zeros."""
-    place = torch.arange(size, device=x.device)
-    real = place < lengths[:, None]
+    position = torch.arange(size, device=x.device)
+    real = position < lengths[:, None]
     if x.shape[0] == 0:
         return x.new_zeros(lengths.shape[0], size, *x.shape[1:])
-    token = (starts[:-1, None].long() + place).clamp(max=x.shape[0] - 1)
+    token = (starts[:-1, None].long() + position).clamp(max=x.shape[0] - 1)
     return torch.where(real[..., None, None], x[token], 0)
 
 
@@ -45,9 +45,9 @@ def bshd_to_thd(x: Tensor, starts: Tensor, lengths: Tensor, tokens: int) -> Tens
     token = torch.arange(tokens, device=x.device)
     starts = starts.long()
     sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(max=lengths.shape[0] - 1)
-    place = token - starts[sequence]
-    real = place < lengths[sequence]
-    return torch.where(real[:, None, None], x[sequence, place.clamp(max=x.shape[1] - 1)], 0)
+    position = token - starts[sequence]
+    real = position < lengths[sequence]
+    return torch.where(real[:, None, None], x[sequence, position.clamp(max=x.shape[1] - 1)], 0)
 
 
 def zero_padding(x: Tensor, starts: Tensor) -> None:

@@ -24,10 +24,10 @@ def visible(call: AttentionCall, inputs: AttentionInputs) -> Tensor | None:
         parts.append(~inputs.masked)
     if not parts:
         return None
-    together = parts[0]
+    combined = parts[0]
     for part in parts[1:]:
-        together = together & part
-    return together
+        combined = combined & part
+    return combined
 
 
 def diagonal_shift(call: AttentionCall, inputs: AttentionInputs) -> Tensor | int:
@@ -50,12 +50,12 @@ def distance(call: AttentionCall, inputs: AttentionInputs) -> Tensor:
 
 def _band(call: AttentionCall, inputs: AttentionInputs) -> Tensor:
     left, right = call.mask.window
-    behind = distance(call, inputs)
+    lag = distance(call, inputs)
     if left < 0:
-        return behind <= right
+        return lag <= right
     if right < 0:
-        return behind >= -left
-    return (behind >= -left) & (behind <= right)
+        return lag >= -left
+    return (lag >= -left) & (lag <= right)
 
 
 def _real(masked: Tensor | None, lengths: Tensor | None, size: int) -> Tensor:
@@ -73,6 +73,6 @@ def default_slopes(heads: int, device: torch.device) -> Tensor:
     n, then every second one in the sequence for 2n.
     """
     power = 1 << (heads.bit_length() - 1)
-    place = torch.arange(heads, device=device, dtype=torch.float32)
-    exponent = torch.where(place < power, 8.0 * (place + 1.0), 4.0 * (2.0 * (place - power) + 1.0))
+    head = torch.arange(heads, device=device, dtype=torch.float32)
+    exponent = torch.where(head < power, 8.0 * (head + 1.0), 4.0 * (2.0 * (head - power) + 1.0))
     return torch.exp2(-exponent / power)

@@ -31,11 +31,11 @@ def make_request(
     result: torch.dtype,
     device: torch.device,
     spec: QuantizeSpec | None = None,
-    given: bool = False,
+    has_multiplier: bool = False,
     records: bool = False,
 ) -> ColumnSumsRequest:
     """Return the request for a key; spec, given and records describe the cast."""
-    cast = cast_request(shape, dtype, device, spec, given, records)
+    cast = cast_request(shape, dtype, device, spec, has_multiplier, records)
     return ColumnSumsRequest(shape, strides, dtype, result, device, cast)
 
 

@@ -91,13 +91,13 @@ def _with_codes(
             request.shape, DTYPE_NAMES[request.result], after, _machine(request)
         )
         ready = methodcaller("contiguous")
-    taken = len(program.inputs)
+    count = len(program.inputs)
     performed = Performed(program, request.device)
 
     def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> tuple[Quantized, Tensor]:
         if not is_undisturbed():
             fused_codes.report(request.shape, request.dtype, request.device, cast)
-        *codes, sums = performed(*(ready(x), None, as_float32(multiplier), record)[:taken])
+        *codes, sums = performed(*(ready(x), None, as_float32(multiplier), record)[:count])
         return Quantized(*codes), sums
 
     return run

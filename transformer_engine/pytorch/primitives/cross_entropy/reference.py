@@ -37,8 +37,8 @@ class CrossEntropyRequest(NamedTuple):
 
 def count_strips(rows: int, width: int) -> int:
     """Return how many strips a row has: with few rows, one program per row would leave most of a GPU idle."""
-    whole = ceil_div(width, 8192)
-    return ceil_div(whole, ceil_div(whole, min(ceil_div(1024, rows), whole)))
+    blocks = ceil_div(width, 8192)
+    return ceil_div(blocks, ceil_div(blocks, min(ceil_div(1024, rows), blocks)))
 
 
 def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
@@ -65,9 +65,9 @@ def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
     greatest = values.amax(1)
     base = torch.where(greatest == -torch.inf, 0.0, greatest)
     total = torch.exp(values - base[:, None]).sum(1)
-    place = targets - labels.first
-    mine = (place >= 0) & (place < x.shape[1])
-    chosen = values.gather(1, torch.where(mine, place, 0)[:, None])[:, 0]
+    position = targets - labels.first
+    mine = (position >= 0) & (position < x.shape[1])
+    chosen = values.gather(1, torch.where(mine, position, 0)[:, None])[:, 0]
     chosen = torch.where(mine, chosen, -torch.inf)
     mean = (values / labels.total).sum(1)  # the sum of large logits is infinite
     return torch.stack((greatest, total, chosen, mean), dim=1)[None]
@@ -78,14 +78,14 @@ def losses(partials: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor, T
     greatest, total, chosen, means = partials.unbind(2)
     highest = greatest.amax(0)
     base = torch.where(highest == -torch.inf, 0.0, highest)
-    together = (total * torch.exp(greatest - base)).sum(0)
-    logarithm = torch.log(together)
+    sum_exp = (total * torch.exp(greatest - base)).sum(0)
+    logarithm = torch.log(sum_exp)
     loss = (highest - chosen.amax(0)) + logarithm
     if labels.smoothing:
         spread = (highest - means.sum(0)) + logarithm
         loss = (1.0 - labels.smoothing) * loss + labels.smoothing * spread
     loss = torch.where(targets == labels.ignored, 0.0, loss)
-    return loss, torch.stack((highest, together), dim=1)
+    return loss, torch.stack((highest, sum_exp), dim=1)
 
 
 def gradient(
@@ -96,8 +96,8 @@ def gradient(
     probability = torch.exp(x.to(torch.float32) - greatest) / total
     column = torch.arange(x.shape[1], device=x.device)
     one_hot = (column == (targets - labels.first)[:, None]).to(torch.float32)
-    wanted = (1.0 - labels.smoothing) * one_hot + labels.smoothing / labels.total
-    result = (probability - wanted) * factor[:, None]
+    target_probability = (1.0 - labels.smoothing) * one_hot + labels.smoothing / labels.total
+    result = (probability - target_probability) * factor[:, None]
     result = torch.where((targets == labels.ignored)[:, None], 0.0, result)
     return x.copy_(result) if in_place else result.to(x.dtype)
 

@@ -67,10 +67,10 @@ def forward(
     # An element is kept if its 16 random bits, half a word, are at least p * 2^16.
     words = torch.stack(_philox(seed, torch.arange(-(-size // 8), device=seed.device)), dim=1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=2)
-    kept = halves.reshape(-1)[:size] >= keep_threshold(p)
-    y = _scaled(x if bias is None else _sum(x, bias), kept, p)
-    bits = torch.nn.functional.pad(kept.to(torch.int32), (0, -size % 8)).reshape(-1, 8)
-    mask = (bits << torch.arange(8, device=kept.device, dtype=torch.int32)).sum(1).to(torch.uint8)
+    keep_mask = halves.reshape(-1)[:size] >= keep_threshold(p)
+    y = _scaled(x if bias is None else _sum(x, bias), keep_mask, p)
+    bits = torch.nn.functional.pad(keep_mask.to(torch.int32), (0, -size % 8)).reshape(-1, 8)
+    mask = (bits << torch.arange(8, device=keep_mask.device, dtype=torch.int32)).sum(1).to(torch.uint8)
     return y if residual is None else _sum(y, residual), mask
 
 
@@ -87,13 +87,13 @@ def _sum(x: Tensor, y: Tensor) -> Tensor:
 def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
     """dx, like dy"""
     places = torch.arange(8, device=mask.device)
-    kept = (mask.reshape(-1)[:, None].to(torch.int64) >> places) & 1
-    return _scaled(dy, kept.reshape(-1)[: dy.numel()] != 0, p)
+    keep_mask = (mask.reshape(-1)[:, None].to(torch.int64) >> places) & 1
+    return _scaled(dy, keep_mask.reshape(-1)[: dy.numel()] != 0, p)
 
 
-def _scaled(x: Tensor, kept: Tensor, p: float) -> Tensor:
+def _scaled(x: Tensor, keep_mask: Tensor, p: float) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return result_as(torch.where(kept.view(x.shape), x.to(wide) * keep_factor(p), 0.0), x.dtype)
+    return result_as(torch.where(keep_mask.view(x.shape), x.to(wide) * keep_factor(p), 0.0), x.dtype)
 
 
 def _philox(seed: Tensor, counter: Tensor, rounds: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:

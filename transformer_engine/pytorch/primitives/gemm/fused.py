@@ -59,8 +59,8 @@ def gemm_gelu(
         ValueError: See `gemm`.
     """
     if not type(a) is type(b) is Operand:
-        made = a.multiply_gelu(b, epilogue, keeps_input) if isinstance(a, OwnedOperand) else None
-        return composed.gelu(keeps_input, a, b, epilogue) if made is None else made
+        result = a.multiply_gelu(b, epilogue, keeps_input) if isinstance(a, OwnedOperand) else None
+        return composed.gelu(keeps_input, a, b, epilogue) if result is None else result
     return TABLE.bound(request_key(GELU, a, b, epilogue, keeps_input))(a, b, epilogue)
 
 
@@ -73,8 +73,8 @@ def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) ->
     if epilogue.bias is not None:
         raise ValueError("a gradient has no bias to add; leave epilogue.bias out")
     if not type(a) is type(b) is Operand:
-        made = a.multiply_gelu_gradient(b, epilogue, x) if isinstance(a, OwnedOperand) else None
-        return composed.gelu_gradient(False, a, b, epilogue, x) if made is None else made
+        result = a.multiply_gelu_gradient(b, epilogue, x) if isinstance(a, OwnedOperand) else None
+        return composed.gelu_gradient(False, a, b, epilogue, x) if result is None else result
     return TABLE.bound(request_key(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype))(a, b, epilogue, x)
 
 
@@ -91,8 +91,8 @@ def _product_gelu_now(
 ) -> list[Tensor]:
     left = Operand(a, a_scale, format_named(a_format), a_amax)
     right = Operand(b, b_scale, format_named(b_format), b_amax)
-    made = gemm_gelu(left, right, Epilogue(dtype, bias, exact=exact), keeps)
-    return [tensor for tensor in made if tensor is not None]
+    results = gemm_gelu(left, right, Epilogue(dtype, bias, exact=exact), keeps)
+    return [tensor for tensor in results if tensor is not None]
 
 
 def _product_gelu_gradient_now(
@@ -127,8 +127,8 @@ def _tensors(a: Operand, b: Operand) -> tuple[Any, ...]:
 def _gelu(
     product: Callable[..., list[Tensor]], keeps: bool, a: Operand, b: Operand, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor | None]:
-    made = product(*_tensors(a, b), epilogue.bias, epilogue.dtype, epilogue.exact, keeps)
-    return made[0], made[1] if keeps else None
+    results = product(*_tensors(a, b), epilogue.bias, epilogue.dtype, epilogue.exact, keeps)
+    return results[0], results[1] if keeps else None
 
 
 def _gelu_gradient(

@@ -50,11 +50,11 @@ def _run(
 def _each(parts: Sequence[Tensor], spec: QuantizeSpec, slots: ScaleSlots | None) -> list[Quantized]:
     if slots is None:
         return [quantize(part, spec) for part in parts]
-    made = []
+    results = []
     for group, part in enumerate(parts):
         scale, amax = slots.of_group(group)
-        made.append(quantize(part, spec, multiplier=scale, record=amax))
-    return made
+        results.append(quantize(part, spec, multiplier=scale, record=amax))
+    return results
 
 
 def _stack_tensors(tensors: list[Tensor | None]) -> Tensor | None:

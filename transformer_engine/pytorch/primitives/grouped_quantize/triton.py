@@ -44,7 +44,7 @@ def bind(request: GroupedQuantizeRequest) -> Call:
     def call(values: Tensor | Matrices, groups: Groups | None, slots: ScaleSlots | None) -> GroupedQuantized:
         if isinstance(values, Matrices):
             inputs = (values.tensors[0], values.table, None)
-            made = _space_for_matrices(spec, len(values.tensors), *values.shape, inputs[0].device)
+            result = _space_for_matrices(spec, len(values.tensors), *values.shape, inputs[0].device)
         else:
             assert groups is not None
             inputs = (values.contiguous(), None, groups.layout)
@@ -60,7 +60,7 @@ def bind(request: GroupedQuantizeRequest) -> Call:
                 codes_t = torch.empty(columns, dtype=codes_dtype, device=values.device)
             if spec.format == FLOAT8:
                 inverse = torch.empty(groups.count, 4, dtype=torch.float32, device=values.device)
-                made = GroupedQuantized(
+                result = GroupedQuantized(
                     codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None
                 )
             else:
@@ -71,9 +71,9 @@ def bind(request: GroupedQuantizeRequest) -> Call:
                     scale_t = torch.empty(
                         groups.padded // _WIDTH * depth, dtype=torch.float32, device=values.device
                     )
-                made = GroupedQuantized(codes, scale, codes_t, scale_t)
-        quantize(inputs, made, slots)
-        return made
+                result = GroupedQuantized(codes, scale, codes_t, scale_t)
+        quantize(inputs, result, slots)
+        return result
 
     return call
 
@@ -87,8 +87,8 @@ def _block_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
     blocks = kernels.square_blocks if request.matrices else kernels.row_blocks
     record = blocks(request.shape, request.groups, *steps)
 
-    def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
-        run_program_into(record, (*inputs, *made[:4]), inputs[0].device)
+    def quantize(inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None) -> None:
+        run_program_into(record, (*inputs, *outputs[:4]), inputs[0].device)
 
     return quantize
 
@@ -99,8 +99,8 @@ def _exponent_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
     assert matrices is not None
     record = matrices(spec, request.shape, request.groups)
 
-    def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
-        run_program_into(record, (*inputs[:2], *made[:4]), inputs[0].device)
+    def quantize(inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None) -> None:
+        run_program_into(record, (*inputs[:2], *outputs[:4]), inputs[0].device)
 
     return quantize
 
@@ -115,11 +115,11 @@ def _tensor_program(request: GroupedQuantizeRequest) -> Callable[..., None]:
     )
     performed = Performed(program, request.device)
 
-    def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
-        inverse = made.scale if made.scale is not None else made.scale_t
-        results = [part for part in (made.codes, made.codes_t, inverse) if part is not None]
-        given = () if slots is None else (slots.scale, slots.amax)
-        performed(*inputs, *given, *results)
+    def quantize(inputs: Inputs, outputs: GroupedQuantized, slots: ScaleSlots | None) -> None:
+        inverse = outputs.scale if outputs.scale is not None else outputs.scale_t
+        results = [part for part in (outputs.codes, outputs.codes_t, inverse) if part is not None]
+        states = () if slots is None else (slots.scale, slots.amax)
+        performed(*inputs, *states, *results)
 
     return quantize
 

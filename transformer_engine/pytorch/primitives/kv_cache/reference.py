@@ -56,9 +56,9 @@ def append(
     """Write each real token: cache[slot of token i of sequence b] = new token."""
     if new_k.numel() + new_v.numel() == 0 or cu_new.shape[0] < 2:
         return
-    sequence, place, real = _tokens(new_k, cu_new, tensor_format)
+    sequence, index, real = _tokens(new_k, cu_new, tensor_format)
     new, cached = cu_new[1:] - cu_new[:-1], cu_cached[1:] - cu_cached[:-1]
-    position = (cached - new)[sequence].long() + place
+    position = (cached - new)[sequence].long() + index
     extent = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     real = real & (position >= 0) & (position < extent)
     position, size = position.clamp(0, extent - 1), k_cache.shape[1]
@@ -90,9 +90,9 @@ def _tokens(new: Tensor, cu_new: Tensor, tensor_format: str) -> tuple[Tensor, Te
         sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(0, bounds.shape[0] - 2)
         return sequence, token - bounds[sequence], token < bounds[-1]
     size, batch = (new.shape[0], new.shape[1]) if tensor_format == "sbhd" else (new.shape[1], new.shape[0])
-    place = torch.arange(size, device=new.device).repeat(batch)
+    index = torch.arange(size, device=new.device).repeat(batch)
     sequence = torch.arange(batch, device=new.device).repeat_interleave(size)
-    return sequence, place, place < (cu_new[1:] - cu_new[:-1])[sequence]
+    return sequence, index, index < (cu_new[1:] - cu_new[:-1])[sequence]
 
 
 BACKEND: Backend[CacheRequest] = Backend("reference", bind=bind)

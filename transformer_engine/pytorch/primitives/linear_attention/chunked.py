@@ -62,12 +62,12 @@ def _scan_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
     between = torch.exp(_sums_between(decay))
     erased = erase * k
     system = _pairs(erased, k, between).tril(-1)
-    known = torch.cat((write * v, from_start * erased), -1)
+    right_side = torch.cat((write * v, from_start * erased), -1)
     # The unit diagonal is implied.
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    own, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
+    solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
+    from_values, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
     parts = (
-        own,
+        from_values,
         from_state,
         from_start * q,
         _pairs(q, k, between),

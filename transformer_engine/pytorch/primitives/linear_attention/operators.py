@@ -66,12 +66,12 @@ class TracedLinearAttention:
         if state is not None and grad_state is not None:
             results.append((state, grad_state))
         results = [(y, dy) for y, dy in results if y.requires_grad]
-        wanted = [x for x in leaves[:_GRADIENTS] if x is not None]
-        found: list[Tensor | None] = [None] * len(wanted)
+        differentiable = [x for x in leaves[:_GRADIENTS] if x is not None]
+        found: list[Tensor | None] = [None] * len(differentiable)
         if results:
             ys, dys = zip(*results, strict=True)
-            found = list(torch.autograd.grad(ys, wanted, dys, allow_unused=True))
-        gradients = iter(zip(wanted, found, strict=True))
+            found = list(torch.autograd.grad(ys, differentiable, dys, allow_unused=True))
+        gradients = iter(zip(differentiable, found, strict=True))
         made: list[Tensor] = []
         for x in leaves[:_GRADIENTS]:
             if x is None:

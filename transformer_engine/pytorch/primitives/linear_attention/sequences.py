@@ -44,8 +44,8 @@ def _padded(rows: Gated, cu_seqlens: Tensor) -> tuple[Gated, Tensor]:
     starts, tokens = cu_seqlens.long(), rows.q.shape[1]
     lengths = starts[1:] - starts[:-1]
     longest = int(lengths.max()) if lengths.shape[0] and tokens else 0
-    place = torch.arange(longest, device=starts.device)
-    token = torch.where(place < lengths[:, None], starts[:-1, None] + place, -1)
+    position = torch.arange(longest, device=starts.device)
+    token = torch.where(position < lengths[:, None], starts[:-1, None] + position, -1)
 
     def pad(x: Tensor) -> Tensor:
         real = (token >= 0).reshape(*token.shape, *(1,) * (x.ndim - 2))

@@ -46,9 +46,9 @@ class Extents:
         """Return the table of the last call if its stream and all tensor addresses are unchanged."""
         if self.last is None or _addresses_equal is None:
             return None
-        known, addresses, places, chunks = self.last
+        previous, addresses, places, chunks = self.last
         tensors = [tensor for part in lists for tensor in part]
-        same = known == kind and len(tensors) == len(addresses)
+        same = previous == kind and len(tensors) == len(addresses)
         return chunks if same and _addresses_equal(tensors, addresses, places) else None
 
 

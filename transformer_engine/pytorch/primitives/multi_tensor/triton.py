@@ -25,8 +25,10 @@ _REMEMBERED = 1 << 10
 
 
 def unsupported_reason(request: MultiTensorRequest) -> str | None:
-    whole = (torch.int16,) if request.operation == "adam" else ()
-    return unsupported_elementwise(request.device, *[kind for kind in request.kinds if kind not in whole])
+    integer_dtypes = (torch.int16,) if request.operation == "adam" else ()
+    return unsupported_elementwise(
+        request.device, *[kind for kind in request.kinds if kind not in integer_dtypes]
+    )
 
 
 def bind(request: MultiTensorRequest) -> Callable[..., Any]:

@@ -61,11 +61,11 @@ def make_request(
     dy: StridesAndDtype | None = None,
     add: StridesAndDtype | None = None,
     spec: QuantizeSpec | None = None,
-    given: bool = False,
+    has_multiplier: bool = False,
     records: bool = False,
 ) -> NormRequest:
     """Return the request for a key; spec, given and records describe the cast."""
-    cast = cast_request(shape, dtype, device, spec, given, records)
+    cast = cast_request(shape, dtype, device, spec, has_multiplier, records)
     facts = (operation, shape, strides, dtype, weight_dtype, device, zero_centered, eps)
     return NormRequest(*facts, cast, dy, add)
 

@@ -95,7 +95,7 @@ def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, 
         program = norm_codes.row_blocks(_rows(request), blocks)
     else:
         program = norm_codes.one_scale(_rows(request), fused_codes.one_scale(cast))
-    taken = len(program.inputs)
+    count = len(program.inputs)
     performed = Performed(program, request.device)
 
     def made(
@@ -104,8 +104,8 @@ def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, 
         if not is_undisturbed():
             fused_codes.report(request.shape, request.dtype, request.device, cast)
         bias = None if bias is None else bias.contiguous()
-        given = (rows_dense(x), weight.contiguous(), bias, as_float32(multiplier), record)
-        *codes, mean, rstdev = performed(*given[:taken])
+        operands = (rows_dense(x), weight.contiguous(), bias, as_float32(multiplier), record)
+        *codes, mean, rstdev = performed(*operands[:count])
         return Quantized(*codes), mean, rstdev
 
     def rmsnorm(

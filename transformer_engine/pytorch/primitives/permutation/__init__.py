@@ -89,8 +89,8 @@ def collect(
 
     values[t, column] = row_values[row], 0 for a token without such a route.
     """
-    beside = weights if row_values is None else row_values
-    key = _key("collect", (routes.tokens, y.shape[1]), y, routes, y.shape[0], beside, False)
+    extra = weights if row_values is None else row_values
+    key = _key("collect", (routes.tokens, y.shape[1]), y, routes, y.shape[0], extra, False)
     return TABLE.bound(key)(y, routes.map, routes.pad_offsets, weights, row_values)
 
 
@@ -106,8 +106,8 @@ def send_weighted(
         weights: Weights [T, columns].
         y: Rows [rows, H]; None if the weights need no gradient.
     """
-    beside = None if y is None else weights
-    key = _key("send_weighted", (routes.tokens, dx.shape[1]), dx, routes, rows, beside, False)
+    extra = None if y is None else weights
+    key = _key("send_weighted", (routes.tokens, dx.shape[1]), dx, routes, rows, extra, False)
     return TABLE.bound(key)(dx, routes.map, routes.pad_offsets, weights, y)
 
 
@@ -134,7 +134,7 @@ def _send(
 ) -> list[Tensor]:
     layout, tokens, columns, rows, every_row = facts
     routes = Routes(map, layout, tokens, columns, pad_offsets)
-    return [made for made in send(x, routes, rows, probs, every_row=every_row) if made is not None]
+    return [result for result in send(x, routes, rows, probs, every_row=every_row) if result is not None]
 
 
 def _collect(
@@ -147,15 +147,15 @@ def _collect(
 ) -> list[Tensor]:
     layout, tokens, columns = facts
     routes = Routes(map, layout, tokens, columns, pad_offsets)
-    return [made for made in collect(y, routes, weights, row_values) if made is not None]
+    return [result for result in collect(y, routes, weights, row_values) if result is not None]
 
 
 def _send_weighted(
     dx: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor, y: Tensor | None, *facts: Any
 ) -> list[Tensor]:
     layout, tokens, columns, rows = facts
-    made = send_weighted(dx, Routes(map, layout, tokens, columns, pad_offsets), rows, weights, y)
-    return [tensor for tensor in made if tensor is not None]
+    results = send_weighted(dx, Routes(map, layout, tokens, columns, pad_offsets), rows, weights, y)
+    return [tensor for tensor in results if tensor is not None]
 
 
 define(

@@ -36,10 +36,10 @@ def define(functions: Mapping[str, Callable[..., Any]]) -> None:
 
 def make_operator(request: PermutationRequest) -> Operator:
     """Return the operator for an opaque backend, with the arguments and results of its callable."""
-    made = _defined[request.operation].given(**_facts(request))
+    operator = _defined[request.operation].given(**_facts(request))
     if request.operation in ("map", "chunks", "segments"):
-        return made
-    return Operator(functools.partial(_pair, made.call), functools.partial(_pair, made.results))
+        return operator
+    return Operator(functools.partial(_pair, operator.call), functools.partial(_pair, operator.results))
 
 
 def _pair(call: Callable[..., list[Tensor]], *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -82,11 +82,11 @@ def map_of_mask(mask: Tensor) -> Tensor:
     counts = ones.sum(0)
     rows = (counts.cumsum(0) - counts) + ones.cumsum(0) - ones
     number = ones.sum(1, keepdim=True)
-    place = torch.where(ones != 0, number - ones.cumsum(1), 2 * experts + 1)  # the last cell is sliced off
+    cell = torch.where(ones != 0, number - ones.cumsum(1), 2 * experts + 1)  # the last cell is sliced off
     cells = torch.full((tokens, 2 * experts + 2), -1, dtype=torch.int32, device=mask.device)
     expert = torch.arange(experts, dtype=torch.int32, device=mask.device).expand(tokens, experts)
-    cells.scatter_(1, place, rows.int())
-    cells.scatter_(1, torch.where(ones != 0, place + experts, place), expert)
+    cells.scatter_(1, cell, rows.int())
+    cells.scatter_(1, torch.where(ones != 0, cell + experts, cell), expert)
     cells.narrow(1, 2 * experts, 1).copy_(number)
     return cells[:, : 2 * experts + 1].contiguous()
 
@@ -151,18 +151,18 @@ def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:
     tokens, columns, device = routes.tokens, routes.columns, routes.map.device
     if routes.layout == MASK:
         cells = routes.map.long()
-        there = torch.arange(columns, device=device) < cells[:, 2 * columns :]
-        column = torch.where(there, cells[:, columns : 2 * columns], 0)
+        valid = torch.arange(columns, device=device) < cells[:, 2 * columns :]
+        column = torch.where(valid, cells[:, columns : 2 * columns], 0)
         row = cells[:, :columns]
         if routes.pad_offsets is not None:
             row = row + routes.pad_offsets[column]
         token = torch.arange(tokens, device=device)[:, None].expand(tokens, columns)
     else:
         row = routes.map.long().view(columns, tokens)
-        there = row >= 0
+        valid = row >= 0
         column = torch.arange(columns, device=device)[:, None].expand(columns, tokens)
         token = torch.arange(tokens, device=device).expand(columns, tokens)
-    target = torch.where(there & (row >= 0) & (row < rows), row, rows).reshape(
+    target = torch.where(valid & (row >= 0) & (row < rows), row, rows).reshape(
         -1
     )  # the last element is sliced off
     tokens_of = torch.full((rows + 1,), tokens, device=device)
@@ -173,8 +173,8 @@ def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:
 
 def _index_by_column(values: Tensor, token: Tensor, column: Tensor, routes: Routes) -> Tensor:
     """Return [T, columns] with the value of each route's row, 0 for absent routes."""
-    whole = values.new_zeros(routes.tokens + 1, routes.columns)
-    return whole.index_put((token, column), values)[: routes.tokens]
+    full = values.new_zeros(routes.tokens + 1, routes.columns)
+    return full.index_put((token, column), values)[: routes.tokens]
 
 
 def _with_zero(x: Tensor) -> Tensor:

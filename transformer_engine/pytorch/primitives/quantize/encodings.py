@@ -128,10 +128,10 @@ def encode_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
         codes = first + second + third
     else:
         first, second, third = (stretch.floor() for stretch in stretches)
-        whole = first + second + third
+        floors = first + second + third
         # At most one range is partly filled.
         fraction = (stretches[0] - first) + (stretches[1] - second) + (stretches[2] - third)
-        codes = whole + (fraction + random).floor()
+        codes = floors + (fraction + random).floor()
     return codes.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
 
 
@@ -139,9 +139,11 @@ def decode_e2m1(codes: Tensor) -> Tensor:
     """Decode uint8 codes 0..15 to float32, with the sign in bit 3."""
     # Computed on the device: CUDA graph capture does not allow a copy from the host.
     every = torch.arange(16, dtype=torch.float32, device=codes.device)
-    place = every % 8.0
+    magnitude = every % 8.0
     magnitudes = (
-        place.clamp(max=4.0) * 0.5 + (place.clamp(4.0, 6.0) - 4.0) + (place.clamp(min=6.0) - 6.0) * 2.0
+        magnitude.clamp(max=4.0) * 0.5
+        + (magnitude.clamp(4.0, 6.0) - 4.0)
+        + (magnitude.clamp(min=6.0) - 6.0) * 2.0
     )
     table = torch.where(every < 8.0, magnitudes, -magnitudes)
     return table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)

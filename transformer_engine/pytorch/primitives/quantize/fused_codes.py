@@ -28,22 +28,22 @@ def cast_request(
     dtype: torch.dtype,
     device: torch.device,
     spec: QuantizeSpec | None,
-    given: bool,
+    has_multiplier: bool,
     records: bool,
 ) -> CastRequest | None:
     """Return the request for a cast of a result [M, N]; None without a cast."""
     if spec is None:
         return None
-    return CastRequest(spec, given, records, fuses(shape, dtype, device, spec, given))
+    return CastRequest(spec, has_multiplier, records, fuses(shape, dtype, device, spec, has_multiplier))
 
 
 def fuses(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, spec: QuantizeSpec, given: bool
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, spec: QuantizeSpec, has_multiplier: bool
 ) -> bool:
     """Return whether a kernel's own codes equal `quantize`'s codes: scales per tensor or block, row-wise, Triton."""
     if spec.format.name not in _FORMATS or not spec.rowwise or 0 in shape or torch.compiler.is_compiling():
         return False
-    return TABLE.name_of((spec, shape, dtype, device, given, False)) == "triton"
+    return TABLE.name_of((spec, shape, dtype, device, has_multiplier, False)) == "triton"
 
 
 def report(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, cast: CastRequest) -> None:

@@ -45,13 +45,13 @@ def make_operator(quantize: Callable[..., Quantized]) -> Callable[[QuantizeReque
         spec = QuantizeSpec(FORMATS[format].format, _ELEMENTS[element], *options)
         drawn = None if random[0] is None or random[1] is None else tuple(random)
         # Results share no storage with each other or with the arguments.
-        made = quantize(x, spec, multiplier=multiplier, amax=amax, amax_t=amax_t, random=drawn)
-        results = [made.codes, made.codes_t]
+        quantized = quantize(x, spec, multiplier=multiplier, amax=amax, amax_t=amax_t, random=drawn)
+        results = [quantized.codes, quantized.codes_t]
         if spec.format.block is None:
-            results += [made.scale if spec.rowwise else made.scale_t]
-            results += [made.amax.clone()] if amax is None and made.amax is not None else []
+            results += [quantized.scale if spec.rowwise else quantized.scale_t]
+            results += [quantized.amax.clone()] if amax is None and quantized.amax is not None else []
         else:
-            results += [made.scale, made.scale_t]
+            results += [quantized.scale, quantized.scale_t]
         return [result for result in results if result is not None]
 
     made = launching.operator(_SCHEMA, now, _results)
@@ -98,7 +98,7 @@ def _as_operator(
     if maxima is not None:
         amax, amax_t = maxima(x, spec, amax, amax_t)
     random_rows, random_columns = (None, None) if random is None else random
-    made = iter(
+    results = iter(
         operator(
             x,
             form.name,
@@ -120,16 +120,16 @@ def _as_operator(
             random_columns,
         )
     )
-    codes = next(made) if spec.rowwise else None
-    codes_t = next(made) if spec.columnwise else None
+    codes = next(results) if spec.rowwise else None
+    codes_t = next(results) if spec.columnwise else None
     if form.block is None:
-        inverse = next(made)
-        amax = next(made) if amax is None else amax
+        inverse = next(results)
+        amax = next(results) if amax is None else amax
         return Quantized(
             codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None, amax
         )
-    decode = next(made) if spec.rowwise else None
-    decode_t = next(made) if spec.columnwise else None
+    decode = next(results) if spec.rowwise else None
+    decode_t = next(results) if spec.columnwise else None
     if maxima is None:
         return Quantized(codes, decode, codes_t, decode_t)
     return Quantized(

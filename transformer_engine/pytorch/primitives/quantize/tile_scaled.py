@@ -42,7 +42,7 @@ def tile_scaled(
         matrices: See `FormatRow`.
     """
 
-    def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
+    def quantize(x: Tensor, spec: QuantizeSpec, inputs: QuantizeInputs) -> Quantized:
         codes = scale = codes_t = scale_t = None
         if spec.rowwise or spec.transposes:
             codes, scale = encode(x, spec)

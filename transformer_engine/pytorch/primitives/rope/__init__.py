@@ -50,8 +50,8 @@ def rope_qkv_forward(
             f"the query part {sizes[0]} is not a multiple of the key part {sizes[1]}; split by heads"
         )
     start, cu_seqlens = positions
-    lies, shapes = (qkv.shape, qkv.stride()), (q_angles.shape, k_angles.shape)
-    key = ("qkv_forward", lies, qkv.dtype, qkv.device, spec, shapes, _sequences(cu_seqlens), sizes)
+    layout, shapes = (qkv.shape, qkv.stride()), (q_angles.shape, k_angles.shape)
+    key = ("qkv_forward", layout, qkv.dtype, qkv.device, spec, shapes, _sequences(cu_seqlens), sizes)
     return TABLE.bound(key)(qkv, q_angles, k_angles, start, cu_seqlens)
 
 
@@ -72,8 +72,8 @@ def rope_qkv_backward(
             "give those of the results of rope_qkv_forward"
         )
     start, cu_seqlens = positions
-    lies, shapes = (dk.shape, dk.stride()), (q_angles.shape, k_angles.shape)
-    key = ("qkv_backward", lies, dk.dtype, dk.device, spec, shapes, _sequences(cu_seqlens), sizes)
+    layout, shapes = (dk.shape, dk.stride()), (q_angles.shape, k_angles.shape)
+    key = ("qkv_backward", layout, dk.dtype, dk.device, spec, shapes, _sequences(cu_seqlens), sizes)
     return TABLE.bound(key)(dq, dk, dv, q_angles, k_angles, start, cu_seqlens)
 
 
@@ -85,8 +85,8 @@ def _run_rotation(
     cu_seqlens: Tensor | None,
     spec: RopeSpec,
 ) -> Tensor:
-    lies = (x.shape, x.stride())
-    key = (operation, lies, x.dtype, x.device, spec, (angles.shape,), _sequences(cu_seqlens))
+    layout = (x.shape, x.stride())
+    key = (operation, layout, x.dtype, x.device, spec, (angles.shape,), _sequences(cu_seqlens))
     return TABLE.bound(key)(x, angles, start, cu_seqlens)
 
 

@@ -136,9 +136,9 @@ def reaches_lengths(bounds: list[int] | None, table: int) -> None:
 
 def three_sizes(sizes: Sequence[int]) -> tuple[int, int, int]:
     """Return (q_size, k_size, v_size) for one packed projection group as integers; ValueError for another count."""
-    given = [to_int("qkv_split_arg_list", size) for size in sizes]
-    if len(given) != 3:
+    split = [to_int("qkv_split_arg_list", size) for size in sizes]
+    if len(split) != 3:
         raise ValueError(
-            f"qkv_split_arg_list={given} holds {len(given)} sizes; give three of them: q_size, k_size and v_size"
+            f"qkv_split_arg_list={split} holds {len(split)} sizes; give three of them: q_size, k_size and v_size"
         )
-    return given[0], given[1], given[2]
+    return split[0], split[1], split[2]

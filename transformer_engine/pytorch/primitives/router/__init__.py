@@ -130,8 +130,8 @@ def _choose(
     logits: Tensor, bias: Tensor | None, indices: Tensor | None, dtype: torch.dtype, keeps: bool, *choice: Any
 ) -> tuple[Tensor, ...]:
     """Return three tensors, empty ones for absent results: a mutating operator cannot return a list or None."""
-    made = choose(logits, _read(*choice), dtype, bias, indices, keeps)
-    return tuple(logits.new_empty(0) if tensor is None else tensor for tensor in made)
+    results = choose(logits, _read(*choice), dtype, bias, indices, keeps)
+    return tuple(logits.new_empty(0) if tensor is None else tensor for tensor in results)
 
 
 def _choose_results(
@@ -174,11 +174,11 @@ _OPERATORS = {
 
 
 def _make_operator(request: RouterRequest) -> Operator:
-    made = _OPERATORS[request.operation]
+    operator = _OPERATORS[request.operation]
     if request.operation == "loss":
-        return made.given(factor=request.factor)
+        return operator.given(factor=request.factor)
     if request.operation == "margins":
-        return made.given(k=request.choice.k)
+        return operator.given(k=request.choice.k)
 
     def run(call: Any, *tensors: Tensor | None) -> Any:
         if request.operation == "gradient":
@@ -186,7 +186,7 @@ def _make_operator(request: RouterRequest) -> Operator:
         probs, map, scores = call(*tensors, request.made, request.keeps, *request.choice)
         return probs, None if request.choice.map == INDICES else map, scores if request.keeps else None
 
-    return Operator(functools.partial(run, made.call), functools.partial(run, made.results))
+    return Operator(functools.partial(run, operator.call), functools.partial(run, operator.results))
 
 
 TABLE: Table[RouterRequest] = Table(

@@ -72,11 +72,11 @@ def bind(request: RouterRequest) -> Callable[..., Any]:
     * margins: (logits, bias, histogram, bounds) -> None
     * loss: (probs, tokens, total) -> loss [1]
     """
-    choice, made = request.choice, request.made
+    choice, dtype = request.choice, request.made
     if request.operation == "choose":
-        return lambda logits, bias, indices: choose(logits, bias, indices, choice, made, request.keeps)
+        return lambda logits, bias, indices: choose(logits, bias, indices, choice, dtype, request.keeps)
     if request.operation == "gradient":
-        return lambda map, scores, grad_probs: gradient(map, scores, grad_probs, choice, made)
+        return lambda map, scores, grad_probs: gradient(map, scores, grad_probs, choice, dtype)
     if request.operation == "margins":
         return lambda logits, bias, histogram, bounds: margins(logits, bias, histogram, bounds, choice.k)
     return lambda probs, tokens, total: loss(probs, tokens, total, request.factor)
@@ -89,7 +89,7 @@ def choose(
     bias: Tensor | None,
     indices: Tensor | None,
     choice: Choice,
-    made: torch.dtype,
+    dtype: torch.dtype,
     keeps: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return probs [T, E], map and scores float32 [T, E]; indices [T, k] are written in place."""
@@ -119,11 +119,11 @@ def choose(
     if choice.score not in (SOFTMAX, SOFTMAX_AFTER, SIGMOID):
         saved = x
     map = {BYTES: lambda: chosen, BITS: lambda: packed(chosen)}.get(choice.map, lambda: None)()
-    return result_as(weight, made), map, saved.clone() if keeps else None
+    return result_as(weight, dtype), map, saved.clone() if keeps else None
 
 
 def gradient(
-    map: Tensor | None, scores: Tensor, grad_probs: Tensor, choice: Choice, made: torch.dtype
+    map: Tensor | None, scores: Tensor, grad_probs: Tensor, choice: Choice, dtype: torch.dtype
 ) -> Tensor:
     """Return grad_logits [T, E]."""
     g = grad_probs.to(torch.float32)
@@ -133,7 +133,7 @@ def gradient(
     g = torch.where(counts, g, 0.0)
     if choice.score in (SOFTMAX, SOFTMAX_AFTER):
         active = torch.where(counts, scores, 0.0) if choice.score == SOFTMAX_AFTER else scores
-        return (active * (g - (g * active).sum(1, keepdim=True))).to(made)
+        return (active * (g - (g * active).sum(1, keepdim=True))).to(dtype)
     active = scores if choice.score == SIGMOID else softplus(scores).sqrt()
     share = torch.where(counts, active, 0.0)
     if choice.whole or choice.k > 1:
@@ -143,7 +143,7 @@ def gradient(
         slope = active * (1 - active)
     else:
         slope = torch.where(scores > 20.0, 1.0, scores.sigmoid()) / (2 * active + 1e-20)
-    return torch.where(counts, g * slope, 0.0).to(made)
+    return torch.where(counts, g * slope, 0.0).to(dtype)
 
 
 def margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
@@ -155,9 +155,9 @@ def margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: 
     score = logits.to(torch.float32).sigmoid()
     cutoff = (score + bias).topk(k + 1, dim=1).values[:, -1:]
     lower, upper = bounds.to(torch.float32).unbind(0)
-    place = ((cutoff - score - lower) * bins / (upper - lower)).floor()
-    place = torch.where(place > 0, place.clamp(max=bins - 1), 0.0).long()
-    histogram.scatter_add_(1, place.t(), torch.ones_like(place.t(), dtype=histogram.dtype))
+    bin_index = ((cutoff - score - lower) * bins / (upper - lower)).floor()
+    bin_index = torch.where(bin_index > 0, bin_index.clamp(max=bins - 1), 0.0).long()
+    histogram.scatter_add_(1, bin_index.t(), torch.ones_like(bin_index.t(), dtype=histogram.dtype))
 
 
 def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> Tensor:
@@ -178,8 +178,8 @@ def softplus(x: Tensor) -> Tensor:
 def packed(chosen: Tensor) -> Tensor:
     """Pack uint8 [T, E] to uint8 [T, ceil(E / 8)], with expert e in bit e % 8 of byte e // 8."""
     rows, experts = chosen.shape
-    whole = torch.nn.functional.pad(chosen.to(torch.int32), (0, -experts % 8)).view(rows, -1, 8)
-    return (whole << torch.arange(8, device=chosen.device, dtype=torch.int32)).sum(2).to(torch.uint8)
+    padded = torch.nn.functional.pad(chosen.to(torch.int32), (0, -experts % 8)).view(rows, -1, 8)
+    return (padded << torch.arange(8, device=chosen.device, dtype=torch.int32)).sum(2).to(torch.uint8)
 
 
 def _first(key: Tensor, count: int) -> Tensor:
@@ -191,10 +191,10 @@ def _mask_groups(key: Tensor, choice: Choice) -> Tensor:
     """Return the keys, -inf for experts outside the best groups."""
     if choice.groups is None:
         return key
-    count, kept = choice.groups
+    count, top_groups = choice.groups
     within = key.view(key.shape[0], count, -1)
-    total = within.topk(choice.k // kept, dim=2).values.sum(2)
-    best = torch.zeros_like(total, dtype=torch.bool).scatter(1, _first(total, kept), True)
+    total = within.topk(choice.k // top_groups, dim=2).values.sum(2)
+    best = torch.zeros_like(total, dtype=torch.bool).scatter(1, _first(total, top_groups), True)
     return torch.where(best[:, :, None], within, -torch.inf).view(key.shape)
 
 

@@ -34,7 +34,7 @@ def scaled_softmax_forward(
                 f"a mask is bool or uint8, not {mask.dtype}; convert it, not 0 where a key is hidden"
             )
         extents = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-        if mask.dim() > x.dim() or not all(extent in (1, whole) for extent, whole in extents):
+        if mask.dim() > x.dim() or not all(extent in (1, full) for extent, full in extents):
             raise ValueError(
                 f"a mask {list(mask.shape)} does not broadcast to the scores {list(x.shape)}; make it so"
             )

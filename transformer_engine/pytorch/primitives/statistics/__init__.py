@@ -24,7 +24,7 @@ TABLE: Table[StatisticsRequest] = Table(
 )
 
 
-def take_in_statistics(x: Tensor, operand: Operand | None, kept: Tensor) -> None:
+def take_in_statistics(x: Tensor, operand: Operand | None, accumulated: Tensor) -> None:
     """Update the statistics in place: the maximum and the sums. Nothing is read on the host.
 
     Args:
@@ -34,12 +34,12 @@ def take_in_statistics(x: Tensor, operand: Operand | None, kept: Tensor) -> None
     """
     facts = (x.shape, x.stride(), x.dtype, x.device)
     if operand is None or operand.format is None:
-        TABLE.bound(facts)(x, None, kept)
+        TABLE.bound(facts)(x, None, accumulated)
         return
     scale = operand.scale
     strides = () if scale is None or operand.format.block is None else scale.stride()
     TABLE.bound((*facts, operand.format, operand.codes.dtype, operand.codes.stride(), strides))(
-        x, operand, kept
+        x, operand, accumulated
     )
 
 

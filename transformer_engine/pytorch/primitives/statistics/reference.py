@@ -42,7 +42,7 @@ _FOUR_BITS = (E2M1.maximum, 2.0**-E2M1.mantissa_bits)  # of two codes in a byte
 def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor], None]:
     """Return (x, operand, kept) -> None, which adds the statistics to kept."""
 
-    def measure(x: Tensor, operand: Operand | None, kept: Tensor) -> None:
+    def measure(x: Tensor, operand: Operand | None, accumulated: Tensor) -> None:
         values = x.float()
         finite = values.isfinite()
         values = torch.where(finite, values, 0.0)
@@ -58,8 +58,10 @@ def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor
             saturation = ((codes.abs() == largest) & (values.abs() > quantized.abs() * beyond)).sum()
             noise = torch.where(finite, values - quantized, 0.0).double().square().sum()
         sums = torch.stack([t.double() for t in (underflow, saturation, signal, noise, (~finite).sum())])
-        kept[0] = torch.maximum(kept[0], values.abs().amax().double() if values.numel() else none)
-        kept[1:] += sums
+        accumulated[0] = torch.maximum(
+            accumulated[0], values.abs().amax().double() if values.numel() else none
+        )
+        accumulated[1:] += sums
 
     return measure
 

@@ -45,12 +45,12 @@ def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor
     program = kernels.statistics(request.shape, request.strides, codes)
     unit = None if form is None else form.unit_amax
 
-    def measure(x: Tensor, operand: Operand | None, kept: Tensor) -> None:
+    def measure(x: Tensor, operand: Operand | None, accumulated: Tensor) -> None:
         if operand is None:
-            perform(program, (x, None, None, None, kept))
+            perform(program, (x, None, None, None, accumulated))
             return
         second = None if unit is None or operand.amax is None else _one(operand.amax / unit)
-        perform(program, (x, operand.codes, _one(operand.scale), second, kept))
+        perform(program, (x, operand.codes, _one(operand.scale), second, accumulated))
 
     return measure
 

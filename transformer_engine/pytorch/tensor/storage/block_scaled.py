@@ -238,10 +238,10 @@ class BlockScaledStorage(QuantizedTensorStorage):
     def swizzle_(self) -> None:
         """Put one-byte scales in matrix-instruction order, in new memory; float32 scales stay."""
         if self.format.swizzled and not self._with_gemm_swizzled_scales:
-            made = self.order_scales(True)
+            swizzled = self.order_scales(True)
             self._rowwise_scale_inv, self._columnwise_scale_inv = (
-                made._rowwise_scale_inv,
-                made._columnwise_scale_inv,
+                swizzled._rowwise_scale_inv,
+                swizzled._columnwise_scale_inv,
             )
             self._with_gemm_swizzled_scales = True
 

@@ -44,14 +44,14 @@ def row_views(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantiz
 
 
 def _cut(storage: QuantizedTensorStorage, rows: int, first: int, last: int) -> Quantized:
-    whole = storage.unpack()
+    full = storage.unpack()
     return Quantized(
-        codes=_run(whole.codes, 0, rows, first, last),
-        scale=_run(whole.scale, 0, rows, first, last),
-        codes_t=_run(whole.codes_t, 1, rows, first, last),
-        scale_t=_run(whole.scale_t, 1, rows, first, last),
-        amax=_run(whole.amax, 0, rows, first, last),
-        amax_t=whole.amax_t,
+        codes=_run(full.codes, 0, rows, first, last),
+        scale=_run(full.scale, 0, rows, first, last),
+        codes_t=_run(full.codes_t, 1, rows, first, last),
+        scale_t=_run(full.scale_t, 1, rows, first, last),
+        amax=_run(full.amax, 0, rows, first, last),
+        amax_t=full.amax_t,
     )
 
 
@@ -84,11 +84,11 @@ class GatheredPayload:
 
     def holding(self, tensors: Sequence[Tensor]) -> GatheredPayload:
         """Return the payload with these tensors, after the first field's, outside the gathered bytes."""
-        held = {
+        present = {
             name: tensor.view(kind).t() if name.endswith("_t") else tensor.view(kind)
             for name, kind, tensor in zip(self.fields[1:], self.dtypes[1:], tensors, strict=True)
         }
-        return replace(self, fields=self.fields[:1], dtypes=self.dtypes[:1], whole=self.whole | held)
+        return replace(self, fields=self.fields[:1], dtypes=self.dtypes[:1], whole=self.whole | present)
 
 
 class DerivedTensors(list[Tensor]):
@@ -106,11 +106,11 @@ class DerivedTensors(list[Tensor]):
             self.add(tensor)
 
     def add(self, tensor: Tensor) -> None:
-        if not any(known is tensor for known in self):
+        if not any(entry is tensor for entry in self):
             self.append(tensor)
 
     def forget(self, tensor: Tensor) -> None:
-        self[:] = [known for known in self if known is not tensor]
+        self[:] = [entry for entry in self if entry is not tensor]
 
     def follow(self, before: dict[str, Tensor | None], after: dict[str, Tensor | None]) -> None:
         """Remove the tensors that the parameter dropped between two moments, and add its new tensors."""
@@ -128,12 +128,12 @@ def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...],
     if storage.transposable and usages["rowwise"]:
         storage = storage.drop(columnwise=True)  # recomputed after the gather, not sent
     parts = storage.unpack()._asdict()
-    fields, tensors, dtypes, whole = [], [], [], {}
+    fields, tensors, dtypes, unsharded = [], [], [], {}
     for name, part in parts.items():
         if part is None:
             continue
         if part.dim() < 2:
-            whole[name] = part
+            unsharded[name] = part
             continue
         part = part.t() if name.endswith("_t") else part
         fields.append(name)
@@ -146,7 +146,7 @@ def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...],
         tuple(storage.shape[1:]),
         tuple(fields),
         tuple(dtypes),
-        whole,
+        unsharded,
         storage.format.packing,
         usages["columnwise"],
     )
@@ -154,7 +154,7 @@ def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...],
 
 
 def sent_shard(
-    storage: QuantizedTensorStorage, whole: Sequence[int], ranks: int | None
+    storage: QuantizedTensorStorage, unsharded: Sequence[int], ranks: int | None
 ) -> tuple[tuple[Tensor, ...], GatheredPayload]:
     """Return the tensors of a shard that `fully_shard` gathers, and their metadata; see `gather_payload`.
 
@@ -169,14 +169,14 @@ def sent_shard(
     tensors, payload = gather_payload(storage)
     if ranks == 1:  # torch then copies only the first tensor
         return tensors[:1], payload.holding(tensors[1:])
-    if ranks is None or whole[0] % ranks == 0 or len(whole) > 2 or storage.format.block is not None:
+    if ranks is None or unsharded[0] % ranks == 0 or len(unsharded) > 2 or storage.format.block is not None:
         return tensors, payload
     padded = []
     for tensor in tensors:
-        sent = tensor.new_zeros(ceil_div(whole[0], ranks), *tensor.shape[1:])
+        sent = tensor.new_zeros(ceil_div(unsharded[0], ranks), *tensor.shape[1:])
         sent[: tensor.shape[0]] = tensor
         padded.append(sent)
-    return tuple(padded), replace(payload, rows=whole[0])
+    return tuple(padded), replace(payload, rows=unsharded[0])
 
 
 def join_payload(
@@ -281,11 +281,11 @@ class ShardedBuffers:
             ValueError: The joined payload has another shape than this tensor.
         """
         storage: Any = self
-        whole = join_payload(gathered, meta, storage.dtype)
-        if whole.shape != storage.shape:
+        full = join_payload(gathered, meta, storage.dtype)
+        if full.shape != storage.shape:
             raise ValueError(
-                f"the gathered buffers are those of a tensor of shape {tuple(whole.shape)}, this one is "
+                f"the gathered buffers are those of a tensor of shape {tuple(full.shape)}, this one is "
                 f"{tuple(storage.shape)}; call fsdp_assign_gathered on a tensor of the whole shape"
             )
-        for name, tensor in whole._tensors_by_name().items():
+        for name, tensor in full._tensors_by_name().items():
             setattr(storage, name, tensor)

@@ -75,11 +75,11 @@ class GroupLayout:
         found = []
         for placed, member in zip(self.members, members, strict=True):
             parts = member_tensors(member)
-            for place in placed.places:
-                buffer = buffers.get(place.buffer)
+            for position in placed.places:
+                buffer = buffers.get(position.buffer)
                 if buffer is not None:
-                    end = place.begin + prod(place.shape)
-                    buffer[place.begin : end].view(place.shape).copy_(parts[place.buffer])
+                    end = position.begin + prod(position.shape)
+                    buffer[position.begin : end].view(position.shape).copy_(parts[position.buffer])
             found.append(replace(placed, rebuild=rebuild_arguments(member)))
         return replace(self, members=tuple(found))
 
@@ -174,7 +174,7 @@ def member_starts(layout: GroupLayout, buffer: str) -> list[int] | None:
     if not places:
         return None
     last = places[-1]
-    return [*[place.begin for place in places], last.begin + prod(last.shape)]
+    return [*[position.begin for position in places], last.begin + prod(last.shape)]
 
 
 @dataclass(frozen=True)
@@ -198,13 +198,13 @@ class Offsets:
 
     def of(self, buffer: str) -> Sequence[int] | None:
         """Return the offsets of one buffer."""
-        known = {
+        offsets = {
             "rowwise_data": self.values,
             "columnwise_data": self.values,
             "scale_inv": self.scales,
             "columnwise_scale_inv": self.columnwise_scales,
         }
-        return known.get(buffer)
+        return offsets.get(buffer)
 
 
 def check_variant(quantizer: Any, settings: Mapping[str, tuple[Any, Any]]) -> None:
@@ -218,10 +218,10 @@ def check_variant(quantizer: Any, settings: Mapping[str, tuple[Any, Any]]) -> No
         ValueError: A setting differs from the quantizer's.
     """
     for name, (value, default) in settings.items():
-        own = default if quantizer is None else vars(quantizer).get(name, default)
-        if value not in (own, default):
+        expected = default if quantizer is None else vars(quantizer).get(name, default)
+        if value not in (expected, default):
             raise ValueError(
-                f"{name}={value} differs from the quantizer's {name}={own}; set it on the quantizer"
+                f"{name}={value} differs from the quantizer's {name}={expected}; set it on the quantizer"
             )
 
 
@@ -326,18 +326,19 @@ def place_members(
             example = quantizer.empty(shape, dtype, "meta", False)
         places = []
         for buffer, tensor in member_tensors(example).items():
-            given = offsets.of(buffer)
-            begin = ends.get(buffer, 0) if given is None else int(given[number])
-            if given is not None and buffer.endswith("_data"):
+            starts = offsets.of(buffer)
+            begin = ends.get(buffer, 0) if starts is None else int(starts[number])
+            if starts is not None and buffer.endswith("_data"):
                 begin = begin * tensor.numel() // max(prod(shape), 1)  # codes may be packed
             places.append(Place(buffer, begin, tuple(tensor.shape)))
             ends[buffer] = max(ends.get(buffer, 0), begin + tensor.numel())
         members.append(GroupMember(tuple(shape), tuple(places), rebuild_arguments(example)))
     for buffer, end in ends.items():
-        held = buffers[buffer]
-        if held is None or held.numel() < end:
+        memory = buffers[buffer]
+        if memory is None or memory.numel() < end:
             raise ValueError(
-                f"{buffer.lstrip('_')} has {0 if held is None else held.numel()} elements; {len(shapes)} tensors of "
+                f"{buffer.lstrip('_')} has {0 if memory is None else memory.numel()} elements; "
+                f"{len(shapes)} tensors of "
                 f"shapes {[tuple(shape) for shape in shapes]} need {end}"
             )
     return tuple(members)

@@ -139,13 +139,13 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
     ) -> None:
         """Find the members in buffers that the caller has allocated; the buffers are shared."""
         for name in (*ROWWISE, *COLUMNWISE):
-            held = getattr(self, name)
-            if held is not None and held.dim() != 1:
-                setattr(self, name, held.reshape(-1))
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.dim() != 1:
+                setattr(self, name, tensor.reshape(-1))
         buffers = {name: getattr(self, name) for name in (*ROWWISE, *COLUMNWISE)}
         members = place_members(shapes, quantizer, buffers, self._dtype, offsets, swizzled=swizzled)
-        given = (self.first_dims is not None, self.last_dims is not None)
-        self._layout = GroupLayout.of(members, given if any(given) else None)
+        has_extents = (self.first_dims is not None, self.last_dims is not None)
+        self._layout = GroupLayout.of(members, has_extents if any(has_extents) else None)
         self._quantizer = self.stack_quantizer(quantizer, shapes, not any(self._layout.varies))
         for name, numbers in varying_extents(self._layout, self.device).items():
             if getattr(self, name) is None:
@@ -185,24 +185,24 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         """
         parts = [member_tensors(member) for member in members]
         ends: dict[str, int] = dict.fromkeys((*ROWWISE, *COLUMNWISE), 0)
-        made = []
-        for member, held in zip(members, parts, strict=True):
+        results = []
+        for member, values in zip(members, parts, strict=True):
             places = []
-            for buffer, tensor in held.items():
+            for buffer, tensor in values.items():
                 places.append(Place(buffer, ends[buffer], tuple(tensor.shape)))
                 ends[buffer] += tensor.numel()
-            made.append(GroupMember(tuple(member.shape), tuple(places), rebuild_arguments(member)))
+            results.append(GroupMember(tuple(member.shape), tuple(places), rebuild_arguments(member)))
         device = next(iter(parts[0].values())).device
-        layout = GroupLayout.of(made)
+        layout = GroupLayout.of(results)
         group = cls(layout=layout, quantizer=quantizer, dtype=dtype, **varying_extents(layout, device))
         for buffer, end in ends.items():
-            kinds = {held[buffer].dtype for held in parts if buffer in held}
+            kinds = {values[buffer].dtype for values in parts if buffer in values}
             if kinds:
                 setattr(group, buffer, torch.empty(end, dtype=kinds.pop(), device=device))
-        for member, held in zip(made, parts, strict=True):
-            for place, tensor in zip(member.places, held.values(), strict=True):
-                group._at(place).copy_(tensor)
-        if all(held.get("scale_inv") is held.get("columnwise_scale_inv") for held in parts):
+        for member, values in zip(results, parts, strict=True):
+            for position, tensor in zip(member.places, values.values(), strict=True):
+                group._at(position).copy_(tensor)
+        if all(values.get("scale_inv") is values.get("columnwise_scale_inv") for values in parts):
             group.columnwise_scale_inv = group.scale_inv  # members have one scale, which they write
         return group
 
@@ -253,10 +253,10 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
             members.append(member.rebuild(tensors))
         return members
 
-    def _at(self, place: Place) -> Tensor:
-        buffer: Tensor = getattr(self, place.buffer)
-        end = place.begin + prod(place.shape)
-        return buffer[place.begin : end].view(place.shape)
+    def _at(self, position: Place) -> Tensor:
+        buffer: Tensor = getattr(self, position.buffer)
+        end = position.begin + prod(position.shape)
+        return buffer[position.begin : end].view(position.shape)
 
     @property
     def format(self) -> TensorFormat:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -328,10 +328,10 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         members = self.members()
         for member in members:
             member.update_usage(rowwise_usage=True, columnwise_usage=True)
-        whole = GroupedTensorStorage.of(members, self._quantizer, self._dtype)
-        whole.restore_extents(self.extents())
+        full = GroupedTensorStorage.of(members, self._quantizer, self._dtype)
+        full.restore_extents(self.extents())
         for name in (*self.TENSORS, "_layout"):
-            setattr(self, name, getattr(whole, name))
+            setattr(self, name, getattr(full, name))
 
     def byte_layout(self) -> tuple[Any, ...]:
         return (self._layout,)
@@ -375,14 +375,16 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
             raise ValueError(
                 f"tensors are {[list(value.shape) for value in tensors]}; give {[list(s) for s in self.tensor_shapes]}"
             )
-        held: list[Any] = self.split_into_quantized_tensors()
+        members: list[Any] = self.split_into_quantized_tensors()
         with torch.no_grad():
-            for into, value in zip(held, tensors, strict=True):
+            for into, value in zip(members, tensors, strict=True):
                 if isinstance(into, QuantizedTensorStorage):
                     into.quantize_(value, noop_flag=noop_flag)
                 else:
-                    kept = value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into))
-                    into.copy_(kept)
+                    selected = (
+                        value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into))
+                    )
+                    into.copy_(selected)
             scales, copied = self.scale_inv, self.columnwise_scale_inv
             if (
                 scales is not None
@@ -391,6 +393,6 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
                 and has_one_scale(self._members)
             ):
                 copied.copy_(scales)  # buffers of the caller, whose first elements members write
-        return held
+        return members
 
     make_tensor_offsets = staticmethod(make_tensor_offsets)

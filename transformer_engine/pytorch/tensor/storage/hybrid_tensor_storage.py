@@ -65,8 +65,8 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         parts = {"rowwise_storage": rowwise_storage, "columnwise_storage": columnwise_storage}
         nominal = nominal_dtype(fake_dtype, dtype)
         if not slots:
-            whole = _check_agreement(parts)
-            nominal = whole.dtype if nominal is None else nominal
+            agreed = _check_agreement(parts)
+            nominal = agreed.dtype if nominal is None else nominal
             slots = {}
             for part, names, rebuild in zip(parts.values(), (_ROWWISE, _COLUMNWISE), _REBUILDS, strict=True):
                 tensors, slots[rebuild] = ((), None) if part is None else part.as_storage().flatten()
@@ -187,13 +187,13 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
 def _check_agreement(parts: dict[str, QuantizedTensorStorage | None]) -> QuantizedTensorStorage:
     """Return the first part, after checking that the parts are storages of one tensor, each with its direction."""
-    given = {name: part for name, part in parts.items() if part is not None}
-    if not given:
+    present = {name: part for name, part in parts.items() if part is not None}
+    if not present:
         raise ValueError(
             "HybridQuantizedTensorStorage holds no data; give rowwise_storage, columnwise_storage or both"
         )
-    first_name, first = next(iter(given.items()))
-    for name, part in given.items():
+    first_name, first = next(iter(present.items()))
+    for name, part in present.items():
         if not isinstance(part, QuantizedTensorStorage):
             raise TypeError(
                 f"{name} is {with_article(type(part))}; give a QuantizedTensorStorage, for example "

@@ -179,14 +179,14 @@ class QuantizedTensorStorage:
             RuntimeError: Scales or directions do not allow the shape.
         """
         extents = tuple(shape) if isinstance(shape, Sequence) else (shape, *extents)
-        whole = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
-        seen = self.view_as(whole)
-        if seen is None:
+        full = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
+        result = self.view_as(full)
+        if result is None:
             raise RuntimeError(
-                f"{type(self).__name__} of shape {tuple(self.shape)} has no view of shape {tuple(whole)}, whose blocks "
+                f"{type(self).__name__} of shape {tuple(self.shape)} has no view of shape {tuple(full)}, whose blocks "
                 "would be others; dequantize() it first"
             )
-        return seen
+        return result
 
     def unpack(self) -> Quantized:
         """Invert `pack`, as views, with scales in rows; maxima per row are a column [M, 1]."""
@@ -225,8 +225,8 @@ class QuantizedTensorStorage:
         existing = row_major(self.contract(ROWS if usage == "rowwise" else COLS))
         mirrored = transposed_operand(existing)
         first, second = (mirrored, existing) if usage == "rowwise" else (existing, mirrored)
-        whole = Quantized(first.codes, first.scale, second.codes, second.scale, first.amax, second.amax)
-        full = self.storage_class().pack(whole, self.shape, **self.constants())
+        quantized = Quantized(first.codes, first.scale, second.codes, second.scale, first.amax, second.amax)
+        full = self.storage_class().pack(quantized, self.shape, **self.constants())
         for name in self.ROWWISE if usage == "rowwise" else self.COLUMNWISE:
             setattr(self, name, getattr(full, name))
 

@@ -25,13 +25,13 @@ from ..spec import FormatRow, Quantized, QuantizeInputs, QuantizeSpec, Request, 
 _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
-def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> Quantized:
+def quantize(x: Array, spec: QuantizeSpec, inputs: QuantizeInputs, axis: int) -> Quantized:
     """Encode x to codes in the shape of x, one scale [1] and the maximum; both directions have equal codes."""
-    amax = given.amax
+    amax = inputs.amax
     if amax is None:
-        amax = exact.maximum_over_axes(elements.absolute_maximum(x), given.over)
-    if given.multiplier is not None:
-        multiplier = elements.given_multiplier(given.multiplier)
+        amax = exact.maximum_over_axes(elements.absolute_maximum(x), inputs.over)
+    if inputs.multiplier is not None:
+        multiplier = elements.given_multiplier(inputs.multiplier)
     else:
         multiplier = elements.scale_from_amax(
             amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
@@ -93,8 +93,8 @@ class ScaledCast(Kernel):
     @property
     def rule(self) -> ShardingRule:
         codes = ["r w"] * self.rowwise + ["w r"] * self.columnwise
-        made = [*codes, "i", *["o"] * self.measures]
-        return ShardingRule(f"r w, s -> {', '.join(made)}", maxed=(len(codes) + 1,) * self.measures)
+        outputs = [*codes, "i", *["o"] * self.measures]
+        return ShardingRule(f"r w, s -> {', '.join(outputs)}", maxed=(len(codes) + 1,) * self.measures)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, width = operands[0].shape
@@ -106,42 +106,42 @@ class ScaledCast(Kernel):
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from .....common.kernels import cast  # it imports triton
 
-        x, given = arrays
+        x, operand = arrays
         rows, width = x.shape
         program = cast.one_scale(
             (rows, width), self.element, self.rowwise, self.columnwise,
             cast.MEASURED if self.measures else cast.GIVEN, power_of_two=self.power_of_two, epsilon=self.epsilon,
             zero_is_one=self.measures,
         )  # fmt: skip
-        inputs = [x, given] if self.measures else [x, None, given]
+        inputs = [x, operand] if self.measures else [x, None, operand]
         codes, scale, codes_t, scale_t, amax = perform(program, inputs)
-        made = (codes, codes_t, scale if self.rowwise else scale_t, amax if self.measures else None)
-        return tuple(array for array in made if array is not None)
+        results = (codes, codes_t, scale if self.rowwise else scale_t, amax if self.measures else None)
+        return tuple(array for array in results if array is not None)
 
 
-def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Quantized:
+def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Quantized:
     """Compute a request with kernels."""
     spec = request.spec
     directions, axis = (spec.element, spec.rowwise, spec.columnwise), request.axis
     counts = {"r": axis, "w": x.ndim - axis}
-    if given.multiplier is not None:
-        kernel, number = ScaledCast(*directions, True, False, 0.0), given.multiplier
+    if inputs.multiplier is not None:
+        kernel, number = ScaledCast(*directions, True, False, 0.0), inputs.multiplier
     else:
         kernel = ScaledCast(*directions, False, spec.power_of_two, spec.epsilon)
-        number = given.amax
+        number = inputs.amax
         if number is None:
-            number = exact.maximum_over_axes(call_on_axes(Maximum(), counts, x)[0], given.over)
+            number = exact.maximum_over_axes(call_on_axes(Maximum(), counts, x)[0], inputs.over)
     number = number.astype(jnp.float32).reshape(1)
-    made = list(call_on_axes(kernel, counts, x, number))
-    codes = made.pop(0) if spec.rowwise else None
-    codes_t = made.pop(0) if spec.columnwise else None
-    scale, found = made[0], exact.maximum_over_axes(made[1], given.over) if kernel.measures else number
+    results = list(call_on_axes(kernel, counts, x, number))
+    codes = results.pop(0) if spec.rowwise else None
+    codes_t = results.pop(0) if spec.columnwise else None
+    scale, found = results[0], exact.maximum_over_axes(results[1], inputs.over) if kernel.measures else number
     return Quantized(
         codes,
         scale if spec.rowwise else None,
         codes_t,
         scale if spec.columnwise else None,
-        found if given.amax is None else given.amax,
+        found if inputs.amax is None else inputs.amax,
     )
 
 

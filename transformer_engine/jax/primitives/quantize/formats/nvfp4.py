@@ -69,8 +69,8 @@ def encode(
         )
         return tiles.join(codes, x.shape, axis), block_scale
     amax_tiles = tiles.tile_amax(cut, axis)
-    wanted = amax_tiles * (encode_scale * jnp.float32(1.0 / E2M1.maximum))
-    block_scale = cast(jnp.minimum(wanted, FLOAT32_MAX), E4M3)
+    ideal = amax_tiles * (encode_scale * jnp.float32(1.0 / E2M1.maximum))
+    block_scale = cast(jnp.minimum(ideal, FLOAT32_MAX), E4M3)
     block_scale, multiplier = tiles.settle_scales((block_scale, scale_multiplier(block_scale)))
     random_tiles = None if random is None else tiles.cut(random.reshape(x.shape), spec.tile, axis)
     codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), random_tiles)
@@ -89,18 +89,18 @@ def tile_maxima(amax: Array, form: TensorFormat, shape: tuple[int, ...], axis: i
     return amax.reshape((1,) * len(shape))
 
 
-def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> Quantized:
+def quantize(x: Array, spec: QuantizeSpec, inputs: QuantizeInputs, axis: int) -> Quantized:
     """Quantize x [*M, *K], whose K begins at axis, in the directions that spec requests."""
-    amax, amax_t = given.amax, given.amax_t
+    amax, amax_t = inputs.amax, inputs.amax_t
     random_rows, random_columns = (
-        given.random if spec.stochastic and given.random is not None else (None, None)
+        inputs.random if spec.stochastic and inputs.random is not None else (None, None)
     )
     codes = scales = codes_t = scales_t = None
     form = spec.format
     if amax is None and form.row_scaled:
         amax = row_maxima(x, axis) if spec.rowwise else None
     elif amax is None and (spec.rowwise or not spec.hadamard):
-        amax = exact.maximum_over_axes(absolute_maximum(x), given.over)
+        amax = exact.maximum_over_axes(absolute_maximum(x), inputs.over)
     if amax is not None and (spec.rowwise or spec.transposes):
         codes, scales = encode(x, spec, form, amax, random_rows, axis)
     if spec.columnwise:
@@ -110,8 +110,8 @@ def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> 
             x_t = turned(x, axis)
             x_t = hadamard_transform(x_t, spec.random_sign) if spec.hadamard else x_t
             if amax_t is None:
-                apart = spec.hadamard or form.row_scaled
-                amax_t = exact.maximum_over_axes(absolute_maximum(x_t), given.over) if apart else amax
+                separate = spec.hadamard or form.row_scaled
+                amax_t = exact.maximum_over_axes(absolute_maximum(x_t), inputs.over) if separate else amax
             assert amax_t is not None
             codes_t, scales_t = encode(x_t, spec, form.columnwise, amax_t, random_columns, x.ndim - axis)
     return Quantized(
@@ -213,12 +213,12 @@ class NVFP4Blocks(Kernel):
         maxima_t = m.blocks if self.by_tile else "q"
         optional = zip((maxima, maxima_t, matrix, transposed), self.given, strict=True)
         takes = [matrix, *(one for one, present in optional if present)]
-        made = []
+        outputs = []
         if self.spec.rowwise:
-            made += [f"{m.whole} {k.bytes}", f"{m.whole} {k.blocks}"]
+            outputs += [f"{m.whole} {k.bytes}", f"{m.whole} {k.blocks}"]
         if self.spec.columnwise:
-            made += [f"{k.whole} {m.bytes}", f"{k.whole} {m.blocks}"]
-        return ShardingRule.from_extents(f"{', '.join(takes)} -> {', '.join(made)}", m, k)
+            outputs += [f"{k.whole} {m.bytes}", f"{k.whole} {m.blocks}"]
+        return ShardingRule.from_extents(f"{', '.join(takes)} -> {', '.join(outputs)}", m, k)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, depth = operands[0].shape
@@ -240,15 +240,15 @@ class NVFP4Blocks(Kernel):
         return tuple(array for array in run(launch, [x, *inputs]) if array is not None)
 
 
-def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Quantized:
+def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Quantized:
     """Compute a request with kernels."""
     spec = request.spec
     counts = {"m": request.axis, "k": x.ndim - request.axis}
     if request.maxima_per_tile:
-        amax, amax_t = _maxima_of_tiles(spec, given, request.shape[0])
+        amax, amax_t = _maxima_of_tiles(spec, inputs, request.shape[0])
     else:
-        amax, amax_t = _maxima(x, spec, given, counts)
-    random = given.random if spec.stochastic and given.random is not None else (None, None)
+        amax, amax_t = _maxima(x, spec, inputs, counts)
+    random = inputs.random if spec.stochastic and inputs.random is not None else (None, None)
     of_columns = random[1]
     if spec.transposes and random[0] is not None:
         of_columns = turned(random[0], request.axis)
@@ -259,9 +259,9 @@ def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Qu
     )  # fmt: skip
     present = tuple(one is not None for one in used)
     kernel = NVFP4Blocks(spec, request.shape, present, request.maxima_per_tile)  # pyright: ignore
-    made = list(call_on_axes(kernel, counts, x, *(one for one in used if one is not None)))
-    rows = (made.pop(0), made.pop(0)) if spec.rowwise else (None, None)
-    columns = (made.pop(0), made.pop(0)) if spec.columnwise else (None, None)
+    results = list(call_on_axes(kernel, counts, x, *(one for one in used if one is not None)))
+    rows = (results.pop(0), results.pop(0)) if spec.rowwise else (None, None)
+    columns = (results.pop(0), results.pop(0)) if spec.columnwise else (None, None)
     scale, scale_t = (
         None if one is None else one.reshape(size, ceil_div(depth, GROUP))
         for one, (size, depth) in ((rows[1], request.shape), (columns[1], request.shape[::-1]))
@@ -269,43 +269,43 @@ def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Qu
     codes, codes_t = (None if one[0] is None else unpack_e2m1(one[0]) for one in (rows, columns))
     maxima = used[:2]
     if request.maxima_per_tile:
-        maxima = (given.amax if spec.rowwise else None, given.amax if spec.transposes else given.amax_t)
+        maxima = (inputs.amax if spec.rowwise else None, inputs.amax if spec.transposes else inputs.amax_t)
     quantized = Quantized(codes, scale, codes_t, scale_t, maxima[0], maxima[1] if spec.columnwise else None)
     return quantized.with_axes(x.shape, request.axis)
 
 
 def _maxima_of_tiles(
-    spec: QuantizeSpec, given: QuantizeInputs, rows: int
+    spec: QuantizeSpec, inputs: QuantizeInputs, rows: int
 ) -> tuple[Array | None, Array | None]:
     """Expand the caller's per-tile maxima to rows [M], and to 16-row tiles."""
     assert spec.tile is not None
-    by_row = None if given.amax is None else jnp.repeat(given.amax[:, 0], spec.tile[0])[:rows]
-    by_tile = given.amax if spec.transposes else given.amax_t
+    by_row = None if inputs.amax is None else jnp.repeat(inputs.amax[:, 0], spec.tile[0])[:rows]
+    by_tile = inputs.amax if spec.transposes else inputs.amax_t
     return by_row, None if by_tile is None else by_tile.reshape(-1)
 
 
 def _maxima(
-    x: Array, spec: QuantizeSpec, given: QuantizeInputs, counts: dict[str, int]
+    x: Array, spec: QuantizeSpec, inputs: QuantizeInputs, counts: dict[str, int]
 ) -> tuple[Array | None, Array | None]:
     """Maxima for both directions, float32 [1], or [M] for one scale per row; absent maxima are measured."""
-    amax, amax_t = given.amax, given.amax_t
+    amax, amax_t = inputs.amax, inputs.amax_t
     if spec.format.row_scaled:
         if amax is None and spec.rowwise:
             (amax,) = call_on_axes(Maximum(by_rows=True), {"r": counts["m"], "w": counts["k"]}, x)
             amax = amax.reshape(-1)
         if amax_t is None and spec.columnwise:
             (amax_t,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
-            amax_t = exact.maximum_over_axes(amax_t, given.over)
+            amax_t = exact.maximum_over_axes(amax_t, inputs.over)
         return amax, amax_t
     if amax is None and (spec.rowwise or not spec.hadamard):
         (amax,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
-        amax = exact.maximum_over_axes(amax, given.over)
+        amax = exact.maximum_over_axes(amax, inputs.over)
     if not spec.columnwise or spec.transposes:
         return amax, amax
     if amax_t is None:
         kernel = TransformedMaximum(spec.random_sign, prod(x.shape[: counts["m"]]))
         measured = call_on_axes(kernel, counts, x)[0] if spec.hadamard else None
-        amax_t = amax if measured is None else exact.maximum_over_axes(measured, given.over)
+        amax_t = amax if measured is None else exact.maximum_over_axes(measured, inputs.over)
     return amax, amax_t
 
 

@@ -99,7 +99,7 @@ def multiply_mxfp8(values: Array, scale: Array) -> Array:
     return times_power(values, lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32))
 
 
-def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int, encode: Encode) -> Quantized:
+def quantize(x: Array, spec: QuantizeSpec, inputs: QuantizeInputs, axis: int, encode: Encode) -> Quantized:
     """Quantize x [*M, *K], whose K begins at axis, in the directions that spec requests."""
     codes = scale = codes_t = scale_t = None
     if spec.rowwise or spec.transposes:
@@ -148,12 +148,12 @@ class Tiles(Kernel):
         m, k = extent("m", self.shape[0], down), extent("k", self.shape[1], along)
         # 128 x 128 blocks have one scale; otherwise every row has its own.
         rows, columns = (m.blocks, k.blocks) if spec.format == BLOCK_2D else (m.whole, k.whole)
-        made = []
+        outputs = []
         if spec.rowwise:
-            made += [f"{m.whole} {k.whole}", f"{rows} {k.blocks}"]
+            outputs += [f"{m.whole} {k.whole}", f"{rows} {k.blocks}"]
         if spec.columnwise:
-            made += [f"{k.whole} {m.whole}", f"{columns} {m.blocks}"]
-        return ShardingRule.from_extents(f"{m.whole} {k.whole} -> {', '.join(made)}", m, k)
+            outputs += [f"{k.whole} {m.whole}", f"{columns} {m.blocks}"]
+        return ShardingRule.from_extents(f"{m.whole} {k.whole} -> {', '.join(outputs)}", m, k)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         spec, (rows, depth) = self.spec, operands[0].shape
@@ -173,10 +173,10 @@ class Tiles(Kernel):
         rows, depth = x.shape
         options = ((rows, depth), spec.element, spec.rowwise, spec.columnwise)
         if spec.format == MXFP8:
-            made = run(mxfp8.blocks(*options, square=spec.two_dimensional), arrays)
+            results = run(mxfp8.blocks(*options, square=spec.two_dimensional), arrays)
             return tuple(
-                lax.bitcast_convert_type(array, jnp.float8_e8m0fnu) if place % 2 else array
-                for place, array in enumerate(array for array in made if array is not None)
+                lax.bitcast_convert_type(array, jnp.float8_e8m0fnu) if index % 2 else array
+                for index, array in enumerate(array for array in results if array is not None)
             )
         scaling: dict[str, Any] = {
             "power_of_two": spec.power_of_two,
@@ -192,16 +192,16 @@ class Tiles(Kernel):
         return tuple(array for array in run(launch, arrays) if array is not None)
 
 
-def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Quantized:
+def quantize_by_kernels(x: Array, inputs: QuantizeInputs, request: Request) -> Quantized:
     """Compute a request with kernels: both directions in one launch."""
     spec = request.spec
     kernel = Tiles(spec, request.shape)
     matrices = kernel.results(jax.ShapeDtypeStruct(request.shape, request.dtype))
     results = call_on_axes(kernel, {"m": request.axis, "k": x.ndim - request.axis}, x)
     # Scales take the matrix layout; they are few.
-    made = [one.reshape(matrices[i].shape) if i % 2 else one for i, one in enumerate(results)]
-    rows = (made.pop(0), made.pop(0)) if spec.rowwise else (None, None)
-    columns = (made.pop(0), made.pop(0)) if spec.columnwise else (None, None)
+    parts = [one.reshape(matrices[i].shape) if i % 2 else one for i, one in enumerate(results)]
+    rows = (parts.pop(0), parts.pop(0)) if spec.rowwise else (None, None)
+    columns = (parts.pop(0), parts.pop(0)) if spec.columnwise else (None, None)
     return Quantized(*rows, *columns).with_axes(x.shape, request.axis)
 
 

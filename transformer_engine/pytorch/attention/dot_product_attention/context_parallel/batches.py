@@ -51,12 +51,12 @@ def pad_thd_sequences_for_cp(
     gaps = torch.repeat_interleave((padded - lengths).cumsum(0) - (padded - lengths), lengths)
     where = torch.arange(int(lengths.sum()), device="cpu") + gaps
     total = int(padded.sum())
-    made = []
+    results = []
     for ids, filler in ((input_ids, padding_token_id), (labels, padding_label_id)):
         wide = ids.new_full((total,), filler)
         wide[where.to(ids.device)] = ids.flatten()
-        made.append(wide)
-    return made[0], made[1], _bounds(padded, cu_seqlens)
+        results.append(wide)
+    return results[0], results[1], _bounds(padded, cu_seqlens)
 
 
 def generate_positional_ids_for_cp(
@@ -99,10 +99,10 @@ def get_batch_on_this_cp_rank(
     rank = torch.distributed.get_rank(group=cp_group) if cp_rank is None else cp_rank
     tokens = int(cu_seqlens_padded[-1])
     device, strategy = cu_seqlens_padded.device, load_balancing_strategy
-    held = get_thd_partitioned_indices(cu_seqlens_padded, tokens, size, rank, device, strategy)
+    indices = get_thd_partitioned_indices(cu_seqlens_padded, tokens, size, rank, device, strategy)
     named = ("input_ids", input_ids_padded), ("labels", labels_padded), ("position_ids", position_ids_padded)
     ids, labels, positions = (
-        None if x is None else x.index_select(_token_axis(name, x, tokens), held.to(x.device))
+        None if x is None else x.index_select(_token_axis(name, x, tokens), indices.to(x.device))
         for name, x in named
     )
     return ids, labels, positions

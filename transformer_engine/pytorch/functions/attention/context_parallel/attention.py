@@ -54,11 +54,11 @@ class ContextParallelAttention:
             assert isinstance(self.inner, BlockAttention)
             return self.inner(self.inner_call, inputs)
         exchange = self.exchange(call, inputs)
-        own = exchange.enter(inputs)
+        local = exchange.enter(inputs)
         if isinstance(self.inner, BlockAttention):
-            result = self.inner(self.inner_call, own)
+            result = self.inner(self.inner_call, local)
         else:
-            result = attend(self.inner, self.inner_call, own)
+            result = attend(self.inner, self.inner_call, local)
         max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
         return AttentionResult(exchange.leave(result.output), max_logit)
 
@@ -100,9 +100,9 @@ class ContextParallelAttention:
 
 def shared_settings(scheme: str, call: AttentionCall, inputs: AttentionInputs) -> dict[str, object]:
     """Return the attention settings that the ranks sharing a sequence have in common."""
-    own = ("device_type", "hardware", "switches", "needs_gradient", "bias_gradient")
+    unshared = ("device_type", "hardware", "switches", "needs_gradient", "bias_gradient")
     settings: dict[str, object] = {
-        field.name: getattr(call, field.name) for field in fields(call) if field.name not in own
+        field.name: getattr(call, field.name) for field in fields(call) if field.name not in unshared
     }
     settings |= {"scheme": scheme, "q": form(inputs.q), "k": form(inputs.k), "v": form(inputs.v)}
     return settings

@@ -175,10 +175,10 @@ def _packed_lengths(
 
 def _count_lengths(lengths: Tensor, spans: Sequence[Part]) -> Tensor:
     """Return the real tokens per sequence within ranges of it, [b] int32."""
-    held = torch.zeros_like(lengths)
+    counts = torch.zeros_like(lengths)
     for span in spans:
-        held = held + (lengths - span.first).clamp(min=0, max=span.stop - span.first)
-    return held.int()
+        counts = counts + (lengths - span.first).clamp(min=0, max=span.stop - span.first)
+    return counts.int()
 
 
 def select_rows(x: Tensor, part: Part) -> Tensor:

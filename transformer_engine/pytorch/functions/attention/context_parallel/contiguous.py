@@ -94,11 +94,11 @@ class ContiguousAttention:
         if sink is not None and sink.requires_grad and torch.is_grad_enabled():
             sink = sink.view_as(sink)
             sink.register_hook(functools.partial(_sum_over_ranks, groups.ring_group))
-        own = inputs._replace(
+        local = inputs._replace(
             k=k, v=v, lengths_q=piece.lengths_q, lengths_kv=piece.lengths_kv, starts_q=piece.starts_q,
             starts_kv=starts, sink=sink,
         )  # fmt: skip
-        result = attend(self.inner, self.inner_call, own)
+        result = attend(self.inner, self.inner_call, local)
         if result.max_logit is None:
             return result
         max_logit = result.max_logit.clone()
@@ -112,7 +112,7 @@ def choose_contiguous(call: AttentionCall, groups: ContextGroups) -> ContiguousA
     Raises:
         UnsupportedStrategy: The attention needs ranks with balanced loads. Every rank raises it before communication.
     """
-    for wrong, given, taken in (
+    for wrong, argument, alternative in (
         (not call.packed, f"qkv_format={call.q_format!r}", "'thd'"),
         (groups.communication != "all_gather", f"cp_comm_type={groups.communication!r}", "'all_gather'"),
         (not call.mask.causal, f"attn_mask_type={call.mask.name!r}, window_size={call.mask.window}",
@@ -125,7 +125,8 @@ def choose_contiguous(call: AttentionCall, groups: ContextGroups) -> ContiguousA
     ):  # fmt: skip
         if wrong:
             raise UnsupportedStrategy(
-                f"NO_LOAD_BALANCE with {given}; it takes {taken}, or use CPLoadBalancingStrategy.DUAL_CHUNK_SWAP"
+                f"NO_LOAD_BALANCE with {argument}; it takes {alternative}, or use "
+                f"CPLoadBalancingStrategy.DUAL_CHUNK_SWAP"
             )
     inner = replace(
         call, mask=Mask("padding_causal_bottom_right", (-1, 0), True), same_lengths=False, padded_between=True

@@ -78,12 +78,12 @@ class FP8ContextAttention:
         only_codes = _are_codes(inputs)
         if isinstance(shared.inner, BlockAttention):
             # Ranks that exchange heads share no quantizer scale, so they exchange values that have no codes yet.
-            own = (
+            local = (
                 _codes_of_heads(exchange, self.quantizers.qkv, inputs)
                 if only_codes
                 else exchange.enter(_dequantize_inputs(inputs))
             )
-            result = self._in_blocks(own)
+            result = self._in_blocks(local)
             output = exchange.leave(_values(result.output))
         elif (
             self.fp8.call.needs_gradient and self.fp8.passes.high_precision and not only_codes
@@ -93,8 +93,8 @@ class FP8ContextAttention:
             output = exchange.leave(result.output)
         else:
             fp8 = replace(self._with_shared_scales(exchange.group, ("qkv", "output")), fp8_output=True)
-            own = _codes_of_heads(exchange, fp8.quantizers.qkv, inputs)
-            result = attend(fp8, shared.inner_call, own)
+            local = _codes_of_heads(exchange, fp8.quantizers.qkv, inputs)
+            result = attend(fp8, shared.inner_call, local)
             output: Any = _LeavingCodes.apply(exchange, self.fp8.fp8_output, result.output)
         max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
         return AttentionResult(self._returned(output), max_logit)
@@ -130,9 +130,9 @@ def _values(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 
-def _dequantize_inputs(inputs: AttentionInputs, kept: type | tuple[()] = ()) -> AttentionInputs:
-    """Return the inputs with dequantized q, k and v, except tensors with class `kept`."""
-    q, k, v = (x if isinstance(x, kept) else _values(x) for x in inputs[:3])
+def _dequantize_inputs(inputs: AttentionInputs, unchanged: type | tuple[()] = ()) -> AttentionInputs:
+    """Return the inputs with dequantized q, k and v, except tensors with class `unchanged`."""
+    q, k, v = (x if isinstance(x, unchanged) else _values(x) for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)
 
 
@@ -149,14 +149,14 @@ def _split_heads(storage: Any, heads: int) -> Tensor:
 def _shared_codes(tensors: Sequence[Tensor], quantizer: Quantizer, group: Any) -> list[Any]:
     """Quantize tensors [.., h, d] to codes [.., h * d]; caller codes are rescaled to one scale for the group."""
     storages: list[Any] = [quantize_heads(x, quantizer) for x in tensors]
-    own = [i for i, x in enumerate(tensors) if isinstance(x, QuantizedTensor)]
-    if own:
-        dtypes = [float8_dtype(storages[i]._fp8_dtype) for i in own]
+    quantized = [i for i, x in enumerate(tensors) if isinstance(x, QuantizedTensor)]
+    if quantized:
+        dtypes = [float8_dtype(storages[i]._fp8_dtype) for i in quantized]
         shards = [
             (storages[i]._data.view(dtype), storages[i]._scale_inv)
-            for i, dtype in zip(own, dtypes, strict=True)
+            for i, dtype in zip(quantized, dtypes, strict=True)
         ]
-        for i, (codes, scale) in zip(own, rescale_codes(shards, group), strict=True):
+        for i, (codes, scale) in zip(quantized, rescale_codes(shards, group), strict=True):
             storages[i] = Float8TensorStorage(codes.view(torch.uint8), scale, **storages[i].constants())
     return storages
 
@@ -222,8 +222,8 @@ class _LeavingCodes(Function):
         exchange = ctx.exchange
         check_backward(exchange.group, grad)
         by_heads = (_values(grad).unflatten(-1, (exchange.call.heads, -1)),)
-        (own,) = exchange_tokens(exchange, exchange.orders[:1], True, by_heads)
-        return None, None, own.flatten(-2)
+        (local,) = exchange_tokens(exchange, exchange.orders[:1], True, by_heads)
+        return None, None, local.flatten(-2)
 
 
 class FP8BlockPasses(BlockPasses):

@@ -94,13 +94,13 @@ def context_groups(
     if all(size <= 1 for size in sizes):
         return None
     if len(members) != (2 if hierarchical else 1):
-        wanted = (
+        expected = (
             "a list of two: the group of the all-to-all, then that of the ring"
             if hierarchical
             else "one group"
         )
         raise ValueError(
-            f"cp_group holds {len(members)} groups, of sizes {sizes}; cp_comm_type={cp_comm_type!r} takes {wanted}"
+            f"cp_group holds {len(members)} groups, of sizes {sizes}; cp_comm_type={cp_comm_type!r} takes {expected}"
         )
     ranks = [dist.get_rank(group) for group in members]
     if min(ranks) < 0:
@@ -159,10 +159,10 @@ def all_gather(x: Tensor, group: Any, size: int) -> Callable[[], Tensor]:
 def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
     """Sum parts[rank] over all ranks, from parts [size, ..]."""
     parts = parts.contiguous()
-    own = torch.empty_like(parts[0])
+    reduced = torch.empty_like(parts[0])
     with NamedFailures("reduce_scatter of context parallelism", parts, group):
-        dist.reduce_scatter_tensor(own.view(-1), parts.view(-1), group=group)
-    return own
+        dist.reduce_scatter_tensor(reduced.view(-1), parts.view(-1), group=group)
+    return reduced
 
 
 class Ring:

@@ -41,9 +41,9 @@ def partitioned_indices(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -
     number = torch.where(second, 2 * size - 2 - rank, rank)
     # Tokens behind the last sequence are divided into equal parts.
     tail = (tokens - bounds[-1]) // size
-    behind = torch.arange(tokens // size, device=bounds.device) - bounds[-1] // size
+    padding = torch.arange(tokens // size, device=bounds.device) - bounds[-1] // size
     return torch.where(
-        behind < 0, bounds[sequence] + number * chunk + position, bounds[-1] + rank * tail + behind
+        padding < 0, bounds[sequence] + number * chunk + position, bounds[-1] + rank * tail + padding
     )
 
 
@@ -166,13 +166,13 @@ def count_tokens(lengths: Tensor, chunk: Tensor | int, chunks: list[int]) -> Ten
         chunk: Tokens in one chunk, per sequence [b] or for all.
         chunks: Chunk numbers.
     """
-    held = torch.zeros_like(lengths)
+    counts = torch.zeros_like(lengths)
     for number in chunks:
         if isinstance(chunk, Tensor):
-            held = held + torch.minimum((lengths - number * chunk).clamp(min=0), chunk)
+            counts = counts + torch.minimum((lengths - number * chunk).clamp(min=0), chunk)
         else:
-            held = held + (lengths - number * chunk).clamp(min=0, max=chunk)
-    return held
+            counts = counts + (lengths - number * chunk).clamp(min=0, max=chunk)
+    return counts
 
 
 def check_rank(size: int, rank: int) -> None:
@@ -200,8 +200,8 @@ def half_of_sequences(bounds: Tensor, tokens: int, half: int) -> Tensor:
     inside = bounds[sequence] + position + half * length
     # The tail halves [bounds[-1], tokens).
     tail = (tokens - bounds[-1]) // 2
-    behind = torch.arange(tokens // 2, device=bounds.device) + bounds[-1] - bounds[-1] // 2 + half * tail
-    return torch.where(position < length, inside, behind)
+    padding = torch.arange(tokens // 2, device=bounds.device) + bounds[-1] - bounds[-1] // 2 + half * tail
+    return torch.where(position < length, inside, padding)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,17 +227,17 @@ class TokenOrder:
             parts = parts.transpose(1, 2)
         chunks = parts.unflatten(1, (2, -1)).flatten(0, 1)
         owners = [2 * i if i < self.size else 2 * (2 * self.size - 1 - i) + 1 for i in range(2 * self.size)]
-        whole = chunks[owners].flatten(0, 1)
-        return whole.transpose(0, 1) if self.tensor_format == "bshd" else whole
+        full = chunks[owners].flatten(0, 1)
+        return full.transpose(0, 1) if self.tensor_format == "bshd" else full
 
-    def parts(self, whole: Tensor) -> Tensor:
-        """Invert `whole`: return the ranks' tensors [size, ..], contiguous."""
+    def parts(self, full: Tensor) -> Tensor:
+        """Invert `full`: return the ranks' tensors [size, ..], contiguous."""
         if self.tensor_format == "thd":
             assert self.bounds is not None
-            ordered = thd_sequence_order_to_cp_rank_order(whole, self.bounds, self.size)
+            ordered = thd_sequence_order_to_cp_rank_order(full, self.bounds, self.size)
             return ordered.unflatten(0, (self.size, -1))
         if self.tensor_format == "bshd":
-            whole = whole.transpose(0, 1)
-        held = [i for rank in range(self.size) for i in (rank, 2 * self.size - 1 - rank)]
-        parts = whole.unflatten(0, (2 * self.size, -1))[held].unflatten(0, (self.size, 2)).flatten(1, 2)
+            full = full.transpose(0, 1)
+        order = [i for rank in range(self.size) for i in (rank, 2 * self.size - 1 - rank)]
+        parts = full.unflatten(0, (2 * self.size, -1))[order].unflatten(0, (self.size, 2)).flatten(1, 2)
         return parts.transpose(1, 2).contiguous() if self.tensor_format == "bshd" else parts.contiguous()

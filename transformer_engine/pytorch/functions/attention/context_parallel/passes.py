@@ -70,8 +70,8 @@ def _keys_of_steps(plan: BlockPlan, inputs: AttentionInputs) -> Iterator[tuple[T
     if plan.gathers:
         order = TokenOrder(call.kv_format, groups.ring_size, inputs.starts_kv)
         pending = [all_gather(x, groups.ring_group, groups.ring_size) for x in (k, v)]
-        whole = [order.whole(wait()) for wait in pending]
-        yield whole[0], whole[1]
+        full = [order.whole(wait()) for wait in pending]
+        yield full[0], full[1]
         return
     for arrived in Ring(groups).circulate(torch.cat((k.reshape(-1), v.reshape(-1)))):
         yield _split_pair(arrived, k, v)

@@ -153,20 +153,20 @@ def band_block(call: AttentionCall, queries: Part, keys: Part) -> Block | None:
     return Block(spans[0][0], spans[1][0], mask, *spans)
 
 
-def _block_mask(whole: Mask, rows: int, columns: int, below: int, above: int) -> Mask:
+def _block_mask(mask: Mask, rows: int, columns: int, below: int, above: int) -> Mask:
     """Return the mask under which query i in a block sees the keys i - below .. i + above.
 
     Diagonals end bottom right, as fused kernels have them, unless sequences have individual lengths.
     """
-    prefix = "padding" if whole.padding else ""
+    prefix = "padding" if mask.padding else ""
     if below >= rows - 1 and above >= columns - 1:
-        return Mask(whole.name if whole.arbitrary else prefix or "no_mask", UNLIMITED, True)
-    bottom_right = not whole.padding and rows != columns
+        return Mask(mask.name if mask.arbitrary else prefix or "no_mask", UNLIMITED, True)
+    bottom_right = not mask.padding and rows != columns
     if bottom_right:
         below, above = below + columns - rows, above - columns + rows
     everything_below = below >= (columns - 1 if bottom_right else rows - 1)
-    if whole.arbitrary or above != 0:
-        return Mask(whole.name if whole.arbitrary else prefix or "no_mask", (below, above), bottom_right)
+    if mask.arbitrary or above != 0:
+        return Mask(mask.name if mask.arbitrary else prefix or "no_mask", (below, above), bottom_right)
     name = f"{prefix}_causal" if prefix else "causal"
     name += "_bottom_right" if bottom_right else ""
     return Mask(name, (-1 if everything_below else below, 0), bottom_right)
@@ -179,8 +179,8 @@ def _move_part(part: Part, offset: int) -> Part:
 def _join_blocks(blocks: dict[tuple[int, int], Block], length_q: int, length_k: int) -> tuple[Block, ...]:
     """Join unmasked blocks of neighbouring chunks: both key chunks, or both query chunks, in one attention."""
     full = {
-        place
-        for place, block in blocks.items()
+        position
+        for position, block in blocks.items()
         if block.mask.window == UNLIMITED
         and block.queries.stop - block.queries.first == length_q
         and block.keys.stop - block.keys.first == length_k
@@ -194,7 +194,7 @@ def _join_blocks(blocks: dict[tuple[int, int], Block], length_q: int, length_k: 
     ):
         if full.issuperset(places):
             full.difference_update(places)
-            parts = [blocks.pop(place) for place in places]
+            parts = [blocks.pop(position) for position in places]
             # In row order, without repetition.
             query_spans = tuple(dict.fromkeys(part.query_spans[0] for part in parts))
             key_spans = tuple(dict.fromkeys(part.key_spans[0] for part in parts))

@@ -245,19 +245,19 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _common(call: AttentionCall, inputs: AttentionInputs, given: _Addressable) -> dict[str, int]:
+def _common(call: AttentionCall, inputs: AttentionInputs, addressable: _Addressable) -> dict[str, int]:
     """Addresses of the tensors that both passes read."""
-    pointers = {"q": given.q.data_ptr(), "k": given.k.data_ptr(), "v": given.v.data_ptr()}
-    if given.bias is not None:
-        pointers["bias"] = given.bias.data_ptr()
+    pointers = {"q": addressable.q.data_ptr(), "k": addressable.k.data_ptr(), "v": addressable.v.data_ptr()}
+    if addressable.bias is not None:
+        pointers["bias"] = addressable.bias.data_ptr()
     if call.mask.padding:
         assert inputs.lengths_q is not None and inputs.lengths_kv is not None
         pointers["lengths_q"] = inputs.lengths_q.data_ptr()
         pointers["lengths_kv"] = inputs.lengths_kv.data_ptr()
     if inputs.sink is not None:
         pointers["sink"] = inputs.sink.data_ptr()
-    if given.strided.modifier is not None:
-        for operand, tensor in zip(given.strided.modifier.operands, given.operands, strict=True):
+    if addressable.strided.modifier is not None:
+        for operand, tensor in zip(addressable.strided.modifier.operands, addressable.operands, strict=True):
             pointers[operand.role] = tensor.data_ptr()
     return pointers
 
@@ -279,15 +279,15 @@ def _fresh(call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None)
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     """Compute o = softmax(scale * q k^T + bias) v and the log of the softmax denominator."""
-    given = _addressable(call, inputs)
-    device = given.q.device
-    plan = _plan(describe_forward, device.index, call, given.strided)
+    addressable = _addressable(call, inputs)
+    device = addressable.q.device
+    plan = _plan(describe_forward, device.index, call, addressable.strided)
     packed = call.q_format == "thd"
-    output = _fresh(call, given.q, call.head_dim_v, inputs.starts_q if packed else None)
-    pointers = _common(call, inputs, given)
+    output = _fresh(call, addressable.q, call.head_dim_v, inputs.starts_q if packed else None)
+    pointers = _common(call, inputs, addressable)
     pointers["output"] = output.data_ptr()
     rng_state = lse = score_sum = None
-    rows = (given.q.shape[0], call.heads) if packed else (call.batch, call.heads, call.seqlen_q)
+    rows = (addressable.q.shape[0], call.heads) if packed else (call.batch, call.heads, call.seqlen_q)
     if call.needs_gradient or call.max_logit:
         lse = torch.empty(rows, dtype=torch.float32, device=device)
         pointers["stats"] = pointers["score_max"] = lse.data_ptr()
@@ -334,19 +334,21 @@ def backward(
     if call.q_format == "thd" and not inputs.q.is_contiguous():
         # The library writes a ragged grad_q with the strides of q.
         inputs = inputs._replace(q=inputs.q.contiguous())
-    given = _addressable(call, inputs)
-    device = given.q.device
+    addressable = _addressable(call, inputs)
+    device = addressable.q.device
     grad_output = aligned(grad_output)
     assert attended.lse is not None
     stats = (attended.lse.t() if call.q_format == "thd" else attended.lse).contiguous()
     output = attended.output.contiguous()
-    strided = given.strided._replace(grad_output=grad_output.stride())
+    strided = addressable.strided._replace(grad_output=grad_output.stride())
     plan = _plan(describe_backward, device.index, call, strided)
     starts_kv = inputs.starts_kv if call.kv_format == "thd" else None
-    grad_q = _fresh(call, given.q, call.head_dim_qk, inputs.starts_q if call.q_format == "thd" else None)
-    grad_k = _fresh(call, given.k, call.head_dim_qk, starts_kv)
-    grad_v = _fresh(call, given.v, call.head_dim_v, starts_kv)
-    pointers = _common(call, inputs, given)
+    grad_q = _fresh(
+        call, addressable.q, call.head_dim_qk, inputs.starts_q if call.q_format == "thd" else None
+    )
+    grad_k = _fresh(call, addressable.k, call.head_dim_qk, starts_kv)
+    grad_v = _fresh(call, addressable.v, call.head_dim_v, starts_kv)
+    pointers = _common(call, inputs, addressable)
     pointers.update(
         output=output.data_ptr(),
         grad_output=grad_output.data_ptr(),
@@ -359,8 +361,8 @@ def backward(
         pointers["seed"] = attended.rng_state.data_ptr()
         pointers["offset"] = pointers["seed"] + attended.rng_state.element_size()
     grad_bias = grad_sink = None
-    if given.bias is not None:
-        grad_bias = torch.zeros(given.bias.shape, dtype=call.dtype, device=device)
+    if addressable.bias is not None:
+        grad_bias = torch.zeros(addressable.bias.shape, dtype=call.dtype, device=device)
         pointers["grad_bias"] = grad_bias.data_ptr()
     if has_sink_gradient(call):
         grad_sink = torch.zeros(call.heads, dtype=torch.float32, device=device)

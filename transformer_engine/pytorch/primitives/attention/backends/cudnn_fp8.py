@@ -261,9 +261,9 @@ def backward(
     amax = torch.empty(4, dtype=torch.float32, device=device)
     pointers = _common(call, codes, inputs)
     pointers.update(scalars)
-    for place, (role, grad) in enumerate(zip(("grad_q", "grad_k", "grad_v"), grads, strict=True)):
+    for index, (role, grad) in enumerate(zip(("grad_q", "grad_k", "grad_v"), grads, strict=True)):
         pointers[role] = grad.data_ptr()
-        pointers[f"amax_{role}"] = amax.data_ptr() + amax.element_size() * place
+        pointers[f"amax_{role}"] = amax.data_ptr() + amax.element_size() * index
     pointers["amax_dp"] = amax.data_ptr() + amax.element_size() * 3
     pointers["output"] = output.data_ptr()
     pointers["grad_output"] = grad_output.data_ptr()

@@ -136,14 +136,14 @@ class _Handles(threading.local):
     def current(self, device: int) -> int:
         """Return the handle of a device, set to torch's current stream."""
         stream = torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportAttributeAccessIssue]
-        known = self.of_device.get(device)
-        if known is not None and known[1] == stream:
-            return known[0]
-        if known is None:
+        cached = self.of_device.get(device)
+        if cached is not None and cached[1] == stream:
+            return cached[0]
+        if cached is None:
             with torch.cuda.device(device):
                 handle = load_bindings(library()).create_handle()
         else:
-            handle = known[0]
+            handle = cached[0]
         load_bindings(library()).set_stream(handle, stream)
         self.of_device[device] = handle, stream
         return handle
@@ -183,7 +183,7 @@ class Description:
         """
         self.roles.append(role)
         order = {"reordering_type": library().tensor_reordering.F8_128x4} if swizzled else {}
-        made = self.graph.tensor(
+        result = self.graph.tensor(
             dim=list(shape),
             stride=list(contiguous_strides(shape) if strides is None else strides),
             data_type=data_type(dtype),
@@ -192,7 +192,7 @@ class Description:
             name=role,
             **order,
         )
-        return made if ragged is None else made.set_ragged_offset(ragged)
+        return result if ragged is None else result.set_ragged_offset(ragged)
 
     def scalar(self, role: str, dtype: torch.dtype = torch.float32) -> Any:
         """Add a number in device memory."""
@@ -217,17 +217,17 @@ class Description:
 
     def offset(self, side: str, step: int, batch: int) -> Any:
         """Return sequence starts in elements: a side's starts ("q" or "kv") x the elements per token."""
-        known = self.offsets.get((side, step))
-        if known is None:
-            known = self.graph.tensor(
+        cached = self.offsets.get((side, step))
+        if cached is None:
+            cached = self.graph.tensor(
                 dim=[batch + 1, 1, 1, 1],
                 stride=[1, 1, 1, 1],
                 data_type=library().data_type.INT64,
                 uid=_FIRST_OFFSET + len(self.offsets),
                 name=f"offset_{side}_{step}",
             )
-            self.offsets[side, step] = known
-        return known
+            self.offsets[side, step] = cached
+        return cached
 
     def supported(self) -> None:
         """Choose an engine; raise the library's cudnnGraphNotSupportedError with its reason if there is none."""
@@ -327,13 +327,13 @@ def _library_errors() -> tuple[type[Exception], ...]:
 
 def _restore_plan(path: Path, description: Description, device: int) -> CudnnPlan | None:
     """Return the plan in a file if its tensors match the description; otherwise None."""
-    kept = cudnn_store.read(path)
-    if kept is None:
+    stored = cudnn_store.read(path)
+    if stored is None:
         return None
     handle = handles.current(device)
     try:
         graph = load_bindings(library()).graph(handle=handle)
-        graph.deserialize(handle, list(kept.serialized))  # the bindings reject bytes
+        graph.deserialize(handle, list(stored.serialized))  # the bindings reject bytes
         graph._prepare_variant_pack_template()
         described = sorted(_UID[role] for role in description.roles)
         described += range(_FIRST_OFFSET, _FIRST_OFFSET + len(description.offsets))
@@ -341,8 +341,10 @@ def _restore_plan(path: Path, description: Description, device: int) -> CudnnPla
         workspace = graph.get_workspace_size()
         if found != described:
             reason = f"its tensors are {found}, where {described} are described"
-        elif workspace != kept.workspace:
-            reason = f"it asks for {workspace} bytes of workspace, and for {kept.workspace} when it was built"
+        elif workspace != stored.workspace:
+            reason = (
+                f"it asks for {workspace} bytes of workspace, and for {stored.workspace} when it was built"
+            )
         else:
             return CudnnPlan(description, graph)
     except _library_errors() as error:

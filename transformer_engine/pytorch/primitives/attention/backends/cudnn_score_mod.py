@@ -60,10 +60,10 @@ class Modifier(NamedTuple):
         """Describe the tensors that one pass reads; return the arguments score_mod and score_mod_bprop of the pass."""
         program = self.program.needed(with_gradient)
         read = program.operands()
-        given: dict[int, Any] = {}
+        operands: dict[int, Any] = {}
         for operand in self.operands:
             if operand.number in read:
-                given[operand.number] = description.tensor(
+                operands[operand.number] = description.tensor(
                     operand.role, operand.shape, operand.strides, operand.dtype, on_host=operand.on_host
                 )
         # The gradient reads values that the function has computed in the same graph.
@@ -71,7 +71,7 @@ class Modifier(NamedTuple):
 
         def modify(graph: Any, score: Any) -> Any:
             values.clear()
-            values.update(given)
+            values.update(operands)
             values[SCORE] = score
             return run_calls(program.modify, program.modified, graph, values, setters=True)
 
@@ -135,7 +135,7 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
     for step in (*needed.modify, *needed.differentiate):
         if step.reads() <= operands:
             return f"graph.{step.method} of score_mod_tensors alone; compute it before the call"
-    for name, given, supported in (
+    for name, setting, supported in (
         ("attn_mask_type", call.mask.name, "no_mask"),
         ("window_size", call.mask.window, (-1, -1)),
         ("core_attention_bias_type", call.bias, "no_bias"),
@@ -144,8 +144,8 @@ def unsupported_score_mod(call: AttentionCall) -> str | None:
         ("return_max_logit", call.max_logit, False),
         ("page_size", call.page_size, 0),
     ):
-        if given != supported:
-            return f"{function} with {name}={given!r}; it takes {supported!r}"
+        if setting != supported:
+            return f"{function} with {name}={setting!r}; it takes {supported!r}"
     if call.packed or call.cached:
         return f"{function} with packed sequences or a cache of keys and values"
     if call.needs_gradient and program.gradient is None:
@@ -172,7 +172,7 @@ def _unsupported_tensors(call: AttentionCall, score_mod: RecordedScoreMod) -> st
         if tensor.numel() == 1:
             continue
         broadcasts = tensor.dim() == 4 and all(
-            size in (1, whole) for size, whole in zip(tensor.shape, scores, strict=True)
+            size in (1, full) for size, full in zip(tensor.shape, scores, strict=True)
         )
         if not broadcasts:
             return f"{name} is {list(tensor.shape)}, which does not broadcast to the scores {list(scores)}"

@@ -90,12 +90,12 @@ def _blocks_of_band(call: AttentionCall, device: torch.device) -> BlockMask:
     shift = call.seqlen_kv - call.seqlen_q if call.mask.bottom_right else 0
 
     def inside(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        behind = j - i - shift
+        lag = j - i - shift
         if left < 0:
-            return behind <= right
+            return lag <= right
         if right < 0:
-            return behind >= -left
-        return (behind >= -left) & (behind <= right)
+            return lag >= -left
+        return (lag >= -left) & (lag <= right)
 
     return create_block_mask(inside, None, None, call.seqlen_q, call.seqlen_kv, device=device)
 
@@ -131,9 +131,9 @@ def _cap_score(softcap: float) -> Change:
 
 def _bias_score(call: AttentionCall, bias: Tensor) -> Change:
     factor = call.scale if call.bias == "pre_scale_bias" else 1.0
-    whole = bias.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
+    full_bias = bias.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
 
-    return lambda score, b, h, i, j: score + whole[b, h, i, j] * factor
+    return lambda score, b, h, i, j: score + full_bias[b, h, i, j] * factor
 
 
 def _alibi(call: AttentionCall, inputs: AttentionInputs) -> Change:
@@ -151,11 +151,11 @@ def _alibi(call: AttentionCall, inputs: AttentionInputs) -> Change:
 
 def _hidden(call: AttentionCall, inputs: AttentionInputs) -> Change:
     """Return a function that hides scores by mask tensors and lengths, and by a band if there are lengths."""
-    seen = visible.visible(call, inputs)
-    assert seen is not None
-    whole = seen.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
+    visible_mask = visible.visible(call, inputs)
+    assert visible_mask is not None
+    full_mask = visible_mask.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
 
-    return lambda score, b, h, i, j: torch.where(whole[b, h, i, j], score, -float("inf"))
+    return lambda score, b, h, i, j: torch.where(full_mask[b, h, i, j], score, -float("inf"))
 
 
 WHOLE = Differentiable("flex", run)

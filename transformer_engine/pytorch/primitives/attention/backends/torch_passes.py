@@ -46,24 +46,24 @@ def _torch_choice(key: Key) -> Passes | None:
     call: AttentionCall = key[0]
     strides, device = key[1], key[2]
     grouped = call.groups != call.heads
-    wanted = call.needs_gradient
+    needs_gradient = call.needs_gradient
     sizes = (
         (call.seqlen_q, call.heads, call.head_dim_qk),
         (call.seqlen_kv, call.groups, call.head_dim_qk),
         (call.seqlen_kv, call.groups, call.head_dim_v),
     )
-    asked = []
+    views = []
     for (tokens, heads, size), stride in zip(sizes, strides, strict=True):
         leading = (tokens, call.batch) if call.q_format == "sbhd" else (call.batch, tokens)
         x = torch.empty_strided(
-            (*leading, heads, size), stride, dtype=call.dtype, device=device, requires_grad=wanted
+            (*leading, heads, size), stride, dtype=call.dtype, device=device, requires_grad=needs_gradient
         )
-        asked.append(heads_first(call.q_format, x))
-    q, k, v = asked
-    taken = torch._fused_sdp_choice(q, k, v, None, 0.0, call.banded, scale=call.scale, enable_gqa=grouped)
+        views.append(heads_first(call.q_format, x))
+    q, k, v = views
+    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, call.banded, scale=call.scale, enable_gqa=grouped)
     if device.type == "cpu":
-        return CPU if taken == _FLASH and not grouped else None  # its kernel supports no grouped heads
-    return {_FLASH: torch_flash.PASSES, _CUDNN: torch_cudnn.PASSES}.get(taken)
+        return CPU if choice == _FLASH and not grouped else None  # its kernel supports no grouped heads
+    return {_FLASH: torch_flash.PASSES, _CUDNN: torch_cudnn.PASSES}.get(choice)
 
 
 _CHOSEN: Memory[Key, Passes | None] = Memory(_torch_choice, _MOST)
@@ -80,9 +80,9 @@ def _backward_on_a_cpu(
     call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
     form, scale = call.q_format, call.scale
-    given = [heads_first(form, x) for x in (grad_output, *inputs[:3], attended.output)]
+    operands = [heads_first(form, x) for x in (grad_output, *inputs[:3], attended.output)]
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *given, attended.lse, 0.0, call.banded, scale=scale
+        *operands, attended.lse, 0.0, call.banded, scale=scale
     )
     return Gradients(*(heads_last(form, x) for x in found))
 

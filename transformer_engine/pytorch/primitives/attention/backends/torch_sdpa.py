@@ -131,7 +131,7 @@ def _is_plain(call: AttentionCall) -> bool:
 
 def _dense(call: AttentionCall) -> Callable[[AttentionCall, AttentionInputs], AttentionResult]:
     batch, heads, tokens = (1, 2, 0) if call.q_format == "sbhd" else (0, 2, 1)
-    there, back = (batch, heads, tokens, 3), (2, 0, 1, 3) if call.q_format == "sbhd" else (0, 2, 1, 3)
+    order, back = (batch, heads, tokens, 3), (2, 0, 1, 3) if call.q_format == "sbhd" else (0, 2, 1, 3)
     causal, dropout, scale = call.plain_causal, call.dropout, call.scale
     grouped = call.groups != call.heads
 
@@ -139,9 +139,9 @@ def _dense(call: AttentionCall) -> Callable[[AttentionCall, AttentionInputs], At
         if _is_first_run(call, inputs):
             return _as_recorded(run, call, inputs)
         out = scaled_dot_product_attention(
-            inputs.q.permute(there),
-            inputs.k.permute(there),
-            inputs.v.permute(there),
+            inputs.q.permute(order),
+            inputs.k.permute(order),
+            inputs.v.permute(order),
             None,
             dropout,
             causal,

@@ -114,11 +114,11 @@ def backward(
         inputs.sink is not None,
         q.get_device(),
     )
-    made = _space(call, inputs, plan, lse)
-    given = (*sources, attended.rng_state, attended.output, grad_output, lse, inputs.sink)
-    perform(plan.program, (*given, *(tensor for tensor in made if tensor is not None)))
+    outputs = _space(call, inputs, plan, lse)
+    operands = (*sources, attended.rng_state, attended.output, grad_output, lse, inputs.sink)
+    perform(plan.program, (*operands, *(tensor for tensor in outputs if tensor is not None)))
     # Partial sums are added in a fixed order.
-    _, sink, dq, dk, dv, bias = made
+    _, sink, dq, dk, dv, bias = outputs
     if dk.dim() > inputs.k.dim():
         dk = dk.sum(dim=-2, dtype=torch.float32).to(inputs.k.dtype)
         dv = dv.sum(dim=-2, dtype=torch.float32).to(inputs.v.dtype)
@@ -164,8 +164,8 @@ def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, ls
         sink = q.new_empty((call.batch, call.heads, plan.sink_parts), dtype=torch.float32)
     if plan.bias_shape:
         assert inputs.bias is not None
-        whole = plan.bias_shape == inputs.bias.shape
-        bias = q.new_empty(plan.bias_shape, dtype=inputs.bias.dtype if whole else torch.float32)
+        same_shape = plan.bias_shape == inputs.bias.shape
+        bias = q.new_empty(plan.bias_shape, dtype=inputs.bias.dtype if same_shape else torch.float32)
     make_keys = torch.zeros if call.kv_format == "thd" else torch.empty
 
     def select_keys(tensor: Tensor) -> Tensor:
@@ -190,13 +190,13 @@ def _sources(call: AttentionCall, inputs: AttentionInputs) -> _Sources:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward_launch(call: AttentionCall, given: Strides, device: int) -> Launch:
+def _forward_launch(call: AttentionCall, strides: Strides, device: int) -> Launch:
     from .....common.kernels import attention  # it imports triton
 
     out = contiguous_triple(call.q_format, call.batch, call.seqlen_q, call.heads, call.head_dim_v)
     lse = lse_triple(call, None)
     return attention.forward(
-        problem(call, given, out, lse, processors(device).shared_memory),
+        problem(call, strides, out, lse, processors(device).shared_memory),
         call.max_logit,
         call.needs_gradient,
         call.packed,
@@ -206,7 +206,7 @@ def _forward_launch(call: AttentionCall, given: Strides, device: int) -> Launch:
 @functools.lru_cache(maxsize=1024)
 def _backward_plan(
     call: AttentionCall,
-    given: Strides,
+    strides: Strides,
     grad_output: tuple[int, ...],
     output: tuple[int, ...],
     lse: tuple[int, ...],
@@ -218,7 +218,7 @@ def _backward_plan(
 
     count, shared_memory = processors(device)
     given_out, given_grad = triple(call.q_format, output), triple(call.q_format, grad_output)
-    p = problem(call, given, given_grad, lse_triple(call, lse), shared_memory)
+    p = problem(call, strides, given_grad, lse_triple(call, lse), shared_memory)
     dq = contiguous_triple(call.q_format, call.batch, call.seqlen_q, call.heads, call.head_dim_qk)
     parts = p.key_parts(kernels.keys_tile(p)[1], count)
 

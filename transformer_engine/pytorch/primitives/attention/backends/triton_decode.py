@@ -35,12 +35,12 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(call: AttentionCall, given: Strides, device: int) -> Program:
+def _program(call: AttentionCall, strides: Strides, device: int) -> Program:
     from .....common.kernels import attention_programs  # it imports triton
 
     count, shared_memory = processors(device)
     out = contiguous_triple(call.q_format, call.batch, call.seqlen_q, call.heads, call.head_dim_v)
-    p = problem(call, given, out, lse_triple(call, None), shared_memory)
+    p = problem(call, strides, out, lse_triple(call, None), shared_memory)
     splits = call.num_splits if call.num_splits > 1 else 0
     follows = call.hardware.has("dependent launch")
     return attention_programs.decoding(p, count, splits, follows, call.packed)

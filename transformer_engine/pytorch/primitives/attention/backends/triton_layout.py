@@ -48,12 +48,12 @@ def as_bytes(mask: Tensor | None, flat: bool) -> Tensor | None:
     return (booleans.contiguous() if flat else booleans).view(torch.uint8)
 
 
-def triple(tensor_format: str, given: tuple[int, ...]) -> Triple:
+def triple(tensor_format: str, strides: tuple[int, ...]) -> Triple:
     """(batch, token, head) strides of a tensor [.., h, d]."""
     if tensor_format == "thd":
-        return 0, given[0], given[1]
-    batch, token = (given[1], given[0]) if tensor_format == "sbhd" else (given[0], given[1])
-    return batch, token, given[2]
+        return 0, strides[0], strides[1]
+    batch, token = (strides[1], strides[0]) if tensor_format == "sbhd" else (strides[0], strides[1])
+    return batch, token, strides[2]
 
 
 def contiguous_triple(tensor_format: str, batch: int, size: int, heads: int, width: int) -> Triple:
@@ -63,18 +63,18 @@ def contiguous_triple(tensor_format: str, batch: int, size: int, heads: int, wid
     return (0 if tensor_format == "thd" else size * heads * width), heads * width, width
 
 
-def lse_triple(call: AttentionCall, given: tuple[int, ...] | None) -> Triple:
+def lse_triple(call: AttentionCall, strides: tuple[int, ...] | None) -> Triple:
     """(batch, token, head) strides of lse [b, h, s_q], or [h, t]; None: as the forward pass allocates it."""
     if call.packed:
-        head, token = (1, call.heads) if given is None else given
+        head, token = (1, call.heads) if strides is None else strides
         return 0, token, head
-    if given is None:
-        given = (call.heads * call.seqlen_q, call.seqlen_q, 1)
-    return given[0], given[2], given[1]
+    if strides is None:
+        strides = (call.heads * call.seqlen_q, call.seqlen_q, 1)
+    return strides[0], strides[2], strides[1]
 
 
 def problem(
-    call: AttentionCall, given: Strides, out: Triple, lse: Triple, shared_memory: int
+    call: AttentionCall, strides: Strides, out: Triple, lse: Triple, shared_memory: int
 ) -> AttentionProblem:
     """Return a call as the kernels' numbers; out: the output's strides, in the backward pass its gradient's strides."""
     left, right = call.mask.window
@@ -93,14 +93,17 @@ def problem(
         bottom_right=call.mask.bottom_right,
         dropout=call.dropout,
         page_size=call.page_size,
-        q=triple(call.q_format, given.q),
-        k=triple(call.kv_format, given.k),
-        v=triple(call.kv_format, given.v),
+        q=triple(call.q_format, strides.q),
+        k=triple(call.kv_format, strides.k),
+        v=triple(call.kv_format, strides.v),
         out=out,
         lse=lse,
-        masked=_broadcast(call.masked_shape, given.masked),
-        bias=_broadcast(call.bias_shape, given.bias),
-        outer=(given.slopes[0] if len(given.slopes) == 2 else 0, given.pages[0] if given.pages else 0),
+        masked=_broadcast(call.masked_shape, strides.masked),
+        bias=_broadcast(call.bias_shape, strides.bias),
+        outer=(
+            strides.slopes[0] if len(strides.slopes) == 2 else 0,
+            strides.pages[0] if strides.pages else 0,
+        ),
         varied=varied,
         shared_memory=shared_memory,
         softcap=call.softcap,
@@ -108,8 +111,8 @@ def problem(
     )
 
 
-def _broadcast(shape: tuple[int, ...] | None, given: tuple[int, ...]) -> tuple[int, int, int, int]:
+def _broadcast(shape: tuple[int, ...] | None, strides: tuple[int, ...]) -> tuple[int, int, int, int]:
     """Return a tensor's strides when broadcast to [b, h, i, j]: 0 for a missing or one-element axis."""
-    own = [0 if size == 1 else stride for size, stride in zip(shape or (), given, strict=True)]
-    b, h, i, j = [0] * (4 - len(own)) + own
+    broadcast = [0 if size == 1 else stride for size, stride in zip(shape or (), strides, strict=True)]
+    b, h, i, j = [0] * (4 - len(broadcast)) + broadcast
     return b, h, i, j

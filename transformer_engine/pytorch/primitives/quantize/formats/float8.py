@@ -14,9 +14,9 @@ from ..format_row import FormatRow, PlannedCall, QuantizeInputs, as_float32
 from ..spec import CODE_DTYPES, Quantized, QuantizeRequest, QuantizeSpec
 
 
-def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
+def quantize(x: Tensor, spec: QuantizeSpec, inputs: QuantizeInputs) -> Quantized:
     """Quantize x [M, K] in the directions of spec, with one scale [1] for both, and return the maximum too."""
-    multiplier, amax, record = given.multiplier, given.amax, given.record
+    multiplier, amax, record = inputs.multiplier, inputs.amax, inputs.record
     if x.device.type == "meta":
         # Delayed-scaling states have values, which a matrix without values does not change.
         multiplier, record = [None if t is None else t.to("meta") for t in (multiplier, record)]
@@ -58,12 +58,12 @@ def _plan(request: QuantizeRequest) -> PlannedCall:
         return Performed(program, request.device)
 
     if request.amax_given:
-        given = performed(kernels.GIVEN)
+        launch = performed(kernels.GIVEN)
 
         def cast_by_amax(x: Tensor, inputs: QuantizeInputs) -> Quantized:
             x = x if x.is_contiguous() else x.contiguous()
             amax = inputs.amax
-            return Quantized(*given(x, as_float32(inputs.multiplier), as_float32(amax)))._replace(amax=amax)
+            return Quantized(*launch(x, as_float32(inputs.multiplier), as_float32(amax)))._replace(amax=amax)
 
         return cast_by_amax
     if request.multiplier_given:

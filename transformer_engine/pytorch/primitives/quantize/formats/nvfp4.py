@@ -55,8 +55,8 @@ def encode(
     if spec.four_over_six:
         codes, block_scale = _four_or_six(cut, spec.four_over_six, form, amax, encode_scale)
     else:
-        wanted = tiles.tile_amax(cut) * (encode_scale * (1.0 / E2M1.maximum))
-        block_scale = cast(wanted.clamp(max=float32_max()), E4M3)
+        ideal = tiles.tile_amax(cut) * (encode_scale * (1.0 / E2M1.maximum))
+        block_scale = cast(ideal.clamp(max=float32_max()), E4M3)
         random_tiles = None if random is None else tiles.cut(random, spec.tile)
         codes = encode_e2m1(cut * tiles.spread(_multiplier(block_scale, encode_scale)), random_tiles)
     return tiles.join(codes, (x.shape[0], x.shape[1])), block_scale
@@ -78,8 +78,8 @@ def _four_or_six(
     tile_amax = tiles.tile_amax(cut)
     base = torch.div(tile_amax, torch.full_like(tile_amax, E2M1.maximum)) * encode_scale
     candidates = []
-    for wanted in (base, base * 1.5):
-        scale = cast(wanted, E4M3)
+    for ideal in (base, base * 1.5):
+        scale = cast(ideal, E4M3)
         candidates.append((encode_e2m1(cut * tiles.spread(_multiplier(scale, encode_scale))), scale))
     six, four = candidates
     error_six, error_four = (
@@ -109,17 +109,17 @@ def _tile_error(
         difference = torch.div(values, torch.full_like(values, _range(form))) - cut
     terms = difference * difference if measure in (MSE, FAST_MSE) else difference.abs()
     error = terms[..., 0]
-    for place in range(1, terms.shape[-1]):
-        error = error + terms[..., place]
+    for index in range(1, terms.shape[-1]):
+        error = error + terms[..., index]
     while error.shape[1] > 1:  # rows of a square tile: 0 with 8, 1 with 9, .., then 0 with 4, ..
         first, second = error.chunk(2, dim=1)
         error = first + second
     return error.squeeze(1)
 
 
-def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
+def quantize(x: Tensor, spec: QuantizeSpec, inputs: QuantizeInputs) -> Quantized:
     """Quantize x [M, K]: packed codes, block scales and maxima in the spec's directions."""
-    _, amax, amax_t, random, _ = given
+    _, amax, amax_t, random, _ = inputs
     random_rows, random_columns = random if spec.stochastic and random is not None else (None, None)
     amax, amax_t = maxima(x, spec, amax, amax_t)
     form = spec.format
@@ -285,7 +285,7 @@ def _plan(request: QuantizeRequest) -> PlannedCall:
         if spec.transposes and rows is not None:
             columns = rows.t()
         uniform = [None if values is None else values.contiguous() for values in (rows, columns)]
-        maxima = [as_float32(given) for given in (amax, amax_t) if given is not None]
+        maxima = [as_float32(maximum) for maximum in (amax, amax_t) if maximum is not None]
         performed = bound(amax is not None, amax_t is not None)
         return Quantized(*performed(x.contiguous(), *uniform, *maxima))
 
