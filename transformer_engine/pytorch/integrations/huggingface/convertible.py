@@ -149,7 +149,8 @@ def _check_products(layer: nn.Module, location: str) -> None:
     for name, part in parts.items():
         if type(part) is not nn.Linear:
             raise ValueError(
-                f"{name} of {location} is {with_article(type(part))}, not a torch.nn.Linear; convert the model before it "
+                f"{name} of {location} is {with_article(type(part))}, not a torch.nn.Linear; convert the "
+                f"model before it "
                 "is quantized, adapted or parallelized"
             )
     for module in layer.modules():
