@@ -292,4 +292,4 @@ def _show_observed(console: Console, trainer: Trainer) -> None:
     path = trainer.folder / "observed.png"
     with writing(path, "free some space there"):
         observation.plot(path)
-    console.print(f"wrote {escape(str(trainer.observed_path))} and {escape(str(path))}", soft_wrap=True)
+    console.print(f"wrote {escape(str(trainer.observation_path))} and {escape(str(path))}", soft_wrap=True)

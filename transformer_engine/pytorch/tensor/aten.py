@@ -193,7 +193,7 @@ def _view(tensor: Any, shape: Sequence[int], strides: Sequence[int] | None = Non
     for n in shape:
         product *= n if n != -1 else 1
     shape = tuple(tensor.numel() // max(product, 1) if n == -1 else n for n in shape)
-    storage = tensor.as_storage() if shape == tuple(tensor.shape) else tensor.view_as(shape)
+    storage = tensor.as_storage() if shape == tuple(tensor.shape) else tensor.with_shape(shape)
     return NotImplemented if storage is None else same_place(tensor, _view_like(tensor, storage, shape))
 
 

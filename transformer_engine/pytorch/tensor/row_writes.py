@@ -79,7 +79,7 @@ def write(values: Tensor, target: Any) -> None:
     current = row_slice(position.whole, position.start, position.stop)
     assert current is not None
     shape: Sequence[int] = target.shape
-    same = current if tuple(current.shape) == tuple(shape) else current.view_as(tuple(shape))
+    same = current if tuple(current.shape) == tuple(shape) else current.with_shape(tuple(shape))
     assert same is not None
     target.copy_from_storage(same)
 

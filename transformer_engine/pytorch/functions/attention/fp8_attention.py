@@ -125,7 +125,7 @@ def quantize_heads(x: Tensor, quantizer: Quantizer) -> QuantizedTensorStorage:
     """Quantize x [.., h, d] to codes [.., h * d]; the codes of a quantized tensor are used unchanged."""
     if isinstance(x, QuantizedTensor):
         storage = storage_of(x)
-        flat = storage.view_as((*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+        flat = storage.with_shape((*x.shape[:-2], x.shape[-2] * x.shape[-1]))
         if flat is not None:
             return flat
         x = storage.decode(x.dtype)

@@ -174,7 +174,8 @@ def _check_products(layer: nn.Module, location: str) -> None:
         flags = {parameter.requires_grad for name in names for parameter in parts[name].parameters()}
         if len(flags) > 1:
             raise ValueError(
-                f"{', '.join(names)} of {location} become one weight, but only some of them require gradients; freeze all "
+                f"{', '.join(names)} of {location} become one weight, but only some of them require "
+                f"gradients; freeze all "
                 "or leave all trainable"
             )
 

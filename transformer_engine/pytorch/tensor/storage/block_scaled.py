@@ -250,7 +250,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
             src = src.order_scales(self._with_gemm_swizzled_scales)
         super().copy_from_storage(src, noop_flag=noop_flag)
 
-    def view_as(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
+    def with_shape(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
         if tuple(shape[-1:]) != tuple(self.shape[-1:]):
             return None
         fields = {keyword: getattr(self, name) for name, keyword in self.TENSORS.items()}

@@ -117,7 +117,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
             return dequantize(self.contract(COLS)._replace(dtype=dtype)).view(self.shape)
         return dequantize(self.contract(ROWS)._replace(dtype=dtype)).t().contiguous().view(self.shape)
 
-    def view_as(self, shape: Sequence[int]) -> Float8TensorStorage | None:
+    def with_shape(self, shape: Sequence[int]) -> Float8TensorStorage | None:
         keeps_columns = len(shape) > 0 and len(self.shape) > 0 and shape[-1] == self.shape[-1]
         if self._data is None and not keeps_columns:
             return None

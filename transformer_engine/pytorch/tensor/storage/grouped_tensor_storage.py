@@ -314,7 +314,7 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         if self.rowwise_data is not None and self.quantizer is None:
             self.rowwise_data = self.rowwise_data.to(dtype)
 
-    def view_as(self, shape: Sequence[int]) -> GroupedTensorStorage | None:
+    def with_shape(self, shape: Sequence[int]) -> GroupedTensorStorage | None:
         return None
 
     @property

@@ -164,9 +164,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def decode(self, dtype: torch.dtype) -> Tensor:
         return self._any_part().decode(dtype)
 
-    def view_as(self, shape: Sequence[int]) -> HybridQuantizedTensorStorage | None:
+    def with_shape(self, shape: Sequence[int]) -> HybridQuantizedTensorStorage | None:
         parts = (self.rowwise_storage, self.columnwise_storage)
-        views = [None if part is None else part.view_as(shape) for part in parts]
+        views = [None if part is None else part.with_shape(shape) for part in parts]
         if any(part is not None and view is None for part, view in zip(parts, views, strict=True)):
             return None
         return HybridQuantizedTensorStorage(

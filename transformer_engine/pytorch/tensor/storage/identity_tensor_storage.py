@@ -87,5 +87,5 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     def decode(self, dtype: torch.dtype) -> Tensor:
         return self._first_tensor().to(dtype)
 
-    def view_as(self, shape: Sequence[int]) -> IdentityTensorStorage:
+    def with_shape(self, shape: Sequence[int]) -> IdentityTensorStorage:
         return IdentityTensorStorage(hp_data=self._first_tensor().view(shape), **self.constants())

@@ -164,7 +164,7 @@ class QuantizedTensorStorage:
         """Return the values [..., K] in dtype, computed in float32."""
         raise NotImplementedError
 
-    def view_as(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
+    def with_shape(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
         """Return the same codes with another shape; None if scales or directions do not allow it."""
         raise NotImplementedError
 
@@ -180,7 +180,7 @@ class QuantizedTensorStorage:
         """
         extents = tuple(shape) if isinstance(shape, Sequence) else (shape, *extents)
         full = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
-        result = self.view_as(full)
+        result = self.with_shape(full)
         if result is None:
             raise RuntimeError(
                 f"{type(self).__name__} of shape {tuple(self.shape)} has no view of shape {tuple(full)}, whose blocks "
