@@ -24,7 +24,7 @@ from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.kernels import block_cast, block_fused, grouped_block_cast
 from transformer_engine.common.kernels.block_fused import FusedPlan
 from transformer_engine.common.kernels.launch import Launch, Machine
-from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
+from transformer_engine.pytorch.primitives.grouped_gemm import make_groups
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
 from transformer_engine.pytorch.runtime.launching import processors, run
 
@@ -117,7 +117,7 @@ def identity(
 def groups(splits: tuple[int, ...], depth: int) -> Case:
     """Rows of groups, with a width of single accesses."""
     x = matrix(sum(splits), depth)
-    layout = groups_of(splits, sum(splits), x.device).layout
+    layout = make_groups(splits, sum(splits), x.device).layout
     shape = (x.shape[0], depth)
     launch = grouped_block_cast.row_blocks(
         shape, len(splits), formats.E4M3, True, 0.0, formats.FLOAT32_MAX, True, False

@@ -33,7 +33,7 @@ from transformer_engine.pytorch.primitives.grouped_gemm import (
     GroupedMatrices,
     GroupedRows,
     Matrices,
-    groups_of,
+    make_groups,
 )
 from transformer_engine.pytorch.primitives.grouped_gemm.pieces import iterate_operands
 from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedProduct
@@ -197,7 +197,7 @@ def run_groups(case: GroupsCase, device: str) -> dict[str, Any]:
     """Error of one product over all groups, and the rows of empty groups."""
     n, k, count, total, wrong = case.n, case.k, len(case.splits), sum(case.splits), 0
     here = torch.device(device)
-    groups = groups_of(case.splits, total, here)
+    groups = make_groups(case.splits, total, here)
     by_rows = replace(QuantizeSpec(formats.MXFP8, formats.E4M3), columnwise=True)
     gradient = replace(by_rows, element=formats.E5M2)
     x = quantize_rows(torch.randn(total, k, device=device).bfloat16(), groups, by_rows)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformer_engine.common.checks import described
 from transformer_engine.common.numbers import to_ints, with_article
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
+from transformer_engine.pytorch.primitives.grouped_gemm import make_groups
 from transformer_engine.pytorch.primitives.grouped_quantize import row_sums
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from transformer_engine.pytorch.tensor.grouped_rows import (
@@ -252,5 +252,5 @@ def bgrad_group_quantize(
     else:
         splits = group.first_dims if x.is_cuda else tuple(group.first_dims.tolist())
         x = x if x.is_cuda else x[: sum(splits)]
-    sums = row_sums(x.contiguous(), groups_of(splits, x.shape[0], x.device))
+    sums = row_sums(x.contiguous(), make_groups(splits, x.shape[0], x.device))
     return [sums.to(tensor.dtype), group]

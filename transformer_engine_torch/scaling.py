@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from transformer_engine.common.checks import one_of
+from transformer_engine.common.checks import check_option
 from transformer_engine.common.formats import E4M3, E5M2
 from transformer_engine.common.numbers import to_float
 from transformer_engine.pytorch.constants import DType
@@ -54,7 +54,7 @@ def fused_amax_and_scale_update_after_reduction(
         fp8_dtype: kFloat8E4M3 or kFloat8E5M2.
         margin: Powers of two that the scales stay below the largest code; may be a fraction.
     """
-    one_of("amax_compute_algo", amax_compute_algo, _ALGORITHMS)
+    check_option("amax_compute_algo", amax_compute_algo, _ALGORITHMS)
     dtype = member("fp8_dtype", DType, fp8_dtype)
     if dtype not in _MAXIMUM:
         raise ValueError(f"fp8_dtype={dtype!r} is not FP8; give kFloat8E4M3 or kFloat8E5M2")

@@ -26,7 +26,7 @@ from transformer_engine.cli.demo.parallel import Parallelism, Ranks
 from transformer_engine.cli.demo.records import read_metrics
 from transformer_engine.cli.demo.run import Run
 from transformer_engine.cli.demo.trainer import Trainer
-from transformer_engine.cli.devices import joined
+from transformer_engine.cli.devices import join_group
 
 SIZES: dict[str, Any] = {
     "steps": 12, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "heads": 2, "optimizer": "fused_adam",
@@ -135,7 +135,7 @@ def test_an_attempt_does_not_see_the_store_of_the_one_before(monkeypatch: pytest
     threads = torch.get_num_threads()
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        with joined("cpu"):
+        with join_group("cpu"):
             store = dist.distributed_c10d._get_default_store()
             assert not store.check(["address"])
             store.set("address", "of this attempt")

@@ -8,7 +8,7 @@ import torch
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.functions.grouped_quantizer import grouped
-from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
+from transformer_engine.pytorch.primitives.grouped_gemm import make_groups
 from transformer_engine.pytorch.quantization import RecipeState
 from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8CurrentScalingQuantizer
 
@@ -41,7 +41,7 @@ def test_a_grouped_quantizer_has_the_results_of_separate_ones(recipe, device):
     together, alone = quantizers_of(recipe, device), quantizers_of(recipe, device)
     one = grouped(together[0::3], False)
     assert one is not None
-    made = one.rows(x, groups_of(SPLITS, x.shape[0], x.device), True, True)
+    made = one.rows(x, make_groups(SPLITS, x.shape[0], x.device), True, True)
     codes = [
         quantizer.encode(part, True, True)
         for quantizer, part in zip(alone[0::3], x.split(SPLITS), strict=True)

@@ -447,11 +447,11 @@ def test_a_mask_of_any_array_holds_over_devices(kind, monkeypatch):
     want = call(**masked)
     assert not np.allclose(want, call())
     monkeypatch.setattr(
-        fused, "plan_of", lambda *_: ContextParallel("cp", 1, ring=False, balanced=False, stripe=1)
+        fused, "make_plan", lambda *_: ContextParallel("cp", 1, ring=False, balanced=False, stripe=1)
     )
     np.testing.assert_allclose(call(**masked), want, rtol=1e-5, atol=1e-6)
     monkeypatch.setattr(
-        fused, "plan_of", lambda *_: ContextParallel("cp", 1, ring=True, balanced=False, stripe=1)
+        fused, "make_plan", lambda *_: ContextParallel("cp", 1, ring=True, balanced=False, stripe=1)
     )
     with pytest.raises(NotImplementedError, match="RING with a mask; give a SequenceDescriptor"):
         call(**masked)

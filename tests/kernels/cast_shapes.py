@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support import quantized
 from transformer_engine.common.formats import FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives import activation, column_sums, grouped_quantize, norm
-from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
+from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, make_groups
 from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, quantize
 
 # Multiples of all tiles; of 8; an odd number of rows, whose codes are not stored in pairs; odd columns; of 16.
@@ -61,7 +61,7 @@ def _fused(spec: QuantizeSpec, rows: int, depth: int) -> None:
 def _grouped(spec: QuantizeSpec, rows: int, depth: int) -> None:
     x = _input(GROUPS * rows, depth)
     if spec.format.name in ("float8", "block1d"):
-        grouped_quantize.quantize_rows(x, groups_of([rows] * GROUPS, GROUPS * rows, x.device), spec)
+        grouped_quantize.quantize_rows(x, make_groups([rows] * GROUPS, GROUPS * rows, x.device), spec)
     if spec.format.name in ("float8", "block2d", "mxfp8"):
         grouped_quantize.quantize_matrices(Matrices.of(list(x.split(rows))), spec)
 

@@ -55,7 +55,7 @@ from transformer_engine.common.kernels.block_cast import Blocks
 from transformer_engine.common.kernels.cast import OneScale, cast
 from transformer_engine.common.kernels.launch import Machine
 from transformer_engine.pytorch.primitives import grouped_quantize
-from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
+from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, make_groups
 from transformer_engine.pytorch.primitives.grouped_quantize import GroupedQuantizeRequest
 from transformer_engine.pytorch.primitives.quantize import FORMATS, QuantizeRequest, QuantizeSpec
 from transformer_engine.pytorch.primitives.quantize.backends import REFERENCE
@@ -194,7 +194,7 @@ def groups() -> Iterator[tuple[str, Results]]:
     total = sum(splits)
     device = torch.device(DEVICE)
     x = values((total, depth))
-    layout = groups_of(splits, total, torch.device(DEVICE))
+    layout = make_groups(splits, total, torch.device(DEVICE))
     tensors = [values((128, depth), seed) for seed in range(3)]
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device)
     for element, form in itertools.product((E4M3, E5M2), (FLOAT8, BLOCK_1D, BLOCK_2D)):

@@ -22,7 +22,7 @@ from transformer_engine.pytorch import autocast, checkpoint, explain, ops, quant
 from transformer_engine.pytorch.functions.grouped_call import GroupedCall
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.ops.passes.grouped import GroupedKind
-from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
+from transformer_engine.pytorch.primitives.grouped_gemm import make_groups
 from transformer_engine.pytorch.tensor import GroupedTensor, QuantizedTensor
 
 IN, OUT = 128, 64
@@ -220,7 +220,7 @@ def sizes_stay_on_the_device(rows: list[int], monkeypatch: pytest.MonkeyPatch) -
     """Simulate sizes on a GPU: the host does not know the rows, some of which have no group."""
 
     def call(kind: GroupedKind, sizes: torch.Tensor) -> GroupedCall:
-        layout = groups_of(rows, sum(rows), kind.device)._replace(total=kind.total, rows=None)
+        layout = make_groups(rows, sum(rows), kind.device)._replace(total=kind.total, rows=None)
         return GroupedCall(kind.spec, kind.spec.groups, (), layout, clears=True)
 
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ import torch
 import transformer_engine.pytorch as te
 from tests.support.tolerances import UNIT
 from transformer_engine.pytorch.optimizers import FusedAdam, fused_adam, multi_tensor_applier
-from transformer_engine.pytorch.primitives.multi_tensor import joined
+from transformer_engine.pytorch.primitives.multi_tensor import join_halves
 
 SHAPES = ((7, 5), (33,), (0,), (16, 16))
 # Error relative to the change of a parameter, by the dtype of the states.
@@ -96,7 +96,7 @@ def test_remainders_hold_the_masters_to_the_bit(device):
         plain.step()
         halved.step()
     for p, q in zip(params, twins, strict=True):
-        rebuilt = joined(q.detach(), halved.state[q]["master_param"])
+        rebuilt = join_halves(q.detach(), halved.state[q]["master_param"])
         assert torch.equal(rebuilt, plain.state[p]["master_param"])
 
 

@@ -16,7 +16,7 @@ from tests.kernels import interpreter
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8, MXFP8
 from transformer_engine.common.kernels import grouped_gemm as kernels
 from transformer_engine.common.kernels import grouped_layout, launch
-from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
+from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, make_groups
 from transformer_engine.pytorch.primitives.grouped_quantize import (
     GroupedQuantizeRequest,
     ScaleSlots,
@@ -61,7 +61,7 @@ def quantized(name: str, spec: QuantizeSpec, values, groups, tiled: bool = False
 def quantizations() -> dict[str, bool]:
     x = torch.randn(sum(SPLITS), DEPTH).to(torch.bfloat16)
     x[5, 7], x[140, 3] = torch.inf, -1e9
-    groups = groups_of(SPLITS, x.shape[0], x.device)
+    groups = make_groups(SPLITS, x.shape[0], x.device)
     matrices = table_of([torch.randn(144, DEPTH).to(torch.bfloat16) for _ in SPLITS])
     results = {}
     for rowwise, columnwise in ((True, False), (False, True), (True, True)):
@@ -87,7 +87,7 @@ def quantizations() -> dict[str, bool]:
 def layouts() -> dict[str, bool]:
     results = {}
     for splits in (SPLITS, (128, 0, 256, 1), (5,)):
-        expected = groups_of(splits, sum(splits), torch.device("cpu")).layout
+        expected = make_groups(splits, sum(splits), torch.device("cpu")).layout
         made = torch.empty_like(expected)
         record = grouped_layout.group_layout(sum(splits), len(splits))
         launch.start(record, (torch.tensor(splits), made), -1)
@@ -98,7 +98,7 @@ def layouts() -> dict[str, bool]:
 def products() -> dict[str, bool]:
     """Unquantized products, in float16: the interpreter multiplies it as numpy does."""
     total, width, depth = sum(SPLITS), 48, 80
-    groups = groups_of(SPLITS, total, torch.device("cpu"))
+    groups = make_groups(SPLITS, total, torch.device("cpu"))
     x, dy = torch.randn(total, depth).half(), torch.randn(total, width).half()
     weights = [torch.randn(width, depth).half() for _ in SPLITS]
     count = len(SPLITS)

@@ -29,7 +29,7 @@ from transformer_engine.pytorch.primitives.grouped_gemm import (
     GroupedMatrices,
     GroupedRows,
     Matrices,
-    groups_of,
+    make_groups,
 )
 from transformer_engine.pytorch.primitives.grouped_gemm.pieces import iterate_operands
 from transformer_engine.pytorch.primitives.grouped_gemm.request import GroupedProduct
@@ -209,7 +209,7 @@ def grouped(
 ) -> dict[str, float]:
     """Errors of the products of each group."""
     n, k, count, total = 160, 224, len(splits), sum(splits)
-    groups = groups_of(splits, total, torch.device("cpu"))
+    groups = make_groups(splits, total, torch.device("cpu"))
     x, dy = torch.randn(total, k).bfloat16(), torch.randn(total, n).bfloat16()
     weights = Matrices.of([torch.randn(n, k).bfloat16() for _ in splits])
     levels = of_rows.format.levels is not None

@@ -51,7 +51,7 @@ def request_of(a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
 def run(a: Operand, b: Operand, epilogue: Epilogue) -> torch.Tensor:
     request = request_of(a, b, epilogue)
     assert cublaslt.unsupported_reason(request) is None
-    return cublaslt.plan_of(request).run(a, b, epilogue)
+    return cublaslt.find_plan(request).run(a, b, epilogue)
 
 
 def quantized(spec: QuantizeSpec, rows: int, depth: int, device="cpu") -> Operand:
@@ -130,7 +130,7 @@ def test_equal_problems_share_one_plan_and_scales_may_move(library):
     a, b = PAIRS["float8"]()
     c, d = PAIRS["float8"]()
     first, second = (
-        cublaslt.plan_of(request_of(x, y, Epilogue(torch.bfloat16))) for x, y in ((a, b), (c, d))
+        cublaslt.find_plan(request_of(x, y, Epilogue(torch.bfloat16))) for x, y in ((a, b), (c, d))
     )
     assert first is second
     out = torch.empty(a.rows, b.rows, dtype=torch.bfloat16)
@@ -272,7 +272,7 @@ def timed(library, monkeypatch, tmp_path):
 
 
 def tuned(a, b, epilogue):
-    plan = cublaslt.plan_of(request_of(a, b, epilogue))
+    plan = cublaslt.find_plan(request_of(a, b, epilogue))
     tuning.tune(plan, a, b, epilogue)
     return plan
 
@@ -298,14 +298,14 @@ def test_a_small_gain_does_not_change_the_algorithm(timed, monkeypatch):
 @pytest.mark.parametrize("code", [REJECTED, b"\0"], ids=["rejected", "short"])
 def test_a_stored_algorithm_that_the_library_rejects_is_timed_again(timed, code):
     a, b = PAIRS["bf16"]()
-    plan = cublaslt.plan_of(request_of(a, b, Epilogue(torch.bfloat16)))
+    plan = cublaslt.find_plan(request_of(a, b, Epilogue(torch.bfloat16)))
     tuning.CHOICES.write(tuning.algorithm_file(plan), code)
     assert tuned(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
 
 
 def test_a_damaged_choice_is_reported_and_replaced(timed, caplog):
     a, b = PAIRS["bf16"]()
-    path = tuning.algorithm_file(cublaslt.plan_of(request_of(a, b, Epilogue(torch.bfloat16))))
+    path = tuning.algorithm_file(cublaslt.find_plan(request_of(a, b, Epilogue(torch.bfloat16))))
     path.parent.mkdir(mode=0o700)
     path.write_bytes(b"torn")
     assert tuned(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]

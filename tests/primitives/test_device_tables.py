@@ -86,7 +86,7 @@ def test_a_captured_value_is_kept_after_many_others(capturing):
 
 
 def _group_table():
-    return groups.on_device((1, 2, 3), torch.int32, CPU)
+    return groups.cached_on_device((1, 2, 3), torch.int32, CPU)
 
 
 def _address_table():
@@ -178,7 +178,7 @@ def test_a_recorded_grouped_layer_replays_after_its_tables_have_left_the_cache(d
     with torch.cuda.graph(graph):
         layer(x, splits).sum().backward()
     for number in range(1100):
-        groups.on_device((number, 1, 2, 3), torch.int32, device)
+        groups.cached_on_device((number, 1, 2, 3), torch.int32, device)
     churn = [torch.full((64,), -1, dtype=torch.int64, device=device) for _ in range(4096)]
     for i in range(4):
         getattr(layer, f"weight{i}").main_grad.zero_()

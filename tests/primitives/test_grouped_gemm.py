@@ -14,7 +14,7 @@ from transformer_engine.pytorch.primitives.grouped_gemm import (
     GroupedRows,
     Matrices,
     gluon,
-    groups_of,
+    make_groups,
     product_of_columns,
     product_of_rows,
 )
@@ -81,7 +81,7 @@ def test_products_of_rows_are_those_of_each_group(kind, splits, transposed, exac
     shape = (K, N) if transposed else (N, K)
     weights = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(count)]
     bias = torch.randn(count, N, device=device, dtype=torch.bfloat16) if exact else None
-    groups = groups_of(splits, total, x.device)
+    groups = make_groups(splits, total, x.device)
     if kind == "plain":
         a, b = GroupedRows(x), GroupedMatrices(Matrices.of(weights), transposed)
         parts = [part.double() for part in x.split(splits)]
@@ -115,7 +115,7 @@ def test_products_of_columns_are_those_of_each_group(kind, splits, target, backe
     count, total = len(splits), sum(splits)
     dy = torch.randn(total, N, device=device, dtype=torch.bfloat16)
     x = torch.randn(total, K, device=device, dtype=torch.bfloat16)
-    groups = groups_of(splits, total, x.device)
+    groups = make_groups(splits, total, x.device)
     if kind == "plain":
         a, b = GroupedColumns(dy), GroupedColumns(x)
         first = [part.double() for part in dy.split(splits)]
@@ -152,7 +152,7 @@ def test_products_of_columns_are_those_of_each_group(kind, splits, target, backe
 def test_products_of_tiled_columns_have_the_bits_of_contiguous_columns(splits, exact, backend, device):
     total = sum(splits)
     dy, x = (torch.randn(total, width, device=device, dtype=torch.bfloat16) for width in (N, K))
-    groups = groups_of(splits, total, dy.device)
+    groups = make_groups(splits, total, dy.device)
     results = []
     for tiled in (False, True):
         a, b = (
@@ -180,7 +180,7 @@ def test_gluon_and_triton_products_of_rows_have_equal_bits(splits, exact, device
     x = torch.randn(sum(splits), K, device=device, dtype=torch.bfloat16)
     weights = [torch.randn(N, K, device=device, dtype=torch.bfloat16) for _ in splits]
     bias = torch.randn(len(splits), N, device=device, dtype=torch.bfloat16)
-    groups = groups_of(splits, len(x), x.device)
+    groups = make_groups(splits, len(x), x.device)
     made = quantize_rows(x, groups, spec_of("float8", E5M2))
     held = quantize_matrices(Matrices.of(weights), spec_of("float8", E4M3))
     a = GroupedRows(made.codes, made.scale, FLOAT8)
@@ -205,7 +205,7 @@ def test_a_gpu_takes_one_launch_for_many_groups_and_the_library_for_few(kind):
         splits = (128,) * count
         x = torch.randn(128 * count, 256, device="cuda", dtype=torch.bfloat16)
         weights = Matrices.of([torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)] * count)
-        groups = groups_of(splits, x.shape[0], x.device)
+        groups = make_groups(splits, x.shape[0], x.device)
         a, b = GroupedRows(x), GroupedMatrices(weights)
         if kind != "plain":
             made, held = (
@@ -226,12 +226,12 @@ def test_rows_and_matrices_of_different_depth_are_rejected(device):
     x = torch.randn(32, 48, device=device, dtype=torch.bfloat16)
     b = GroupedMatrices(Matrices.of([torch.randn(16, 32, device=device, dtype=torch.bfloat16)]))
     with pytest.raises(ValueError, match="contract 48 elements, the matrices 32"):
-        product_of_rows(GroupedRows(x), b, groups_of((32,), 32, x.device), torch.bfloat16)
+        product_of_rows(GroupedRows(x), b, make_groups((32,), 32, x.device), torch.bfloat16)
 
 
 def test_no_rows_at_all_give_an_empty_result_and_zero_gradients(device):
     x = torch.randn(0, 32, device=device, dtype=torch.bfloat16)
-    groups = groups_of((0, 0), 0, x.device)
+    groups = make_groups((0, 0), 0, x.device)
     weights = [torch.randn(16, 32, device=device, dtype=torch.bfloat16) for _ in range(2)]
     y = product_of_rows(GroupedRows(x), GroupedMatrices(Matrices.of(weights)), groups, torch.bfloat16)
     assert y.shape == (0, 16)

@@ -7,7 +7,7 @@ import torch
 
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
-from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
+from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, make_groups
 from transformer_engine.pytorch.primitives.grouped_quantize import (
     ScaleSlots,
     quantize_matrices,
@@ -61,7 +61,7 @@ def test_each_group_of_rows_is_quantized_as_if_alone(name, splits, directions, d
     x = values(sum(splits), device, dtype)
     spec = QuantizeSpec(rowwise=directions[0], columnwise=directions[1], **SCALINGS[name])
     slots = slots_for(len(splits), device) if name == "given" else None
-    made = quantize_rows(x, groups_of(splits, x.shape[0], x.device), spec, slots)
+    made = quantize_rows(x, make_groups(splits, x.shape[0], x.device), spec, slots)
     first, first_t = 0, 0
     tiles = -(-DEPTH // 128)
     for group, part in enumerate(x.split(splits)):
@@ -97,7 +97,7 @@ def test_each_group_of_rows_is_quantized_as_if_alone(name, splits, directions, d
 def test_tiled_columns_are_the_contiguous_ones_of_128_rows_each(name, splits, device):
     x = values(sum(splits), device)
     spec = QuantizeSpec(rowwise=True, columnwise=True, **SCALINGS[name])
-    groups = groups_of(splits, x.shape[0], x.device)
+    groups = make_groups(splits, x.shape[0], x.device)
     slots = slots_for(len(splits), device) if name == "given" else None
     contiguous, tiled = (quantize_rows(x, groups, spec, slots, tiled=tiled) for tiled in (False, True))
     assert torch.equal(bits(tiled.codes), bits(contiguous.codes))
@@ -137,7 +137,7 @@ def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
 
 def test_groups_with_two_levels_of_scales_are_quantized_as_if_alone(device):
     splits, spec = (64, 0, 32), QuantizeSpec(NVFP4, E2M1, True, True, hadamard=True)
-    x, groups = values(96, device), groups_of((64, 0, 32), 96, device)
+    x, groups = values(96, device), make_groups((64, 0, 32), 96, device)
     made = quantize_rows_separately(x, groups, spec, quantize)
     matrices = Matrices.of([values(32, device) for _ in range(3)])
     stack = quantize_matrices_separately(matrices, spec, quantize)
@@ -166,7 +166,7 @@ def test_the_values_of_one_group_do_not_change_the_scales_of_others(value, devic
     x = values(256, device)
     x[:128] = value
     spec = QuantizeSpec(FLOAT8, E4M3, True, True)
-    made = quantize_rows(x, groups_of((128, 128), 256, x.device), spec)
+    made = quantize_rows(x, make_groups((128, 128), 256, x.device), spec)
     alone = quantize(x[128:], spec)
     assert made.scale[0, 0] == 1.0
     assert torch.equal(made.scale[1, :1], alone.scale)
@@ -175,9 +175,9 @@ def test_the_values_of_one_group_do_not_change_the_scales_of_others(value, devic
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_layouts_made_on_device_and_host_are_equal(splits, device):
-    listed = groups_of(splits, sum(splits), device)
+    listed = make_groups(splits, sum(splits), device)
     for dtype in (torch.int32, torch.int64):
-        made = groups_of(torch.tensor(splits, dtype=dtype, device=device), sum(splits), device)
+        made = make_groups(torch.tensor(splits, dtype=dtype, device=device), sum(splits), device)
         assert torch.equal(made.layout, listed.layout)
         assert made.read_rows == splits
         assert made.padded >= listed.padded
@@ -186,7 +186,7 @@ def test_layouts_made_on_device_and_host_are_equal(splits, device):
 def test_sums_of_rows_are_float32_sums_of_each_group(device):
     splits = SPLITS["ragged"]
     x = values(sum(splits), device)
-    sums = row_sums(x, groups_of(splits, x.shape[0], x.device))
+    sums = row_sums(x, make_groups(splits, x.shape[0], x.device))
     expected = torch.stack([part.double().sum(0) for part in x.split(splits)])
     torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-3)
 
@@ -194,9 +194,9 @@ def test_sums_of_rows_are_float32_sums_of_each_group(device):
 def test_formats_without_a_grouped_form_are_rejected(device):
     x = values(64, device)
     with pytest.raises(ValueError, match="not to nvfp4"):
-        quantize_rows(x, groups_of((64,), 64, x.device), QuantizeSpec(NVFP4, E2M1))
+        quantize_rows(x, make_groups((64,), 64, x.device), QuantizeSpec(NVFP4, E2M1))
     with pytest.raises(ValueError, match=r"rows are \[24, 40\]; mxfp8 columns need known multiples of 32"):
-        quantize_rows(x, groups_of((24, 40), 64, x.device), QuantizeSpec(MXFP8, E4M3, columnwise=True))
+        quantize_rows(x, make_groups((24, 40), 64, x.device), QuantizeSpec(MXFP8, E4M3, columnwise=True))
     with pytest.raises(ValueError, match="not to block1d"):
         quantize_matrices(Matrices.of([x]), QuantizeSpec(BLOCK_1D, E4M3))
 
@@ -208,4 +208,4 @@ def test_formats_without_a_grouped_form_are_rejected(device):
 )
 def test_invalid_splits_are_rejected(splits, device):
     with pytest.raises(ValueError, match="splits"):
-        groups_of(splits, 8, device)
+        make_groups(splits, 8, device)

@@ -15,9 +15,9 @@ from transformer_engine.pytorch.primitives.multi_tensor import (
     adam_rates,
     adam_step,
     addresses,
+    copy_to_device,
     halves,
-    joined,
-    on_device,
+    join_halves,
     reference,
     triton,
 )
@@ -109,7 +109,7 @@ def whole(lists):
     if lists[-1][0].dtype is not torch.int16:
         return lists
     gradients, upper, first, second, lower = lists
-    return [gradients, [joined(u, low) for u, low in zip(upper, lower, strict=True)], first, second]
+    return [gradients, [join_halves(u, low) for u, low in zip(upper, lower, strict=True)], first, second]
 
 
 @runs_kernels
@@ -118,7 +118,7 @@ def whole(lists):
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_a_step_of_adam_is_that_of_the_reference(sizes, kinds, decoupled):
     lists = lists_of(sizes, *kinds)
-    rates = on_device(RATES, torch.device(DEVICE))
+    rates = copy_to_device(RATES, torch.device(DEVICE))
     for flag in (None, torch.zeros(1, dtype=torch.int32, device=DEVICE)):
         expected = copied(lists)  # a moment that rounds the other way would show in the next step, and larger
         kernels.adam_step(lists, rates, Adam(decoupled), flag)
@@ -131,7 +131,7 @@ def test_a_set_flag_leaves_all_tensors_unchanged():
     flag = torch.ones(1, dtype=torch.int32, device=DEVICE)
     lists = lists_of((5, 300), *STATES["bf16, remainders"])
     before = copied(lists)
-    kernels.adam_step(lists, on_device(RATES, torch.device(DEVICE)), Adam(), flag)
+    kernels.adam_step(lists, copy_to_device(RATES, torch.device(DEVICE)), Adam(), flag)
     momenta = lists_of((5, 300), *(torch.float32,) * 3)
     kept = copied(momenta)
     kernels.sgd_step(momenta, torch.ones(5, device=DEVICE), Sgd(momentum=True), flag)
@@ -163,7 +163,7 @@ def test_the_halves_of_a_number_make_it_again_to_the_bit():
     )
     finite = numbers.view(torch.float32)[~torch.isnan(numbers.view(torch.float32))]
     upper, lower = halves(finite)
-    assert torch.equal(joined(upper, lower).view(torch.int32), finite.view(torch.int32))
+    assert torch.equal(join_halves(upper, lower).view(torch.int32), finite.view(torch.int32))
     upper, lower = halves(torch.tensor([0x3F80C000, 0x3F804000], dtype=torch.int32).view(torch.float32))
     assert upper.view(torch.int16).tolist() == [0x3F81, 0x3F80] and lower.tolist() == [-16384, 0x4000]
 
@@ -171,13 +171,13 @@ def test_the_halves_of_a_number_make_it_again_to_the_bit():
 @pytest.mark.parametrize(("decoupled", "expected"), [(True, 0.899), (False, 0.9)])
 def test_the_worked_values_of_one_step(decoupled, expected, device):
     p, m, v = (torch.full((1,), value, device=device) for value in (1.0, 0.0, 0.0))
-    rates = on_device(adam_rates(0.1, (0.9, 0.999), 1e-8, 1, True, 0.01), device)
+    rates = copy_to_device(adam_rates(0.1, (0.9, 0.999), 1e-8, 1, True, 0.01), device)
     adam_step([[torch.full((1,), 0.5, device=device)], [p], [m], [v]], rates, Adam(decoupled))
     assert p.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_first_bias_is_exact_in_float32():
-    second = on_device(adam_rates(0.1, (0.9, 0.999), 1e-8, 1, True, 0.0), CPU)[8]
+    second = copy_to_device(adam_rates(0.1, (0.9, 0.999), 1e-8, 1, True, 0.0), CPU)[8]
     assert abs(second.item() / 0.001 - 1) < MULTIPLIED[torch.float32]
 
 

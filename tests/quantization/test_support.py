@@ -63,7 +63,7 @@ def test_a_gpu_supports_the_formats_of_its_hardware_and_gives_reasons_for_others
         assert is_available() == available
         assert is_available(return_reason=True) == (available, reason)
         assert ("TE_EMULATE" in reason) == (not available)
-        assert q.support_of(kind).native == available
+        assert q.format_support(kind).native == available
 
 
 def test_the_reason_names_the_capability_that_is_needed(machine):
@@ -84,7 +84,7 @@ def test_emulation_is_the_default_without_a_gpu(machine):
     machine(None)
     for kind, (check, _) in CHECKS.items():
         assert check() == (True, "")
-        assert q.support_of(kind) == q.Support(
+        assert q.format_support(kind) == q.Support(
             kind, False, True, f"There is no CUDA device for {kind} execution."
         )
 
@@ -93,8 +93,8 @@ def test_a_variable_switches_emulation(machine, monkeypatch):
     machine((9, 0))
     monkeypatch.setenv("TE_EMULATE", "1")
     assert q.is_nvfp4_available()
-    assert q.support_of("nvfp4").emulated
-    assert not q.support_of("fp8").emulated
+    assert q.format_support("nvfp4").emulated
+    assert not q.format_support("fp8").emulated
     machine(None)
     monkeypatch.setenv("TE_EMULATE", "0")
     assert not q.is_fp8_available()
@@ -149,7 +149,7 @@ def test_the_default_recipe_is_the_best_that_needs_no_emulation(machine, capabil
 def test_an_unknown_kind_is_rejected(machine):
     machine((9, 0))
     with pytest.raises(ValueError, match=r"'fp6'.*nvfp4"):
-        q.support_of("fp6")
+        q.format_support("fp6")
 
 
 def test_the_state_manager_returns_reasons(machine):

@@ -25,7 +25,7 @@ from transformer_engine.pytorch.tensor import (
     IdentityTensor,
     MXFP8Tensor,
     QuantizedTensor,
-    storage_of,
+    get_storage,
 )
 from transformer_engine.pytorch.tensor.cut_views import CutView
 
@@ -260,7 +260,7 @@ def test_the_last_direction_cannot_be_dropped(name, device):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_drop_leaves_the_original_alone(name, device):
     q = quantized(name, device, 32, 64)
-    dropped = storage_of(q).drop(rowwise=True)
+    dropped = get_storage(q).drop(rowwise=True)
     assert dropped.get_usages() == {"rowwise": False, "columnwise": True}
     assert q.get_usages() == {"rowwise": True, "columnwise": True}
 
@@ -363,7 +363,7 @@ def test_a_tensor_without_quantizer_is_written_in_its_own_format(name, device):
     kept = {field: part.shape for field, part in payload(q).items()}
     q.mul_(2)
     assert {field: part.shape for field, part in payload(q).items()} == kept
-    bare = storage_of(q)
+    bare = get_storage(q)
     if name != "identity":
         with pytest.raises(RuntimeError, match="has no quantizer"):
             bare.quantize_(values(device, 32, 64))

@@ -11,10 +11,10 @@ from tests.tensor.quantizer_cases import NAMES, quantizer_of, same_payload, valu
 from transformer_engine.pytorch import quantized_tensor as alias
 from transformer_engine.pytorch.tensor import (
     QuantizedTensor,
+    get_storage,
     prepare_for_saving,
     restore_from_func_ctx,
     restore_from_saved,
-    storage_of,
 )
 
 
@@ -64,7 +64,7 @@ def test_a_context_gives_its_objects_back_once(device):
 
 def test_a_tensor_and_its_storage_share_a_payload(device):
     q = quantizer_of("mxfp8", device)(values(device, 32, 64))
-    storage = storage_of(q)
+    storage = get_storage(q)
     assert q.as_storage()._rowwise_data is storage._rowwise_data is q._rowwise_data
     assert storage.as_storage() is storage
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.tensor.quantizer_cases import NAMES, quantizer_of, values
 from transformer_engine.pytorch.primitives.quantize import dequantize
-from transformer_engine.pytorch.tensor import COLS, ROWS, QuantizedTensor, storage_of
+from transformer_engine.pytorch.tensor import COLS, ROWS, QuantizedTensor, get_storage
 
 
 class Product(torch.autograd.Function):
@@ -100,7 +100,7 @@ def test_a_quantized_parameter_is_read_by_storage_of(name, device):
 
     def forward(x):
         assert isinstance(weight, QuantizedTensor)
-        return WithStorage.apply(x, weight, storage_of(weight))
+        return WithStorage.apply(x, weight, get_storage(weight))
 
     x = values(device, 16, 64)
     y = torch.compile(forward, fullgraph=True, backend="aot_eager")(x)

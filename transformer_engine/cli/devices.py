@@ -85,7 +85,7 @@ def _store_of_attempt() -> tuple[dist.Store, int, int]:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[torch.device]:
+def join_group(device: str) -> Iterator[torch.device]:
     """Join the process group of the launcher and return this rank's device; the group ends with the context.
 
     Args:

@@ -11,7 +11,7 @@ from .. import pytorch as te
 from ..common.dispatch import Verdict, observing, tables
 from ..common.explanation import chosen_name
 from ..pytorch.primitives.gemm import DEQUANTIZING
-from ..pytorch.quantization import all_families, support_of
+from ..pytorch.quantization import all_families, format_support
 from .demo.config import RECIPES, make_recipe
 
 KINDS = {family.name: family.kind for family in all_families() if family.kind is not None}
@@ -103,7 +103,7 @@ def _report(name: str, requests: list[tuple[str, Any]]) -> RecipeReport:
     if name == "none":
         return RecipeReport(name, "native", _backends(products), None)
     backends = _backends([request for request in products if request.a_format is not None])
-    support = support_of(KINDS[name])
+    support = format_support(KINDS[name])
     if not support.native:
         return RecipeReport(name, "emulated" if support.emulated else "on request", backends, support.reason)
     emulated = [backend for backend in backends if backend in DEQUANTIZING]

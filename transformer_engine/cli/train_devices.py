@@ -22,7 +22,7 @@ from .demo.data import load_corpus
 from .demo.parallel import Parallelism, Ranks
 from .demo.plot import plot_losses
 from .demo.trainer import Trainer
-from .devices import is_torchrun_rank, joined, launch
+from .devices import is_torchrun_rank, join_group, launch
 from .failure import reporting_failures, writing
 from .invocation import program
 from .options import torch_device
@@ -94,7 +94,7 @@ def train_on_ranks(request: TrainRequest, clears: bool) -> None:
     """
     console = Console(highlight=False, quiet=os.environ["RANK"] != "0")
     with (
-        joined(torch_device(request.device).type) as device,
+        join_group(torch_device(request.device).type) as device,
         reporting_failures(console),
         _interrupts(device) as stop,
     ):

@@ -188,7 +188,7 @@ def function_or_none(name: str, value: Any) -> None:
         raise TypeError(f"{name}={described(value)} cannot be called; give a function, or None")
 
 
-def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
+def check_option(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raise ValueError unless value is one of the allowed values. True is not 1; a str enumeration member is a str."""
     if isinstance(value, str) and value in allowed:
         return

@@ -12,7 +12,7 @@ import torch
 from ..common.checks import described
 from ..common.recipe import Recipe
 from .quantization.extra_state import ExtraStateError, decode_extra_state
-from .quantization.family import family_of
+from .quantization.family import find_family
 
 __all__ = ["UNSAFE_PICKLE_EXTRA_STATE_ENV", "is_stateless_recipe", "should_load_extra_state_pickle"]
 
@@ -30,7 +30,7 @@ def is_stateless_recipe(recipe: Recipe) -> bool:
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe={described(recipe)} is not a Recipe; give an instance of one")
-    return not family_of(recipe).stateful
+    return not find_family(recipe).stateful
 
 
 def should_load_extra_state_pickle(state_bytes: bytes, context: str = "module") -> bool:

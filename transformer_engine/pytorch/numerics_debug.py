@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.checks import one_of, switch
+from ..common.checks import check_option, switch
 from ..common.formats import E4M3, E5M2
 from .runtime.checks import tensor as check_tensor
 from .tensor.float8_tensor import Float8Tensor
@@ -48,7 +48,7 @@ def fp8_tensor_statistics(tensor: Any, fp8_format: str = "E4M3") -> tuple[int, i
         ValueError: The format is unknown, or the tensor has no row-wise codes.
         TypeError: The tensor holds other values than codes.
     """
-    one_of("fp8_format", fp8_format, tuple(_ELEMENTS))
+    check_option("fp8_format", fp8_format, tuple(_ELEMENTS))
     check_tensor("tensor", tensor)
     codes: Tensor | None = tensor._data if isinstance(tensor, Float8Tensor) else tensor
     if codes is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.checks import described, one_of, suggests_keywords
+from ..common.checks import check_option, described, suggests_keywords
 from ..common.numbers import to_int
 from .functions.permutation import permute, unpermute
 from .functions.permutation_checks import (
@@ -21,7 +21,7 @@ from .functions.permutation_checks import (
     check_probs,
     check_row_count,
     check_rows,
-    checked_chunks,
+    read_chunks,
 )
 from .primitives.permutation import INDEX, MASK, Routes, rows_of_chunks, rows_of_indices, rows_of_mask
 from .runtime.autograd import check_transforms
@@ -67,7 +67,7 @@ def moe_permute(
     Returns:
         `(y [num_out_tokens, H], row_id_map)`.
     """
-    one_of("map_type", map_type, _MAPS)
+    check_option("map_type", map_type, _MAPS)
     rows = to_int("num_out_tokens", num_out_tokens, -1)
     check_permuted(inp, routing_map, map_type)
     if inp.numel() == 0:
@@ -189,7 +189,7 @@ def moe_unpermute(
             raise ValueError("probs is merging_probs by its former name; give one of them")
         warnings.warn("probs is called merging_probs now; use that name", UserWarning, stacklevel=2)
         merging_probs = probs
-    one_of("map_type", map_type, _MAPS)
+    check_option("map_type", map_type, _MAPS)
     check_rows(inp, row_id_map, pad_offsets)
     tensor_or_none("merging_probs", merging_probs)
     shape = None if restore_shape is None else _matrix_shape(restore_shape)
@@ -226,7 +226,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
             `inp` and not read by the host.
     """
     check_transforms("moe_sort_chunks_by_index", inp, split_sizes, sorted_index)
-    split_sizes, sorted_index = checked_chunks(inp, split_sizes, sorted_index)
+    split_sizes, sorted_index = read_chunks(inp, split_sizes, sorted_index)
     if inp.numel() == 0:
         return inp.clone()
     return permute(inp, _chunk_routes(inp, split_sizes, sorted_index), inp.shape[0], every_row=True)[0]
@@ -245,7 +245,7 @@ def moe_sort_chunks_by_index_with_probs(
         `(y [T, H], permuted_probs [T])`.
     """
     check_transforms("moe_sort_chunks_by_index_with_probs", inp, probs, split_sizes, sorted_index)
-    split_sizes, sorted_index = checked_chunks(inp, split_sizes, sorted_index)
+    split_sizes, sorted_index = read_chunks(inp, split_sizes, sorted_index)
     tensor("probs", probs)
     if probs.shape == (inp.shape[0], 1):
         probs = probs[:, 0]

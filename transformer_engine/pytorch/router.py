@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..common.checks import described, one_of
+from ..common.checks import check_option, described
 from ..common.numbers import to_bool, to_float, to_int, with_article
 from .functions.router import BalancingLoss, ChosenExperts
 from .primitives.router import BITS, BYTES, INDICES, SOFTMAX, SOFTMAX_AFTER, Choice, count_margins
@@ -221,7 +221,7 @@ def map_format(value: Any) -> str:
     """Convert a RoutingMapFormat, its number or its name to BYTES or BITS."""
     if isinstance(value, str):
         names = {member.name.lower(): member for member in RoutingMapFormat}
-        one_of("routing_map_format", value, tuple(names))
+        check_option("routing_map_format", value, tuple(names))
         return _MAPS[names[value]]
     if isinstance(value, RoutingMapFormat):
         return _MAPS[value]
@@ -253,7 +253,7 @@ def check_choice(
         raise ValueError(f"logits is {list(logits.shape)}; give [tokens, experts], at least one of each")
     if logits.numel() > _MOST:
         raise ValueError(f"logits has {logits.numel()} elements > {_MOST}; give fewer tokens at a time")
-    one_of("score_function", score_function, SCORE_FUNCTIONS)
+    check_option("score_function", score_function, SCORE_FUNCTIONS)
     scale = 1.0 if scaling_factor is None else finite("scaling_factor", scaling_factor)
     topk = to_int("topk", topk, 1)
     experts = logits.shape[-1]
@@ -303,7 +303,7 @@ def check_histogram(
             f"{names} is None; qb_histogram, qb_bin_bounds and qb_histogram_mode are provided together: give all three"
         )
     if not isinstance(mode, QBHistogramMode):
-        one_of("qb_histogram_mode", mode, tuple(member.value for member in QBHistogramMode))
+        check_option("qb_histogram_mode", mode, tuple(member.value for member in QBHistogramMode))
     tensor("qb_histogram", histogram)
     tensor("qb_bin_bounds", bounds)
     experts = logits.shape[-1]

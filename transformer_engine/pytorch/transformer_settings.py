@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..common.checks import one_of
+from ..common.checks import check_option
 from .constants import LayerTypes
 from .module.arguments import Rule, checked
 from .module.config import Config
@@ -51,7 +51,7 @@ class TransformerLayerConfig(Config):
 
 
 LAYER_RULES: dict[str, Rule] = {
-    "layer_type": checked(partial(one_of, allowed=LayerTypes)),
+    "layer_type": checked(partial(check_option, allowed=LayerTypes)),
 }
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch.cuda import nccl
 
 from ..._version import __version__
-from ..devices import joined
+from ..devices import join_group
 from ..failure import writing
 from .distributed import FULL_ON_RANKS, MEANING, QUICK_ON_RANKS, Groups, RanksRow, run_on_ranks
 from .distributed_cases import RanksCase, ranks_cases
@@ -73,7 +73,7 @@ def measure_on_ranks(request: RanksRequest) -> None:
     """Measure the cases of a request on this rank; rank 0 prints the table and writes the file after every case."""
     console = Console(highlight=False)
     rows: list[RanksRow] = []
-    with joined(request.device) as device:
+    with join_group(request.device) as device:
         groups = Groups.create_groups()
         ranks, first = dist.get_world_size(), dist.get_rank() == 0
         if first:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...common import optional
-from ...pytorch.quantization import support_of
+from ...pytorch.quantization import format_support
 from ..devices import default_devices, is_torchrun_rank, launch
 from ..failure import reporting, reporting_failures, writing
 from ..options import torch_device
@@ -130,14 +130,14 @@ def _recipes(names: list[str] | None, device: torch.device) -> tuple[str, ...]:
     for name in names or ():
         if name not in RECIPES:
             raise ValueError(f"recipe {name!r} does not exist; choose from {', '.join(RECIPES)}")
-        support = support_of(KINDS[name]) if name in KINDS else None
+        support = format_support(KINDS[name]) if name in KINDS else None
         if support is not None and not support.available:
             raise ValueError(f"recipe {name}: {support.reason}")
     if names:
         return tuple(names)
     if device.type == "cpu":
         return ("bf16", "delayed", "current", "block")
-    return ("bf16", *(name for name in RECIPES if name in KINDS and support_of(KINDS[name]).native))
+    return ("bf16", *(name for name in RECIPES if name in KINDS and format_support(KINDS[name]).native))
 
 
 def _providers(names: list[str] | None) -> list[Provider]:

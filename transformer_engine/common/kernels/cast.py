@@ -14,7 +14,7 @@ from . import tile
 from .conversion import NATIVE
 from .launch import Launch, Output, codes_dtype
 from .program import Program, ProgramStep, step
-from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax, to_codes
+from .rounding import as_float, magnitude_bits, scale_from_amax, take_multiplier, to_codes
 
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
 _ROWS, _COLUMNS = 8, 256  # tile for `row_maximum_kernel`
@@ -95,7 +95,7 @@ def resolve_multiplier(
 ):  # fmt: skip
     """Look up the given multiplier, or compute it from amax; program 0 stores its inverse."""
     if multiplier is not None:
-        factor = given_multiplier(multiplier, ZERO_IS_ONE)
+        factor = take_multiplier(multiplier, ZERO_IS_ONE)
         decode = tl.div_rn(1.0, factor)
     else:
         factor, decode = scale_from_amax(tl.load(amax), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)

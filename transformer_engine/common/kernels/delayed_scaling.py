@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..formats import FLOAT32_MAX, ceil_div
 from .launch import NUMBER, WRITTEN, AddressTable, Launch, Output
-from .rounding import given_multiplier
+from .rounding import take_multiplier
 
 _LARGEST = tl.constexpr(FLOAT32_MAX)
 LIMIT = 1 << 15  # history elements that one program holds in registers, in full columns
@@ -125,7 +125,7 @@ def _step(
     bits = latest.to(tl.int32, bitcast=True)
     if TAKES_MAXIMUM:
         bits = tl.max(moved.to(tl.int32, bitcast=True), 0)
-    old_scale = given_multiplier(scale, True)
+    old_scale = take_multiplier(scale, True)
     computed = tl.div_rn(tl.div_rn(FP8_MAX, bits.to(tl.float32, bitcast=True)), DIVISOR)
     computed = tl.where(computed == float("inf"), _LARGEST, computed)
     computed = tl.where((bits > 0) & (bits < 0x7F800000), computed, old_scale)

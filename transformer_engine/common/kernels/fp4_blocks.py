@@ -50,7 +50,7 @@ def decode_codes(code):
 
 
 @triton.jit
-def encode_scale_of(amax, RANGE: tl.constexpr):
+def range_scale(amax, RANGE: tl.constexpr):
     """Compute RANGE / amax, at most the largest float32; 1 if amax or the quotient is 0."""
     scale = tl.div_rn(RANGE, amax)
     scale = tl.where(scale > LARGEST, LARGEST, scale)
@@ -144,7 +144,7 @@ def takes_four(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERSION: tl.constexpr,
 ):  # fmt: skip
     """Compute int32 [ROWS, COLUMNS / 16], for square tiles [ROWS / 16, ..]: 1 where mapping the maximum to 4 wins."""
-    encode_scale = encode_scale_of(amax, RANGE)
+    encode_scale = range_scale(amax, RANGE)
     six, four = candidates(bits, encode_scale, CONVERSION)
     error_six = block_error(x, six, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS, CONVERSION)
     error_four = block_error(x, four, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS, CONVERSION)

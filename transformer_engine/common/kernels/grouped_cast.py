@@ -29,7 +29,7 @@ from .grouped_layout import (
 )
 from .launch import READ, AddressTable, Launch, Output, codes_dtype
 from .program import Program, ProgramStep, step
-from .rounding import given_multiplier, magnitude_bits, scale_from_amax, to_codes
+from .rounding import magnitude_bits, scale_from_amax, take_multiplier, to_codes
 
 WIDTH = tl.constexpr(TILE_ROWS)
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
@@ -218,7 +218,7 @@ def _group_scale(
 ):
     """Multiplier for a group, given or computed from its amax; STORES: write its inverse."""
     if multiplier is not None:
-        factor = given_multiplier(multiplier + OFFSET + group * STRIDE, ZERO_IS_ONE)
+        factor = take_multiplier(multiplier + OFFSET + group * STRIDE, ZERO_IS_ONE)
         decode = tl.div_rn(1.0, factor)
     else:
         factor, decode = scale_from_amax(tl.load(amax + group), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)

@@ -22,7 +22,7 @@ from .block_cast import Blocks
 from .conversion import NATIVE
 from .launch import MEASURED_MEMORY, Launch, Machine, Output, codes_dtype
 from .program import Program, ProgramStep
-from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax, to_codes
+from .rounding import as_float, magnitude_bits, scale_from_amax, take_multiplier, to_codes
 
 WIDTH = tl.constexpr(128)  # elements per block
 
@@ -32,7 +32,7 @@ def load_multiplier(multiplier, scale, program, ZERO_IS_ONE: tl.constexpr):
     """Code multiplier, 1 without codes; program 0 stores its inverse."""
     factor = 1.0
     if multiplier is not None:
-        factor = given_multiplier(multiplier, ZERO_IS_ONE)
+        factor = take_multiplier(multiplier, ZERO_IS_ONE)
         if program == 0:
             tl.store(scale, tl.div_rn(1.0, factor))
     return factor

@@ -24,7 +24,7 @@ from .fp4_blocks import (
     LARGEST,
     as_block_scale,
     candidates,
-    encode_scale_of,
+    range_scale,
     scaled_blocks,
     select_codes,
     takes_four,
@@ -106,7 +106,7 @@ def _store_direction(
         amax: Result from `_maxima`, or maxima [1, COLUMNS / 16] for column blocks.
     """
     GROUPS: tl.constexpr = COLUMNS // GROUP
-    encode_scale = encode_scale_of(amax, RANGE)
+    encode_scale = range_scale(amax, RANGE)
     if four is not None:
         to_six, to_four = candidates(bits, encode_scale, CONVERSION)
         # Selected in float32, which represents every block scale.

@@ -123,7 +123,7 @@ def as_float(bits):
 
 
 @triton.jit
-def given_multiplier(multiplier, ZERO_IS_ONE: tl.constexpr):
+def take_multiplier(multiplier, ZERO_IS_ONE: tl.constexpr):
     """Load the multiplier [1] that the caller passes.
 
     With ZERO_IS_ONE, 0 is read as 1. In JAX, a state that the previous step did not read has the gradient 0.

@@ -26,7 +26,7 @@ from ...pytorch.primitives.operand import COLS, ROWS, plain
 from ...pytorch.tensor.custom_operand import contracted
 from ...pytorch.tensor.identity_tensor import IdentityQuantizer
 from ...pytorch.tensor.observing import Observing
-from ...pytorch.tensor.quantized_tensor import storage_of
+from ...pytorch.tensor.quantized_tensor import get_storage
 from ...pytorch.tensor.quantizer import Matrix, Operands, Quantizer
 from ...pytorch.tensor.storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
 from ...pytorch.tensor.storage.identity_tensor_storage import IdentityTensorStorage
@@ -329,7 +329,7 @@ class DebugQuantizer(Observing):
         if quantized is None:
             return None
         if isinstance(quantized, QuantizedTensorStorage):
-            return storage_of(quantized).contract(axis)  # pyright: ignore[reportArgumentType]
+            return get_storage(quantized).contract(axis)  # pyright: ignore[reportArgumentType]
         if isinstance(quantized, Tensor):
             matrix = plain_matrix(quantized)
             return plain(matrix) if axis == COLS else Matrix(matrix)
@@ -394,5 +394,5 @@ def _records_nothing(matrix: Tensor, operand: Any) -> None:
 
 def _storage(quantized: Any) -> QuantizedTensorStorage:
     if isinstance(quantized, QuantizedTensorStorage):
-        return storage_of(quantized)  # pyright: ignore[reportArgumentType]
+        return get_storage(quantized)  # pyright: ignore[reportArgumentType]
     return IdentityTensorStorage(hp_data=quantized)

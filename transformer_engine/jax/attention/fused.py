@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from ...common.checks import member, switch, text_or_none
 from ..checks import is_symbolic
 from ..context_parallel.parts import attention_in_parts
-from ..context_parallel.plan import ContextParallel, plan_of
+from ..context_parallel.plan import ContextParallel, make_plan
 from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
 from ..manual_axes import varying_axes
@@ -111,7 +111,7 @@ def fused_attn(
         sequence_descriptor, attn_mask_type, window, qkv_layout.is_thd(), max_segments_per_seq,
         (query.shape[0], query.shape[2], *extents[1:]),
     )  # fmt: skip
-    plan = plan_of(
+    plan = make_plan(
         context_parallel_axis, context_parallel_strategy, context_parallel_causal_load_balanced, qkv_layout,
         stripe_size, extents[1:],
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Attention over sequences that are sharded along a mesh axis, built on single-device attention."""
 
 from .parts import attention_in_parts
-from .plan import ContextParallel, plan_of
+from .plan import ContextParallel, make_plan
 from .ring import ring_attention
 
-__all__ = ["ContextParallel", "attention_in_parts", "plan_of", "ring_attention"]
+__all__ = ["ContextParallel", "attention_in_parts", "make_plan", "ring_attention"]

@@ -97,7 +97,7 @@ class ContextParallel:
         )
 
 
-def plan_of(
+def make_plan(
     axis: str,
     strategy: CPStrategy,
     balanced: bool,

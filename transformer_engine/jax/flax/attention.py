@@ -18,7 +18,7 @@ from ..attention.arguments import check_attention, dropout_function, separated, 
 from ..attention.availability import is_fused_attn_kernel_available
 from ..attention.fused import fused_attn, hidden_keys_mask
 from ..checks import broadcasts, check_values
-from ..context_parallel.plan import plan_of
+from ..context_parallel.plan import make_plan
 from ..context_parallel.reorder import CPStrategy
 from ..primitives.attention import reference
 from ..primitives.attention.descriptor import SequenceDescriptor
@@ -313,7 +313,7 @@ class DotProductAttention(nn.Module):
         """Whether to use fused_attn: for several devices, a score_mod, and kernels unless NVTE_FUSED_ATTN=0."""
         balanced = self.context_parallel_causal_load_balanced
         tokens = (query.shape[1], key.shape[1])
-        plan = plan_of(self.context_parallel_axis, self._strategy(), balanced, layout, None, tokens)
+        plan = make_plan(self.context_parallel_axis, self._strategy(), balanced, layout, None, tokens)
         if self.score_mod is not None or plan is not None:
             return True
         return env.flag("NVTE_FUSED_ATTN") and is_fused_attn_kernel_available(

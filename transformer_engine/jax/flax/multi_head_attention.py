@@ -34,7 +34,7 @@ from .dense_general import DenseGeneral
 from .kv_cache import KeyValueCache
 from .layernorm_dense_general import LayerNormDenseGeneral
 from .low_rank import _canonicalize_lora_scope
-from .positions import rotated, rotated_packed
+from .positions import rotate_joint_projection, rotate_tokens
 
 _FORMER_NAMES = {
     "num_heads": "num_attention_heads",
@@ -214,7 +214,7 @@ class MultiHeadAttention(nn.Module):
         """Split rotated query, key and value into heads; also return a decoding module's cache."""
         transposed = bool(self.transpose_batch_sequence)
         if isinstance(projections, Array) and self.enable_rotary_pos_emb and not decode:
-            return *rotated_packed(
+            return *rotate_joint_projection(
                 projections, self.num_attention_heads, self.rotary_pos_emb_windows, transposed,
                 self.rotary_pos_emb_group_method,
             ), None  # fmt: skip
@@ -235,7 +235,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and cache.filled:
             position, length = cache.position, cache.length
         method = self.rotary_pos_emb_group_method
-        return rotated(x, self.rotary_pos_emb_windows, transposed, method, position, length)
+        return rotate_tokens(x, self.rotary_pos_emb_windows, transposed, method, position, length)
 
     @property
     def _groups(self) -> int:

@@ -44,10 +44,10 @@ def rotary_pos_emb(
     if x.ndim != 4:
         raise ValueError(f"x has shape {x.shape}; it must be [b, s, h, d] with an even d")
     tokens = x.shape[0 if transpose_batch_sequence else 1]
-    return rotated(x, windows, transpose_batch_sequence, group_method, 0, tokens)
+    return rotate_tokens(x, windows, transpose_batch_sequence, group_method, 0, tokens)
 
 
-def rotated(
+def rotate_tokens(
     x: Array,
     windows: tuple[float, float],
     transposed: bool,
@@ -65,7 +65,7 @@ def rotated(
     return rotate(x, table, group_method == "consecutive", transposed)
 
 
-def rotated_packed(
+def rotate_joint_projection(
     packed: Array, heads: int, windows: tuple[float, float], transposed: bool, group_method: str
 ) -> tuple[Array, Array, Array]:
     """Split a joint projection into queries, keys and values, and apply `rotary_pos_emb` to queries and keys.

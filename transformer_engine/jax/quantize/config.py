@@ -119,7 +119,7 @@ def autocast(
             raise ValueError(reason)
     # An empty MeshResource instead would silently disable the sharding constraints of layers under a mesh.
     guard = nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
-    stateful = chosen is not None and recipes.family_of(chosen).stateful
+    stateful = chosen is not None and recipes.find_family(chosen).stateful
     states = merge_lifted_calls() if stateful else nullcontext()
     token = _recipe.set(chosen)
     try:
@@ -169,17 +169,17 @@ class QuantizeConfig:
         member("source", source, TensorSource)
         if self.recipe is None:
             return ScalingMode.NO_SCALING
-        return recipes.family_of(self.recipe).modes(self.recipe, source)
+        return recipes.find_family(self.recipe).modes(self.recipe, source)
 
     @property
     def stateful(self) -> bool:
         """Whether the recipe has scales and histories of maxima as state."""
-        return self.recipe is not None and recipes.family_of(self.recipe).stateful
+        return self.recipe is not None and recipes.find_family(self.recipe).stateful
 
     @property
     def random(self) -> bool:
         """Whether the recipe rounds gradients stochastically."""
-        return self.recipe is not None and recipes.family_of(self.recipe).random(self.recipe)
+        return self.recipe is not None and recipes.find_family(self.recipe).random(self.recipe)
 
     @property
     def FWD_DTYPE(self) -> Any:
@@ -280,7 +280,7 @@ def is_quantize_recipe_supported(recipe_name: str) -> tuple[bool, str]:
     Args:
         recipe_name: Recipe class name, for example "MXFP8BlockScaling".
     """
-    reason = recipes.unsupported_reason(recipes.family_of(get_quantization_recipe(recipe_name)))
+    reason = recipes.unsupported_reason(recipes.find_family(get_quantization_recipe(recipe_name)))
     return reason is None, reason or ""
 
 

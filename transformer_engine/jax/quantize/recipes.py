@@ -199,7 +199,7 @@ QUANTIZERS: dict[ScalingMode, type[Quantizer]] = {
 }
 
 
-def family_of(recipe: recipes.Recipe) -> RecipeFamily:
+def find_family(recipe: recipes.Recipe) -> RecipeFamily:
     """Look up the family of a recipe or recipe subclass.
 
     Raises:
@@ -220,7 +220,7 @@ def check_family(recipe: recipes.Recipe) -> RecipeFamily:
     Raises:
         ValueError: transformer_engine.jax does not support the recipe or a recipe setting.
     """
-    family = family_of(recipe)
+    family = find_family(recipe)
     override = getattr(recipe, "backward_override", None)
     if override is not None:
         raise ValueError(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...common.checks import described, epsilon, exponent, member, one_of, switch, text_or_none
+from ...common.checks import check_option, described, epsilon, exponent, member, switch, text_or_none
 from ...common.formats import E2M1, E4M3, E5M2, Element
 from ..checks import check_array, check_dtype
 from ..primitives.scale_update import advance_scales
@@ -39,14 +39,14 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "q_dtype": lambda name, value: find_element(value),
     "scaling_mode": lambda name, value: member(name, value, ScalingMode),
     "q_layout": lambda name, value: member(name, value, QuantizeLayout),
-    "data_layout": lambda name, value: one_of(name, value, ("NN", "NT", "TN", "TT")),
+    "data_layout": lambda name, value: check_option(name, value, ("NN", "NT", "TN", "TT")),
     "checkpoint_name": text_or_none,
     "power_of_two": switch,
     "epsilon": epsilon,
     "margin": exponent,
     "amax_compute_algo": lambda name, value: member(name, value, AmaxComputeAlgo),
     "use_rht": switch,
-    "four_over_six": lambda name, value: one_of(name, value, ("", "MAE", "MSE")),
+    "four_over_six": lambda name, value: check_option(name, value, ("", "MAE", "MSE")),
     "scale": lambda name, value: _check_state(name, value, jnp.floating),
     "amax_history": lambda name, value: _check_state(name, value, jnp.floating),
     "stochastic_rounding_rng_state": lambda name, value: (

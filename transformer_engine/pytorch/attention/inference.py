@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.checks import described, one_of, suggests_keywords
+from ...common.checks import check_option, described, suggests_keywords
 from ...common.formats import ceil_div, round_up
 from ...common.numbers import to_bool, to_int
 from ..module.arguments import size_or_none
@@ -159,7 +159,7 @@ class InferenceParams:
         custom_cache_manager: KVCacheManager | None = None,
         device: torch.device | str | int | None = "cuda",
     ) -> None:
-        one_of("qkv_format", qkv_format, FORMATS)
+        check_option("qkv_format", qkv_format, FORMATS)
         max_batch_size = to_int("max_batch_size", max_batch_size, 1)
         max_sequence_length = to_int("max_sequence_length", max_sequence_length, 1)
         num_heads_kv = 16 if num_heads_kv is None else to_int("num_heads_kv", num_heads_kv, 1)

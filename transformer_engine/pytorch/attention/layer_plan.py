@@ -37,7 +37,7 @@ from .dot_product_attention.plan import (
     CheckedArguments,
     PlanKey,
     check_arguments,
-    plan_of,
+    make_plan,
 )
 from .dot_product_attention.policies import check_policies
 from .dot_product_attention.sequences import Cached, Sequences, demand_lengths
@@ -111,7 +111,7 @@ Key = tuple[Any, ...]
 def plan_layer(key: Key) -> AttentionPlan | None:
     """Plan the call of a `LayerKey`; None if the core attention is a module of another class."""
     of_core = LayerKey(*key).of_core()
-    return None if of_core is None else plan_of(tuple(of_core))
+    return None if of_core is None else make_plan(tuple(of_core))
 
 
 def check_variant(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...common.checks import one_of
+from ...common.checks import check_option
 from ..module.arguments import epsilon
 from ..module.layernorm import LayerNorm
 from ..module.rmsnorm import RMSNorm
@@ -35,7 +35,7 @@ def query_key_norm(
     """Return the norm called `norm` over heads with `size` features; None for None."""
     if norm is None:
         return None
-    one_of("qk_norm_type", norm, (None, *NORMS))
+    check_option("qk_norm_type", norm, (None, *NORMS))
     if norm == "L2Normalization":
         return L2Normalization(eps)
     kind = RMSNorm if norm == "RMSNorm" else LayerNorm

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ...common.checks import one_of, positive, whole
+from ...common.checks import check_option, positive, whole
 from ..constants import ActivationName, NormalizationName
 
 ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu")
@@ -84,8 +84,8 @@ class DecoderConfig:
         for name in ("vocabulary", "hidden", "feed_forward", "layers", "heads", "groups", "head_size"):
             whole(name, getattr(self, name))
         whole("positions", self.positions)
-        one_of("norm", self.norm, NORMS)
-        one_of("activation", self.activation, ACTIVATIONS)
+        check_option("norm", self.norm, NORMS)
+        check_option("activation", self.activation, ACTIVATIONS)
         positive("epsilon", self.epsilon)
         positive("embedding_scale", self.embedding_scale)
         if self.heads % self.groups:

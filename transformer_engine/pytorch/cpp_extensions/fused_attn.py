@@ -22,7 +22,7 @@ from transformer_engine_torch import (
 )
 from transformer_engine_torch.checks import member, with_axes
 
-from ...common.checks import drop_rate, number_or_none, one_of, switch
+from ...common.checks import check_option, drop_rate, number_or_none, switch
 from ..compat.argument_orders import accepts_older_orders
 from ..constants import TE_DType
 from ..runtime.checks import floating
@@ -246,5 +246,5 @@ def _enums(
 
 
 def _one(names: dict[str, Any], argument: str, name: str) -> Any:
-    one_of(argument, name, names)
+    check_option(argument, name, names)
     return names[name]

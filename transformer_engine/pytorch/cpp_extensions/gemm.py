@@ -12,7 +12,7 @@ import transformer_engine_torch as tex
 from transformer_engine_torch.checks import sequence
 from transformer_engine_torch.grouped_products import is_row_scaled
 
-from ...common.checks import described, one_of
+from ...common.checks import check_option, described
 from ...common.numbers import to_bool, to_ints
 from ..primitives.gemm.cublaslt_library import WORKSPACE_BYTES
 from ..runtime.checks import tensor_or_none
@@ -211,5 +211,5 @@ def _in_blocks(matrix: Any) -> bool:
 
 
 def _transposes(layout: str) -> tuple[bool, bool]:
-    one_of("layout", layout, LAYOUTS)
+    check_option("layout", layout, LAYOUTS)
     return LAYOUTS[layout]

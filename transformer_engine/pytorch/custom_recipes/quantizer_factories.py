@@ -16,7 +16,7 @@ from ...common.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from ..quantization.family import family_of
+from ..quantization.family import find_family
 from ..quantization.roles import (
     BACKWARD_TENSORS,
     FORWARD_TENSORS,
@@ -102,7 +102,7 @@ def _recipe(kind: type[Recipe]) -> Recipe:
 
 def _recipe_quantizer(kind: type[Recipe], role: QuantizerRole | None) -> Quantizer:
     recipe = _recipe(kind)
-    make = family_of(recipe).quantizer
+    make = find_family(recipe).quantizer
     assert make is not None
     tensor = getattr(role, "tensor_type", "")
     if role is not None and not tensor:  # the role of a slot, which equals a string

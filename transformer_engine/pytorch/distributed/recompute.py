@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from ...common.checks import check_option, function_or_none
 from ...common.checks import function as checked_function
-from ...common.checks import function_or_none, one_of
 from ...common.formats import ceil_div
 from ...common.numbers import to_bool
 from ..constants import dist_group_type
@@ -178,7 +178,7 @@ def checkpoint(
         # There is no backward pass, or an enclosing checkpoint runs this code a second time.
         return function(*args, **kwargs)
     if not use_reentrant:
-        one_of("determinism_check", determinism_check, ("default", "none"))
+        check_option("determinism_check", determinism_check, ("default", "none"))
         if torch.compiler.is_compiling() and context_fn is noop_context_fn and get_rng_state_tracker is None:
             # The compiler traces no other settings; its graphs restore random states.
             return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...common.checks import one_of, switch
+from ...common.checks import check_option, switch
 from ...common.dispatch import Backend, Table
 from ..constants import dist_group_type
 from ..runtime.checks import extents, group_or_none, tensor, values_dtype
@@ -146,7 +146,7 @@ def symmetric_all_reduce(
     Raises:
         ValueError: The type is unknown.
     """
-    one_of("all_reduce_type", all_reduce_type, SYMMETRIC_ALL_REDUCES)
+    check_option("all_reduce_type", all_reduce_type, SYMMETRIC_ALL_REDUCES)
     if world_size(tp_group) == 1 or async_op:
         return allreduce(inp, tp_group, async_op)
     group: Any = dist.group.WORLD if tp_group is None else tp_group

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.checks import function, function_or_none, one_of, whole
+from ...common.checks import check_option, function, function_or_none, whole
 from ...common.numbers import to_bool, to_int
 from ..constants import GemmParallelModes, dist_group_type
 from ..runtime import checks
@@ -99,7 +99,7 @@ class TensorParallel:
     layer: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        one_of("parallel_mode", self.mode, GemmParallelModes)
+        check_option("parallel_mode", self.mode, GemmParallelModes)
         whole("tp_size", self.size)
 
     @property

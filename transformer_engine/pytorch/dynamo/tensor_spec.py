@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..runtime.checks import extents, values_dtype
 from ..runtime.device import canonical_device
-from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
+from ..tensor.quantized_tensor import QuantizedTensorStorage, get_storage
 from ..tensor.quantizer import Quantizer
 
 __all__ = ["TensorSpec", "to_tensor_spec"]
@@ -147,7 +147,7 @@ def to_tensor_spec(tensor: Any) -> TensorSpec:
         TypeError: The argument is neither.
     """
     if isinstance(tensor, QuantizedTensorStorage):
-        storage = storage_of(tensor)  # pyright: ignore[reportArgumentType]
+        storage = get_storage(tensor)  # pyright: ignore[reportArgumentType]
         quantizer: Any = tensor.writer().copy()
         quantizer.set_usage(**storage.get_usages())
         quantizer.internal = not isinstance(tensor, Tensor)

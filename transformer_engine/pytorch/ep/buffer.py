@@ -12,7 +12,7 @@ from ...common.checks import described, whole, whole_or_none
 from ...common.numbers import with_article
 from ...common.recipe import Recipe
 from ..distributed.expert_parallel import ExpertRouting, gather_choices, route
-from ..quantization.family import family_of
+from ..quantization.family import find_family
 from ..runtime.checks import integers, values_dtype
 from ..runtime.device import canonical_device
 from ..runtime.tracing import run_eagerly
@@ -121,7 +121,7 @@ def _quantizer(name: str, recipe: Recipe | None, mode: str, width: int) -> Quant
         return None
     if not isinstance(recipe, Recipe):
         raise TypeError(f"{name}={described(recipe)} is {with_article(type(recipe))}; pass a recipe, or None")
-    make = family_of(recipe).quantizer
+    make = find_family(recipe).quantizer
     slot = "input" if mode == "forward" else "grad_output"
     quantizer = None if make is None else make(recipe, mode, slot, canonical_device())
     if quantizer is not None:

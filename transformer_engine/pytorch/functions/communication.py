@@ -37,7 +37,7 @@ from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
-from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
+from ..tensor.quantized_tensor import QuantizedTensorStorage, get_storage
 from .linear_operands import dense_values, to_operand
 from .overlapped_products import gather_over_peers, product_of_rows, scatter_over_peers
 
@@ -119,7 +119,7 @@ def _begin_collective(collective: str, x: Any, parallel: TensorParallel, axis: i
         return symmetric_all_reduce(x, parallel.checked_group(), all_reduce_type=parallel.symmetric)
     traced, quantized = torch.compiler.is_compiling(), isinstance(x, QuantizedTensorStorage)
     if traced and quantized:
-        x = storage_of(x)  # a compiler cannot trace quantized tensor construction
+        x = get_storage(x)  # a compiler cannot trace quantized tensor construction
     later = not (quantized or traced)
     return COLLECTIVES[collective](x, parallel.checked_group(), later)
 

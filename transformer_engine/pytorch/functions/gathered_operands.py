@@ -43,7 +43,7 @@ from .linear_spec import (
 from .saving import wait_for_saved
 
 
-def gathered_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
+def gather_quantized_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize x [M, K], where each rank has M / ranks rows; see `linear.quantize_input`.
 
     Returns:

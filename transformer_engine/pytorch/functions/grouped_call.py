@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..primitives.grouped_gemm import Groups
 from ..primitives.grouped_quantize import GroupedQuantized
-from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
+from ..tensor.quantized_tensor import QuantizedTensorStorage, get_storage
 from ..tensor.quantizer import Quantizer
 from .caller_buffers import NO_BUFFERS, CallerBuffers
 from .grouped_quantizer import GroupedQuantizer, grouped
@@ -139,7 +139,7 @@ def stack_members(stack: Any) -> list[Any]:
     if isinstance(stack, list):
         return stack
     if isinstance(stack, QuantizedTensorStorage):
-        return storage_of(stack).members()  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+        return get_storage(stack).members()  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     return list(stack.unbind(0))
 
 

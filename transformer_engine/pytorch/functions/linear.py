@@ -85,7 +85,7 @@ from .gathered_operands import (
     begin_gather_saved,
     column_operand,
     gather_columns,
-    gathered_input,
+    gather_quantized_input,
     gathers_saved_input,
 )
 from .layer import LayerFunctions, record, run_backward, run_without_saving
@@ -177,7 +177,7 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
         backward pass casts them. If the input is gathered, it may be this rank's shard.
     """
     if spec.communicates and spec.parallel.gathers_input:
-        return gathered_input(x, spec)
+        return gather_quantized_input(x, spec)
     if spec.input_columns == RECOMPUTED:
         return cast_rows(x, spec.input)
     saves_codes = spec.backward == QUANTIZED and not spec.keep_input

@@ -21,7 +21,7 @@ from ..primitives.quantize import Cast, dequantize
 from ..runtime.device import current_hardware
 from ..runtime.tracing import reshape_result
 from ..tensor.block_scaling import BlockScalingQuantizer
-from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
+from ..tensor.quantized_tensor import QuantizedTensorStorage, get_storage
 from ..tensor.quantizer import Matrix, Operands, Quantizer
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_spec import (
@@ -212,7 +212,7 @@ def input_operands(
         shared: See `operands_for_products`.
     """
     if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
-        agrees = not columnwise or storage_of(x).column_signs == quantizer.column_signs  # pyright: ignore
+        agrees = not columnwise or get_storage(x).column_signs == quantizer.column_signs  # pyright: ignore
         if agrees and not (shards is not None and _lacks_a_direction(x, columnwise)):
             found = _tensor_operands(x, columnwise)
             return found if shards is None else with_common_scale(found, shards.checked_group())
@@ -288,7 +288,7 @@ def _tensor_operands(tensor: QuantizedTensorStorage, columnwise: bool) -> Operan
     if not torch.compiler.is_compiling():
         # On the tensor itself, so that it keeps what had to be made; a compiler traces no tensor methods.
         tensor.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
-    storage = storage_of(tensor)  # pyright: ignore[reportArgumentType]
+    storage = get_storage(tensor)  # pyright: ignore[reportArgumentType]
     storage.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
     return _directions(storage, columnwise)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
-from ..primitives.grouped_gemm.groups import on_device
+from ..primitives.grouped_gemm.groups import cached_on_device
 from ..primitives.operand import COLS
 from ..primitives.permutation import INDEX, MASK, Routes, collect, rows_of_segments, send, send_weighted
 from ..primitives.quantize import Quantized
@@ -192,5 +192,5 @@ def _routes(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Routes:
     if torch.compiler.is_compiling():
         segments = torch.tensor(numbers, dtype=torch.int32, device=x.device)
     else:
-        segments = on_device(numbers, torch.int32, x.device)
+        segments = cached_on_device(numbers, torch.int32, x.device)
     return Routes(rows_of_segments(segments.view(3, -1), tokens), INDEX, tokens, 1)

@@ -110,7 +110,7 @@ def check_rows(inp: Tensor, row_id_map: Tensor, pad_offsets: Tensor | None) -> N
         same_device("pad_offsets", pad_offsets, "inp", inp.device)
 
 
-def checked_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> tuple[Tensor, Tensor]:
+def read_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> tuple[Tensor, Tensor]:
     """Return chunk sizes and order as int32 or int64; raise an error unless they fit the tokens."""
     _check_tokens(inp)
     found = []

@@ -28,7 +28,7 @@ import torch
 from ...common import env
 from ...common.dispatch import Backend, Table
 from ...common.recipe import Recipe
-from ..quantization.family import family_of
+from ..quantization.family import find_family
 from .linear_spec import ProductQuantizers, unsupported_product_reason
 
 
@@ -113,7 +113,7 @@ TABLE: Table[PrecisionRequest] = Table(
 
 def quantizes(recipe: Recipe, m: int, n: int, k: int) -> bool:
     """Return whether a layer with these sizes is quantized under the recipe; only NVTE_FP8_AUTO=1 can prevent it."""
-    kind = family_of(recipe).measured_as
+    kind = find_family(recipe).measured_as
     return kind is None or TABLE.choose((m, n, k, kind, env.flag("NVTE_FP8_AUTO"))) == "quantized"
 
 

@@ -54,7 +54,7 @@ def split_views(
     return q, parts.select(axis, each), parts.select(axis, each + 1)
 
 
-def joined(dq: Tensor, dk: Tensor, dv: Tensor, interleaved: bool) -> Tensor:
+def join_gradients(dq: Tensor, dk: Tensor, dv: Tensor, interleaved: bool) -> Tensor:
     """Return dx [.., (h + 2 g) d] from the q, k and v gradients."""
     axis = -2 if interleaved else -3
     groups, size = dk.shape[-2:]
@@ -83,7 +83,7 @@ class _SplitHeads(Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return joined(dq, dk, dv, ctx.interleaved), None, None, None, None
+        return join_gradients(dq, dk, dv, ctx.interleaved), None, None, None, None
 
 
 class SplitAlongDim(Function):

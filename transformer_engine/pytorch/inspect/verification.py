@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ...common.checks import function, one_of, suggests_keywords, switch
+from ...common.checks import check_option, function, suggests_keywords, switch
 from ...common.recipe import Recipe
 from ..distributed.collectives import world_size
 from ..quantization import autocast
-from ..quantization.family import family_of
+from ..quantization.family import find_family
 from ..tensor.quantized_tensor import QuantizedTensor
 from .verification_report import TensorCheck, Verification
 from .verified_parameters import (
@@ -124,7 +124,7 @@ def verify(
     """
     for name, value in (("model_fn", model_fn), ("loss_fn", loss_fn)):
         function(name, value)
-    one_of("weights", weights, ("gathered", "own"))
+    check_option("weights", weights, ("gathered", "own"))
     switch("sequence_parallel", sequence_parallel)
     position = find_rank_place(mesh, sequence_parallel, sequence_dim, batch_dim)
     parallel, exact, single = model_fn(mesh), model_fn(None), model_fn(None)
@@ -145,7 +145,7 @@ def verify(
             "model.eval() in model_fn"
         )
     reference = _finish_record(exact, record_run(exact, full, loss_fn))
-    stateful = recipe is not None and family_of(recipe).stateful
+    stateful = recipe is not None and find_family(recipe).stateful
     steps = 2 if stateful else 1
     eps = max(
         [torch.finfo(p.dtype).eps for p in single.parameters() if p.is_floating_point()], default=2 * _EPS

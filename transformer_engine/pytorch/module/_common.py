@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import one_of
+from ...common.checks import check_option
 from ..compat.replaceable import watched
 from ..functions.normalization import NORMALIZATIONS, Norm
 from ..functions.weight_gradient import WeightGradStore as WeightGradStore
@@ -42,7 +42,7 @@ def apply_normalization(
     Returns:
         (normalized input [M, K], mean [M] or None, reciprocal deviation [M]).
     """
-    one_of("normalization", normalization, NORMALIZATIONS)
+    check_option("normalization", normalization, NORMALIZATIONS)
     y, statistics = Norm(normalization, eps, zero_centered_gamma).forward(inputmat, ln_weight, ln_bias)
     y = y.to(output_dtype)
     if ln_out is not None:

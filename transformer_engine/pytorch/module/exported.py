@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..quantization.autocast import current
-from ..quantization.family import family_of
+from ..quantization.family import find_family
 from ..tensor.quantizer import Quantizer
 from .linear_base import ProductsModule
 from .products import unquantized
@@ -66,7 +66,7 @@ def _check_warm(module: ProductsModule, state: Any) -> None:
     """Raise RuntimeError for a recipe with scales from earlier steps, which the layer does not have."""
     active = module.numerics.cached.recipe
     served = active is not None and active.matches_recipe(state.recipe, state.group)
-    if family_of(state.recipe).stateful and not served:
+    if find_family(state.recipe).stateful and not served:
         raise RuntimeError(
             f"{type(module).__name__} has no scales for {type(state.recipe).__name__}; run one forward pass, or load a "
             "checkpoint and run one, under the same recipe before the export"

@@ -32,7 +32,7 @@ from ..functions.grouped_request import (
     runs_together,
 )
 from ..functions.weight_gradient import WeightGradStore
-from ..primitives.grouped_gemm import Matrices, groups_of
+from ..primitives.grouped_gemm import Matrices, make_groups
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..tensor.grouped_tensor import plain_stack
@@ -278,7 +278,7 @@ class GroupedLinear(ProductsModule):
             if len(m_splits) != count:  # m_splits is a tensor that the host does not read
                 raise ValueError(f"m_splits has {len(m_splits)} numbers; give one for each of {count} groups")
             splits = m_splits if isinstance(m_splits, Tensor) else tuple(m_splits)
-            layout, cached = groups_of(splits, x.shape[0], x.device), None
+            layout, cached = make_groups(splits, x.shape[0], x.device), None
             quantizer = spec.quantizers.weight
             if is_first_microbatch is not None and quantizer is not None:
                 members = stack_members(weights[0]) if self._config.single_grouped_weight else weights

@@ -39,7 +39,7 @@ from .numerics import trace_call, traced_update
 from .parameters import get_parameter_value
 from .products import ModuleRecipe, unquantized
 from .repetition import may_be_recomputed, repeatable
-from .specs import Call, built, check_call, facts_of, quantizers_of_call, repeat_facts, tensor_facts
+from .specs import Call, built, check_call, metadata_facts, quantizers_of_call, repeat_facts, tensor_facts
 
 _KEPT = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
@@ -323,8 +323,8 @@ class ProductsModule(TransformerEngineBaseModule):
             0 if compiling else env.generation(),
             self.wgrad_store,
             self._targets() if accumulates else None,
-            facts_of(inp),  # pyright: ignore[reportArgumentType]
-            tuple([facts_of(tensor) for tensor in tensors]),
+            metadata_facts(inp),  # pyright: ignore[reportArgumentType]
+            tuple([metadata_facts(tensor) for tensor in tensors]),
             traced=compiling,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...common.recipe import Recipe
-from ..quantization.family import family_of
+from ..quantization.family import find_family
 from ..quantization.resizable_state import EXTRA_STATE
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
@@ -39,7 +39,7 @@ def _reset_scales(module: Any) -> None:
 def quantized_otherwise(module: Any, recipe: Recipe | None) -> bool:
     """Return whether the module has parameters that were quantized with another recipe kind."""
     made_with = module._model_init_recipe
-    if made_with is None or recipe is None or family_of(made_with) is family_of(recipe):
+    if made_with is None or recipe is None or find_family(made_with) is find_family(recipe):
         return False
     return any(isinstance(param, QuantizedTensorStorage) for param in module._parameters.values())
 

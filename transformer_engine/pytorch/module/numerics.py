@@ -20,7 +20,7 @@ from ...common.recipe import Recipe, recipe_described_as, recipe_description, re
 from ..functions.scale_update import ScaleUpdate
 from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, delayed_scaling
 from ..quantization.autocast import OUTSIDE, AutocastState
-from ..quantization.family import family_of
+from ..quantization.family import find_family
 from ..quantization.global_state import is_captured
 from ..runtime.tracing import constant_while_tracing
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
@@ -202,7 +202,7 @@ class Numerics:
     def _make(self, owner: Owner, recipe: Recipe, group: Any) -> None:
         """Create or adapt recipe states and quantizers; delayed scaling keeps its histories."""
         before = self.meta.get("recipe")
-        if before is not None and family_of(before) is not family_of(recipe):
+        if before is not None and find_family(before) is not find_family(recipe):
             # Scales, histories and cached weights are reset.
             names = type(before).__name__, type(recipe).__name__
             owner._warn_once(

@@ -10,7 +10,7 @@ from typing import Any
 from ...common.recipe import Recipe, is_unchanged, recipe_revision
 from ..functions.linear_spec import IDENTITY, UNQUANTIZED, ProductQuantizers
 from ..quantization.autocast import AutocastState
-from ..quantization.family import family_of
+from ..quantization.family import find_family
 from ..tensor.quantizer import Calibrating, Quantizer
 
 # Product slots, in the original's order, on which delayed-scaling checkpoints rely.
@@ -43,7 +43,7 @@ class ModuleRecipe:
         self.revision = recipe_revision(recipe)
         self.group = group
         self.quantizes = quantizes
-        family = family_of(recipe) if quantizes and recipe is not None else None
+        family = find_family(recipe) if quantizes and recipe is not None else None
         self.has_state = family is not None and family.stateful
         self.follows_history = family is not None and family.follows_history
         # The same in high precision, recording statistics.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...common.checks import function, one_of
+from ...common.checks import check_option, function
 from ...common.numbers import to_bool
 from ..constants import AttnMaskTypes
 from ..functions.softmax import scaled_softmax
@@ -42,7 +42,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         """
         floating("inp", inp)
         tensor_or_none("mask", mask)
-        one_of("attn_mask_type", attn_mask_type, AttnMaskTypes)
+        check_option("attn_mask_type", attn_mask_type, AttnMaskTypes)
         causal = None
         if "causal" in attn_mask_type:
             causal = "bottom_right" if "bottom_right" in attn_mask_type else "top_left"

@@ -59,7 +59,7 @@ tensor_facts = operator.attrgetter("__class__", "shape", "dtype", "device", "req
 _is_given = functools.partial(operator.is_not, None)
 
 
-def facts_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
+def metadata_facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
     """The same for a tensor in a traced call; None for an absent tensor."""
     if tensor is None:
         return None

@@ -22,9 +22,9 @@ from ..quantization.extra_state import (
     decode_extra_state,
     encode_extra_state,
     load_extra_state,
-    validated_state,
+    validate_state,
 )
-from ..quantization.family import family_of
+from ..quantization.family import find_family
 from ..quantization.recompute_states import replay_quantizers
 from ..quantization.resizable_state import ResizableState
 from ..runtime.device import canonical_device
@@ -119,7 +119,7 @@ class RecipeSlots:
                 self._set_recipe(recipe, state.group)
         elif not (is_unchanged(applied[0], applied[1], recipe) and applied[2] is state.group):
             self._set_recipe(recipe, state.group)
-        if recipe is not None and family_of(recipe).stateful:
+        if recipe is not None and find_family(recipe).stateful:
             self.register_for_updates()
 
     def _set_recipe(self, recipe: Recipe | None, group: Any) -> None:
@@ -204,7 +204,7 @@ class RecipeSlots:
         """Return recipe and scaling states as a uint8 tensor on the CPU; empty without delayed scaling."""
         content: dict[str, Any] = {}
         for mode, meta in self._fp8_metas.items():
-            if meta is not None and family_of(meta["recipe"]).stateful:
+            if meta is not None and find_family(meta["recipe"]).stateful:
                 content[mode] = decode_extra_state(encode_extra_state(meta))
         if not any(content.values()):
             return ResizableState.of(torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -219,7 +219,7 @@ class RecipeSlots:
         content = decode_extra_state(state)
         if content is None:
             return None
-        saved = {mode: validated_state(content[mode]) for mode in MODES if content.get(mode)}
+        saved = {mode: validate_state(content[mode]) for mode in MODES if content.get(mode)}
         for mode, part in saved.items():
             check_extra_state(part, {_SUFFIX[mode]: self.num_quantizers(mode)})
         return saved

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives.multi_tensor import halves, joined
+from ..primitives.multi_tensor import halves, join_halves
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
 from .checks import check_saved
@@ -168,7 +168,7 @@ class AdamStates(CopiedWhole):
                 keeps, local = self._keeps_remainder(parameter), local_part(parameter).detach()
                 master = local_part(saved["master_param"]).to(local.device)
                 if master.dtype == torch.int16 and not keeps:
-                    master = joined(local.to(torch.bfloat16), master)
+                    master = join_halves(local.to(torch.bfloat16), master)
                 elif master.dtype != torch.int16 and keeps:
                     upper, master = halves(master.float())
                     local.copy_(upper)
@@ -195,7 +195,7 @@ class AdamStates(CopiedWhole):
             self.initialize_state(param)
         if self._keeps_remainder(param):
             remainder = local_part(self.state[param]["master_param"])
-            return like(param, joined(local_part(param).detach(), remainder))
+            return like(param, join_halves(local_part(param).detach(), remainder))
         return self.get_unscaled_state(param, "master_param")
 
     def _parameters(self) -> Iterable[Tensor]:

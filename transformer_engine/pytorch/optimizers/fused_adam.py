@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from ...common.checks import suggests_keywords
 from ...common.numbers import to_bool
 from ...common.operation_settings import Adam
-from ..primitives.multi_tensor import adam_rates, on_device
+from ..primitives.multi_tensor import adam_rates, copy_to_device
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
 from .adam_states import NAMES, AdamStates, float_values
@@ -238,7 +238,7 @@ class FusedAdam(AdamStates):
             rest = (to_bool("bias_correction", group["bias_correction"]), float(group["weight_decay"]))
             if not self.capturable:
                 numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
-                rates = {device: on_device(numbers, device) for device in devices}
+                rates = {device: copy_to_device(numbers, device) for device in devices}
             else:
                 lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=flag.device)
                 values = device_rates(lr, betas, eps, step, *rest, inverse)

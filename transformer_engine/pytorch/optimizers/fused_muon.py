@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.checks import described, one_of, suggests_keywords, whole
+from ...common.checks import check_option, described, suggests_keywords, whole
 from ...common.numbers import to_bool, with_article
 from ..constants import dist_group_type
 from ..distributed.collectives import gather_along_first_dim, rank, world_size
@@ -341,7 +341,7 @@ def check_numbers(group: dict[str, Any]) -> None:
     steps = group.get("ns_steps")
     whole("ns_steps", steps)
     if group.get("adjust_lr_fn") is not None:
-        one_of("adjust_lr_fn", group["adjust_lr_fn"], _ADJUSTMENTS)
+        check_option("adjust_lr_fn", group["adjust_lr_fn"], _ADJUSTMENTS)
     to_bool("nesterov", group.get("nesterov"))
     coefficients = group.get("ns_coefficients")
     triples = (

@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import described, number, one_of
+from ...common.checks import check_option, described, number
 from ...common.formats import FLOAT8
 from ...common.numbers import to_float, to_int
 from ...common.operation_settings import Adam, Sgd
 from ..constants import DType
-from ..primitives.multi_tensor import adam_rates, adam_step, on_device, scale_all, sgd_step, squares_of_all
+from ..primitives.multi_tensor import (
+    adam_rates,
+    adam_step,
+    copy_to_device,
+    scale_all,
+    sgd_step,
+    squares_of_all,
+)
 from ..primitives.quantize import QuantizeSpec, quantize, scale_from_amax
 from ..primitives.quantize.encodings import e8m0_from_float
 from ..runtime.checks import tensor
@@ -35,7 +42,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
     """Compute outputs[i] = inputs[i] * scale for the lists [inputs, outputs], which may be the same tensors."""
     factor = to_float("scale", scale)
     if checked(noop_flag, tensor_lists, _VALUES, _VALUES):
-        scale_all(tensor_lists, on_device([factor], noop_flag.device), noop_flag)
+        scale_all(tensor_lists, copy_to_device([factor], noop_flag.device), noop_flag)
 
 
 def multi_tensor_scale_tensor(
@@ -93,7 +100,7 @@ def multi_tensor_adam(
     how = _adam_mode(mode)
     rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
     if adam_checked(noop_flag, tensor_lists):
-        adam_step(tensor_lists, on_device(rates, noop_flag.device), how)
+        adam_step(tensor_lists, copy_to_device(rates, noop_flag.device), how)
 
 
 multi_tensor_adam_param_remainder = multi_tensor_adam
@@ -132,7 +139,7 @@ def multi_tensor_adam_fp8(
             "give one scale, one amax and one scale_inv of one element for each"
         )
     spec = QuantizeSpec(FLOAT8, find_element(DType(int(fp8_dtype))))
-    adam_step([grads, masters, first, second], on_device(rates, noop_flag.device), how)
+    adam_step([grads, masters, first, second], copy_to_device(rates, noop_flag.device), how)
     for target, master, scale, amax, inverse in zip(codes, masters, *scales, strict=True):
         if target.numel():
             made = quantize(master.view(1, -1), spec, multiplier=scale.view(1), record=amax.view(1))
@@ -186,7 +193,7 @@ def multi_tensor_sgd(
     how = Sgd(momentum != 0.0, bool(nesterov), bool(first_run), bool(wd_after_momentum))
     if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _VALUES, optional=_VALUES):
         numbers = (wd, momentum, 1.0 - dampening, lr, scale)
-        sgd_step(tensor_lists, on_device(numbers, noop_flag.device), how, noop_flag)
+        sgd_step(tensor_lists, copy_to_device(numbers, noop_flag.device), how, noop_flag)
 
 
 def multi_tensor_compute_scale_and_scale_inv(
@@ -357,7 +364,7 @@ def _factor(name: str, value: Any, flag: Tensor | None = None) -> Tensor:
 
 
 def _adam_mode(mode: int) -> Adam:
-    one_of("mode", int(mode), (0, 1))
+    check_option("mode", int(mode), (0, 1))
     return Adam(decoupled=int(mode) == 1)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...common.checks import one_of, suggests_keywords, whole
+from ...common.checks import check_option, suggests_keywords, whole
 from ..constants import dist_group_type
 from ..distributed.collectives import gather_along_first_dim, rank, world_size
 from ..runtime.autograd import disable_autocast, matrix_product
@@ -94,7 +94,7 @@ def get_coefficient_iterator(
         ValueError: The sets are empty, or the mode is unknown.
     """
     whole("steps", steps)
-    one_of("mode", mode, ("cycle", "repeat_last"))
+    check_option("mode", mode, ("cycle", "repeat_last"))
     if not coefficient_sets:
         raise ValueError("coefficient_sets is empty; give at least one (a, b, c)")
     if mode == "cycle":
@@ -112,7 +112,7 @@ def get_coefficients(steps: int, coefficient_type: str = "quintic") -> list[Coef
     Raises:
         ValueError: The name is unknown.
     """
-    one_of("coefficient_type", coefficient_type, tuple(_SETS))
+    check_option("coefficient_type", coefficient_type, tuple(_SETS))
     mode = "repeat_last" if coefficient_type in _REPEAT_LAST else "cycle"
     return list(get_coefficient_iterator(steps, _SETS[coefficient_type], mode))
 

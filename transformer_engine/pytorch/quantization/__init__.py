@@ -11,10 +11,10 @@ from .extra_state import (
     decode_extra_state,
     encode_extra_state,
     load_extra_state,
-    validated_state,
+    validate_state,
 )
 from .families import *  # noqa: F403 - by the list in __all__
-from .family import Family, all_families, family_named, family_of
+from .family import Family, all_families, family_named, find_family
 from .global_state import FP8GlobalState, FP8GlobalStateManager
 from .model_init import ModelInitState, current_model_init, fp8_model_init, quantized_model_init
 from .recipe_state import (
@@ -33,9 +33,9 @@ from .support import (
     Support,
     check_recipe_support,
     emulate,
+    format_support,
     get_default_recipe,
     is_emulating,
-    support_of,
 )
 
 __all__ = [
@@ -64,7 +64,8 @@ __all__ = [
     "emulate",
     "encode_extra_state",
     "family_named",
-    "family_of",
+    "find_family",
+    "format_support",
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
@@ -78,9 +79,8 @@ __all__ = [
     "load_extra_state",
     "make_quantizers",
     "quantized_model_init",
-    "support_of",
     "update_scales",
-    "validated_state",
+    "validate_state",
 ]
 __all__ += families.__all__
 

@@ -39,14 +39,14 @@ from torch import Tensor
 from ...common import env
 from ...common.recipe import DelayedScaling
 from ..constants import dist_group_type
-from ..primitives.scale_update import advance_scales, amax_of, rolled, scale_of
+from ..primitives.scale_update import advance_scales, history_amax, next_scale, roll_history
 from ..runtime.tracing import constant_while_tracing
 from .compiled_runs import is_second_run
 
 Algorithm = str | Callable[..., Tensor]
 
 
-_default_sf_compute = scale_of  # the original's name
+_default_sf_compute = next_scale  # the original's name
 
 
 # (group, forward, columns, device) for a maxima reduction. `before_reductions` alone appends.
@@ -128,13 +128,13 @@ def _amax_and_scale_update(
 ) -> None:
     """Update histories and scales in place by the definition; supports callables for both algorithms."""
     algorithm = recipe.amax_compute_algo
-    amax = algorithm(amax_history) if callable(algorithm) else amax_of(amax_history, algorithm)
+    amax = algorithm(amax_history) if callable(algorithm) else history_amax(amax_history, algorithm)
     if recipe.scaling_factor_compute_algo is None:
         new_scale = _default_sf_compute(amax, scale, fp8_max, recipe.margin)
     else:
         new_scale = recipe.scaling_factor_compute_algo(amax, scale, fp8_max, recipe)
     scale.copy_(new_scale)
-    amax_history.copy_(rolled(amax_history))
+    amax_history.copy_(roll_history(amax_history))
 
 
 _ROLLS = "NVTE_UNFUSED_FP8_UPDATE"

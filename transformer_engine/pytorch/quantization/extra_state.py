@@ -26,7 +26,7 @@ from ...common import recipe as recipes
 from ...common.numbers import with_article
 from ...common.recipe import DelayedScaling, Format, MMParams, QParams, Recipe
 from ...common.recipe.living import has_no_effect
-from .family import all_families, family_of
+from .family import all_families, find_family
 from .pickle_reader import (
     MAXIMUM_BYTES,
     MAXIMUM_DEPTH,
@@ -81,7 +81,7 @@ def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
     It is empty without a recipe, and for a custom recipe, whose factory is code: no checkpoint may hold it.
     """
     recipe = fp8_meta.get("recipe")
-    if recipe is None or not family_of(recipe).checkpointed:
+    if recipe is None or not find_family(recipe).checkpointed:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     # Functions are replaced by the field's default: autocast's recipe decides what runs after loading.
     stored = copy.copy(recipe)
@@ -90,7 +90,7 @@ def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
         if callable(getattr(recipe, f.name)):
             setattr(stored, f.name, f.default)
     state: dict[str, Any] = {"recipe": stored}
-    if family_of(recipe).stateful:
+    if find_family(recipe).stateful:
         for direction in ("fwd", "bwd"):
             scaling = fp8_meta.get(f"scaling_{direction}")
             for delayed in () if scaling is None else scaling.delayed_states:
@@ -128,10 +128,10 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
         )
     if decoded is None:
         return None
-    return validated_state(decoded)
+    return validate_state(decoded)
 
 
-def validated_state(decoded: Any) -> dict[str, Any]:
+def validate_state(decoded: Any) -> dict[str, Any]:
     """Validate the types of a decoded state's entries, and apply the rules for states of earlier versions."""
     if not isinstance(decoded, dict):
         raise ExtraStateError(f"extra state holds {with_article(type(decoded))}; it must hold a dict")

@@ -227,7 +227,7 @@ register(
             FormatSample("mxfp8", MXFP8, lambda device, **usage: MXFP8Quantizer(DType.kFloat8E4M3, **usage)),
         ),
         attention="mxfp8",
-        fits=lambda: support.support_of("mxfp8").native,
+        fits=lambda: support.format_support("mxfp8").native,
     )
 )
 register(

@@ -1,6 +1,6 @@
 """Family: properties of one recipe kind, as a table row; the rows are in `families`.
 
-Only the rows depend on the class of a recipe: all other code reads the row from `family_of(recipe)`.
+Only the rows depend on the class of a recipe: all other code reads the row from `find_family(recipe)`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def all_families() -> Sequence[Family]:
     return tuple(_FAMILIES.values())
 
 
-def family_of(recipe: Recipe) -> Family:
+def find_family(recipe: Recipe) -> Family:
     """Return the row for the recipe's class or its nearest registered base class."""
     row = _FAMILIES.get(type(recipe))
     return _find_inherited_family(recipe) if row is None else row

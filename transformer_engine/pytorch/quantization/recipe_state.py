@@ -18,7 +18,7 @@ from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantizer import Quantizer
 from .delayed_scaling import unregister
-from .family import family_of
+from .family import find_family
 from .roles import MODES, DelayedScalingRequest, QuantizerRequest, QuantizerRole, factory_roles, tensor_types
 from .scale_snapshot import compiled_scale
 
@@ -80,7 +80,7 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> RecipeState:
         """Return a state in the recipe's family."""
-        state = family_of(recipe).state
+        state = find_family(recipe).state
         return state(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
     @staticmethod
@@ -120,7 +120,7 @@ class RecipeState:
 
     def make_quantizers(self) -> list[Quantizer]:
         """Return one quantizer per slot, built by the recipe's family."""
-        make = family_of(self.recipe).quantizer
+        make = find_family(self.recipe).quantizer
         if make is None:
             raise TypeError(f"{type(self).__name__} has to make its quantizers itself; its family does not")
         tensors = tensor_types(self.mode, self.num_quantizers, self._roles_of_slots())
@@ -319,7 +319,7 @@ def make_quantizers(
     roles: Sequence[QuantizerRole | None] | None = None,
 ) -> list[Quantizer]:
     """Return one quantizer per slot; state belongs to the same arguments, None creates a new one."""
-    family_of(recipe)
+    find_family(recipe)
     if state is None:
         state = RecipeState.create(recipe, mode=mode, num_quantizers=count, device=device, roles=roles)
     return state.make_quantizers()
@@ -327,4 +327,4 @@ def make_quantizers(
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
     """Return the multiple to which rows of a group are padded before quantization."""
-    return family_of(recipe).alignment(recipe)
+    return find_family(recipe).alignment(recipe)

@@ -21,7 +21,7 @@ from ...common.recipe.field_checks import defaults_are_readable, demand_readable
 from ..primitives.gemm import multiplies_natively
 from ..runtime.device import cuda_version, current_hardware, has_cuda
 from ..runtime.tracing import constant_while_tracing
-from .family import Family, Requirement, all_families, family_of
+from .family import Family, Requirement, all_families, find_family
 
 _BF16 = Requirement("BF16", "bf16 recipe")
 
@@ -127,7 +127,7 @@ def _requirement(kind: str) -> Requirement:
     raise ValueError(f"unknown format kind {kind!r}; choose one of {', '.join(kinds())}")
 
 
-def support_of(kind: str) -> Support:
+def format_support(kind: str) -> Support:
     """Return the support on this machine for a format in `kinds()`."""
     reason = _hardware_reason(kind)
     native = reason == ""
@@ -147,7 +147,7 @@ def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
     A recipe that the original does not offer on this GPU is available, with a warning, if a backend
     multiplies all its formats natively: MXFP8 on compute capability 12.x, 1x128 and 128x128 blocks on 8.9.
     """
-    kind = family_of(recipe).kind
+    kind = find_family(recipe).kind
     if kind is None or _switch.forced:
         return True, ""
     available, reason = _check(kind)

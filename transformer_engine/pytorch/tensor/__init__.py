@@ -14,10 +14,10 @@ from .quantized_tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,
     _rebuild_trained,
+    get_storage,
     prepare_for_saving,
     restore_from_func_ctx,
     restore_from_saved,
-    storage_of,
 )
 from .quantizer import Calibrating, Quantizer
 from .storage.quantized_tensor_storage import Rebuild
@@ -38,13 +38,13 @@ __all__ = [
     "QuantizedTensorStorage",
     "Quantizer",
     "cast_master_weights_to_fp8",
+    "get_storage",
     "post_all_gather_processing",
     "prepare_for_saving",
     "quantize_master_weights",
     "replace_raw_data",
     "restore_from_func_ctx",
     "restore_from_saved",
-    "storage_of",
 ]
 __all__ += formats.__all__
 

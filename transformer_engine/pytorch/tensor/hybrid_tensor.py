@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import described, one_of
+from ...common.checks import check_option, described
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
@@ -72,7 +72,7 @@ class HybridQuantizer(Quantizer):
                     f"te.IdentityQuantizer() "
                     "for high precision"
                 )
-        one_of("columnwise_source", columnwise_source, COLUMNWISE_SOURCES)
+        check_option("columnwise_source", columnwise_source, COLUMNWISE_SOURCES)
         self.rowwise_quantizer = rowwise_quantizer
         self.columnwise_quantizer = columnwise_quantizer
         self.columnwise_source = columnwise_source

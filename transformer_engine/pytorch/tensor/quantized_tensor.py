@@ -43,10 +43,10 @@ from .storage.quantized_tensor_storage import QuantizedTensorStorage, Writer
 __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
+    "get_storage",
     "prepare_for_saving",
     "restore_from_func_ctx",
     "restore_from_saved",
-    "storage_of",
 ]
 
 
@@ -60,7 +60,7 @@ def _rebuild_trained(
     return tensor.requires_grad_(requires_grad)
 
 
-def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
+def get_storage(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     """Return the shared payload of a tensor or storage; torch.compile would not trace a tensor method."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
@@ -156,8 +156,8 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         return cls.STORAGE
 
     def as_storage(self) -> QuantizedTensorStorage:
-        """Return the shared payload without the tensor; in compiled code call `storage_of`."""
-        return storage_of(self)
+        """Return the shared payload without the tensor; in compiled code call `get_storage`."""
+        return get_storage(self)
 
     @classmethod
     def make_like(

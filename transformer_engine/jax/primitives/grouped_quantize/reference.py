@@ -12,7 +12,7 @@ from jax import Array
 from ....common.dispatch import Backend
 from ....common.formats import Element
 from .. import exact
-from ..quantize import cast, given_multiplier, scale_from_amax
+from ..quantize import cast, nonzero_multiplier, scale_from_amax
 from ..quantize.tiles import settle_scales
 
 
@@ -77,7 +77,7 @@ def of_rows(values: Array, group_sizes: Array, rows: int) -> Array:
 @functools.partial(jax.jit, static_argnames=("element", "directions"))
 def run(x: Array, multiplier: Array, element: Element, directions: tuple[bool, bool]) -> StackCodes:
     """See `quantize_stack`."""
-    multiplier = given_multiplier(multiplier)
+    multiplier = nonzero_multiplier(multiplier)
     codes = cast(x.astype(jnp.float32) * multiplier[:, None, None], element)
     amax = exact.bits_to_float(exact.magnitude_bits(x).max(axis=(1, 2), initial=0))
     rowwise, columnwise = directions
@@ -107,7 +107,7 @@ def run_rows(
         power_of_two, epsilon = scaling
         options = {"power_of_two": power_of_two, "epsilon": epsilon}
         multiplier = settle_scales(scale_from_amax(settle_scales(amax), element.maximum, **options))
-    multiplier = given_multiplier(multiplier)
+    multiplier = nonzero_multiplier(multiplier)
     factors = of_rows(multiplier, group_sizes, x.shape[0])[:, None]
     codes = cast(x.astype(jnp.float32) * factors, element)
     return RowCodes(codes, exact.reciprocal(multiplier), amax)

@@ -61,7 +61,7 @@ def value_for_inf(dtype: jnp.dtype) -> float:
     return min(float(jnp.finfo(dtype).max), FLOAT32_MAX)
 
 
-def given_multiplier(multiplier: Array) -> Array:
+def nonzero_multiplier(multiplier: Array) -> Array:
     """Convert a caller's multipliers to float32, with 1 for 0: JAX's gradient for an unread state is 0."""
     multiplier = multiplier.astype(jnp.float32)
     # Compares bits: XLA on a CPU flushes subnormal values to 0 in a comparison.

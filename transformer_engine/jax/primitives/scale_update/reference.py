@@ -13,7 +13,7 @@ from jax import Array, lax
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT32_MAX
 from .. import exact
-from ..quantize import given_multiplier
+from ..quantize import nonzero_multiplier
 
 
 class ScaleUpdateRequest(NamedTuple):
@@ -32,7 +32,7 @@ class ScaleUpdateRequest(NamedTuple):
     groups: int = 1
 
 
-def scale_of(amax: Array, scale: Array, maxima: tuple[float, ...], margin: float) -> Array:
+def next_scale(amax: Array, scale: Array, maxima: tuple[float, ...], margin: float) -> Array:
     """Compute (fp8_max / amax) / 2^margin, at most FLOAT32_MAX.
 
     Where amax is 0, infinite or NaN, the old scale remains, with 1 replacing 0.
@@ -43,7 +43,7 @@ def scale_of(amax: Array, scale: Array, maxima: tuple[float, ...], margin: float
     computed, bits = exact.float_bits(computed), exact.float_bits(amax)
     computed = jnp.where(computed == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), computed)
     usable = (bits > 0) & (bits < exact.INFINITY)
-    return exact.bits_to_float(jnp.where(usable, computed, exact.float_bits(given_multiplier(scale))))
+    return exact.bits_to_float(jnp.where(usable, computed, exact.float_bits(nonzero_multiplier(scale))))
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "maxima", "margin"))
@@ -70,7 +70,7 @@ def advance_scales(
     latest = exact.float_bits(amaxes)[:, None]
     steps = jnp.concatenate((latest, exact.float_bits(histories)[:, 1:]), axis=1)
     reference = steps.max(axis=1) if algorithm == "max" else steps[:, 0]
-    new_scales = scale_of(exact.bits_to_float(reference), scales, maxima, margin)
+    new_scales = next_scale(exact.bits_to_float(reference), scales, maxima, margin)
     cleared = jnp.zeros_like(latest)
     moved = cleared if steps.shape[1] == 1 else jnp.concatenate((cleared, steps[:, 2:], latest), axis=1)
     # Computed once per step, not once for every scale reader.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.checks import described, function, one_of
+from ....common.checks import check_option, described, function
 from ....common.numbers import to_bool, to_int, with_article
 from ...constants import AttnTypes
 from ...module.arguments import Rule, checked, limit
@@ -26,9 +26,9 @@ DISPATCHES = ("auto", "grouped")
 
 # Rules for constructor arguments that only attention layers have.
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("attn_input_format", "qkv_format"), checked(partial(one_of, allowed=QKV_FORMATS))),
-    "attention_type": checked(partial(one_of, allowed=AttnTypes)),
-    "softmax_type": checked(partial(one_of, allowed=SOFTMAX_TYPES)),
+    **dict.fromkeys(("attn_input_format", "qkv_format"), checked(partial(check_option, allowed=QKV_FORMATS))),
+    "attention_type": checked(partial(check_option, allowed=AttnTypes)),
+    "softmax_type": checked(partial(check_option, allowed=SOFTMAX_TYPES)),
     **dict.fromkeys(
         ("attn_mask_type", "self_attn_mask_type", "enc_dec_attn_mask_type"),
         checked(lambda name, value: canonical_name(value, name)),
@@ -86,7 +86,7 @@ def _reject_second_form(packed: str, **others: Tensor | None) -> None:
 def _parts(name: str, packed: Tensor, count: int, axis: int) -> tuple[Tensor, ...]:
     """Return the views of a packed buffer along its axis -3 or -2."""
     checks.tensor(name, packed)
-    one_of("qkv_interleave_dim", axis, (-3, -2))
+    check_option("qkv_interleave_dim", axis, (-3, -2))
     if packed.ndim < 3 or packed.shape[axis] != count:
         raise ValueError(
             f"{name} is {list(packed.shape)}; its axis {axis} must have the size {count}, or set qkv_interleave_dim"
@@ -105,9 +105,9 @@ def settle_arguments(config: AttentionConfig, a: AttentionArguments) -> Attentio
         ValueError: A setting is outside its limits.
     """
     if a.core_attention_bias_type != "no_bias":
-        one_of("core_attention_bias_type", a.core_attention_bias_type, BIAS_TYPES)
+        check_option("core_attention_bias_type", a.core_attention_bias_type, BIAS_TYPES)
     if a.thd_attention_policy_dispatch not in DISPATCHES:
-        one_of("thd_attention_policy_dispatch", a.thd_attention_policy_dispatch, DISPATCHES)
+        check_option("thd_attention_policy_dispatch", a.thd_attention_policy_dispatch, DISPATCHES)
     if a.bottom_right_diagonal is not None and type(a.bottom_right_diagonal) is not bool:
         a = a._replace(bottom_right_diagonal=to_bool("bottom_right_diagonal", a.bottom_right_diagonal))
     if a.pad_between_seqs is not None and type(a.pad_between_seqs) is not bool:
@@ -139,7 +139,7 @@ def settle_arguments(config: AttentionConfig, a: AttentionArguments) -> Attentio
     if a.inference_params is not None and type(a.inference_params) is not InferenceParams:
         check_cache_kind(a.inference_params)
     if a.qkv_format is not None:
-        one_of("qkv_format", a.qkv_format, QKV_FORMATS)
+        check_option("qkv_format", a.qkv_format, QKV_FORMATS)
     if a.attn_mask_type is not None and not isinstance(a.attn_mask_type, str):
         canonical_name(a.attn_mask_type)
     if a.attention_mask is not None:

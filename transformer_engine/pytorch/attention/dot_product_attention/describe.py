@@ -13,7 +13,7 @@ import torch
 from ...primitives.attention import mask as masks
 from ...primitives.attention.call import QKV_FORMATS, AttentionCall
 from ...runtime.tracing import export_mode
-from .arguments import check_bias, check_cache, check_tensors, one_of
+from .arguments import check_bias, check_cache, check_option, check_tensors
 from .sequences import Cached, Sequences, cached_sequences, parse_sequences, unknown_sequences
 from .settings import AttentionArguments, AttentionConfig, TensorFacts, is_tensor
 
@@ -39,7 +39,7 @@ def describe_sequences(
     """
     q, k, v = qkv
     tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
-    one_of("qkv_format", tensor_format, QKV_FORMATS)
+    check_option("qkv_format", tensor_format, QKV_FORMATS)
     if config.context is not None:
         (q, k, v), a = whole_sequence(config, tensor_format, qkv, a)
     check_tensors(q, k, v, tensor_format, config)

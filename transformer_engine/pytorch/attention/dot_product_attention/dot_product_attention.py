@@ -33,7 +33,7 @@ from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpack_qkv
 from .fp8_recipe import attention_recipe, attention_roles, fp8_attention, request_backward
 from .last_choice import last_choice as _attention_backends
-from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
+from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, make_plan, prepare
 from .policies import attend_by_policies, check_policies
 from .score_mod import bound_score_mod
 from .settings import AttentionArguments, AttentionConfig
@@ -155,7 +155,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             softmax_type=softmax_type,
             return_max_logit=bool(return_max_logit),
         )
-        self._plans: Memory[tuple[Any, ...], AttentionPlan] = Memory(plan_of, MAX_PLANS)
+        self._plans: Memory[tuple[Any, ...], AttentionPlan] = Memory(make_plan, MAX_PLANS)
         self.set_tensor_parallel_group(tp_group)
         self.get_rng_state_tracker = get_rng_state_tracker
         self.score_mod = score_mod

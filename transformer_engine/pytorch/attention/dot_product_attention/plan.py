@@ -125,7 +125,7 @@ Key = tuple[Any, ...]
 _TENSORS = PlanKey._fields.index("q_shape")
 
 
-def plan_of(key: Key) -> AttentionPlan:
+def make_plan(key: Key) -> AttentionPlan:
     """Plan the call of a `PlanKey`, after every check."""
     call, sequences = PlanKey(*key).described()
     context = key[0].context
@@ -136,7 +136,7 @@ def plan_of(key: Key) -> AttentionPlan:
     return plan
 
 
-SCORE_MOD_PLANS: Memory[Key, AttentionPlan] = Memory(plan_of, MAX_SCORE_MODS)
+SCORE_MOD_PLANS: Memory[Key, AttentionPlan] = Memory(make_plan, MAX_SCORE_MODS)
 
 
 class CheckedArguments(NamedTuple):
@@ -356,7 +356,7 @@ def _find(
         v.device,
     )
     if not is_undisturbed():
-        return plan_of(key)
+        return make_plan(key)
     return memory[key] if a.score_mod is None else SCORE_MOD_PLANS[key]
 
 

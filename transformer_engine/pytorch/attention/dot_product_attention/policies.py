@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ....common.checks import described, one_of
+from ....common.checks import check_option, described
 from ...primitives.attention.choose import NoBackend
 from ...primitives.attention.mask import canonical_name, check_set_window_size
 from ...primitives.attention.packed import cumulative, sequence_lengths
@@ -71,7 +71,7 @@ def check_policies(
             f"thd_attention_policies={described(policies)} is not a non-empty list; give a list of "
             f"dictionaries, or None"
         )
-    one_of("thd_attention_policy_dispatch", a.thd_attention_policy_dispatch, DISPATCHES)
+    check_option("thd_attention_policy_dispatch", a.thd_attention_policy_dispatch, DISPATCHES)
     tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
     fp8 = state.enabled and attention_recipe(state.recipe) is not None
     for wrong, argument, remedy in (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.checks import one_of, suggests_keywords
+from ....common.checks import check_option, suggests_keywords
 from ....common.numbers import to_bool, to_int
 from ...distributed import checkpoint
 from ...module.arguments import finite_or_none, head_sizes, size, size_or_none
@@ -73,7 +73,7 @@ class LinearAttentionBase(torch.nn.Module):
             raise ValueError(
                 f"kv_channels={kv_channels}; {type(self).__name__} has head sizes {' and '.join(map(str, self.sizes))}"
             )
-        one_of("qkv_format", qkv_format, QKV_FORMATS)
+        check_option("qkv_format", qkv_format, QKV_FORMATS)
         self.kv_channels = kv_channels
         self.qk_head_dim, self.v_head_dim = pair
         self.qkv_format = qkv_format
@@ -131,7 +131,7 @@ class LinearAttentionBase(torch.nn.Module):
         if qkv_format is None:
             qkv_format = self.qkv_format
         else:
-            one_of("qkv_format", qkv_format, QKV_FORMATS)
+            check_option("qkv_format", qkv_format, QKV_FORMATS)
         heads = self.num_attention_heads_per_partition
         layout = call_layout(query, qkv_format, heads, self.qk_head_dim, self.v_head_dim)
         check_qkv(layout, query, key, value, updates)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ....common.checks import one_of, suggests_keywords
+from ....common.checks import check_option, suggests_keywords
 from ...compat.argument_orders import declare_call
 from ...primitives.linear_attention.request import DeltaInputs, Option, Rule
 from ...runtime import checks
@@ -133,7 +133,7 @@ def _check_decay(
     dt_bias: Tensor | None,
 ) -> None:
     """Raise an error unless the decay gate options fit together."""
-    one_of("gate_domain", gate_domain, GATE_DOMAINS)
+    check_option("gate_domain", gate_domain, GATE_DOMAINS)
     if safe_gate and gate_domain == "linear":
         raise ValueError("safe_gate=True computes the logarithm of the decay; leave gate_domain='log'")
     for name, x in (("a_log", a_log), ("dt_bias", dt_bias)):

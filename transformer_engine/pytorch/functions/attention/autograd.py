@@ -25,7 +25,7 @@ from ...primitives.attention.passes import Bound, Differentiable, Passes
 from ...runtime.autograd import Function, check_transforms, disable_autocast, is_forward_mode
 from ...runtime.double_backward import is_recorded, once_differentiable, replay
 from ..saving import take_saved
-from ..split_heads import joined, split_heads, split_views
+from ..split_heads import join_gradients, split_heads, split_views
 from .fp8 import RecomputedFP8Attention
 from .fp8_attention import FP8Attention
 
@@ -269,5 +269,5 @@ def _project_gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     del saved
     if of_others:
         of_others[BIAS - _QKV], of_others[SINK - _QKV] = gradients.bias, gradients.sink
-    joint = joined(gradients.q, gradients.k, gradients.v, ctx.interleaved)
+    joint = join_gradients(gradients.q, gradients.k, gradients.v, ctx.interleaved)
     return None, None, None, None, joint, *of_others

@@ -19,7 +19,7 @@ from ...runtime.double_backward import once_differentiable
 from ...runtime.launching import run_program_into
 from ...tensor.elements import float8_dtype
 from ...tensor.float8_tensor import Float8TensorStorage
-from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, storage_of
+from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, get_storage
 from ...tensor.quantizer import Quantizer
 from ..scale_update import ScaleUpdate
 
@@ -124,7 +124,7 @@ class Rounded(NamedTuple):
 def quantize_heads(x: Tensor, quantizer: Quantizer) -> QuantizedTensorStorage:
     """Quantize x [.., h, d] to codes [.., h * d]; the codes of a quantized tensor are used unchanged."""
     if isinstance(x, QuantizedTensor):
-        storage = storage_of(x)
+        storage = get_storage(x)
         flat = storage.with_shape((*x.shape[:-2], x.shape[-2] * x.shape[-1]))
         if flat is not None:
             return flat
@@ -206,7 +206,7 @@ def _flatten_values(values: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[
     for x in values:
         if isinstance(x, QuantizedTensorStorage):
             parts, rebuild = QuantizedTensorStorage.flatten(
-                storage_of(x) if isinstance(x, QuantizedTensor) else x
+                get_storage(x) if isinstance(x, QuantizedTensor) else x
             )
             tensors += parts
             forms.append((len(parts), rebuild))

@@ -15,7 +15,7 @@ from ....common.recipe import Recipe
 from ...functions.linear_spec import unsupported_product_reason
 from ...module import Linear
 from ...quantization.autocast import AutocastState
-from ...quantization.family import family_of
+from ...quantization.family import find_family
 from ...runtime.checks import MODULE_HOOKS, is_distributed
 from .layers import CONVERTED
 
@@ -47,7 +47,7 @@ def check_filter(argument: str, rule: Filter) -> None:
 
 def check_recipe(recipe: Recipe | None) -> None:
     """Raise ValueError for a recipe with history, which an nn.Linear's state dict keys cannot hold."""
-    if recipe is not None and family_of(recipe).follows_history:
+    if recipe is not None and find_family(recipe).follows_history:
         raise ValueError(
             f"{type(recipe).__name__} keeps a history of maxima, and a converted model keeps the state-dict keys of "
             "the original, which have no place for it; use Float8CurrentScaling or another recipe without history, "
@@ -139,7 +139,7 @@ def format_reason(recipe: Recipe, in_features: int, out_features: int) -> str | 
     for size, value in (("in_features", in_features), ("out_features", out_features)):
         if value % 16:
             return f"{size}={value} is not divisible by 16, which FP8 products require"
-    rows = family_of(recipe).alignment(recipe)
+    rows = find_family(recipe).alignment(recipe)
     layer = Linear(in_features, out_features, bias=False, device="meta")
     state = AutocastState(enabled=True, recipe=recipe)
     (product,) = layer._product_quantizers(state)

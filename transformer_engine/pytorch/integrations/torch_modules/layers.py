@@ -17,7 +17,7 @@ from ....common.recipe import Recipe
 from ...module import LayerNorm, Linear, RMSNorm
 from ...module.numerics import new_tracing_key
 from ...quantization.autocast import autocast
-from ...quantization.family import family_of
+from ...quantization.family import find_family
 from ...quantization.model_init import quantized_model_init
 
 
@@ -112,7 +112,7 @@ class Converter:
 
     def __init__(self, recipe: Recipe | None) -> None:
         self.recipe = recipe
-        self.row_alignment = 1 if recipe is None else family_of(recipe).alignment(recipe)
+        self.row_alignment = 1 if recipe is None else find_family(recipe).alignment(recipe)
         self._prototypes: dict[tuple[int, int, bool], Linear] = {}
 
     def convert(self, module: nn.Module) -> None:

@@ -30,7 +30,7 @@ from ...functions.grouped_request import (
 from ...functions.linear_spec import LinearSpec, replace_fields
 from ...functions.weight_gradient import WeightGradient, WeightGradStore
 from ...quantization import QuantizerRole
-from ...quantization.family import family_of
+from ...quantization.family import find_family
 from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.grouped_checkpoints import convert_state
@@ -130,7 +130,7 @@ class GroupedLinear(PassOperation):
         model_init = current_model_init()
         self._model_init_recipe: Recipe | None = model_init.recipe if model_init.enabled else None
         self._preserves_initial_values = model_init.preserve_high_precision_init_val
-        family = None if self._model_init_recipe is None else family_of(self._model_init_recipe)
+        family = None if self._model_init_recipe is None else find_family(self._model_init_recipe)
         if family is not None and family.follows_history and self.single_grouped_weight:
             raise RuntimeError(_SCALES_OF_STATE)
         target_device = torch.device("meta") if is_meta(device) else canonical_device(device)

@@ -26,7 +26,7 @@ from ...functions.grouped_request import (
 )
 from ...functions.linear_spec import LinearSpec
 from ...functions.weight_gradient import WeightGradient
-from ...primitives.grouped_gemm import groups_of
+from ...primitives.grouped_gemm import make_groups
 from ...runtime.device import current_hardware
 from .contract import (
     BackwardResult,
@@ -72,7 +72,7 @@ class GroupedKind:
         spec = self.spec
         on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing(current_hardware()) is None
         if on_gpus and self._runs_together(sizes, ()):
-            layout = groups_of(sizes.reshape(-1), self.total, self.device)
+            layout = make_groups(sizes.reshape(-1), self.total, self.device)
             return GroupedCall(spec, spec.groups, (), layout, clears=True)
         rows = tuple([int(size) for size in sizes.reshape(-1).tolist()])
         if min(rows) < 0 or sum(rows) > self.total:
@@ -83,7 +83,7 @@ class GroupedKind:
         unassigned = self.total - sum(rows)
         separate = not on_gpus or not spec.quantizers.fit(sizes)  # else the numbers have stayed on the GPU
         if separate and self._runs_together(rows, (UNASSIGNED_ROWS,) if unassigned else ()):
-            return GroupedCall(spec, spec.groups, (), groups_of(rows, self.total, self.device))
+            return GroupedCall(spec, spec.groups, (), make_groups(rows, self.total, self.device))
         return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)
 
     def _runs_together(self, splits: Sequence[int] | Tensor, features: tuple[str, ...]) -> bool:

@@ -196,14 +196,14 @@ def _scale_mode(form: TensorFormat | None) -> int:
     return NO_SCALE if form is None else _SCALE_MODES[form.block, form.scale]
 
 
-def plan_of(request: GemmRequest) -> CublasPlan:
+def find_plan(request: GemmRequest) -> CublasPlan:
     """Return the plan of a supported request; raise NoAlgorithm if the library has none."""
     return build_plan(make_problem(request))
 
 
 def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
     try:
-        plan = plan_of(request)
+        plan = find_plan(request)
     except NoAlgorithm as error:
         return PlanFailure(str(error))
     if plan.problem.swizzled:

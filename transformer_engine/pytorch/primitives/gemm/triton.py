@@ -103,10 +103,10 @@ def runner(request: GemmRequest) -> Callable[..., Tensor]:
 
 
 def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
-    return on_device(runner(request))
+    return run_on_device(runner(request))
 
 
-def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
+def run_on_device(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return `run(a, ...)` on the device of the operand a."""
 
     def call(a: Operand, *rest: Any) -> Any:
@@ -247,6 +247,6 @@ DECODE = Backend(
     "decode",
     takes=EPILOGUES,
     unsupported_reason=_unsupported_by_decode,
-    bind=lambda request: on_device(run_decoded),
+    bind=lambda request: run_on_device(run_decoded),
     opaque=True,
 )

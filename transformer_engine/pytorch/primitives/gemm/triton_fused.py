@@ -43,7 +43,7 @@ def bind(request: FusedRequest) -> Callable[..., Any]:
     def gradient(a: Operand, b: Operand, epilogue: Epilogue, x: Tensor) -> Tensor:
         return run(a, b, epilogue, triton.Activation("gelu_gradient", x))
 
-    return triton.on_device(gelu if request.kind == GELU else gradient)
+    return triton.run_on_device(gelu if request.kind == GELU else gradient)
 
 
 BACKEND: Backend[FusedRequest] = Backend(

@@ -15,7 +15,7 @@ from torch import Tensor
 from ....common.dispatch import Table
 from ....common.formats import FLOAT8, TensorFormat
 from . import gluon, library, reference, triton, triton_scaled
-from .groups import Groups, Matrices, groups_of, irregular, on_device
+from .groups import Groups, Matrices, cached_on_device, irregular, make_groups
 from .request import (
     GroupedColumns,
     GroupedGemmRequest,
@@ -35,9 +35,9 @@ __all__ = [
     "GroupedRows",
     "Groups",
     "Matrices",
-    "groups_of",
+    "cached_on_device",
     "irregular",
-    "on_device",
+    "make_groups",
     "product_of_columns",
     "product_of_rows",
     "tiles_columns",

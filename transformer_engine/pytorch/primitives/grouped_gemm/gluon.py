@@ -67,7 +67,7 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
     else:
         options |= {"accumulates": request.accumulates, "by_address": request.by_address}
         record = kernels.product_of_columns(n, k, groups, dtype, **options)
-    call = triton.on_device(_start, record)
+    call = triton.run_on_device(_start, record)
     # Views can begin at any element, which tensor maps cannot.
     unaligned = functools.cache(functools.partial(triton.bind, request))
     return lambda product: call(product) if _aligned(product) else unaligned()(product)

@@ -26,7 +26,7 @@ _KEPT_TABLES = 1024
 _Numbers = tuple[torch.device, torch.dtype, tuple[int, ...]]
 
 
-def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def cached_on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers as a tensor on the device, cached for later calls; the host does not wait.
 
     Raises:
@@ -89,7 +89,7 @@ def tiles_at_most(total: int, count: int) -> int:
     return total // TILE_ROWS + count
 
 
-def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) -> Groups:
+def make_groups(splits: Sequence[int] | Tensor, total: int, device: torch.device) -> Groups:
     """Return the groups in a matrix with `total` rows on `device`, with `splits` rows each.
 
     A tensor on the device is not copied to the host or checked: rows past `total` are ignored.
@@ -111,7 +111,7 @@ def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) 
         splits = splits.tolist()
     rows = tuple(splits)
     numbers, padded, fits = _layout(rows, total)
-    return Groups(len(rows), total, rows, on_device(numbers, torch.int32, device), padded, fits)
+    return Groups(len(rows), total, rows, cached_on_device(numbers, torch.int32, device), padded, fits)
 
 
 @functools.lru_cache(maxsize=_KEPT_TABLES)
@@ -147,7 +147,7 @@ class Matrices(NamedTuple):
         if not first.is_cuda:
             return cls(tuple(tensors), None)
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
-        return cls(tuple(tensors), on_device(addresses, torch.int64, first.device))
+        return cls(tuple(tensors), cached_on_device(addresses, torch.int64, first.device))
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -68,10 +68,10 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
     else:
         options |= {"accumulates": request.accumulates, "tiled": request.tiled}
         record = kernels.product_of_columns(n, k, groups, **options)
-    return on_device(_rows if request.along == "columns" else _columns, record)
+    return run_on_device(_rows if request.along == "columns" else _columns, record)
 
 
-def on_device(
+def run_on_device(
     start: Callable[[launch.Launch, GroupedProduct, int], None], record: launch.Launch
 ) -> Callable[[GroupedProduct], None]:
     """Return the call that starts a launch on its operands' device."""

@@ -15,7 +15,7 @@ from ....common.kernels import launch
 from ...runtime.device import current_hardware
 from .groups import Matrices
 from .request import GroupedColumns, GroupedGemmRequest, GroupedMatrices, GroupedProduct
-from .triton import on_device
+from .triton import run_on_device
 
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
@@ -66,13 +66,13 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
         make, start = partial(kernels.product_of_columns, *shape, **options), _columns
     record = make()
     if not current_hardware().has("tensor memory"):
-        return on_device(start, record)
+        return run_on_device(start, record)
     by_tma = make(tma=True)
 
     def start_aligned(record: launch.Launch, product: GroupedProduct, device: int) -> None:
         start(by_tma if _is_aligned(product) else record, product, device)
 
-    return on_device(start_aligned, record)
+    return run_on_device(start_aligned, record)
 
 
 def _is_aligned(product: GroupedProduct) -> bool:

@@ -30,7 +30,7 @@ class _Once(Function):
         (cu_seqlens,) = ctx.saved_tensors
         if cu_seqlens is not None:
             grads = tuple(
-                grad if grad is None or not tokens else without_padding(grad, cu_seqlens)
+                grad if grad is None or not tokens else zero_padded_tokens(grad, cu_seqlens)
                 for grad, tokens in zip(grads, ctx.have_tokens, strict=True)
             )
         return None, None, *grads
@@ -61,11 +61,11 @@ def differentiable_once(inputs: DeltaInputs) -> DeltaInputs:
 def finish_results(output: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> DeltaResult:
     """Return the results of a library, with zeros for tokens after the last packed sequence."""
     if cu_seqlens is not None:
-        without_padding(output.detach(), cu_seqlens)
+        zero_padded_tokens(output.detach(), cu_seqlens)
     return output, state
 
 
-def without_padding(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+def zero_padded_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Write zeros into x [1, T, ..] from token cu_seqlens[-1] on; x if it is contiguous, otherwise a copy."""
     x = x.contiguous()
     zero_padding(x[0], cu_seqlens)

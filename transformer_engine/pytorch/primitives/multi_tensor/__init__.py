@@ -15,7 +15,7 @@ from ....common.dispatch import Table
 from ....common.operation_settings import Adam, Sgd
 from . import reference, triton
 from .addresses import Extents
-from .reference import MultiTensorRequest, halves, joined
+from .reference import MultiTensorRequest, halves, join_halves
 
 __all__ = [
     "TABLE",
@@ -23,9 +23,9 @@ __all__ = [
     "MultiTensorRequest",
     "adam_rates",
     "adam_step",
+    "copy_to_device",
     "halves",
-    "joined",
-    "on_device",
+    "join_halves",
     "scale_all",
     "sgd_step",
     "squares_of_all",
@@ -90,7 +90,7 @@ def adam_rates(
     return (lr, first, 1.0 - first, second, 1.0 - second, eps, weight_decay, *corrections, 1.0)
 
 
-def on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+def copy_to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
     """Return float32 [n] on a device, by an asynchronous copy."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.float32, device=device)

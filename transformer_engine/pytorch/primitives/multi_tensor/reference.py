@@ -78,7 +78,11 @@ def adam(lists: Lists, rates: Tensor, flag: Tensor | None, how: Adam) -> None:
     first_bias, second_bias, factor = rest
     for grad, parameter, first, second, *master in zip(*lists, strict=True):
         halved = bool(master) and master[0].dtype == torch.int16
-        p = joined(parameter, master[0]) if halved else (master[0] if master else parameter).to(torch.float32)
+        p = (
+            join_halves(parameter, master[0])
+            if halved
+            else (master[0] if master else parameter).to(torch.float32)
+        )
         g = grad.to(torch.float32) * factor
         if not how.decoupled:
             g = g + decay * p
@@ -121,7 +125,7 @@ def sgd(lists: Lists, rates: Tensor, flag: Tensor, how: Sgd) -> None:
         _write([(target, p) for target in (parameter, *copy)], flag)
 
 
-def joined(upper: Tensor, lower: Tensor) -> Tensor:
+def join_halves(upper: Tensor, lower: Tensor) -> Tensor:
     """Return float32 numbers from their upper halves (bfloat16, rounded half up) and lower 16 bits (int16)."""
     low = lower.to(torch.int32)
     high = upper.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ....common.dispatch import Table
 from . import reference, triton
-from .reference import ScaleUpdateRequest, amax_of, rolled, scale_of
+from .reference import ScaleUpdateRequest, history_amax, next_scale, roll_history
 
-__all__ = ["TABLE", "ScaleUpdateRequest", "advance_scales", "amax_of", "rolled", "scale_of"]
+__all__ = ["TABLE", "ScaleUpdateRequest", "advance_scales", "history_amax", "next_scale", "roll_history"]
 
 TABLE: Table[ScaleUpdateRequest] = Table(
     "scale_update", (triton.BACKEND, reference.BACKEND), describe=ScaleUpdateRequest

@@ -29,19 +29,19 @@ class ScaleUpdateRequest(NamedTuple):
     keep_idle: bool = True
 
 
-def scale_of(amax: Tensor, scale: Tensor, fp8_max: float, margin: float) -> Tensor:
+def next_scale(amax: Tensor, scale: Tensor, fp8_max: float, margin: float) -> Tensor:
     """(fp8_max / amax) / 2^margin; the old scale where amax is 0, inf or NaN; at most FLOAT32_MAX."""
     computed = (torch.full_like(amax, fp8_max) / amax) / 2**margin
     computed = torch.where(torch.isinf(computed), torch.full_like(computed, FLOAT32_MAX), computed)
     return torch.where((amax > 0) & torch.isfinite(amax), computed, scale)
 
 
-def amax_of(history: Tensor, algorithm: str) -> Tensor:
+def history_amax(history: Tensor, algorithm: str) -> Tensor:
     """Return amax [n] from a history [length, n] whose row 0 is the latest step."""
     return history.amax(dim=0) if algorithm == "max" else history[0].clone()
 
 
-def rolled(history: Tensor) -> Tensor:
+def roll_history(history: Tensor) -> Tensor:
     """Move rows up by one, so that row 0 becomes the last, and clear row 0."""
     cleared = torch.zeros_like(history[:1])
     if history.shape[0] == 1:
@@ -60,9 +60,9 @@ def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Te
             columns = [scales[i].shape[0] for i in members]
             history = torch.cat([histories[i] for i in members], dim=1)
             scale = torch.cat([scales[i] for i in members])
-            amax = amax_of(history, request.algorithm)
-            new_scale = scale_of(amax, scale, request.fp8_max, request.margin)
-            new_history = rolled(history)
+            amax = history_amax(history, request.algorithm)
+            new_scale = next_scale(amax, scale, request.fp8_max, request.margin)
+            new_history = roll_history(history)
             if request.keep_idle:  # columns whose latest amax is 0 keep history and scale
                 busy = history[0] != 0
                 new_history = torch.where(busy, new_history, history)

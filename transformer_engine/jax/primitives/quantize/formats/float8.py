@@ -31,7 +31,7 @@ def quantize(x: Array, spec: QuantizeSpec, inputs: QuantizeInputs, axis: int) ->
     if amax is None:
         amax = exact.maximum_over_axes(elements.absolute_maximum(x), inputs.over)
     if inputs.multiplier is not None:
-        multiplier = elements.given_multiplier(inputs.multiplier)
+        multiplier = elements.nonzero_multiplier(inputs.multiplier)
     else:
         multiplier = elements.scale_from_amax(
             amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
