@@ -11,7 +11,7 @@ from tests.distributed.threaded_ranks import run_on_threads
 
 ROWS, DEPTH = 32, 64
 USAGES = ((True, True), (True, False), (False, True))
-# Settings of the quantizer, by name. A quantizer by rows takes the group only from `reduce_over`.
+# Settings of the quantizer, by name. A quantizer by rows takes the group only from `with_reduction_group`.
 SETTINGS = {
     "plain": {},
     "transform": {"with_rht": True, "with_post_rht_amax": True},
@@ -39,7 +39,7 @@ def _maxima(
     def quantize(rank: int) -> dict[str, torch.Tensor]:
         rowwise, columnwise = usages[rank]
         quantizer = te.NVFP4Quantizer(rowwise=rowwise, columnwise=columnwise, **SETTINGS[name])
-        quantized = quantizer.reduce_over(dist.group.WORLD)(_values(rank))
+        quantized = quantizer.with_reduction_group(dist.group.WORLD)(_values(rank))
         found = {"rows": quantized._amax_rowwise, "columns": quantized._amax_columnwise}
         return {direction: amax.clone() for direction, amax in found.items() if amax is not None}
 

@@ -342,8 +342,8 @@ class DebugQuantizer(Observing):
     def replaying(self, state: tuple[Tensor, ...]) -> Quantizer:
         return self._around(self.quantizer.replaying(state))
 
-    def reduce_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
-        return self._around(self.quantizer.reduce_over(group))
+    def with_reduction_group(self, group: torch.distributed.ProcessGroup) -> Quantizer:
+        return self._around(self.quantizer.with_reduction_group(group))
 
     def shard_granularity(self, columnwise: bool) -> int | None:
         """Return None: values are gathered, because the directions of a tensor may have different formats."""

@@ -19,7 +19,7 @@ from .collectives import (
     split_tensor_into_1d_equal_chunks,
     world_size,
 )
-from .faults import name_failures
+from .faults import named_failures
 from .recompute import (
     activation_recompute_forward,
     checkpoint,
@@ -74,7 +74,7 @@ __all__ = [
     "is_fp8_activation_recompute_enabled",
     "is_graph_safe_rng_state",
     "is_symm_backed",
-    "name_failures",
+    "named_failures",
     "prepare_te_modules_for_fsdp",
     "rank",
     "reduce_scatter_along_first_dim",

@@ -284,7 +284,7 @@ _BACKENDS_IN_MESSAGES = ("gloo", "NCCL", "Connection closed by peer", "Connectio
 
 
 @contextmanager
-def name_failures(group: dist_group_type | None = None) -> Iterator[None]:
+def named_failures(group: dist_group_type | None = None) -> Iterator[None]:
     """Name the missing ranks in errors from other libraries' collectives, such as in `fully_shard`.
 
     with te.distributed.named_failures():

@@ -279,7 +279,7 @@ def _shard_quantizer(
     """Return the quantizer for one rank's rows."""
     agrees = histories_agree and quantizer.stateful
     if way in (CODES, ROW_CODES) and parallel.group is not None and not agrees:
-        return quantizer.reduce_over(parallel.group)
+        return quantizer.with_reduction_group(parallel.group)
     return quantizer
 
 

@@ -89,7 +89,7 @@ class ReducesMaximum:
     with_amax_reduction: bool
     amax_reduction_group: torch.distributed.ProcessGroup | None
 
-    def reduce_over(self: Q, group: torch.distributed.ProcessGroup) -> Q:
+    def with_reduction_group(self: Q, group: torch.distributed.ProcessGroup) -> Q:
         """Return this quantizer, or a copy of it that reduces over the group."""
         if self.with_amax_reduction and self.amax_reduction_group is group:
             return self

@@ -258,7 +258,7 @@ class Float8Quantizer(DelayedScale, _PerTensorQuantizer):
         # a process group lives as long as its process
         return self.__dict__ | {"_slot": None, "amax_reduction_group": None}
 
-    def reduce_over(self, group: torch.distributed.ProcessGroup) -> Float8Quantizer:
+    def with_reduction_group(self, group: torch.distributed.ProcessGroup) -> Float8Quantizer:
         if self.amax_reduction_group is group:
             return self
         copied = copy.copy(self)

@@ -130,9 +130,9 @@ class HybridQuantizer(Quantizer):
             reason = self.columnwise_quantizer.unsupported_shape_reason(shape, False, True)
         return reason
 
-    def reduce_over(self, group: torch.distributed.ProcessGroup) -> HybridQuantizer:
-        rowwise = self.rowwise_quantizer.reduce_over(group)
-        columnwise = self.columnwise_quantizer.reduce_over(group)
+    def with_reduction_group(self, group: torch.distributed.ProcessGroup) -> HybridQuantizer:
+        rowwise = self.rowwise_quantizer.with_reduction_group(group)
+        columnwise = self.columnwise_quantizer.with_reduction_group(group)
         if rowwise is self.rowwise_quantizer and columnwise is self.columnwise_quantizer:
             return self
         copied = copy.copy(self)

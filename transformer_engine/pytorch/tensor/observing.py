@@ -75,8 +75,8 @@ class Observing(Quantizer):
     supports_only_rowwise_all_gather = _forward_method("supports_only_rowwise_all_gather")
     _get_compatible_recipe = _forward_method("_get_compatible_recipe")
 
-    def reduce_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
-        return Observing(self.quantizer.reduce_over(group), self.record)
+    def with_reduction_group(self, group: torch.distributed.ProcessGroup) -> Quantizer:
+        return Observing(self.quantizer.with_reduction_group(group), self.record)
 
     def sharing_scale(self, group: torch.distributed.ProcessGroup) -> Quantizer:
         """Observe a copy of the delayed-scaling quantizer with the least scale over the ranks of a group."""

@@ -337,7 +337,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         From now on the shard is quantized with the whole tensor's scale, so that its bytes match other shards.
         """
         if mesh is not None and mesh.size() > 1:
-            self._quantizer = self.writer().reduce_over(mesh.get_group(mesh.ndim - 1))
+            self._quantizer = self.writer().with_reduction_group(mesh.get_group(mesh.ndim - 1))
         return sent_shard(self, orig_size, None if mesh is None else mesh.size())
 
     def fsdp_post_all_gather(

@@ -299,7 +299,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
         """Return the recipe class for whose weights this quantizer is made; None: any."""
         return self.RECIPE
 
-    def reduce_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
+    def with_reduction_group(self, group: torch.distributed.ProcessGroup) -> Quantizer:
         """Return the quantizer for a shard whose tensor is sharded over a group: one tensor has one scale."""
         return self
 
@@ -310,7 +310,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
     def shard_granularity(self, columnwise: bool) -> int | None:
         """Return the row multiple at which joining the shards' codes along rows gives the whole matrix's codes.
 
-        One scale per tensor must then be shared by all shards; see `reduce_over`. With
+        One scale per tensor must then be shared by all shards; see `with_reduction_group`. With
         `columnwise` the column direction is joined too. None if codes cannot be joined.
         """
         return None

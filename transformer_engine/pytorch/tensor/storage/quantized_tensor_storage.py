@@ -105,7 +105,7 @@ class Writer(Protocol):
         """Return a copy whose usages are independent."""
         ...
 
-    def reduce_over(self, group: torch.distributed.ProcessGroup) -> Writer:
+    def with_reduction_group(self, group: torch.distributed.ProcessGroup) -> Writer:
         """Return the quantizer for a shard whose tensor is sharded over a group."""
         ...
 

@@ -103,7 +103,7 @@ class FP8ContextAttention:
         """Return the attention whose quantizers with these names have one scale for all ranks in a group."""
         quantizers: Any = self.fp8.quantizers
         if self.fp8.scaling == "current":
-            shared = {name: getattr(quantizers, name).reduce_over(group) for name in names}
+            shared = {name: getattr(quantizers, name).with_reduction_group(group) for name in names}
         elif self.fp8.scaling == "delayed" and not histories_agree(
             self.state.recipe, self.state.group, group
         ):
