@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from tests.architecture.source import modules, nodes, text
 
 SMALL_FILE_LINES = 50
-# The present numbers, which may only fall: the goals are 80 small files and 65 functions per 1,000 lines.
-SMALL_FILES = 104
+# The present ratios, which may only fall: the goals are 10 % and 65 functions per 1,000 lines.
+SMALL_FILES = 0.135
 FUNCTIONS_PER_1000_LINES = 82
 
 # Twins of one concept in PyTorch and in JAX, and public names that the original has in several places.
@@ -57,7 +57,7 @@ def test_few_files_are_small():
     """Paths of the original that only hold names ("Alias of ..") do not count."""
     own = {name: text(path) for name, path in modules().items() if not text(path).startswith('"""Alias of')}
     small = [name for name, content in own.items() if len(content.splitlines()) <= SMALL_FILE_LINES]
-    assert len(small) <= SMALL_FILES, small
+    assert len(small) <= SMALL_FILES * len(own), small
 
 
 def test_a_class_name_has_one_meaning():

@@ -134,8 +134,8 @@ def multiply_source(
     """Compute y [*batch, *features] = operand @ kernel.
 
     Args:
-        source: Computes the operand [*batch, *contracted] from given.
-        given: Inputs of the source.
+        source: Computes the operand [*batch, *contracted] from `inputs`.
+        inputs: Inputs of the source.
         kernel: Kernel [*contracted, *features].
         quantizer_set: Quantizers for the operand, the kernel and the output gradient.
         contracted: Number of contracted axes, the last of the operand and the first of the kernel.

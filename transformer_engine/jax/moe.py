@@ -132,9 +132,7 @@ def moe(
     check_activation((activation_type, "linear"), (2, 1))
     names = ("wi_0", "wi_1", "wo") if isinstance(wi, tuple) else ("wi", "wo")
     if not isinstance(quantizer_sets, (tuple, list)) or len(quantizer_sets) != len(names):
-        raise ValueError(
-            f"quantizer_sets={described(quantizer_sets)}; give {len(names)}, of {', '.join(names)}"
-        )
+        raise ValueError(f"quantizer_sets={described(quantizer_sets)}; give one for {', '.join(names)}")
     for quantizer_set in quantizer_sets:
         check_instance("quantizer_sets", quantizer_set, QuantizerSet)
     for name, axes, ndim in (

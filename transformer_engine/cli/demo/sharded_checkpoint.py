@@ -71,7 +71,7 @@ def save(
         folder: Folder of the run.
         step: Step number.
         tensors: This rank's DTensors and tensors; ranks with the same name hold shards or copies of one tensor.
-        own: State for this rank alone, with types that torch.load reads with weights_only=True.
+        local_state: State for this rank alone, with types that torch.load reads with weights_only=True.
         run: State of the run, equal on all ranks.
     """
     target = folder / FOLDER / f"{PREFIX}{step:08d}"

@@ -249,7 +249,7 @@ def gpu_named(name: str | GpuRates) -> GpuRates:
         return name
     if name in GPUS:
         return GPUS[name]
-    if hardware_of_gpu(name) is not None:  # not a misspelt name: none of the others is meant
+    if hardware_of_gpu(name):  # not a misspelt name: none of the others is meant
         raise ValueError(f"gpu {name!r} has no measured rates; choose from {', '.join(GPUS)}{OWN_RATES}")
     raise unknown("gpu", name, GPUS, OWN_RATES)
 

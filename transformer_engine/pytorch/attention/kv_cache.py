@@ -101,7 +101,7 @@ def whole_step(
 
     Args:
         step_dict: {sequence id: new tokens}.
-        known: {sequence id: cached tokens}.
+        cached: {sequence id: cached tokens}.
         max_batch: Maximum sequence count.
         most: Maximum new tokens per sequence (max_ctx_len).
         longest: Maximum tokens per sequence, including the new ones.

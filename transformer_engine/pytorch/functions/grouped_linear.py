@@ -1,6 +1,6 @@
-"""y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] for consecutive row groups g, differentiable in one node.
+"""y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] for consecutive groups g of rows, as one autograd node.
 
-**Groups.** In a mixture of experts, each group is an expert. x [M, K] contains the M_g tokens per expert, one
+**Groups.** In a mixture of experts, each group is an expert. x [M, K] contains the M_g tokens of each expert, one
 expert after another, and each expert has a weight w_g and a bias b_g. The row counts M_g change from call to
 call; their sum is M. A group without rows has an empty y_g and dx_g, and a zero dw_g.
 
@@ -14,8 +14,8 @@ call; their sum is M. A group without rows has an empty y_g and dx_g, and a zero
 
 `linear.py` explains quantization and the terms row-wise and column-wise. Each group has its own quantizers:
 the codes of a group equal those that a separate `Linear` computes. The passes below follow `linear.py`,
-without communication. A quantizer computes two operands, one per direction. Unquantized values are both
-operands themselves: the dx_g and dw_g products read them as transposed matrices.
+without communication. A quantizer computes two operands, one per direction. Unquantized values serve as
+both operands: the products for dx_g and dw_g read them as transposed matrices.
 
 **Launches.** Each step in a pass is a function in `grouped_products.py`. It computes all groups in one
 launch, or in a loop over the groups, as `grouped_request.py` chooses. In one launch, a quantized operand is
@@ -24,7 +24,7 @@ tensor in both cases, which the step splits into groups. The functions below do 
 
 **Settings.** A `GroupedCall` has the row counts of one call and its `GroupedSpec`. It also has the
 attributes of a `LayerSpec`, so that `layer.py` accepts it as the spec. `call.spec.layer` has the
-settings that all groups share; a gradient is needed there if some group needs it.
+settings that all groups share; its `needs_grad_*` are set if some group needs that gradient.
 
 **Parameters.** The weights are a list with n tensors [N, K], or one stack [n, N, K]; the biases a
 list with tensors [N], or one stack [n, N]. Gradients have the form of their parameters.
@@ -72,13 +72,14 @@ def grouped_linear_forward(
         tensors: x [M, K]; the weights and the biases, each a list or one stack; None without biases.
         call: Settings and row counts for this call.
         saves: Return the saved operands. The gradients that the spec requests do not decide this alone: a compiled
-            graph (`grouped_operators.py`) runs the function without saving for y, and again in its backward pass.
+            graph (`grouped_operators.py`) computes y without saving, and runs the function again, with saving, in its
+            backward pass.
         leading: Not used: x is a matrix.
         compute_y: Compute y. Recomputation needs the saved operands only.
 
     Returns:
-        [y [M, N] or None] and [x operand that dw reads, weight operand that dx reads], each None if
-        its gradient is not needed.
+        [y [M, N] or None] and [x in the form saved for dw, weights in the form saved for dx]; None for one
+        whose gradient is not needed.
     """
     x, weights, biases = tensors
     x_rows, saved_input = _quantize_input(x, call, saves)
@@ -199,8 +200,8 @@ def grouped_linear_backward(
 def _column_operand(x: Any, call: GroupedCall) -> Any:
     """Return the operand that dw_g reads.
 
-    It is the saved operand, except in two cases: saved values are quantized now, and saved row-wise codes are decoded
-    if the backward pass multiplies values.
+    It is the saved operand, except in two cases: values saved by `keep_input` are quantized now, and row-wise codes
+    are dequantized if the backward pass multiplies values.
     """
     layer = call.spec.layer
     if offloading.used:

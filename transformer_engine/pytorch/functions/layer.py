@@ -1,4 +1,4 @@
-"""Pass execution and buffer saving, shared by the autograd functions for linear layers.
+"""Run the passes of linear layers in autograd functions, and save what their backward passes read.
 
 A layer kind has two plain functions (`LayerFunctions`) and an autograd function, whose methods call
 `record` and `run_backward`.
@@ -32,9 +32,9 @@ class LayerFunctions(NamedTuple):
         forward: Function (tensors, spec, saves, leading) -> (results, saved): results [M, N], and
             the operands and tensors that the backward pass reads. Without `saves` the second list
             is not used. `leading` are the input dimensions before the last one.
-        backward: Function (operands, spec, leading) -> tensor gradients. The operands are the
-            result gradients, then the saved values; the function empties their list.
-        results: Result count.
+        backward: Function (operands, spec, leading) -> gradients of the tensors. The operands are the
+            gradients of the results, then the saved values; the function empties their list.
+        results: Number of results.
     """
 
     name: str
@@ -82,8 +82,8 @@ def record(
 def run_backward(functions: LayerFunctions, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     """Run the backward pass of a node; return the gradients of its tensors.
 
-    With delayed scaling, `scale_update` queues the gradient multiplier update for the end of the
-    backward pass through the whole graph.
+    With delayed scaling, `scale_update` queues a callback for the end of the backward pass through
+    the whole graph, which updates the multipliers for dy.
     """
     spec = ctx.spec
     if spec.compiled is not None:

@@ -1,8 +1,8 @@
-"""y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable, in FP8 or in another quantizer format.
+"""y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable, in FP8 or another quantized format.
 
 **Products.** Training a linear layer takes three matrix products, one in the forward and two in the backward
-pass. M is the row count of x, the product of its leading dimensions. dy, dx, dw and db are the gradients of
-the loss with respect to y, x, weight and bias. Each product contracts the last axis of both its operands:
+pass. M is the number of rows of x: the product of all its dimensions but the last. dy, dx, dw and db are the
+gradients of the loss with respect to y, x, weight and bias. Each product contracts the last axis of both its operands:
 
 | product | contracts | reads |
 | --- | --- | --- |
@@ -21,9 +21,10 @@ has one float32 scale. Current scaling derives the multiplier from the matrix it
     scale = 1 / multiplier
 
 By default x and weight are then E4M3, and dy, whose values vary more, is E5M2. Block formats have one scale
-per 16 to 128 elements and use the same format for all three matrices by default. The dtype of their scales
-differs: powers of two (E8M0) in MXFP8, E4M3 in NVFP4, whose codes have 4 bits. A product multiplies codes,
-which GPUs do twice as fast as with bfloat16 values, accumulates in float32, and applies both scales:
+per block, which is 16 to 128 elements long, and by default all three matrices have the same format. The dtype of
+their scales differs: powers of two (E8M0) in MXFP8, E4M3 in NVFP4, whose codes have 4 bits. A product multiplies codes,
+which GPUs do twice as fast as with bfloat16 values, sums the results in float32, and applies both scales (on
+Hopper the sums of FP8 products have about 14 bits, unless `spec.accumulation` requests float32):
 
     x @ weight.T = (x_codes @ weight_codes.T) * (x_scale * weight_scale)
 
@@ -32,7 +33,7 @@ unless the caller created them quantized. MXFP8 requires that M, N and K are mul
 shapes the layer runs unquantized and warns (`precision.py`). The other formats support every shape.
 
 **Delayed scaling** takes amax from earlier calls. Each cast records its maximum in the amax history of its
-quantizer (`tensor/delayed_scale.py`). The multipliers change later: for x and weight when the outermost
+quantizer (`tensor/delayed_scale.py`). The multipliers are updated later: for x and weight when the outermost
 enabled `autocast` block ends, if gradients are enabled or the call may be recomputed; for dy when the
 backward pass through the whole graph ends, for which `run_backward` (`layer.py`) queues a callback.
 `quantizer.scale` is the multiplier, the inverse of the scale above. `quantization/delayed_scaling.py`
@@ -41,22 +42,28 @@ computes it, and explains what differs under torch.compile, where `spec.traced` 
 **Directions.** The scales can be applied if each covers the whole contracted axis, or a block of it. x,
 weight and dy are each read by two products, which contract different axes. Each is therefore quantized in two
 directions: row-wise, [M, K] with scales along K, and column-wise, the transposed matrix [K, M] with scales
-along M. One kernel computes both. An `Operand` holds the codes and scales for one direction. An unquantized
-matrix serves both directions without a copy; a `Matrix` is one that a product reads transposed.
+along M. One kernel computes both. One scale for the whole matrix serves both directions, but Hopper's FP8
+products read codes along the contracted axis only and need the transposed codes all the same; where products
+read codes along either axis (`reads_all_layouts`), no transposed codes are written. An `Operand` holds the codes
+and scales for one direction. An unquantized matrix serves both directions without a copy; a `Matrix` is one that
+a product reads transposed.
 
 **Saved operands.** The forward pass multiplies the row-wise operands and saves the column-wise
 ones, which the backward pass reads. FP8 codes take half the memory that bfloat16 values take.
-`LinearSpec` has three exceptions: with `keep_input` the layer saves the values of x, and the
+`LinearSpec` has four exceptions: with `keep_input` the layer saves the values of x, and the
 backward pass quantizes them again; if `backward` is HIGH_PRECISION, the backward products multiply
-saved values; if it is DEQUANTIZED, they multiply the values of the forward pass's codes.
+saved values; if it is DEQUANTIZED, they multiply the dequantized codes of the forward pass; if
+`input_columns` or `weight_columns` is not SAVED, the backward pass computes these columns
+(`deferred_columns.py`).
 
 The functions in this file are complete for one device. Other layer steps have their own files: `linear_results.py`
 for y and dx that are summed over ranks, inspected or returned quantized; `gathered_operands.py` for x and dy whose
 rows are sharded over ranks, which are `Pending` until they have arrived; `linear_operands.py` for applying the
 quantizers, which are defined in `tensor/`; `layer.py` for saving between the passes.
 
-**Breakpoints.** On a GPU, `fast/compiled.py` compiles a pass in the second call of each kind: it runs the
-functions on tensor symbols and records the kernels that they launch. Later calls repeat these kernels, so a
+**Breakpoints.** Calls are of one kind if their shapes, dtypes and settings are equal. On a GPU,
+`fast/compiled.py` compiles a pass in the second call of each kind: it runs the functions on symbols in
+place of tensors and records the kernels that they launch. Later calls repeat these kernels, so a
 print or a breakpoint in this file takes no effect from the third call on. The environment variable TE_FAST=0,
 set before the import, disables compilation. Some calls always run these functions, for example under a forced
 backend, and backward passes that accumulate into `main_grad`.
@@ -110,8 +117,8 @@ class LinearResult(NamedTuple):
 
     Attributes:
         y: Output [M, N], or `accumulate_into`; None without `compute_y`.
-        saved_input: x operand that dw reads; None if dw is not needed.
-        saved_weight: Weight operand that dx reads; None if dx is not needed.
+        saved_input: x in the form that is saved for dw; None if dw is not needed.
+        saved_weight: The weight in the form that is saved for dx; None if dx is not needed.
     """
 
     y: Any
@@ -122,7 +129,8 @@ class LinearResult(NamedTuple):
 class LinearGradients(NamedTuple):
     """dx [M, K], dw [N, K] and db [N]; None for a gradient that is not needed.
 
-    dw is also None if it is delayed or accumulated into `main_grad`; see `WeightGradient.compute` for placeholders.
+    dw is also None, or a placeholder, if it is delayed or accumulated into `weight.main_grad`, a buffer of the caller
+    (`WeightGradient.compute`).
     """
 
     input: Any
@@ -170,11 +178,11 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize x [M, K]: row-wise for y, column-wise for dw.
 
     Returns:
-        (operand for y, or its `Pending` gather; operand saved for dw). By default the saved operand is the
-        column-wise codes [K, M] of x. It is the values of x with `keep_input`, for HIGH_PRECISION and in an
+        (operand for y, or a `Pending` gather of it; operand saved for dw). By default the saved operand is
+        the column-wise codes [K, M] of x. It is the values of x with `keep_input`, for HIGH_PRECISION and in an
         unquantized layer, and the row-wise codes for DEQUANTIZED. For RECOMPUTED columns it is a
-        `DeferredColumns`: the values of x, which are in memory in any case, and the scale by which the
-        backward pass casts them. If the input is gathered, it may be this rank's shard.
+        `DeferredColumns`: the values of x, which another operation keeps in memory anyway, and the multiplier
+        or amax with which the backward pass casts them. If the input is gathered, it may be this rank's shard.
     """
     if spec.communicates and spec.parallel.gathers_input:
         return gather_quantized_input(x, spec)
@@ -198,10 +206,10 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
 
 
 def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
-    """Quantize the weight [N, K]: row-wise for y, column-wise for dx. Cached or quantized weights keep their codes.
+    """Quantize the weight [N, K]: row-wise for y, column-wise for dx; codes that it already has are used.
 
     Returns:
-        (operand of y; operand saved for dx). By default the saved operand is the column-wise codes
+        (operand for y; operand saved for dx). By default the saved operand is the column-wise codes
         [K, N] of the weight. It is the values for HIGH_PRECISION and in an unquantized layer, the
         row-wise codes for DEQUANTIZED, and `DeferredColumns` for RECOMPUTED columns.
     """
@@ -243,7 +251,7 @@ def linear_backward(
     weight_and_u = operands[2:]  # [weight] or [weight, u], emptied by the product that reads it
     operands.clear()
     if spec.communicates and gathers_saved_input(spec):
-        x = begin_gather_saved(x, spec)  # x rows are in transit while dx is computed
+        x = begin_gather_saved(x, spec)  # the rows of x are in transit while dx is computed
     # db [N] = sum of dy [M, N] over M; dy is quantized row-wise for dx and column-wise for dw.
     (dy_rows, dy_columns), db = quantize_output_gradient(dy, spec)
     del dy
@@ -295,8 +303,8 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
     if spec.needs_grad_bias:
         dtype, cast = spec.grad_bias_dtype or spec.dtype, gradient_cast(spec)
         if cast is not None:
-            # One kernel reads dy for its codes and for db. A quantizer describes its quantization by `cast`
-            # to the kernels of other operations, and converts their codes to operands by `adopt`.
+            # One kernel reads dy once, for its codes and for db. `cast` tells that kernel how the quantizer
+            # quantizes; `adopt` makes operands from the codes.
             codes, db = column_sums(as_matrix(dy), dtype, cast)
             return QuantizedGradient(spec.grad_output.adopt(codes, dy.dtype), db)
         db = column_sums(as_matrix(dy), dtype)
@@ -306,7 +314,8 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
 def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | None, exact: bool) -> Epilogue:
     """Return the epilogue y + bias, or accumulate_into += y + bias.
 
-    `exact`, a field in `spec.accumulation`, requests that the product promotes partial sums to float32.
+    `exact`, a field in `spec.accumulation`, requests that the product promotes partial sums to float32. Hopper's FP8
+    products otherwise keep about 14 bits.
     """
     if accumulate_into is None:
         return Epilogue(spec.dtype, bias=bias, exact=exact)
@@ -316,7 +325,7 @@ def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | N
 def _forward(
     tensors: Sequence[Any], spec: LinearSpec, saves: bool, leading: tuple[int, ...]
 ) -> tuple[list[Any], list[Any]]:
-    """`linear_forward` as `layer.py` calls it; `spec.needs_grad_*` decide which operands are saved, and not `saves`."""
+    """`linear_forward` as `layer.py` calls it. `saves` is not used: `spec.needs_grad_*` decide what is saved."""
     x, weight, bias = tensors
     y, *saved = linear_forward(x, weight, bias, spec, leading)
     return [y], saved

@@ -72,7 +72,7 @@ def copied(number: Tensor, like: Any) -> Any:
 
     Args:
         number: The tensor.
-        beside: A pass tensor; a symbol if the pass is being recorded.
+        like: Any tensor of the pass; a `Symbol` if the pass is being recorded.
     """
     if type(like) is not Symbol:
         return number.clone()

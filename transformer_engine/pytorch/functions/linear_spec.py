@@ -103,14 +103,15 @@ class LinearSpec(LayerSpec):
         input, weight, grad_output: Operand quantizers.
         accumulation: Which products promote partial sums to float32.
         parallel: The tensor-parallel group.
-        weight_gradient: Weight gradient destination.
-        output, grad_input: Result quantizers; None to leave them in `dtype`.
+        weight_gradient: Where dw goes: returned, accumulated into main_grad, or delayed.
+        output, grad_input: Quantizers for y and dx; None to leave them in `dtype`.
         cached_weight: The quantized weight in the module's cache, from this microbatch or an
             earlier one; None without `is_first_microbatch`.
         backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
         keep_input: Save the unquantized input and quantize it again in the backward pass.
-        weight_columns, input_columns: "recomputed" casts the columns in the backward pass; "saved" in the forward
-            pass; "produced": the backward pass of the fused layer passes the input columns to `linear_backward`.
+        weight_columns, input_columns: When the column-wise codes are computed. "saved": in the forward pass;
+            "recomputed": in the backward pass, from values that are in memory anyway; "produced" (input only): by the
+            fused layer's backward pass, which passes them to `linear_backward` by `produce_input`.
         needs_grad_input, needs_grad_weight, needs_grad_bias: Which gradients are needed.
         grad_weight_dtype, grad_bias_dtype: dw and db dtypes, as for the parameters; None: `dtype`.
         traced: A compiler is tracing.

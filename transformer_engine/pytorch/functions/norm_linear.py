@@ -14,13 +14,13 @@ gamma.
 explains quantization and the terms row-wise, column-wise and `Operands`.
 
 **Fusion.** Under a recipe the products read FP8 codes of h. In the mode FUSED_CAST the norm kernel
-writes these codes and no h in high precision, which saves writing and reading M * K values. In the
+writes these codes and no h in high precision: M * K values are neither written nor read. In the
 mode SEPARATE the norm writes h, and the linear layer quantizes it. `fusions.py` chooses the mode
 once per call kind: a caller that also receives h, for example, requires SEPARATE.
 
 **Columns of h.** dw reads the column-wise codes of h, which the forward pass saves. `use_backend(norm_columns=
-"recomputed")` saves memory behind an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED, only
-the scale of h is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
+"recomputed")` saves memory after an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED, of h only
+the multiplier or amax is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
 
 **Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
 """
@@ -54,7 +54,7 @@ class NormLinearSpec(LayerSpec):
     """Settings for one call kind of a norm and a linear layer.
 
     Attributes:
-        norm: Norm kind and constants, which also computes it.
+        norm: The norm: its kind, its constants and the functions that compute it.
         linear: Linear layer settings.
         returns_norm_output: The layer also returns h = norm(x).
         norm_mode: FUSED_CAST or SEPARATE: which kernel quantizes h.
@@ -103,7 +103,8 @@ def norm_forward(
 
     Returns:
         (h, or its quantized `Operands` in the mode FUSED_CAST; mean and rstdev per row). If the
-        backward pass produces the columns of h (PRODUCED), the scale that it needs replaces them.
+        backward pass produces the columns of h (PRODUCED), the `Operands` have in place of them the
+        multiplier or amax with which it casts them.
     """
     x = as_matrix(dense_values(x))
     if mode != FUSED_CAST:
@@ -122,11 +123,13 @@ def norm_forward(
 def norm_columns(
     saved: Sequence[Any], scale: Tensor, norm: Norm, linear: LinearSpec
 ) -> Callable[[Any], tuple[Any, Any]]:
-    """Return the function dh -> (dh, column-wise operand [K, M] for the output h [M, K] of an RMSNorm).
+    """Return the function dh -> (dh, column-wise h [K, M]), which computes the output h [M, K] of an RMSNorm again.
+
+    `linear_backward` calls it as `produce_input`.
 
     Args:
         saved: x, gamma, None and rstdev.
-        scale: Scale in the forward-pass cast.
+        scale: Multiplier or amax with which the forward pass cast h (`scale_of_cast`).
         norm: The norm.
         linear: The linear layer.
     """
@@ -180,7 +183,7 @@ def norm_linear_forward(
         leading: Shape of x without K.
 
     Returns:
-        [y, h or None] and the saved values [x, gamma, mean, rstdev, h operand, weight operand],
+        [y, h or None] and the saved values [x, gamma, mean, rstdev, h for dw, weight for dh],
         which `norm_linear_backward` reads in this order. With sequence parallelism h has the rows
         on this rank; the module gathers them if requested (`ProductsModule.returned_norm_output`).
     """
@@ -197,8 +200,8 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec, leading: tup
     """Compute the gradients of x, gamma, beta, weight and bias.
 
     Args:
-        operands: dy [.., N], the gradient for the returned h or None, and the saved values. The list is
-            emptied, so that `linear_backward` frees the h and weight operands after their last reader.
+        operands: dy [.., N], the gradient of the returned h or None, and the saved values. The list is
+            emptied, so that `linear_backward` frees the operands h and weight after their last reader.
         spec: Norm, linear layer and fusion mode for this call kind.
         leading: Shape of x without K. Not used: `layer.py` shapes dx.
     """

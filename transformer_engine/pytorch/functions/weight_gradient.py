@@ -253,7 +253,7 @@ class WeightGradient:
         An inspector gets the gradient in its destination dtype before it is accumulated.
 
         Returns:
-            The gradient; a placeholder or None if it is accumulated into main_grad; None if it is delayed.
+            The gradient; a placeholder or None with `fused`; None if it is delayed without `fused`.
         """
         if inspector is not None and "grad_weight" in inspector.results:
             dtype = find_main_grad(self.parameter).dtype if self.fused else dtype

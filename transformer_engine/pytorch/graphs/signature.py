@@ -157,7 +157,7 @@ def _fact(value: Any, visited: set[int], depth: int) -> Any:
 
     Args:
         value: A layer attribute, or an element of one.
-        seen: Ids for the containers and objects that the signature includes already; they count by identity.
+        visited: Ids of the containers and objects that the signature includes already; they count by identity.
         depth: How many object levels are read.
     """
     kind = type(value)

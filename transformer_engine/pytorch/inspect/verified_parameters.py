@@ -98,7 +98,7 @@ def copy_parameters(
     Args:
         parallel: Model with this rank's parameters.
         copies: One-device models; receive the parameters from rank 0 and its tensor-parallel group.
-        place: This rank's place in the mesh.
+        position: This rank's place in the mesh.
         gathered: Copy the parallel model's parameters. Otherwise the first model in `copies` keeps
             its own, which the others receive and the parallel model's parameters are compared with.
 

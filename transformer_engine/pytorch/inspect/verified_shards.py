@@ -81,7 +81,7 @@ class RankPlace:
         """Return the part of a one-device activation that has the given shape on this rank.
 
         Args:
-            whole: One-device activation.
+            full: One-device activation.
             shape: This rank's activation shape.
             parts: Sizes of the parts of the last dimension that are sharded one by one.
 

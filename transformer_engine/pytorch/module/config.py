@@ -1,11 +1,11 @@
-"""@configured(LinearConfig): public module settings are fields in one frozen record, which a write replaces.
+"""@configure_class(LinearConfig): public module settings are fields in one frozen record, which a write replaces.
 
 ```python
 @dataclass(frozen=True, eq=False)
 class NormConfig(Config):
     eps: float = 1e-5
 
-@configured(NormConfig)
+@configure_class(NormConfig)
 class Norm(torch.nn.Module):
     eps: float  # for type checkers; the decorator defines the property
 

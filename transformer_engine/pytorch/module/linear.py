@@ -11,9 +11,9 @@ the computation. A module call has three steps:
    first call under a recipe also creates the quantizers and scaling states (`numerics.py`).
 3. `linear` (`functions/linear.py`) computes y, as a node in autograd's graph.
 
-**Settings.** `@configured` defines `layer.in_features`, `layer.return_bias` and the other settings as properties over
-the frozen record `layer._config`. Assigning one replaces the record, so that the next call has another spec.
-`_configure` creates the record, and `@accepts` checks and converts the constructor's arguments.
+**Settings.** `@configure_class` defines `layer.in_features`, `layer.return_bias` and the other settings as
+properties over the frozen record `layer._config`. Assigning one replaces the record, so that the next call has
+another spec. `_configure` creates the record, and `@accepts` checks and converts the constructor's arguments.
 
 **Monkey-patching.** Other libraries assign functions to `_Linear` and `general_gemm` in this file. `_replaced.names`
 contains the assigned names; it is empty in other programs. If it is not, `_linear_by_name` replaces `linear`.
@@ -59,7 +59,7 @@ from .specs import (
     with_compiled_passes,
 )
 
-# Beside the layer, original names that other libraries import or monkey-patch here.
+# Besides the layer: names from NVIDIA's Transformer Engine that other libraries import or monkey-patch here.
 __all__ = ["Linear", "_Linear", "general_gemm", "get_workspace"]
 
 
@@ -68,7 +68,7 @@ def build(call: Call) -> LinearSpec:
 
     Args:
         call: Layer configuration and recipe, call switches, and tensor metadata: `weight` and
-            `bias` below are `Facts`, such as shape and dtype, and no tensors.
+            `bias` below are `Facts`, such as shape and dtype, not tensors.
 
     Raises:
         TypeError: The input dtype is unsupported.
@@ -97,7 +97,7 @@ def build(call: Call) -> LinearSpec:
         needs=needs,
         update=scale_update(call, any(needs)),
         weight=weight,
-        results=call.options[1:],  # (fp8_output, fp8_grad), behind is_first_microbatch
+        results=call.options[1:],  # (fp8_output, fp8_grad), after is_first_microbatch
         shard=rows_of_shard(call, parallel),
     )
     return with_compiled_passes(call, FUNCTIONS, spec)
@@ -108,15 +108,16 @@ class Linear(ProductsModule):
     """Compute y [.., out_features] = x [.., in_features] @ weight.T + bias, quantized by the `autocast` recipe.
 
     Args:
-        in_features: Last dimension of x, in the whole layer if it is tensor-parallel.
-        out_features: Last dimension of y, in the whole layer if it is tensor-parallel.
+        in_features: Size of the last dimension of x, over all ranks if the layer is tensor-parallel.
+        out_features: Size of the last dimension of y, over all ranks if the layer is tensor-parallel.
         sequence_parallel: Shard activations outside the layer along their first dimension.
         fuse_wgrad_accumulation: Accumulate the weight gradient into `weight.main_grad`.
         tp_group: Tensor-parallel process group.
         tp_size: Tensor-parallel group size, if `set_tensor_parallel_group` is called later.
-        get_rng_state_tracker: Function that returns the random state tracker for initialization.
-        rng_tracker_name: Random state name in the tracker.
-        init_method: `init_method(weight)` fills the weight; by default with N(0, 0.023).
+        get_rng_state_tracker: Function that returns the tracker of random states, one of which initializes the weight.
+        rng_tracker_name: Name of that random state in the tracker.
+        init_method: `init_method(weight)` fills the weight; by default from a normal distribution with standard
+            deviation 0.023.
         bias: Add a learned bias [out_features].
         return_bias: Return (y, bias) and leave adding the bias to the caller.
         params_dtype: Parameter dtype, by default `torch.get_default_dtype()`.
@@ -132,7 +133,8 @@ class Linear(ProductsModule):
         ub_bulk_wgrad: The same as ub_overlap_rs_dgrad.
         ub_name: Layer name in the `initialize_ub` configuration; no effect.
         delay_wgrad_compute: Compute the weight gradient in `backward_dw()` instead of the backward pass.
-        symmetric_ar_type: "one_shot" or "two_shot": sum the output of a row-parallel layer over symmetric memory.
+        symmetric_ar_type: "one_shot" or "two_shot": sum the output of a row-parallel layer over ranks through
+            symmetric memory.
         save_original_input: Save the unquantized input for the backward pass; not with delayed scaling.
         name: Layer name in reports and debugging output.
 
@@ -143,7 +145,7 @@ class Linear(ProductsModule):
 
     build = staticmethod(build)
     _config: LinearConfig  # pyright: ignore[reportIncompatibleVariableOverride]
-    # Types for the properties that `@configured` defines.
+    # Types for the properties that `@configure_class` defines.
     in_features: int
     out_features: int
     parallel_mode: str | None
@@ -194,7 +196,7 @@ class Linear(ProductsModule):
             save_original_input=save_original_input,
             get_rng_state_tracker=get_rng_state_tracker,
             rng_tracker_name=rng_tracker_name,
-            # Value names in a `Call`, in order, for checks and messages: the `forward` switches,
+            # Names of the values in a `Call`, in order, for checks and messages: the switches of `forward`,
             # and the tensors that it reads in addition to the input.
             _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias"),
@@ -225,12 +227,12 @@ class Linear(ProductsModule):
             inp: Input [.., in_features].
             is_first_microbatch: True quantizes the weight into a cache, False reads the cache, and None
                 quantizes the weight for this call only. An optimizer step or another write to the weight does
-                not invalidate the cache: pass True in the first call after it. False also quantizes the
-                present weight into the cache if the cache is empty (a new layer, a loaded state dict, another
+                not invalidate the cache: pass True in the first call after it. False quantizes the
+                current weight into the cache if the cache is empty (a new layer, a loaded state dict, another
                 recipe) or lacks the column-wise codes (the first training call after an evaluation). True
-                writes into the memory of the step before, unless a backward pass that has not run needs its
-                codes, or torch.compile is tracing. A weight that is a quantized tensor is not cached. With
-                fuse_wgrad_accumulation, the first gradient after True overwrites main_grad.
+                overwrites the codes of the previous step in memory; it allocates new memory if a backward pass
+                that has not run yet needs them, or while torch.compile is tracing. A weight that is a quantized
+                tensor is not cached. With fuse_wgrad_accumulation, the first gradient after True overwrites main_grad.
             fp8_output: Return y as a quantized tensor.
             fp8_grad: Return the input gradient as a quantized tensor.
 
@@ -263,7 +265,7 @@ class Linear(ProductsModule):
     def _output_of_subclasses(
         self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
-        """Compute `_compute_output` where input or weight is a DTensor, a quantized tensor, or a shard to gather."""
+        """Call `_compute_output` for an input or weight that is a DTensor, a quantized tensor, or a shard to gather."""
         if is_distributed(weight) or is_distributed(inp):
             return output_of_shards(self, options, inp, weight, bias)
         if not getattr(weight, "is_distributed_weight", False):
@@ -300,7 +302,7 @@ class Linear(ProductsModule):
         return y if added is not None or bias is None else y + bias
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
-        """Return the weight columns, of a shard if the parameters are DTensors."""
+        """Return the number of columns of the weight, or of its shard if the parameters are DTensors."""
         return self.in_features if not tensors or tensors[0] is None else tensors[0].shape[1]
 
     def onnx_forward(
@@ -324,11 +326,11 @@ class Linear(ProductsModule):
 
 
 def _linear_by_name(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
-    """Compute `linear` unquantized, by the names of this file that a program has replaced; see `compat/by_name.py`."""
+    """Compute `linear` unquantized, with functions that a program has assigned here; see `compat/by_name.py`."""
     check_unquantized(spec, _replaced.names, "Linear")
     records = torch.is_grad_enabled()
     return call_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])
 
 
-# Names in this file that programs monkey-patch. `_replaced.names` contains names with another value than these.
+# Names in this file that programs monkey-patch. `_replaced.names` contains those that now have another value.
 _replaced = watched(__name__, {"_Linear": _Linear, "general_gemm": general_gemm})

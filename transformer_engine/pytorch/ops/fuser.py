@@ -6,12 +6,12 @@ two ways to run it:
 - **Prepared**: as one forward and one backward pass, in which a kernel may compute several operations or quantize its
   result for the next one (`chain.py`, `passes/patterns.py`). The passes are prepared once per key, which describes the
   shapes, dtypes and settings of a call (`call_key.py`); later calls with the same key reuse them (`prepared_chain.py`).
-- **In segments**: consecutive operations with passes of this package run as one segment, and operations with methods of
-  a user run between segments (`chain_run.py`).
+- **In segments**: consecutive operations whose passes are this package's run as one segment. An operation whose methods
+  a user wrote runs by these methods, as a segment of its own (`chain_run.py`).
 
 A call runs in segments if one of these conditions holds:
 
-- An operation or a `FusedOperation` of the chain has methods of a user, or operations are connected by channels.
+- A user wrote the methods of an operation or a `FusedOperation` in the chain, or channels connect operations.
 - The call has keyword arguments, or `torch.compile` traces it.
 - The call repeats a forward pass under delayed scaling, as checkpoints do.
 - A backend is forced (`te.use_backend`), or an observer reads the choices (`te.explain`).
@@ -22,11 +22,11 @@ kernel computes. `chain.py` decides which kernel quantizes its result for the ne
 
 Registered fusion functions replace operations by `FusedOperation`s. The `FusedOperation`s of this package
 (`fused/operations.py`) compute nothing: they describe these decisions to tests and other libraries, which read the
-attributes `_forward_ops` and `_backward_ops`. A `FusedOperation` of a user runs by its own methods.
+attributes `_forward_ops` and `_backward_ops`. A `FusedOperation` that a user wrote runs by its own methods.
 
-`first` is the index of the first basic operation that the backward pass reaches: the first one with an input or a
-parameter that requires a gradient. It is the number of basic operations if no tensor requires a gradient, or if
-gradients are disabled.
+`first`, in this file and others, is the index of the first basic operation that the backward pass reaches: the first
+one with an input or a parameter that requires a gradient. It is the number of basic operations if no tensor requires
+a gradient, or if gradients are disabled.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class OperationFuser:
         )
 
     def _set_inspected_attributes(self, chain: PreparedChain) -> None:
-        """Set the attributes that tests and other libraries read after a call to the prepared chain's values."""
+        """Copy the prepared chain's fusions to the attributes that tests and other libraries read after a call."""
         if chain.fusions.key is self._fusions_key:
             return
         self._forward_ops, self._backward_ops = chain.fusions.forward, chain.fusions.backward
@@ -324,8 +324,8 @@ class OperationFuser:
     def _apply_registered_fusions(self, first: int, state: AutocastState) -> None:
         """Apply the registered fusion functions, unless recipe, functions and `first` are as in the last call.
 
-        Recipes are equal here if their class, history length and backward override are, which fusion functions may
-        read. The results for operations of this package are descriptions; see the header of this file.
+        Recipes are equal here if their class, history length and backward override are equal: fusion functions may
+        read these. The results for operations of this package are descriptions; see the header of this file.
         """
         recipe = state.recipe if state.enabled else None
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None

@@ -40,8 +40,8 @@ class Linear(PassFusedOperation):
     y contains the sum over all ranks' biases. `te.Linear` adds one bias, after the reduction.
 
     Args:
-        in_features: Last input dimension, over all ranks.
-        out_features: Last output dimension, over all ranks.
+        in_features: Size of the last input dimension, over all ranks.
+        out_features: Size of the last output dimension, over all ranks.
         bias: Add a bias.
         device: Parameter device, by default the GPU if there is one; "meta" allocates them in the
             first forward pass.
@@ -49,7 +49,8 @@ class Linear(PassFusedOperation):
         tensor_parallel_mode: None, "column" (out_features are sharded) or "row" (in_features are sharded).
         tensor_parallel_group: The tensor-parallel process group, by default the world group.
         sequence_parallel: Shard the activations between layers along their first dimension.
-        rng_state_tracker_function: Returns an RNG state tracker; the weight is initialized within `tracker().fork()`.
+        rng_state_tracker_function: Function that returns an RNG state tracker, within whose `fork()` the weight is
+            initialized.
         accumulate_into_main_grad: Accumulate the weight gradient into `weight.main_grad`.
 
     Raises:
@@ -117,12 +118,12 @@ class Linear(PassFusedOperation):
 
     @property
     def in_features(self) -> int:
-        """Last input dimension, over all ranks."""
+        """Size of the last input dimension, over all ranks."""
         return self._sizes[0]
 
     @property
     def out_features(self) -> int:
-        """Last output dimension, over all ranks."""
+        """Size of the last output dimension, over all ranks."""
         return self._sizes[1]
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -60,7 +60,7 @@ class Links:
 
     Args:
         ops: The basic operations in order.
-        outside: Channel names that connect the operations with other chains. The caller gives what
+        outer_channels: Channel names that connect the operations with other chains. The caller gives what
             the operations read from them, and receives what the operations write to them.
 
     Raises:
@@ -165,7 +165,7 @@ class Links:
         """Return all extra inputs for some operations, by operation.
 
         Args:
-            given: The caller's extra inputs (`by_operation`).
+            extras: The caller's extra inputs (`by_operation`).
             outputs: Extra outputs by operation, as far as they are computed.
             indices: The operations.
         """

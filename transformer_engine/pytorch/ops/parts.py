@@ -93,7 +93,7 @@ def connecting_channels(
 
     Args:
         parts: Basic operations by part.
-        outside: Channel names that connect these parts with further operations.
+        outer_channels: Channel names that connect these parts with further operations.
 
     Raises:
         ValueError: A channel has no producer, several, or one that is not earlier than its reader.
@@ -122,7 +122,7 @@ def call_parts(
         input: The main input of the first part.
         extra_inputs: Extra inputs from the caller, in order.
         op_kwargs: {id(basic operation): keyword arguments}.
-        outside: Channel names that connect the parts with further operations. The caller gives what
+        outer_channels: Channel names that connect the parts with further operations. The caller gives what
             the parts read from them, and receives what the parts write to them.
 
     Returns:

@@ -35,7 +35,7 @@ class _Parts(NamedTuple):
     """The modules of a Sequential, divided into parts.
 
     Attributes:
-        modules: `_modules` values.
+        modules: The values of `_modules`, by which a later call sees whether the modules have changed.
         operations: The modules that are operations.
         fusible: The operations that may fuse, because nothing intercepts their calls (`are_bare`).
         parts: Fused chains and single modules, in order.

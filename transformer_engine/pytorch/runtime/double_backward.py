@@ -53,7 +53,7 @@ def _reject_derivative(operation: str, gradients: Any, ctx: Any, grads: Sequence
 
     Args:
         operation: Operation name, for the error.
-        made: Gradient, or gradient tuple.
+        gradients: Gradient, or tuple of gradients.
         ctx: The node that computed them.
         grads: The gradients from which it computed them.
     """

@@ -80,7 +80,7 @@ class _ActivationCodes(ActivationKernel):
         """Build the sharding rule of a kernel.
 
         Args:
-            given: Axes of an operand before x, followed by ", "; or "".
+            inputs: Axes of an operand before x, followed by ", "; or "".
             unit: "n " for an axis before the code columns, or "".
             *sums: Column-sum axes, if any.
         """

@@ -30,7 +30,7 @@ def take_in_statistics(x: Tensor, operand: Operand | None, accumulated: Tensor) 
     Args:
         x: Matrix [M, K].
         operand: x quantized, in the same row order; None: not quantized, three statistics are 0.
-        kept: float64 [6].
+        accumulated: float64 [6].
     """
     facts = (x.shape, x.stride(), x.dtype, x.device)
     if operand is None or operand.format is None:

@@ -163,7 +163,7 @@ def sent_shard(
 
     Args:
         storage: The shard.
-        whole: Shape of the whole tensor.
+        unsharded: Shape of the whole tensor.
         ranks: Shard count; None if they are not gathered.
     """
     tensors, payload = gather_payload(storage)
