@@ -71,8 +71,8 @@ def _pretend_memory() -> None:
     torch.cuda.current_device = lambda: None  # pyright: ignore[reportAttributeAccessIssue] # a CPU's index
 
     def numbers(device: torch.device, zeroed: Sequence[bool]) -> list[Tensor]:
-        slots = zeros._slots_of(device)
-        return [zeros._popped(slots, device) for _ in zeroed]
+        slots = zeros._find_slots(device)
+        return [zeros._pop_slot(slots, device) for _ in zeroed]
 
     everywhere("numbers", numbers)
     everywhere("zero", lambda device: numbers(device, (True,))[0])
@@ -137,13 +137,13 @@ def _pretend_library() -> None:
     library.missing = library._missing = _takes_all
     library.bindings = lambda: fake
     library.handle = lambda device: 1
-    library.device_of = lambda device: torch.device("cpu")
+    library.indexed_device = lambda device: torch.device("cpu")
     library.current_device = lambda: 0
     library._workspaces[0, 0] = (0, None)
     products = _module("pytorch.primitives.gemm.cublaslt")
-    planned = products.problem_of
+    planned = products.make_problem
     # A GPU's allocations are multiples of 512 bytes, a CPU's of 64.
-    products.problem_of = lambda request: planned(request)._replace(alignment=_ALIGNMENT)
+    products.make_problem = lambda request: planned(request)._replace(alignment=_ALIGNMENT)
     _module("pytorch.primitives.gemm.cublaslt_fused").ALIGNMENT = _ALIGNMENT
 
 

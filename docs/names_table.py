@@ -120,7 +120,7 @@ def weights(names: list[Name]) -> list[str]:
 
 def summary(names: list[Name]) -> str:
     """Return the counts by package, and the reasons of absent names, as Markdown."""
-    reason_for = importlib.import_module("transformer_engine.common.absent")._reason_for
+    reason_for = importlib.import_module("transformer_engine.common.absent")._find_reason
     counts = Counter((row.package, row.status) for row in names)
     lines = ["| package | names | served | raise | absent |", "| --- | --- | --- | --- | --- |"]
     for package in sorted({row.package for row in names}):

@@ -11,7 +11,7 @@ from tests.architecture.source import modules, nodes
 TABLE = "transformer_engine.common.hardware"
 NAMES = {
     *("capability", "compute_capability", "get_device_compute_capability", "get_device_capability"),
-    *("architecture", "gcnArchName", "likeness", "number_of"),
+    *("architecture", "gcnArchName", "likeness", "capability_number"),
 }
 # The getters split or encode the number or the name that a library reports.
 GETTERS = ("transformer_engine.pytorch.runtime.device", "transformer_engine.jax.platform")
@@ -76,7 +76,7 @@ def comparisons(tree_nodes) -> list[int]:
         ("if hardware.architecture == '9.0': pass", [1]),
         ("if hardware.architecture in ('8.0', '8.6'): pass", [1]),
         ("if hardware.architecture.startswith('12'): pass", [1]),
-        ("if number_of(hardware) >= 90: pass", [1]),
+        ("if capability_number(hardware) >= 90: pass", [1]),
         ("if (properties.major, properties.minor) >= (9, 0): pass", [1]),
         ("if hardware is nvidia(9, 0): pass", [1]),
         ("if hardware is hardware_named('nvidia', '12.0'): pass", [1]),

@@ -156,7 +156,7 @@ def test_both_products_of_an_mlp_advance_their_states():
 def test_unsupported_quantization_has_a_reason(monkeypatch):
     for module in ("activation.triton", "quantize.triton"):
         monkeypatch.setattr(
-            f"transformer_engine.jax.primitives.{module}.unsupported_on", lambda platform, name: None
+            f"transformer_engine.jax.primitives.{module}.platform_failure", lambda platform, name: None
         )
     seen = []
     with observing(lambda operation, request: seen.append((operation, request))):

@@ -234,7 +234,7 @@ class Library:
 def pretend(capability: tuple[int, int] = pretended_gpu.HOPPER) -> None:
     pretended_gpu.pretend(capability)
     cublaslt_swizzled._scalars = scalars_of_levels
-    pretended_gpu.everywhere("swizzled_scale", scales_in_tiles)
+    pretended_gpu.everywhere("swizzle_operand_scale", scales_in_tiles)
     torch.rand = random_numbers
     current_scaling._all_reduce_joined = maxima_of_ranks
     pretended_gpu.everywhere("block_scale_memory", scales_in_library_layout)

@@ -421,7 +421,7 @@ def test_descriptors_are_reused_and_destroyed_with_their_plan(library):
         cublaslt_fused.bind(request)(a, b, Epilogue(BF16), cast_to(formats.E4M3, one))
         alive.append(len(library.alive))
     assert alive[1] == alive[2]
-    cublaslt_fused.cublaslt.plan_of(request.product)  # another problem, whose plan stays
+    cublaslt_fused.cublaslt.find_plan(request.product)  # another problem, whose plan stays
     cublaslt_plan._plans.clear()
     assert not library.alive
 
@@ -486,7 +486,7 @@ def test_problems_with_different_epilogues_have_different_keys(library):
         on_h200(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e4m3fn),
     ]
     keys = {cublaslt_fused.fused_problem(request).key for request in requests}
-    keys.add(cublaslt_fused.cublaslt.problem_of(requests[0].product).key)
+    keys.add(cublaslt_fused.cublaslt.make_problem(requests[0].product).key)
     assert len(keys) == len(requests) + 1
 
 

@@ -91,7 +91,7 @@ def test_a_launch_that_allocates_no_outputs_writes_those_of_the_caller(started, 
     launch = record("given", 1, Output(None, "float32"))
     run_program_into(launch, (x, out), x.device)
     assert started == [("given", [x, out])]
-    with pytest.raises(AssertionError, match=r"use run_into"):
+    with pytest.raises(AssertionError, match=r"use run_program_into"):
         run(launch, (x,))
 
 

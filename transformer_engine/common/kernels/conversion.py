@@ -20,7 +20,7 @@ INTEGERS = {"float8_e4m3fn": "integers e4m3", "float8_e5m2": "integers e5m2"}
 BYTES = "uint8"
 
 
-def select_conversion(row: Hardware, dtypes: Iterable[str | None]) -> str:
+def choose_conversion(row: Hardware, dtypes: Iterable[str | None]) -> str:
     """A GPU's conversion for tensors with these dtypes, in torch's spelling.
 
     Raises:
@@ -49,5 +49,5 @@ def resolve(
     if row is NO_GPU:  # Triton's interpreter
         return constants, False
     if converts:
-        constants = (*constants[:-1], select_conversion(row, dtypes))
+        constants = (*constants[:-1], choose_conversion(row, dtypes))
     return constants, not row.has("fp8 casts")

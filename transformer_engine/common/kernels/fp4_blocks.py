@@ -20,7 +20,7 @@ ERRORS = {"": 0, MAE: 1, MSE: 2, FAST_MAE: 3, FAST_MSE: 4}
 
 
 @triton.jit
-def select_codes(scaled, random, STOCHASTIC: tl.constexpr):
+def choose_codes(scaled, random, STOCHASTIC: tl.constexpr):
     """Encode float32 values to E2M1: nearest, ties to even, or floor(|x| + random * gap); NaN becomes +6."""
     number = scaled == scaled
     magnitude = tl.where(number, tl.abs(scaled), 6.0)
@@ -118,7 +118,7 @@ def block_error(
     """Compute the error [ROWS, COLUMNS / 16] of coding x's blocks with these scales; ERROR is one of `ERRORS`."""
     scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS, CONVERSION)
     values = (
-        decode_codes(select_codes(scaled, scaled, False)) * to_values(block_scale, CONVERSION)[:, :, None]
+        decode_codes(choose_codes(scaled, scaled, False)) * to_values(block_scale, CONVERSION)[:, :, None]
     )
     exact = x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP)
     if PER_ROW:

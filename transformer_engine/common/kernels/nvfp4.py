@@ -24,9 +24,9 @@ from .fp4_blocks import (
     LARGEST,
     as_block_scale,
     candidates,
+    choose_codes,
     range_scale,
     scaled_blocks,
-    select_codes,
     takes_four,
 )
 from .launch import Launch, Output
@@ -124,7 +124,7 @@ def _store_direction(
         inside = inside_r[:, None] & (first_c + c < C)[None, :]
         corner = random + (first_r * C + first_c)
         uniform = tile.load(corner + (r[:, None] * C + c[None, :]), inside, EVEN)
-    code = select_codes(scaled, uniform, random is not None)
+    code = choose_codes(scaled, uniform, random is not None)
     low, high = tl.split(code.reshape(ROWS, COLUMNS // 2, 2))
     byte = tl.arange(0, COLUMNS // 2)
     inside = inside_r[:, None] & (first_c + byte * 2 < C)[None, :]

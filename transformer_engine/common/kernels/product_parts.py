@@ -175,7 +175,7 @@ def is_swapped(rows: int, columns: int) -> bool:
     return rows <= 64 and columns > rows
 
 
-def select_tile(columns: int) -> tuple[int, int, int, int]:
+def choose_tile(columns: int) -> tuple[int, int, int, int]:
     """Choose (rows, columns, stages, warps) for a program's tile; `columns` are the result's."""
     # Compiled for every row in the hardware table with Triton 3.7. On 10.x and 11.0 tl.dot_scaled becomes a bfloat16
     # product below 128 rows. 8 warps need 94 to 244 registers and no stack; 4 warps up to 900 bytes of stack on 12.x.

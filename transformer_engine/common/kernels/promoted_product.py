@@ -15,7 +15,7 @@ from ..formats import ceil_div
 from . import tile
 from .conversion import INTEGERS
 from .launch import Launch
-from .product_parts import NO_EPILOGUE, ProductEpilogue, Side, finish, is_swapped, select_tile
+from .product_parts import NO_EPILOGUE, ProductEpilogue, Side, choose_tile, finish, is_swapped
 from .rounding import to_values
 
 _DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
@@ -123,7 +123,7 @@ def block_product(
     swapped = is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
     strides = (1, out) if swapped else (out, 1)
-    rows, columns, stages, warps = _tile_of_bytes(right.rows) if decodes else select_tile(right.rows)
+    rows, columns, stages, warps = _tile_of_bytes(right.rows) if decodes else choose_tile(right.rows)
     elements = [INTEGERS[_DTYPES[side.element]] if decodes else "" for side in (left, right)]
     constants = (
         depth % 128 == 0, left.unit, right.unit, *elements, stages, rows, columns, 128,

@@ -21,11 +21,11 @@ from .product_parts import (
     ProductEpilogue,
     Side,
     TmaOptions,
+    choose_tile,
     finish,
     finish_with_tma,
     is_swapped,
     scale_by_maxima,
-    select_tile,
 )
 from .swizzled_scales import descriptor_of_tiles, exponents_of_tile, load_scale_tile, scales_of_tile
 
@@ -220,7 +220,7 @@ def product(
     swapped = is_swapped(a.rows, b.rows)
     left, right = (b, a) if swapped else (a, b)
     strides = (1, out) if swapped else (out, 1)
-    rows, columns, stages, warps = select_tile(right.rows)
+    rows, columns, stages, warps = choose_tile(right.rows)
     step = 128 * packing
     units = () if tma.operands else (left.unit, right.unit)
     last = tma.results and not swapped if tma.operands else depth % step == 0

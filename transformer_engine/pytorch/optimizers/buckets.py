@@ -14,7 +14,7 @@ from ...common.operation_settings import Adam
 from ..primitives.multi_tensor import Extents, adam_step
 from ..tensor.quantized_tensor import QuantizedTensor
 from .multi_tensor import adam_checked
-from .multi_tensor_apply import Checked, local_part, local_tensors, select_tensors
+from .multi_tensor_apply import Checked, choose_tensors, local_part, local_tensors
 
 
 class CheckedAdamStep:
@@ -50,7 +50,7 @@ class CheckedAdamStep:
         )
         unchanged = unchanged and _addresses(state_lists) == self.addresses
         if not (unchanged and self.held and all(map(Tensor.is_contiguous, local))):
-            lists = select_tensors(tensor_lists)
+            lists = choose_tensors(tensor_lists)
             adam_checked(noop_flag, lists)
             sizes = map(Tensor.numel, local)
             places = [index for index, size in enumerate(sizes) if size]

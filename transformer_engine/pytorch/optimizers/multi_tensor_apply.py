@@ -62,19 +62,19 @@ class MultiTensorApply:
             tensor_lists: Parallel tensor lists; DTensors are replaced by their local shards.
             args: The operation's other arguments.
         """
-        lists = select_tensors(tensor_lists)
+        lists = choose_tensors(tensor_lists)
         if not lists or not lists[0]:
             return None
         return op(self.chunk_size, noop_flag_buffer, lists, *args)
 
 
 class Checked(tuple[Sequence[Tensor], ...]):
-    """Parallel lists with the cached result of `select_tensors`."""
+    """Parallel lists with the cached result of `choose_tensors`."""
 
     worked: list[Sequence[Tensor]]
 
 
-def select_tensors(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+def choose_tensors(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
     """Return the local tensors in the lists without empty ones; raise RuntimeError for lists with different lengths."""
     if isinstance(tensor_lists, Checked):
         return tensor_lists.worked

@@ -211,7 +211,7 @@ def output_makers(launch: Launch, device: torch.device) -> list[Any]:
 def _maker(output: Output, device: torch.device) -> Callable[[], Tensor]:
     shape, dtype, begins = output.shape, output.dtype, output.begins
     assert shape is not None and dtype is not None, (
-        "a caller that knows the shape allocates the output: use run_into"
+        "a caller that knows the shape allocates the output: use run_program_into"
     )
     if begins is not None:
         assert not output.transposed

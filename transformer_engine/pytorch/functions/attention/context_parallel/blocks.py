@@ -128,13 +128,13 @@ def block_inputs(
     found["q"] = tokens.queries.take(inputs.q, block.queries)
     found["k"], found["v"] = (tokens.keys.take(x, keys) for x in (k, v))
     if inputs.bias is not None:
-        found["bias"] = select_columns(select_rows(inputs.bias, block.queries), block.key_spans)
+        found["bias"] = choose_columns(choose_rows(inputs.bias, block.queries), block.key_spans)
     if inputs.masked is not None:
-        found["masked"] = select_columns(select_rows(inputs.masked, block.queries), block.key_spans)
+        found["masked"] = choose_columns(choose_rows(inputs.masked, block.queries), block.key_spans)
     if inputs.masked_q is not None:
-        found["masked_q"] = select_columns(inputs.masked_q, block.query_spans)
+        found["masked_q"] = choose_columns(inputs.masked_q, block.query_spans)
     if inputs.masked_kv is not None:
-        found["masked_kv"] = select_columns(inputs.masked_kv, block.key_spans)
+        found["masked_kv"] = choose_columns(inputs.masked_kv, block.key_spans)
     if call.mask.padding:
         assert inputs.lengths_q is not None and inputs.lengths_kv is not None
         if call.packed:
@@ -181,11 +181,11 @@ def _count_lengths(lengths: Tensor, spans: Sequence[Part]) -> Tensor:
     return counts.int()
 
 
-def select_rows(x: Tensor, part: Part) -> Tensor:
+def choose_rows(x: Tensor, part: Part) -> Tensor:
     return x if x.shape[-2] == 1 else x[..., part.first : part.stop, :]
 
 
-def select_columns(x: Tensor, spans: Sequence[Part]) -> Tensor:
+def choose_columns(x: Tensor, spans: Sequence[Part]) -> Tensor:
     if x.shape[-1] == 1:
         return x
     parts = [x[..., span.first : span.stop] for span in spans]

@@ -20,7 +20,7 @@ from ....primitives.attention.operators import BIAS, SINK
 from ....runtime.autograd import Function
 from ....runtime.double_backward import once_differentiable
 from ..autograd import SavedAttention, attention_backward, attention_forward
-from .blocks import BlockPlan, BoundBlock, block_inputs, select_rows, tokens_of
+from .blocks import BlockPlan, BoundBlock, block_inputs, choose_rows, tokens_of
 from .groups import Ring, all_gather, reduce_scatter
 from .layout import TokenOrder
 from .merge import MergedAttention, per_token
@@ -148,7 +148,7 @@ def backward(
             tokens.keys.add(grad_v, keys, found.v)
             if grad_bias is not None:
                 assert found.bias is not None
-                _add_columns(select_rows(grad_bias, queries), bound.block.key_spans, found.bias)
+                _add_columns(choose_rows(grad_bias, queries), bound.block.key_spans, found.bias)
         if not plan.gathers:
             # The sums for a rank's keys follow the keys around the ring, and arrive at their rank after the last step.
             if travelling is not None:

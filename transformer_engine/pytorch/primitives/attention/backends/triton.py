@@ -168,14 +168,14 @@ def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, ls
         bias = q.new_empty(plan.bias_shape, dtype=inputs.bias.dtype if same_shape else torch.float32)
     make_keys = torch.zeros if call.kv_format == "thd" else torch.empty
 
-    def select_keys(tensor: Tensor) -> Tensor:
+    def choose_keys(tensor: Tensor) -> Tensor:
         if plan.parts == 1:
             return make_keys(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         parts = (*tensor.shape[:-1], plan.parts, tensor.shape[-1])
         return make_keys(parts, dtype=torch.float32, device=tensor.device)
 
     dq = make(q.shape, dtype=q.dtype, device=q.device)
-    return _Results(torch.empty_like(lse), sink, dq, select_keys(inputs.k), select_keys(inputs.v), bias)
+    return _Results(torch.empty_like(lse), sink, dq, choose_keys(inputs.k), choose_keys(inputs.v), bias)
 
 
 def _sources(call: AttentionCall, inputs: AttentionInputs) -> _Sources:
