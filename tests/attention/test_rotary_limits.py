@@ -164,7 +164,7 @@ def test_padding_may_exceed_the_table_and_sequences_may_not(device):
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("cp_size", [2, 3])
 def test_starts_and_ranks_together_are_the_ranks_part_of_the_whole(cp_size, tensor_format, fused, device):
-    """Return a rank's two chunks of whole sequences that were rotated from their starts."""
+    """A rank's result is its two chunks of the whole sequences, rotated from their starts."""
     lengths = [4 * cp_size, 2 * cp_size] if tensor_format == "thd" else [4 * cp_size] * 2
     starts, freqs = [3, 17], angles(device, 17 + 4 * cp_size)
     whole = [torch.randn(n, 3, 8, device=device) for n in lengths]

@@ -174,7 +174,7 @@ def test_a_field_of_the_recipe(kind: str, name: str, in_place: bool):
         assert agree(after, outcome(fresh, changed)), f"{field}={getattr(changed, field)!r}"
 
 
-# Defaults of absent constructor keywords: a layer keeps the value of its construction.
+# Defaults of absent constructor keywords: a layer keeps the value that it read at construction.
 DEFAULTS = {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"}
 
 # Fields for which a recipe takes one value only.

@@ -1,4 +1,4 @@
-"""This machine's recipes and backends, from a small layer's training step under every recipe."""
+"""Recipes and backends on this machine, from a training step of a small layer under every recipe."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Survey:
 def survey(device: str) -> Survey:
     """Run one training step with a small TransformerLayer under every recipe and collect the requests."""
     reports: list[RecipeReport] = []
-    requested: dict[tuple[str, tuple[Verdict, ...]], list[str]] = {}
+    recipes_by_answer: dict[tuple[str, tuple[Verdict, ...]], list[str]] = {}
     for name in RECIPES:
         unique: dict[tuple[str, Any], None] = {}
         with te.emulate(), observing(lambda operation, request: unique.setdefault((operation, request))):  # noqa: B023
@@ -67,10 +67,11 @@ def survey(device: str) -> Survey:
         requests = list(unique)
         answers = [(operation, tuple(tables[operation].explain(request))) for operation, request in requests]
         for answer in dict.fromkeys(answers):
-            requested.setdefault(answer, []).append(name)
+            recipes_by_answer.setdefault(answer, []).append(name)
         reports.append(_report(name, requests))
     findings = [
-        OperationUse(operation, tuple(names), answers) for (operation, answers), names in requested.items()
+        OperationUse(operation, tuple(names), answers)
+        for (operation, answers), names in recipes_by_answer.items()
     ]
     findings.sort(key=lambda finding: finding.operation)
     used = {finding.operation for finding in findings}

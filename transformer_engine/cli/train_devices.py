@@ -57,7 +57,7 @@ def train_on_devices(request: TrainRequest, devices: int | None, distributed: bo
 
     Raises:
         ValueError: The options contradict each other, the model, or the number of processes.
-        Failure: A rank failed more often than it is started again.
+        Failure: A rank failed again after the last of the restarts.
     """
     if distributed and not is_torchrun_rank():
         raise ValueError(
@@ -120,7 +120,7 @@ def train_on_ranks(request: TrainRequest, clears: bool) -> None:
 
 
 def _prepare_trainer(request: TrainRequest, ranks: Ranks, clears: bool) -> Trainer:
-    """Prepare a trainer at its first step, or at the last checkpoint's step."""
+    """Prepare a trainer at its first step, or at the step of the last checkpoint."""
     folder = request.folder
     if clears and ranks.leads:
         _clear(folder)
@@ -153,9 +153,9 @@ def _interrupts(device: torch.device) -> Iterator[Callable[[], bool]]:
         received.fill_(1)
 
     def stop() -> bool:
-        agreed = received.clone()
-        dist.all_reduce(agreed)
-        return bool(agreed.item())
+        count = received.clone()
+        dist.all_reduce(count)
+        return bool(count.item())
 
     previous = signal.signal(signal.SIGINT, receive)
     try:

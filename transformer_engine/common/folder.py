@@ -1,4 +1,4 @@
-"""modules_of(package): imports every module in a package, so that adding a file registers it."""
+"""import_modules(package): imports every module in a package, so that adding a file registers it."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from .checks import check_integers, is_known
 def compute_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array, Array]:
-    """Compute (input_offsets, send_sizes, output_offsets, recv_sizes), each [R], for lax.ragged_all_to_all of one
-    shard.
+    """Compute a shard's arguments (input_offsets, send_sizes, output_offsets, recv_sizes), each [R].
 
     Args:
         all_shards_tokens_per_expert: Rows of every shard for every expert [R, E]; expert e is on shard e // (E / R).
@@ -44,7 +43,7 @@ def compute_reverse_ragged_all_to_all_params(
 
 
 def rows_by_shard(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> Array:
-    """Count [from, to, local expert]: rows sent from a shard to an expert on another shard."""
+    """Return counts [from, to, local expert]: the rows that a shard sends to an expert on a shard."""
     whole("num_expert_shards", shards)
     check_integers("all_shards_tokens_per_expert", tokens_per_expert)
     shape = tokens_per_expert.shape

@@ -169,12 +169,10 @@ def finalize_delayed_grads(
             id(weight): part for weight, part in zip(weights, parts, strict=True) if weight.requires_grad
         }
     for group in groups:
-        full_weights = [wholes.get(id(weight)) for weight in group.weights]
-        if all(gradient is None for gradient in full_weights):
+        gradients = [wholes.get(id(weight)) for weight in group.weights]
+        if all(gradient is None for gradient in gradients):
             continue
-        for weight, part in zip(
-            group.weights, finalize_weight_grads(group.weights, full_weights), strict=True
-        ):
+        for weight, part in zip(group.weights, finalize_weight_grads(group.weights, gradients), strict=True):
             if part is not None:
                 weight.grad = part if weight.grad is None else weight.grad + part
 

@@ -60,9 +60,7 @@ class MasterAdamW:
         adam, masters = state.get("adam"), state.get("masters")
         if not isinstance(adam, dict) or not isinstance(masters, list):
             return "its optimizer has no adam and masters"
-        if [getattr(saved, "shape", None) for saved in masters] != [
-            current.shape for current in self.masters
-        ]:
+        if [getattr(saved, "shape", None) for saved in masters] != [master.shape for master in self.masters]:
             return "the optimizer's master weights have other shapes"
         return _misfit(adam, self.adam)
 

@@ -168,12 +168,12 @@ class ParallelRun:
     def _share_weights(self, config: RunConfig) -> None:
         """Replace the model by this rank's columns and rows of its weights."""
         coordinates, group = self.ranks.place.tensor, self.ranks.tensor_group
-        full = model_parameters(self.model)
+        full_parameters = model_parameters(self.model)
         self.model = ByteGPT(config, set_parallel_mode=True, tp_group=group, tp_size=coordinates[1])
         sharded = []
         with torch.no_grad():
             for name, local in model_parameters(self.model).items():
-                source = full[name]
+                source = full_parameters[name]
                 value: Tensor = source.value
                 dim = sharded_dim(value.shape, local.value.shape, coordinates[1])
                 if dim is not None:

@@ -52,8 +52,8 @@ def backward(
     plain = (name, gated, shape, strides, dtype, constants, *codes, sums is not None)
     launch = activation_cast.backward(*plain, measures=not how.records, zero_is_one=how.zero_is_one)
     inputs = ("dy", "x", "multiplier", "record")
-    full = (shape[0], 2 * shape[1] if gated else shape[1])
-    steps = _code_steps(launch, inputs, full, how, ("partials",))
+    full_shape = (shape[0], 2 * shape[1] if gated else shape[1])
+    steps = _code_steps(launch, inputs, full_shape, how, ("partials",))
     return _with_sums(inputs, steps, how.results, launch, sums)
 
 

@@ -151,10 +151,10 @@ def merge(
     output = tl.zeros([BLOCK_V], tl.float32)
     for begin in range(0, splits, SPLITS):
         split = begin + tl.arange(0, SPLITS)
-        position = (first + split) * rows + row
-        weight = tl.exp2(tl.load(level + position, mask=split < splits, other=-float("inf")) - top)
+        offsets = (first + split) * rows + row
+        weight = tl.exp2(tl.load(level + offsets, mask=split < splits, other=-float("inf")) - top)
         inside = (split < splits)[:, None] & (column < V)[None, :]
-        values = tl.load(partial + position[:, None] * V + column[None, :], mask=inside, other=0.0)
+        values = tl.load(partial + offsets[:, None] * V + column[None, :], mask=inside, other=0.0)
         total += tl.sum(weight, 0)
         output += tl.sum(values * weight[:, None], 0)
     output = output / tl.where(total > 0.0, total, 1.0)

@@ -102,7 +102,7 @@ def sum_in_order(x, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def sum_of_rows(x, TILES: tl.constexpr, GROUPS: tl.constexpr):
-    """Sum 16 rows each in x [16 TILES, GROUPS] to [TILES, GROUPS]: 0 with 8, 1 with 9, .., 0 with 4, .."""
+    """Sum every 16 rows of x [16 TILES, GROUPS] to [TILES, GROUPS], as a tree: rows 0 + 8, 1 + 9, .., then 0 + 4, .."""
     first, second = tl.split(x.reshape(TILES, 2, 8, GROUPS).permute(0, 2, 3, 1))
     first, second = tl.split((first + second).reshape(TILES, 2, 4, GROUPS).permute(0, 2, 3, 1))
     first, second = tl.split((first + second).reshape(TILES, 2, 2, GROUPS).permute(0, 2, 3, 1))

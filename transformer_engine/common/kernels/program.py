@@ -69,14 +69,14 @@ class Program:
         given = (*self.inputs, *self.into)
         numbers: dict[str | None, int] = {None: 0}
         numbers.update((name, index) for index, name in enumerate(given, 1))
-        count = len(given) + 1
+        next_number = len(given) + 1
         steps = []
         for launch, inputs, outputs in self.steps:
             steps.append((launch, tuple(numbers[name] for name in inputs)))
-            for index, name in enumerate(outputs, count):
+            for index, name in enumerate(outputs, next_number):
                 if name is not None:
                     numbers[name] = index
-            count += len(outputs)
+            next_number += len(outputs)
         return tuple(steps), tuple(numbers[name] for name in self.results)
 
     @cached_property

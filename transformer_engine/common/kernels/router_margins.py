@@ -28,7 +28,7 @@ def margins_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Add 1 to histogram[e, bin] for every token, by the distance from e's score to the largest score not chosen."""
+    """Add 1 to histogram[e, bin] for every token; the distance from e's score to the largest not chosen gives bin."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS)[None, :] + tl.zeros([ROWS, EXPERTS], tl.int32)
     inside = (token < tokens)[:, None] & (expert < experts)

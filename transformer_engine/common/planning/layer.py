@@ -229,8 +229,8 @@ def _simulate_key(key: tuple[RankMachine, ModelShape, MicroBatch]) -> Both:
         )
     )
     if work.rotary:
-        rotated = 2 * rows * (heads + kv_heads) * shape.head_dim * VALUE
-        costs.stream(machine, "rotary", rotated, rotated, 2)
+        rotated_bytes = 2 * rows * (heads + kv_heads) * shape.head_dim * VALUE
+        costs.stream(machine, "rotary", rotated_bytes, rotated_bytes, 2)
     costs.add(attention(machine, work, heads, kv_heads, shape.head_dim))
     costs.stream(machine, "copies", 0.0, 2 * projected.size)  # dq, dk and dv become one matrix
     costs.add(

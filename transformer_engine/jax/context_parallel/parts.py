@@ -223,10 +223,10 @@ def _backward(problem: _Problem, saved: Any, dout: Array) -> tuple[Any, ...]:
     queries, keys = query.shape[1], key.shape[1]
     run = problem.part(queries, keys).backward
     wide = [x.astype(jnp.float32) for x in run(query, key, value, out, level, dout)]
-    dq, local = wide[0], (wide[1], wide[2])
-    collected = _Collected(problem, rank[0], local)
+    dq, local_grads = wide[0], (wide[1], wide[2])
+    collected = _Collected(problem, rank[0], local_grads)
     for step, (ks, vs) in _visit_chunks(problem, rank[0], (key, value)):
-        dks, dvs = (jnp.zeros(x.shape, jnp.float32) for x in local)
+        dks, dvs = (jnp.zeros(x.shape, jnp.float32) for x in local_grads)
         for block in problem.blocks(query.shape[0], queries, keys, rank[0], step):
             rows = [_cut(x, block.first, block.queries) for x in (query, out, dout)]
             rows_level = _cut(level, block.first, block.queries, 2)

@@ -77,7 +77,7 @@ class ContextParallel:
         layout: QKVLayout,
         extents: tuple[int, int, int],
     ) -> Segments:
-        """Sequence and position for every token in sharded order; from the end for bottom-right masks."""
+        """Sequence and position for every token in sharded order; bottom-right masks count positions from the end."""
         batch, queries, keys = extents
         orders = [self.order(tokens, layout.is_thd()) for tokens in (queries, keys)]
         if isinstance(descriptor, SequenceDescriptor) and (mask_type.is_padding() or layout.is_thd()):

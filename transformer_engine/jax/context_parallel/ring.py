@@ -54,8 +54,8 @@ def ring_attention(
             keys, values, ids, places = travelling
             scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, keys, preferred_element_type=jnp.float32)
             scores = scores.reshape(batch, heads, queries, -1) * scale
-            visible = segments._replace(key=ids, key_position=places)
-            hidden = hidden_keys(kind, window, visible, queries, keys.shape[1])
+            key_segments = segments._replace(key=ids, key_position=places)
+            hidden = hidden_keys(kind, window, key_segments, queries, keys.shape[1])
             running = _add_keys(running, scores, hidden, values)
             if step + 1 < plan.devices:
                 travelling = tuple(lax.ppermute(x, plan.axis, plan.neighbours) for x in travelling)

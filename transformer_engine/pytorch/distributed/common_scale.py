@@ -1,6 +1,6 @@
 """One scale for shards that ranks quantized separately, so that their codes can be joined.
 
-A layer quantizer takes its maximum over the ranks of a sharded tensor (`Quantizer.reducing_over`). A tensor
+A layer quantizer takes its maximum over the ranks of a sharded tensor (`Quantizer.reduce_over`). A tensor
 that a caller or a neighboring layer quantized has the scale of one shard. Before its codes are sent, they are
 rescaled to the largest scale in the group. Codes are unchanged if the scales are equal.
 """

@@ -125,9 +125,11 @@ def _compare(
     group: Any, settings: Mapping[str, object], device: torch.device, warned_about: str | None = None
 ) -> None:
     """Raise RuntimeError on every rank if settings of the ranks differ; warn once if only `warned_about` does."""
-    local = {name: _ADDRESS.sub("", str(value)) for name, value in {**settings, **common_settings}.items()}
-    local["TE_CHECK"] = str(env.get("TE_CHECK"))
-    digest = hashlib.sha256(repr(sorted(local.items())).encode()).digest()
+    local_settings = {
+        name: _ADDRESS.sub("", str(value)) for name, value in {**settings, **common_settings}.items()
+    }
+    local_settings["TE_CHECK"] = str(env.get("TE_CHECK"))
+    digest = hashlib.sha256(repr(sorted(local_settings.items())).encode()).digest()
     transport = transport_device(group, device)
     sent = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=transport)
     received = sent.new_empty(dist.get_world_size(group))
@@ -135,7 +137,7 @@ def _compare(
         dist.all_gather_into_tensor(received, sent, group=group)
     if len(set(received.tolist())) > 1:
         descriptions: list[Any] = [None] * len(received)
-        dist.all_gather_object(descriptions, local, group=group)
+        dist.all_gather_object(descriptions, local_settings, group=group)
         message = _difference(descriptions, dist.get_process_group_ranks(group))
         compared = [{**found, warned_about: None} for found in descriptions]
         if any(found != compared[0] for found in compared):

@@ -111,8 +111,8 @@ def _gather_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int
 
 def _scatter_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int) -> tuple[float, float]:
     """Return the milliseconds for a product whose rows are summed: by parts, and before the process group's sum."""
-    peers = buffers.ranks - 1
-    rows = max(size // (_WIDTH * torch.bfloat16.itemsize * peers), 1)
+    peer_count = buffers.ranks - 1
+    rows = max(size // (_WIDTH * torch.bfloat16.itemsize * peer_count), 1)
     x = _random(device, buffers.ranks * rows, _WIDTH // buffers.ranks)
     weight, out = _random(device, x.shape[1], _WIDTH), x.new_empty(rows, _WIDTH)
     parts = x.chunk(buffers.ranks)
@@ -121,7 +121,7 @@ def _scatter_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: in
         torch.mm(parts[rank], weight, out=target)
 
     def overlapped() -> None:
-        ScatteredRows(buffers, ((out.shape, out.dtype),) * peers, multiply).wait()
+        ScatteredRows(buffers, ((out.shape, out.dtype),) * peer_count, multiply).wait()
 
     def plain() -> None:
         dist.reduce_scatter_tensor(out, torch.mm(x, weight), group=group)

@@ -197,7 +197,7 @@ def reduce_values(peers: Peers, buffer: Tensor, values: Tensor, two_shots: bool)
         buffer[start:stop].copy_(_sum_parts(peers, dtype, start, stop - start))
     peers.barrier()
     for step in range(peers.world_size):
-        rank = (peers.rank + step) % peers.world_size  # each rank reads from another peer at a time
+        rank = (peers.rank + step) % peers.world_size  # at every step the ranks read from different peers
         start, stop = bounds[rank]
         if stop > start:
             values[start:stop].copy_(peers.get_buffer(rank, (stop - start,), dtype, start))

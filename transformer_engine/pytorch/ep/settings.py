@@ -114,10 +114,10 @@ def ep_bootstrap(
     }
     if collectives.world_size(ep_group) != 1:
         on_gpu = "nccl" in dist.get_backend_config(ep_group)  # pyright: ignore[reportArgumentType]
-        local = torch.tensor(
+        local_numbers = torch.tensor(
             [list(numbers.values())], device=canonical_device("cuda" if on_gpu else "cpu", "device")
         )
-        every_rank = collectives.gather_along_first_dim(local, ep_group)[0].t().tolist()
+        every_rank = collectives.gather_along_first_dim(local_numbers, ep_group)[0].t().tolist()
         for name, values in zip(numbers, every_rank, strict=True):
             if len(set(values)) > 1:
                 raise ValueError(

@@ -284,7 +284,7 @@ def _weight_as_given(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Oper
 
 
 def _tensor_operands(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:
-    """Return the directions of a quantized tensor, which makes the columnwise one if necessary."""
+    """Return the operands of a quantized tensor, whose columnwise codes are computed if they are missing."""
     if not torch.compiler.is_compiling():
         # On the tensor itself, so that it keeps what had to be made; a compiler traces no tensor methods.
         tensor.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)

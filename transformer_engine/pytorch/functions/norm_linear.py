@@ -185,7 +185,7 @@ def norm_linear_forward(
     Returns:
         [y, h or None] and the saved values [x, gamma, mean, rstdev, h for dw, weight for dh],
         which `norm_linear_backward` reads in this order. With sequence parallelism h has the rows
-        on this rank; the module gathers them if requested (`ProductsModule.returned_norm_output`).
+        on this rank; the module gathers them if requested (`ProductsModule.shape_norm_output`).
     """
     x, gamma, beta, weight, bias = tensors
     # h [M, K] = norm(x [M, K])

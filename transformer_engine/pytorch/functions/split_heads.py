@@ -102,9 +102,9 @@ class SplitAlongDim(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        full = [grad.unsqueeze(ctx.dim) for grad in grads] if ctx.squeeze else list(grads)
-        joined = None if is_recorded() else _adjacent(full, ctx.dim)
-        return (torch.cat(full, dim=ctx.dim) if joined is None else joined), None, None, None
+        parts = [grad.unsqueeze(ctx.dim) for grad in grads] if ctx.squeeze else list(grads)
+        joined = None if is_recorded() else _adjacent(parts, ctx.dim)
+        return (torch.cat(parts, dim=ctx.dim) if joined is None else joined), None, None, None
 
 
 def _adjacent(parts: list[Tensor], dim: int) -> Tensor | None:

@@ -162,8 +162,8 @@ def list_samples(
         keywords = (sample_kwargs,) if single else sample_kwargs
         of_each = isinstance(keywords, (tuple, list)) and len(keywords) == count
         if not of_each or not all(isinstance(k, dict) for k in keywords):
-            needed = "a dict" if single else f"{count} dicts, one for each of sample_args"
-            raise ValueError(f"sample_kwargs={described(sample_kwargs)}; give {needed}")
+            expected = "a dict" if single else f"{count} dicts, one for each of sample_args"
+            raise ValueError(f"sample_kwargs={described(sample_kwargs)}; give {expected}")
     return tuple(_sample(tuple(a), k) for a, k in zip(args, keywords, strict=True))
 
 

@@ -122,7 +122,7 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         if isinstance(layer, (TransformerEngineBaseModule, RecipeSlots))
         for direction in _DIRECTIONS
     ]
-    values = _Values.of(buffer for root in roots for buffer in root.buffers())
+    buffers = _Values.of(buffer for root in roots for buffer in root.buffers())
     sums = _Values.of({id(t): t for root in roots for t in _accumulators(root)}.values())
     workspaces = [
         workspace
@@ -135,7 +135,9 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     )
     # Scales of other modules too: an autocast inside a module ends with an update for all modules.
     pooled = [state for pool in delayed_scaling.registry.pools.values() for state in pool.states]
-    rest = _Values.of(tensor for state in pooled for tensor in (state.scale_in_place, state.amax_history))
+    pooled_scales = _Values.of(
+        tensor for state in pooled for tensor in (state.scale_in_place, state.amax_history)
+    )
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
     flagged = [p for root in roots for p in root.parameters() if hasattr(p, _ADDED_FLAG)]
     before = [getattr(p, _ADDED_FLAG) for p in flagged]
@@ -144,7 +146,7 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         yield
     finally:
         random.restore()
-        for kept in (rest, *scales, values, sums, weights):
+        for kept in (pooled_scales, *scales, buffers, sums, weights):
             kept.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient

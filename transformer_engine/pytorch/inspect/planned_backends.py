@@ -85,11 +85,11 @@ def _codes(rows: int, depth: int, spec: QuantizeSpec, device: torch.device) -> Q
 def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callable[..., Any]:
     """Plan one cuBLASLt call if it would be used, else the product and the operations after it."""
     product = request.product
-    requested = (
+    available = (
         product.device == "cuda" and product.hardware.has("cublaslt") and cublaslt_library.missing() is None
     )
     widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes per operand element
-    if requested and product.a_element.itemsize in widths and product.dtype.itemsize == 2:
+    if available and product.a_element.itemsize in widths and product.dtype.itemsize == 2:
         return _results(table, request)
     return composed.bind(request)
 

@@ -126,7 +126,7 @@ def verify(
         function(name, value)
     check_option("weights", weights, ("gathered", "own"))
     switch("sequence_parallel", sequence_parallel)
-    position = find_rank_place(mesh, sequence_parallel, sequence_dim, batch_dim)
+    rank_place = find_rank_place(mesh, sequence_parallel, sequence_dim, batch_dim)
     parallel, exact, single = model_fn(mesh), model_fn(None), model_fn(None)
     quantized = [name for name, p in unwrap_model(exact).named_parameters() if isinstance(p, QuantizedTensor)]
     if quantized:
@@ -135,16 +135,16 @@ def verify(
             "quantized_model_init for the parallel model only"
         )
     exact = exact.float()
-    differences = copy_parameters(parallel, (exact, single), position, weights == "gathered")
-    full = convert_to_float32(batch)
+    differences = copy_parameters(parallel, (exact, single), rank_place, weights == "gathered")
+    full_batch = convert_to_float32(batch)
     with torch.no_grad():
-        first, second = (first_tensor(called(exact, full)) for _ in range(2))
+        first, second = (first_tensor(called(exact, full_batch)) for _ in range(2))
     if not torch.equal(first, second):
         raise ValueError(
             "two runs of the model of one device differ, so nothing can be compared; set every dropout to 0, or call "
             "model.eval() in model_fn"
         )
-    reference = _finish_record(exact, record_run(exact, full, loss_fn))
+    reference = _finish_record(exact, record_run(exact, full_batch, loss_fn))
     stateful = recipe is not None and find_family(recipe).stateful
     steps = 2 if stateful else 1
     eps = max(
@@ -159,14 +159,16 @@ def verify(
     group = amax_reduction_group
     if group is None and stateful and world_size() > 1:
         group = dist.group.WORLD
-    local = tree_map_only(Tensor, position.shard_batch, batch) if shard_fn is None else shard_fn(batch, mesh)
-    scale = 1 / position.tensor[1] if sequence_parallel else 1.0
-    record = record_run(parallel, local, loss_fn, _block(recipe, group), steps, scale)
+    local_batch = (
+        tree_map_only(Tensor, rank_place.shard_batch, batch) if shard_fn is None else shard_fn(batch, mesh)
+    )
+    scale = 1 / rank_place.tensor[1] if sequence_parallel else 1.0
+    record = record_run(parallel, local_batch, loss_fn, _block(recipe, group), steps, scale)
     if reduce_fn is None:
-        average_gradients(parallel, position)
+        average_gradients(parallel, rank_place)
     else:
         reduce_fn(parallel, mesh)
-    comparison = _Comparison(exact, position, reference, noisy, _finish_record(parallel, record))
+    comparison = _Comparison(exact, rank_place, reference, noisy, _finish_record(parallel, record))
     checks: dict[RecordKey, Difference | None] = {}
     if stateful and world_size() > 1:
         for module, tensor, equal in scaling_states(parallel, group):
@@ -185,12 +187,12 @@ class _Comparison:
     def __init__(
         self,
         exact: nn.Module,
-        position: RankPlace,
+        rank_place: RankPlace,
         reference: RunRecord,
         noisy: Sequence[RunRecord],
         record: RunRecord,
     ) -> None:
-        self._place, self._reference, self._noisy, self._record = position, reference, noisy, record
+        self._place, self._reference, self._noisy, self._record = rank_place, reference, noisy, record
         self._modules = dict(exact.named_modules())
         self._parameters = model_parameters(exact)
 
@@ -203,10 +205,10 @@ class _Comparison:
         for key in self._reference.backward:
             yield key, self._activation(key, "backward", self._place.copies)
             if key.kind == "grad_output":
-                for local in [local for local in left if local.module == key.module]:
-                    yield local, self._gradient(left.pop(local))
-        for local, name in left.items():
-            yield local, self._gradient(name)
+                for own_key in [own_key for own_key in left if own_key.module == key.module]:
+                    yield own_key, self._gradient(left.pop(own_key))
+        for own_key, name in left.items():
+            yield own_key, self._gradient(name)
 
     def _activation(self, key: RecordKey, part: str, factor: float) -> Difference | None:
         actual = getattr(self._record, part).get(key)

@@ -91,14 +91,14 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def copy_parameters(
-    parallel: nn.Module, copies: Sequence[nn.Module], position: RankPlace, gathered: bool
+    parallel: nn.Module, copies: Sequence[nn.Module], rank_place: RankPlace, gathered: bool
 ) -> dict[str, Difference]:
     """Give the one-device models the parallel model's parameters, and compare the ranks' parameters.
 
     Args:
         parallel: Model with this rank's parameters.
         copies: One-device models; receive the parameters from rank 0 and its tensor-parallel group.
-        position: This rank's place in the mesh.
+        rank_place: This rank's place in the mesh.
         gathered: Copy the parallel model's parameters. Otherwise the first model in `copies` keeps
             its own, which the others receive and the parallel model's parameters are compared with.
 
@@ -109,9 +109,9 @@ def copy_parameters(
         ValueError: The models have different parameters.
     """
     own = model_parameters(parallel)
-    full = [model_parameters(copy) for copy in copies]
-    if own.keys() != full[0].keys():
-        missing = sorted(own.keys() ^ full[0].keys())
+    copied = [model_parameters(copy) for copy in copies]
+    if own.keys() != copied[0].keys():
+        missing = sorted(own.keys() ^ copied[0].keys())
         raise ValueError(
             f"model_fn(None) and model_fn(mesh) have different parameters: {', '.join(missing[:4])}; both need the "
             "same modules under the same names (fully_shard keeps names, FullyShardedDataParallel needs "
@@ -119,23 +119,23 @@ def copy_parameters(
         )
     differences: dict[str, Difference] = {}
     with torch.no_grad():
-        for name, target in full[0].items():
+        for name, target in copied[0].items():
             local, note = plain(own[name].value), ""
-            dim = sharded_dim(target.value.shape, local.shape, position.tensor[1])
+            dim = sharded_dim(target.value.shape, local.shape, rank_place.tensor[1])
             parts = target.parts if dim == 0 else (target.value.shape[dim or 0],)
             value = plain(target.value)
             if gathered and dim is None:
                 value = local.clone()
             elif gathered and dim is not None:
-                value, shards = gather_parts(local, dim, position.tensor_group, parts)
-                note = _repetition_note(shards, position.tensor[0])
+                value, shards = gather_parts(local, dim, rank_place.tensor_group, parts)
+                note = _repetition_note(shards, rank_place.tensor[0])
             if world_size() > 1:
                 sent = value.to(transport_device(None, value.device))
                 dist.broadcast(sent, 0)
                 value = sent.to(value.device)
-            for copy in full:
+            for copy in copied:
                 copy[name].value.copy_(value)
-            expected = value if dim is None else shard_parts(value, dim, position.tensor, parts)
+            expected = value if dim is None else shard_parts(value, dim, rank_place.tensor, parts)
             error = float(
                 (local.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
             )

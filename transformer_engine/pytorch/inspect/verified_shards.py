@@ -186,7 +186,7 @@ def sharded_dim(full: Sequence[int], local: Sequence[int], size: int) -> int | N
 
 
 def shard_parts(full: Tensor, dim: int, position: tuple[int, int], parts: Sequence[int]) -> Tensor:
-    """Return a rank's shard along `dim` for every part, joined; the whole tensor if a part is not divisible."""
+    """Return a rank's shards of all parts along `dim`, joined; the whole tensor if a part is not divisible."""
     if any(part % position[1] for part in parts) or sum(parts) != full.shape[dim]:
         return full
     return torch.cat([_chunk(part, dim, position) for part in full.split(list(parts), dim)], dim)

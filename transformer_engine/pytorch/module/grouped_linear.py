@@ -221,8 +221,8 @@ class GroupedLinear(ProductsModule):
             return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), tensors)
         count, fused = len(self._config.weight_names), self._config.fuse_wgrad_accumulation
         with whole_weights((tensors[:count],), fused, self.wgrad_store) as wholes:
-            gathered = (*wholes, *tensors[count:])
-            return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), gathered)
+            full_tensors = (*wholes, *tensors[count:])
+            return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), full_tensors)
 
     if TYPE_CHECKING:
 

@@ -137,12 +137,12 @@ def normalized_shards(
     from torch.distributed.tensor import DTensor
 
     mesh = _common_mesh(kind, {"the input": x, "weight": weight, "bias": bias})
-    full = _whole_or_sharded_rows(x, features)
-    sharded = full.placements[0].is_shard()
+    placed = _whole_or_sharded_rows(x, features)
+    sharded = placed.placements[0].is_shard()
     local = [_local_of_replicated(value, sharded) for value in (weight, bias)]
-    y = compute(full.to_local(), *local)  # pyright: ignore[reportArgumentType]
+    y = compute(placed.to_local(), *local)  # pyright: ignore[reportArgumentType]
     return DTensor.from_local(
-        y, mesh, full.placements, run_check=False, shape=full.shape, stride=full.stride()
+        y, mesh, placed.placements, run_check=False, shape=placed.shape, stride=placed.stride()
     )
 
 
@@ -185,12 +185,12 @@ def local_linear(
             "or a norm followed by a Linear"
         )
     if row:
-        full = x.redistribute(placements=[Shard(last)])
+        redistributed = x.redistribute(placements=[Shard(last)])
     else:
-        full = x.redistribute(placements=[Replicate()]) if column else _whole_or_sharded_rows(x, 1)
+        redistributed = x.redistribute(placements=[Replicate()]) if column else _whole_or_sharded_rows(x, 1)
     # Each rank has a part of the sum over outputs or rows.
-    summed = column or full.placements[0].is_shard()
-    local_x = full.to_local(grad_placements=[Partial()]) if column else full.to_local()
+    summed = column or redistributed.placements[0].is_shard()
+    local_x = redistributed.to_local(grad_placements=[Partial()]) if column else redistributed.to_local()
     replicated = [_local_of_replicated(value, summed) for value in norm.values()]
     rows_alone = summed and not column and not row  # the whole weight is applied to a part of the rows
     of_rows = [Shard(0)] if column else [Replicate()]
@@ -202,7 +202,7 @@ def local_linear(
     if row and local_bias is not None:
         y = _BiasOfFirstRank.apply(y, local_bias.to(y.dtype), mesh.get_local_rank() == 0)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    placed = [Shard(last)] if column else [Partial()] if row else full.placements
+    placed = [Shard(last)] if column else [Partial()] if row else redistributed.placements
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y, mesh, placed, run_check=False, shape=shape, stride=stride)  # pyright: ignore
 

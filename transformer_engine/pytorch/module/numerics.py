@@ -100,8 +100,8 @@ class Numerics:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, which belongs to no autocast context and has no observer."""
         called = AutocastState(self.state.enabled, self.state.calibrating)
-        attributes = {"state": called, "state_without_gradients": None, "observer": None, "_put_together": []}
-        return self.__dict__ | attributes | {"observes_unquantized": False, "_unquantized": None}
+        overrides = {"state": called, "state_without_gradients": None, "observer": None, "_put_together": []}
+        return self.__dict__ | overrides | {"observes_unquantized": False, "_unquantized": None}
 
     def observe(
         self, observer: Callable[[ModuleRecipe], ModuleRecipe] | None, unquantized: bool = False

@@ -168,9 +168,9 @@ def group_into_buckets(
     grads: Sequence[Tensor | None],
     states: Mapping[Tensor, dict[str, Tensor]],
     keeps_remainder: Callable[[Tensor], bool],
-    retained: bool,
+    plain_grads: bool,
 ) -> list[Bucket]:
-    """Group the parameters that have gradients by device, dtypes and state kind; held: see CheckedAdamStep."""
+    """Group the parameters that have gradients by device, dtypes and state kind; plain_grads: see CheckedAdamStep."""
     members: dict[tuple[Any, ...], list[int]] = {}
     for index, (parameter, grad) in enumerate(zip(params, grads, strict=True)):
         if grad is None:
@@ -185,7 +185,7 @@ def group_into_buckets(
         quantized = isinstance(parameters[0], QuantizedTensor)
         is_own_master = not quantized and parameters[0].itemsize == 4
         states_of_bucket = [states[parameter] for parameter in of_bucket]
-        step = CheckedAdamStep(retained)
+        step = CheckedAdamStep(plain_grads)
         buckets.append(
             Bucket(tuple(places), of_bucket, parameters, quantized, is_own_master, states_of_bucket, step)
         )

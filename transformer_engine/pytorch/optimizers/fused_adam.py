@@ -297,13 +297,13 @@ class FusedAdam(AdamStates):
                     else:
                         parameter.quantize_(values)
 
-    def _read(self, members: list[Tensor], values: Sequence[Tensor], name: str) -> Sequence[Tensor]:
+    def _read(self, members: list[Tensor], stored: Sequence[Tensor], name: str) -> Sequence[Tensor]:
         """Return a state per parameter: itself where the kernel supports its dtype, otherwise float32 numbers."""
-        if self.name_to_dtype_map[name] not in states.RANGES or values[0].dtype == torch.int16:
-            return values
+        if self.name_to_dtype_map[name] not in states.RANGES or stored[0].dtype == torch.int16:
+            return stored
         return [
             states.unscale(local_part(state), self._scale(parameter, name))
-            for parameter, state in zip(members, values, strict=True)
+            for parameter, state in zip(members, stored, strict=True)
         ]
 
     def _renew_layouts(self, grads: list[list[Tensor | None]]) -> list[GroupBuckets]:

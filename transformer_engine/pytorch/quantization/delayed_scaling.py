@@ -13,7 +13,7 @@ remain as a zero gap, at its index in registration order. A state that a module 
 **torch.compile.** Scales have the bits of eager mode. These steps differ:
 
 - **States.** A module creates them in its first call under the recipe (`module/numerics.py`). While it is traced,
-  `of_traced_call` creates them outside of the graph, whose backward pass writes to them.
+  `trace_call` creates them outside of the graph, whose backward pass writes to them.
 - **Maxima.** In eager mode the kernel that quantizes records the maximum. In a graph, a separate operation does, which
   the compiler sees: `spec.traced` excludes casts in other kernels (`input_cast` in `functions/linear_operands.py`).
 - **Forward scales** change at the end of the outermost `autocast` block in both modes (`_update_scales` in
@@ -22,7 +22,7 @@ remain as a zero gap, at its index in registration order. A state that a module 
   in all modules (`functions/scale_update.py`). In a graph each module updates its own, in the
   backward pass of its first call there, which runs last (`traced_update` in `module/numerics.py`).
 - **Checkpoints.** A second run reads the scales of the first (`recompute_states.py`), in a graph by the operator
-  `repeated_scale` (`compiled_runs.py`).
+  `replay_scale` (`compiled_runs.py`).
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class Pool:
 
 
 class Registration(NamedTuple):
-    """The registration of a state, stored on the state for a fast check in the next forward pass."""
+    """Where a state is registered; stored on the state for a fast check in the next forward pass."""
 
     pools: dict[str, Pool]
     pool: Pool

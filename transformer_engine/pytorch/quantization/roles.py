@@ -1,4 +1,4 @@
-"""Roles, a custom recipe's factory arguments, and requests, which it may return instead of a quantizer."""
+"""Roles, the arguments of a custom recipe's factory, and requests, which the factory may return for a quantizer."""
 
 from __future__ import annotations
 

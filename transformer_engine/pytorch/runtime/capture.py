@@ -34,8 +34,8 @@ class Recorder(Protocol):
 
     Attributes:
         warming: Context for all code that runs before the first recording.
-        on_capture_stream: Context for eager code on the stream of the recordings; the host waits for nothing.
-        hand_over: Keeps the memory of tensors of this code until the current stream has read them.
+        capture_stream_context: Context for eager code on the stream of the recordings; the host waits for nothing.
+        transfer: Keeps the memory of tensors from this code until the current stream has read them.
         record: Runs the body once; the results are invalid until the first replay if the recorder only records.
     """
 

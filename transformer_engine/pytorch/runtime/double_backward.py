@@ -148,7 +148,7 @@ def replay(
 
 
 def transposed(linear_map: Callable[..., Any], back: Callable[..., Any], *grads: Tensor) -> Any:
-    """Return there(*grads), differentiable any number of times: `back` is the transposed map.
+    """Return linear_map(*grads), differentiable any number of times: `back` is the transposed map.
 
     Both functions accept and return one tensor or several.
     """

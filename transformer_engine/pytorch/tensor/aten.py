@@ -253,10 +253,10 @@ def _as_strided(tensor: Any, shape: Sequence[int], strides: Sequence[int], stora
     stop = start + shape[0]
     if stop > tensor.shape[0]:
         # The rows behind a narrowed tensor are rows of the whole tensor.
-        position = vars(tensor).get(ROWS_OF)
-        if position is None or position.whole.shape[1:] != tensor.shape[1:]:
+        origin = vars(tensor).get(ROWS_OF)
+        if origin is None or origin.whole.shape[1:] != tensor.shape[1:]:
             return NotImplemented
-        tensor, start, stop = position.whole, position.start + start, position.start + stop
+        tensor, start, stop = origin.whole, origin.start + start, origin.start + stop
         if stop > tensor.shape[0]:
             return NotImplemented
     return _rows(tensor, start, stop)

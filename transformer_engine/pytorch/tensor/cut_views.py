@@ -100,16 +100,16 @@ def read(leaf: Any, dtype: torch.dtype | None) -> Any:
     """Values of a cut view in a dtype, rounded once; any other object is returned unchanged."""
     if not isinstance(leaf, CutView):
         return leaf
-    full = leaf._whole
+    source = leaf._whole
     # A view in another dtype reads the bytes of the copy.
-    if dtype is None or dtype == leaf.dtype or leaf.dtype != full.like.dtype:
+    if dtype is None or dtype == leaf.dtype or leaf.dtype != source.like.dtype:
         return leaf._plain
-    return full.part(leaf, decoding_dtype(dtype))
+    return source.part(leaf, decoding_dtype(dtype))
 
 
-def _mark_cut(values: Tensor, full: _Whole) -> CutView:
+def _mark_cut(values: Tensor, source: _Whole) -> CutView:
     cut = Tensor._make_subclass(CutView, values)
-    cut._whole, cut._plain = full, values
+    cut._whole, cut._plain = source, values
     return cut
 
 
@@ -128,5 +128,5 @@ def cut_view(result: Any, values: Tensor, tensor: Any) -> Any:
         return result
     # The copy does not follow later writes to the tensor, and neither do reads in other dtypes.
     storage = tensor.mapped(lambda part: part.clone(memory_format=torch.preserve_format))
-    full = _Whole(f"{with_article(type(tensor))} {list(tensor.shape)}", storage.decode, values.to("meta"))
-    return tree_map(lambda leaf: _mark_cut(leaf, full) if type(leaf) is Tensor else leaf, result)
+    source = _Whole(f"{with_article(type(tensor))} {list(tensor.shape)}", storage.decode, values.to("meta"))
+    return tree_map(lambda leaf: _mark_cut(leaf, source) if type(leaf) is Tensor else leaf, result)

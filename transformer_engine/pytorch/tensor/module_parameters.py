@@ -87,7 +87,7 @@ def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def _together(name: str, current: Any, payload: dict[str, Tensor]) -> Any:
-    """Return a tensor like own with this payload."""
+    """Return a tensor like the module's current one, with this payload."""
     kinds = sorted({key.partition(_BETWEEN)[0] for key in payload})
     expected = _kind(current) if isinstance(current, QuantizedTensor) else "plain"
     if kinds != [expected]:

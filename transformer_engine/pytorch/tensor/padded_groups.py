@@ -125,9 +125,9 @@ def columns_of_groups(matrix: Tensor, group: Tensor, local: Tensor, widths: Tens
     used = (group < widths.shape[0]) & (local < widths[inside])
     column = starts[inside] * depth + local
     rows = torch.arange(depth, dtype=torch.int64, device=matrix.device)[:, None]
-    position = torch.where(used[None], column[None] + rows * widths[inside][None], depth * size)
+    targets = torch.where(used[None], column[None] + rows * widths[inside][None], depth * size)
     flat = matrix.new_zeros(depth * size + 1)
-    return flat.scatter_(0, position.flatten(), matrix.flatten())[:-1]
+    return flat.scatter_(0, targets.flatten(), matrix.flatten())[:-1]
 
 
 def transposed_codes(codes_t: Tensor, groups: PaddedGroups, packing: int = 1) -> Tensor:

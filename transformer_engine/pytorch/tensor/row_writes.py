@@ -30,7 +30,7 @@ class _Place(NamedTuple):
 
 
 def remember_place(part: Any, full: Any, start: int) -> Any:
-    """Return part, the rows of whole from start on, with a record of its base tensor."""
+    """Return part, the rows of full from start on, with a record of its base tensor."""
     if ROWS_OF in vars(full):
         outer = getattr(full, ROWS_OF)
         if outer is None:
@@ -50,33 +50,33 @@ def same_place(tensor: Any, view: Any) -> Any:
 
 def write(values: Tensor, target: Any) -> None:
     """Quantize values, shaped like target, into target and, if target is a row slice, into its base tensor."""
-    position: _Place | None = vars(target).get(ROWS_OF)
-    if position is None:
+    origin: _Place | None = vars(target).get(ROWS_OF)
+    if origin is None:
         target.writer().update_quantized(values, target)
         return
-    rows = values.reshape(position.stop - position.start, *position.whole.shape[1:])
-    parts = position.whole.unpack()
+    rows = values.reshape(origin.stop - origin.start, *origin.whole.shape[1:])
+    parts = origin.whole.unpack()
     single = (part is not None and part.dim() < 2 for part in (parts.amax, parts.scale, parts.scale_t))
     shares_scale = parts.amax_t is not None or any(single)
-    if shares_scale or vars(position.whole).get(ROWS_OF) is not None:
-        everything = position.whole.decode(torch.float32)
-        everything[position.start : position.stop] = rows
-        write(everything, position.whole)
+    if shares_scale or vars(origin.whole).get(ROWS_OF) is not None:
+        everything = origin.whole.decode(torch.float32)
+        everything[origin.start : origin.stop] = rows
+        write(everything, origin.whole)
     else:
-        usages = position.whole.get_usages()
-        fresh = position.whole.writer().encode(rows, usages["rowwise"], usages["columnwise"])
-        full = position.whole
+        usages = origin.whole.get_usages()
+        fresh = origin.whole.writer().encode(rows, usages["rowwise"], usages["columnwise"])
+        full = origin.whole
         if isinstance(full, BlockScaledStorage):
             full = full.order_scales(False)
-        written = row_views(full, position.start, position.stop)
+        written = row_views(full, origin.start, origin.stop)
         for into, part in zip(written, fresh.unpack(), strict=True):
             if into is not None and part is not None:
                 into.copy_(part)
-        if full is not position.whole:
-            position.whole.copy_from_storage(full)
-        position.whole.join_claims(fresh)
+        if full is not origin.whole:
+            origin.whole.copy_from_storage(full)
+        origin.whole.join_claims(fresh)
     # The target may hold padded scale copies: copy them from the whole tensor.
-    current = row_slice(position.whole, position.start, position.stop)
+    current = row_slice(origin.whole, origin.start, origin.stop)
     assert current is not None
     shape: Sequence[int] = target.shape
     same = current if tuple(current.shape) == tuple(shape) else current.with_shape(tuple(shape))
@@ -86,8 +86,8 @@ def write(values: Tensor, target: Any) -> None:
 
 def write_quantized(source: QuantizedTensorStorage, target: Any) -> None:
     """Write values whose codes and scales can be copied to target; see `write`."""
-    position: _Place | None = vars(target).get(ROWS_OF)
-    if position is None:
+    origin: _Place | None = vars(target).get(ROWS_OF)
+    if origin is None:
         target.copy_from_storage(source)
     else:
         write(source.decode(torch.float32), target)

@@ -28,7 +28,7 @@ def cross_entropy_forward(
     Args:
         inp: Logits [B, S, V], for this rank's vocabulary share.
         target: Ids [B, S].
-        label_smoothing: Target probability share that all ids receive.
+        label_smoothing: Share of the target probability that is spread evenly over all ids.
         reduce_loss: Return the mean over rows that count.
         dist_process_group: Group whose ranks hold the other shares; None for one device.
         ignore_idx: Target for rows that do not count.

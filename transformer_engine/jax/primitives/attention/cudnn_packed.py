@@ -179,7 +179,7 @@ def _gradients(
     query: Array, key: Array, value: Array, bound_operands: tuple[Array, ...], out: Array, level: Array, dout: Array,
     scale: float, mask: Any,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Compute dq, dk, dv by JAX's rule; others: bias, query and key lengths and starts, two page tables."""
+    """Compute dq, dk, dv by JAX's rule; bound_operands: bias, query and key lengths and starts, two page tables."""
     module = _module()
     rule = getattr(module, _RULE)
     names = inspect.signature(rule).parameters
@@ -235,7 +235,7 @@ class ClearUnseen(Kernel):
 
 
 def clear_unseen(x: Array, visible: Array, groups: int) -> Array:
-    """Clear x outside seen, bool [b, s]; for programs that are lowered for CUDA."""
+    """Clear the tokens of x that are not visible, bool [b, s]; for programs that are lowered for CUDA."""
     if kernels_unsupported_reason() is not None:
         return jnp.where(visible[:, :, None, None], x, 0)
     return call(ClearUnseen(groups, x.shape[2] // groups), x, visible.astype(jnp.uint8))[0]

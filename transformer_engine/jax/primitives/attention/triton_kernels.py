@@ -118,7 +118,7 @@ class _AttentionKernel(Kernel):
     def sharing(
         self, more: Sequence[str], outputs: Sequence[str], summed: tuple[int, ...] = ()
     ) -> ShardingRule:
-        """Build the sharding rule of a kernel with more operands after the optional ones, and the results made."""
+        """Build the sharding rule of a kernel with `more` operands after the optional ones, and these outputs."""
         present = [one for one in self.factors if one is not None]
         operands = (f"b s {head_factors(*self.heads)} d", "b t g d", "b t g e", *present, *more)
         text = f"{', '.join(operands)} -> {', '.join(outputs)}"

@@ -63,8 +63,8 @@ class _CodedNormKernel(Kernel):
         """Build the sharding rule of a kernel.
 
         Args:
-            given: Axes for the operands after beta, preceded by ", "; or "".
-            made: Axes for the results before the statistics.
+            parameters: Axes for the operands after beta, preceded by ", "; or "".
+            outputs: Axes for the results before the statistics.
             **options: Options for the rule.
         """
         operands, statistics = ("r w, w, w", ["r", "r"]) if self.centered else ("r w, w", ["r"])

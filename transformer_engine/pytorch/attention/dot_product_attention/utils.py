@@ -187,12 +187,14 @@ class AttentionParams:
         extents = (self.batch_size, self.num_heads, self.max_seqlen_q, self.max_seqlen_kv)
         if isinstance(layout, str):
             # A pattern such as "1hss", "b1ss" or "111s".
-            sizes = [{"1": 1, axis: extent} for axis, extent in zip("bhss", extents, strict=True)]
-            if len(layout) != 4 or any(axis not in size for axis, size in zip(layout, sizes, strict=True)):
+            size_by_axis = [{"1": 1, axis: extent} for axis, extent in zip("bhss", extents, strict=True)]
+            if len(layout) != 4 or any(
+                axis not in size for axis, size in zip(layout, size_by_axis, strict=True)
+            ):
                 raise ValueError(
                     f"core_attention_bias_shape={layout!r}; write b, h, s, s for the axes, and 1 for broadcast axes"
                 )
-            return tuple(size[axis] for axis, size in zip(layout, sizes, strict=True))
+            return tuple(size[axis] for axis, size in zip(layout, size_by_axis, strict=True))
         shape = tuple(layout)
         if len(shape) != 4 or any(n not in (1, extent) for n, extent in zip(shape, extents, strict=True)):
             raise ValueError(
@@ -317,9 +319,9 @@ def get_thd_padding_mask(
     token = torch.arange(num_tokens, device=cu_seqlens.device)
     starts = cu_seqlens_padded.long()
     sequence = torch.searchsorted(starts, token, right=True) - 1
-    padding = sequence >= starts.shape[0] - 1
+    after_last = sequence >= starts.shape[0] - 1
     sequence = sequence.clamp(0, starts.shape[0] - 2)
-    return padding | (token - starts[sequence] >= sequence_lengths(cu_seqlens)[sequence])
+    return after_last | (token - starts[sequence] >= sequence_lengths(cu_seqlens)[sequence])
 
 
 class AttentionLogging:

@@ -172,10 +172,12 @@ def _convert(decoder: Any, config: DecoderConfig, recipe: Recipe | None) -> None
 
 def _convert_layer(layer: Any, number: int, config: DecoderConfig, names: LayerNames) -> None:
     stock = dict(layer.named_parameters())
-    expected = dict(stock)
+    theirs_by_name = dict(stock)
     names.to_ours(stock)
     frozen = {
-        ours for ours, theirs in names.pairs() if theirs in expected and not expected[theirs].requires_grad
+        ours
+        for ours, theirs in names.pairs()
+        if theirs in theirs_by_name and not theirs_by_name[theirs].requires_grad
     }
     place = factory_kwargs(layer.mlp.down_proj.weight)
     mlp = LayerNormMLP(

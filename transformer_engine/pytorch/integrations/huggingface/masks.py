@@ -1,4 +1,4 @@
-"""Masking = of_mask(mask [b | 1, 1, q, kv]): the mask type, window and lengths that are equivalent to a mask tensor.
+"""mask_masking(mask [b | 1, 1, q, kv]): the mask type, window and lengths that are equivalent to a mask tensor.
 
 Libraries pass attention a mask for every query and key. If each row's visible keys are an interval, two
 numbers per row describe it: its first and its last visible key. These [b, q] determine the mask type. If the

@@ -161,7 +161,7 @@ def make_request(
     output: QuantizeSpec | None = None,
     encoded: bool = False,
 ) -> ActivationRequest:
-    """Return the request for a key; spec, given and records describe the cast, output the cast of f(x).
+    """Return the request for a key; spec, has_multiplier and records describe the cast, output the cast of f(x).
 
     Raises:
         ValueError: The name is unknown, or a gated unit has an odd width.

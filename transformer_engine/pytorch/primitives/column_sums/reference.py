@@ -34,7 +34,7 @@ def make_request(
     has_multiplier: bool = False,
     records: bool = False,
 ) -> ColumnSumsRequest:
-    """Return the request for a key; spec, given and records describe the cast."""
+    """Return the request for a key; spec, has_multiplier and records describe the cast."""
     cast = cast_request(shape, dtype, device, spec, has_multiplier, records)
     return ColumnSumsRequest(shape, strides, dtype, result, device, cast)
 

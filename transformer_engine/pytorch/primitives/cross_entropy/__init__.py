@@ -56,7 +56,7 @@ def cross_entropy_gradient(
         targets: Class indices int64 [M].
         statistics: Result from `cross_entropy_losses`.
         factor: float32 [M], or [1] for all rows.
-        labels: Ignored label, smoothing and class counts; `wanted` is the smoothed one-hot target.
+        labels: Ignored label, smoothing and class counts, which define the target distribution.
         in_place: Write the gradient to x, which is returned.
     """
     per_row = factor.shape[0] != 1

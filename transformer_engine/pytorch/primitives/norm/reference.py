@@ -64,7 +64,7 @@ def make_request(
     has_multiplier: bool = False,
     records: bool = False,
 ) -> NormRequest:
-    """Return the request for a key; spec, given and records describe the cast."""
+    """Return the request for a key; spec, has_multiplier and records describe the cast."""
     cast = cast_request(shape, dtype, device, spec, has_multiplier, records)
     facts = (operation, shape, strides, dtype, weight_dtype, device, zero_centered, eps)
     return NormRequest(*facts, cast, dy, add)

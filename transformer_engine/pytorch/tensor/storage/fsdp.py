@@ -44,14 +44,14 @@ def row_views(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantiz
 
 
 def _cut(storage: QuantizedTensorStorage, rows: int, first: int, last: int) -> Quantized:
-    full = storage.unpack()
+    unpacked = storage.unpack()
     return Quantized(
-        codes=_run(full.codes, 0, rows, first, last),
-        scale=_run(full.scale, 0, rows, first, last),
-        codes_t=_run(full.codes_t, 1, rows, first, last),
-        scale_t=_run(full.scale_t, 1, rows, first, last),
-        amax=_run(full.amax, 0, rows, first, last),
-        amax_t=full.amax_t,
+        codes=_run(unpacked.codes, 0, rows, first, last),
+        scale=_run(unpacked.scale, 0, rows, first, last),
+        codes_t=_run(unpacked.codes_t, 1, rows, first, last),
+        scale_t=_run(unpacked.scale_t, 1, rows, first, last),
+        amax=_run(unpacked.amax, 0, rows, first, last),
+        amax_t=unpacked.amax_t,
     )
 
 
@@ -154,7 +154,7 @@ def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...],
 
 
 def sent_shard(
-    storage: QuantizedTensorStorage, unsharded: Sequence[int], ranks: int | None
+    storage: QuantizedTensorStorage, full_shape: Sequence[int], ranks: int | None
 ) -> tuple[tuple[Tensor, ...], GatheredPayload]:
     """Return the tensors of a shard that `fully_shard` gathers, and their metadata; see `gather_payload`.
 
@@ -163,20 +163,20 @@ def sent_shard(
 
     Args:
         storage: The shard.
-        unsharded: Shape of the whole tensor.
+        full_shape: Shape of the whole tensor.
         ranks: Shard count; None if they are not gathered.
     """
     tensors, payload = gather_payload(storage)
     if ranks == 1:  # torch then copies only the first tensor
         return tensors[:1], payload.holding(tensors[1:])
-    if ranks is None or unsharded[0] % ranks == 0 or len(unsharded) > 2 or storage.format.block is not None:
+    if ranks is None or full_shape[0] % ranks == 0 or len(full_shape) > 2 or storage.format.block is not None:
         return tensors, payload
     padded = []
     for tensor in tensors:
-        sent = tensor.new_zeros(ceil_div(unsharded[0], ranks), *tensor.shape[1:])
+        sent = tensor.new_zeros(ceil_div(full_shape[0], ranks), *tensor.shape[1:])
         sent[: tensor.shape[0]] = tensor
         padded.append(sent)
-    return tuple(padded), replace(payload, rows=unsharded[0])
+    return tuple(padded), replace(payload, rows=full_shape[0])
 
 
 def join_payload(

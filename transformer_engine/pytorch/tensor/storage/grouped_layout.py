@@ -1,4 +1,4 @@
-"""Member layout in a grouped tensor: the flat buffer and position for each member tensor."""
+"""Layout of a grouped tensor: the flat buffer that holds each tensor of a member, and its position there."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def check_variant(quantizer: Any, settings: Mapping[str, tuple[Any, Any]]) -> No
 
 
 def host_numbers(numbers: Tensor | Sequence[int] | None) -> list[int] | None:
-    """Return numbers of the device or the host as a list; reading a device tensor waits for it."""
+    """Return numbers as a list on the host; a device tensor is read, which waits for the device."""
     if numbers is None:
         return None
     return numbers.tolist() if isinstance(numbers, Tensor) else [int(number) for number in numbers]

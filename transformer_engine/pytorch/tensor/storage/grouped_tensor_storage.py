@@ -127,8 +127,8 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
             "nvfp4_e4m3_max": (nvfp4_e4m3_max, 448),
         }
         check_variant(quantizer, variant)
-        values = torch.float32 if data is None or quantizer is not None else data.dtype
-        self._dtype = values if dtype is None else dtype
+        plain_dtype = torch.float32 if data is None or quantizer is not None else data.dtype
+        self._dtype = plain_dtype if dtype is None else dtype
         chosen = member_shapes(shape, num_tensors, shapes, first_dims, last_dims)
         begins = tensor_offsets if offsets is None else offsets
         places = Offsets.read_on_host(begins, scale_inv_offsets, columnwise_scale_inv_offsets)
@@ -186,9 +186,9 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         parts = [member_tensors(member) for member in members]
         ends: dict[str, int] = dict.fromkeys((*ROWWISE, *COLUMNWISE), 0)
         results = []
-        for member, values in zip(members, parts, strict=True):
+        for member, tensors in zip(members, parts, strict=True):
             places = []
-            for buffer, tensor in values.items():
+            for buffer, tensor in tensors.items():
                 places.append(Place(buffer, ends[buffer], tuple(tensor.shape)))
                 ends[buffer] += tensor.numel()
             results.append(GroupMember(tuple(member.shape), tuple(places), rebuild_arguments(member)))
@@ -196,13 +196,13 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         layout = GroupLayout.of(results)
         group = cls(layout=layout, quantizer=quantizer, dtype=dtype, **varying_extents(layout, device))
         for buffer, end in ends.items():
-            kinds = {values[buffer].dtype for values in parts if buffer in values}
+            kinds = {tensors[buffer].dtype for tensors in parts if buffer in tensors}
             if kinds:
                 setattr(group, buffer, torch.empty(end, dtype=kinds.pop(), device=device))
-        for member, values in zip(results, parts, strict=True):
-            for position, tensor in zip(member.places, values.values(), strict=True):
+        for member, tensors in zip(results, parts, strict=True):
+            for position, tensor in zip(member.places, tensors.values(), strict=True):
                 group._at(position).copy_(tensor)
-        if all(values.get("scale_inv") is values.get("columnwise_scale_inv") for values in parts):
+        if all(tensors.get("scale_inv") is tensors.get("columnwise_scale_inv") for tensors in parts):
             group.columnwise_scale_inv = group.scale_inv  # members have one scale, which they write
         return group
 
@@ -328,10 +328,10 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         members = self.members()
         for member in members:
             member.update_usage(rowwise_usage=True, columnwise_usage=True)
-        full = GroupedTensorStorage.of(members, self._quantizer, self._dtype)
-        full.restore_extents(self.extents())
+        regrouped = GroupedTensorStorage.of(members, self._quantizer, self._dtype)
+        regrouped.restore_extents(self.extents())
         for name in (*self.TENSORS, "_layout"):
-            setattr(self, name, getattr(full, name))
+            setattr(self, name, getattr(regrouped, name))
 
     def byte_layout(self) -> tuple[Any, ...]:
         return (self._layout,)

@@ -179,11 +179,11 @@ class QuantizedTensorStorage:
             RuntimeError: Scales or directions do not allow the shape.
         """
         extents = tuple(shape) if isinstance(shape, Sequence) else (shape, *extents)
-        full = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
-        result = self.with_shape(full)
+        dims = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
+        result = self.with_shape(dims)
         if result is None:
             raise RuntimeError(
-                f"{type(self).__name__} of shape {tuple(self.shape)} has no view of shape {tuple(full)}, whose blocks "
+                f"{type(self).__name__} of shape {tuple(self.shape)} has no view of shape {tuple(dims)}, whose blocks "
                 "would be others; dequantize() it first"
             )
         return result
@@ -226,9 +226,9 @@ class QuantizedTensorStorage:
         mirrored = transposed_operand(existing)
         first, second = (mirrored, existing) if usage == "rowwise" else (existing, mirrored)
         quantized = Quantized(first.codes, first.scale, second.codes, second.scale, first.amax, second.amax)
-        full = self.storage_class().pack(quantized, self.shape, **self.constants())
+        packed = self.storage_class().pack(quantized, self.shape, **self.constants())
         for name in self.ROWWISE if usage == "rowwise" else self.COLUMNWISE:
-            setattr(self, name, getattr(full, name))
+            setattr(self, name, getattr(packed, name))
 
     def _cannot_create(self, direction: str, usage: str) -> RuntimeError:
         return RuntimeError(

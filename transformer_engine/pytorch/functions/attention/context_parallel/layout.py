@@ -41,9 +41,11 @@ def partitioned_indices(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -
     number = torch.where(second, 2 * size - 2 - rank, rank)
     # Tokens behind the last sequence are divided into equal parts.
     tail = (tokens - bounds[-1]) // size
-    padding = torch.arange(tokens // size, device=bounds.device) - bounds[-1] // size
+    tail_position = torch.arange(tokens // size, device=bounds.device) - bounds[-1] // size
     return torch.where(
-        padding < 0, bounds[sequence] + number * chunk + position, bounds[-1] + rank * tail + padding
+        tail_position < 0,
+        bounds[sequence] + number * chunk + position,
+        bounds[-1] + rank * tail + tail_position,
     )
 
 
@@ -200,8 +202,8 @@ def half_of_sequences(bounds: Tensor, tokens: int, half: int) -> Tensor:
     inside = bounds[sequence] + position + half * length
     # The tail halves [bounds[-1], tokens).
     tail = (tokens - bounds[-1]) // 2
-    padding = torch.arange(tokens // 2, device=bounds.device) + bounds[-1] - bounds[-1] // 2 + half * tail
-    return torch.where(position < length, inside, padding)
+    tail_tokens = torch.arange(tokens // 2, device=bounds.device) + bounds[-1] - bounds[-1] // 2 + half * tail
+    return torch.where(position < length, inside, tail_tokens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,7 +99,7 @@ def _as_recorded(
 
 
 def _name_failure(out: Tensor, *inputs: Tensor) -> None:
-    """Raise for a second derivative with this backend's name: torch's error names its kernel's gradient."""
+    """Raise an error that names this backend for a second derivative; torch's error names the gradient of a kernel."""
     if torch.compiler.is_compiling():  # which traces no node
         return
     node = out.grad_fn
