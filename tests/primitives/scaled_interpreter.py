@@ -184,7 +184,7 @@ def orders() -> dict[str, float]:
     found = {}
     for rows, columns in ((128, 4), (300, 18), (1, 1), (129, 40)):
         scale = torch.randint(1, 256, (columns, rows), dtype=torch.uint8).t()
-        result = torch.full((swizzled_scales.scale_bytes(rows, columns),), 7, dtype=torch.uint8)
+        result = torch.full((swizzled_scales.swizzled_size(rows, columns),), 7, dtype=torch.uint8)
         launch.start(
             swizzled_scales.swizzle(rows, columns, (scale.stride(0), scale.stride(1))), (scale, result), -1
         )

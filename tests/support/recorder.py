@@ -67,7 +67,7 @@ class RerunRecorder:
     def capture_stream_context(self):
         return contextlib.nullcontext()
 
-    def transfer(self, tensors):
+    def keep_until_read(self, tensors):
         self.handed_over += tensors
 
     def in_pool(self, pool=None):

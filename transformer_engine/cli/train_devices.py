@@ -152,13 +152,13 @@ def _interrupts(device: torch.device) -> Iterator[Callable[[], bool]]:
     def receive(signum: int, frame: object) -> None:
         received.fill_(1)
 
-    def stop() -> bool:
+    def is_stopped() -> bool:
         count = received.clone()
         dist.all_reduce(count)
         return bool(count.item())
 
     previous = signal.signal(signal.SIGINT, receive)
     try:
-        yield stop
+        yield is_stopped
     finally:
         signal.signal(signal.SIGINT, previous)

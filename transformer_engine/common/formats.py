@@ -97,7 +97,7 @@ class TensorFormat:
         return self.general is not None and not self.swizzled
 
     @property
-    def exponent_scales(self) -> bool:
+    def has_exponent_scales(self) -> bool:
         """Whether each block has one scale, an exponent in one byte."""
         return self.scale == "e8m0"
 

@@ -20,7 +20,7 @@ ERRORS = {"": 0, MAE: 1, MSE: 2, FAST_MAE: 3, FAST_MSE: 4}
 
 
 @triton.jit
-def choose_codes(scaled, random, STOCHASTIC: tl.constexpr):
+def encode_codes(scaled, random, STOCHASTIC: tl.constexpr):
     """Encode float32 values to E2M1: nearest, ties to even, or floor(|x| + random * gap); NaN becomes +6."""
     number = scaled == scaled
     magnitude = tl.where(number, tl.abs(scaled), 6.0)
@@ -50,7 +50,7 @@ def decode_codes(code):
 
 
 @triton.jit
-def range_scale(amax, RANGE: tl.constexpr):
+def compute_encode_scale(amax, RANGE: tl.constexpr):
     """Compute RANGE / amax, at most the largest float32; 1 if amax or the quotient is 0."""
     scale = tl.div_rn(RANGE, amax)
     scale = tl.where(scale > LARGEST, LARGEST, scale)
@@ -118,7 +118,7 @@ def block_error(
     """Compute the error [ROWS, COLUMNS / 16] of coding x's blocks with these scales; ERROR is one of `ERRORS`."""
     scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS, CONVERSION)
     values = (
-        decode_codes(choose_codes(scaled, scaled, False)) * to_values(block_scale, CONVERSION)[:, :, None]
+        decode_codes(encode_codes(scaled, scaled, False)) * to_values(block_scale, CONVERSION)[:, :, None]
     )
     exact = x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP)
     if PER_ROW:
@@ -144,7 +144,7 @@ def takes_four(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CONVERSION: tl.constexpr,
 ):  # fmt: skip
     """Compute int32 [ROWS, COLUMNS / 16], for square tiles [ROWS / 16, ..]: 1 where mapping the maximum to 4 wins."""
-    encode_scale = range_scale(amax, RANGE)
+    encode_scale = compute_encode_scale(amax, RANGE)
     six, four = candidates(bits, encode_scale, CONVERSION)
     error_six = block_error(x, six, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS, CONVERSION)
     error_four = block_error(x, four, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS, CONVERSION)

@@ -24,8 +24,8 @@ from .fp4_blocks import (
     LARGEST,
     as_block_scale,
     candidates,
-    choose_codes,
-    range_scale,
+    compute_encode_scale,
+    encode_codes,
     scaled_blocks,
     takes_four,
 )
@@ -106,7 +106,7 @@ def _store_direction(
         amax: Result from `_maxima`, or maxima [1, COLUMNS / 16] for column blocks.
     """
     GROUPS: tl.constexpr = COLUMNS // GROUP
-    encode_scale = range_scale(amax, RANGE)
+    encode_scale = compute_encode_scale(amax, RANGE)
     if four is not None:
         to_six, to_four = candidates(bits, encode_scale, CONVERSION)
         # Selected in float32, which represents every block scale.
@@ -124,7 +124,7 @@ def _store_direction(
         inside = inside_r[:, None] & (first_c + c < C)[None, :]
         corner = random + (first_r * C + first_c)
         uniform = tile.load(corner + (r[:, None] * C + c[None, :]), inside, EVEN)
-    code = choose_codes(scaled, uniform, random is not None)
+    code = encode_codes(scaled, uniform, random is not None)
     low, high = tl.split(code.reshape(ROWS, COLUMNS // 2, 2))
     byte = tl.arange(0, COLUMNS // 2)
     inside = inside_r[:, None] & (first_c + byte * 2 < C)[None, :]

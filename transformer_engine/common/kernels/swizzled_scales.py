@@ -17,13 +17,13 @@ from .launch import Launch, Output
 TILE_ROWS, TILE_COLUMNS = 128, 4  # scales per tile in swizzled order
 
 
-def scale_bytes(rows: int, columns: int) -> int:
+def swizzled_size(rows: int, columns: int) -> int:
     """Byte count for swizzled scales [rows, columns]."""
     return round_up(rows, TILE_ROWS) * round_up(columns, TILE_COLUMNS)
 
 
 @triton.jit
-def exponent_bytes(scale):
+def to_exponent_bytes(scale):
     """Convert float32 scales, powers of two from 2^-127 on, to E8M0 bytes; infinity and NaN become NaN."""
     return ((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF).to(tl.uint8)
 
@@ -51,7 +51,7 @@ def swizzle_kernel(
     if BACK:
         tl.store(out + compact, tl.load(scale + first + position, mask=exists, other=0), mask=inside)
     elif UNIT > 0:
-        exponents = exponent_bytes(tl.load(scale + compact, mask=inside, other=0.0))
+        exponents = to_exponent_bytes(tl.load(scale + compact, mask=inside, other=0.0))
         tl.store(out + first + position, exponents, mask=exists)
     else:
         tl.store(out + first + position, tl.load(scale + compact, mask=inside, other=0), mask=exists)
@@ -127,7 +127,7 @@ def exponents_of_tile(
 ):
     """Load the exponents [ROWS, COLUMNS] for 128 columns from float32 scales for UNIT rows of R."""
     read = (tl.minimum(rows, R - 1) // UNIT).to(tl.int64)
-    exponents = exponent_bytes(tl.load(scale + read * ROW + block * COLUMN))
+    exponents = to_exponent_bytes(tl.load(scale + read * ROW + block * COLUMN))
     return tl.broadcast_to(exponents[:, None], (ROWS, COLUMNS))
 
 
@@ -136,7 +136,7 @@ def swizzle(rows: int, columns: int, strides: tuple[int, int], back: bool = Fals
     """Launch (scales uint8 [rows, columns] with these strides) -> swizzled bytes; back: the reverse."""
     tiles = min(8, triton.next_power_of_2(ceil_div(columns, TILE_COLUMNS)))
     grid = (ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS * tiles), 1)
-    size = (rows * columns,) if back else (scale_bytes(rows, columns),)
+    size = (rows * columns,) if back else (swizzled_size(rows, columns),)
     scalars = (rows, columns, *strides)
     return Launch(swizzle_kernel, grid, (Output(size, "uint8"),), scalars, (tiles, back, 0), warps=4)
 
@@ -153,5 +153,5 @@ def swizzle_exponents(rows: int, columns: int, strides: tuple[int, int], unit: i
     """
     tiles = min(8, triton.next_power_of_2(ceil_div(columns, TILE_COLUMNS)))
     grid = (ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS * tiles), 1)
-    output = Output((scale_bytes(rows, columns),), "uint8")
+    output = Output((swizzled_size(rows, columns),), "uint8")
     return Launch(swizzle_kernel, grid, (output,), (rows, columns, *strides), (tiles, False, unit), warps=4)

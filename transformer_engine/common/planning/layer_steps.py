@@ -51,7 +51,7 @@ class Pass(NamedTuple):
     saved: tuple[str, ...]
     steps: tuple[Step, ...]
 
-    def free_after(self) -> tuple[tuple[str, ...], ...]:
+    def buffers_to_free(self) -> tuple[tuple[str, ...], ...]:
         """Of each step, the buffers that no later step reads and that the pass neither returns nor saves."""
         last = {name: i for i, step in enumerate(self.steps) for name in (*step.makes(), *step.reads())}
         order = [*self.inputs, *[name for step in self.steps for name in step.makes()]]

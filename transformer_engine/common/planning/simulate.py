@@ -213,7 +213,7 @@ class PassRun:
         now = idle_link = live_bytes = 0.0
         finished: dict[str, float] = {}
         inputs = set(pass_.inputs)  # and other names for their memory
-        for step, freed in zip(pass_.steps, pass_.free_after(), strict=True):
+        for step, freed in zip(pass_.steps, pass_.buffers_to_free(), strict=True):
             if step.op in SAME_MEMORY and step.inputs[0] in inputs:
                 inputs.update(step.makes())
             if step.op.endswith(BEGIN):

@@ -85,7 +85,7 @@ class _Problem:
             step: Distance, from 1 on; negative for later chunks.
         """
         if self.request.window is not None:
-            return (self._visible_rows(rows, keys, rank, step),)
+            return (self._window_block(rows, keys, rank, step),)
         if not self.request.mask.is_causal():
             return (_Block(0, queries, 0, keys),)
         before = (rank >= step)[None]
@@ -98,7 +98,7 @@ class _Problem:
             _Block(jnp.where(before[0], 0, half), half, jnp.where(before[0], 0, half), half),
         )
 
-    def _visible_rows(self, rows: int, tokens: int, rank: Array, step: int) -> _Block:
+    def _window_block(self, rows: int, tokens: int, rank: Array, step: int) -> _Block:
         assert self.request.window is not None
         reach = self.request.window[0 if step > 0 else 1]  # tokens before a query, or after it
         chunk = jnp.stack((rank, 2 * self.plan.devices - 1 - rank)[: self.chunks])

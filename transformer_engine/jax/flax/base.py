@@ -153,9 +153,9 @@ class TransformerEngineBase(nn.Module):
         )
         if not config.stateful or self.is_initializing():
             return quantizers
-        return self._select_call_states(quantizers)
+        return self._choose_call_states(quantizers)
 
-    def _select_call_states(self, quantizers: QuantizerSet) -> QuantizerSet:
+    def _choose_call_states(self, quantizers: QuantizerSet) -> QuantizerSet:
         """Copy the set for this call: the next states from all calls to a module are merged, see `fan_out`.
 
         Calls in another JAX transformation than the first (jit or grad within the model) are not merged with it.

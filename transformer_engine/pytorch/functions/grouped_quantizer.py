@@ -124,7 +124,7 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
     if isinstance(first, BlockScalingQuantizer) and first.makes_tiles:
         spec = first.spec(True, True)
         if (
-            spec.format.exponent_scales
+            spec.format.has_exponent_scales
             and (of_matrices or not spec.two_dimensional)
             and not _is_outdated(spec.format)
         ):

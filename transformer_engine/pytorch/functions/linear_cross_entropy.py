@@ -157,7 +157,7 @@ def _group_by_ids(
         lent = most if chunk_rows(rows) <= most <= features else 0
     if lent:
         head = (hidden[:lent], weight, bias)
-        yield slice(0, lent), LogitsByIds.begin_in_gradients(room, *head, gradients)
+        yield slice(0, lent), LogitsByIds.create_in_gradients(room, *head, gradients)
     if rest:
         yield from LogitsByIds.iterate_groups(room, slice(lent, rows), hidden, weight, bias)
 

@@ -53,7 +53,7 @@ class LogitsByIds:
     sums: Tensor | None = None
 
     @classmethod
-    def begin_in_gradients(
+    def create_in_gradients(
         cls, room: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: HeadGradients
     ) -> LogitsByIds:
         """Return the logits for the first rows, with memory for about `room` logits in addition to the gradients."""

@@ -160,7 +160,7 @@ class TrainingStep:
         recorder = self._recorder()
         with recorder.capture_stream_context():
             result = detach_result(self.function(*args, **kwargs))
-        recorder.transfer(_result_tensors(result, state.parameters))
+        recorder.keep_until_read(_result_tensors(result, state.parameters))
         after = StepState.of(self.function, self.optimizers)
         change = change_between(state.facts, after.facts)
         if change is None:
@@ -312,7 +312,7 @@ class GraphedFunction:
         with observe_optimizers() as stepped, stream:
             result = self._graph(*args, **kwargs)
         if recorder is not None:
-            recorder.transfer(_result_tensors(result, parameters))
+            recorder.keep_until_read(_result_tensors(result, parameters))
         if stepped or any(
             p.grad is not grad or (grad is not None and grad._version != version)
             for p, (grad, version) in zip(parameters, before, strict=True)

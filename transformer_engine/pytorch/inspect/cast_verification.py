@@ -317,12 +317,12 @@ def _scales(numbers: Numbers, spec: QuantizeSpec) -> Pairs:
 
 def _has_oracle(spec: QuantizeSpec) -> bool:
     """Return whether `_define_scales` knows the scales of a format."""
-    return spec.format.exponent_scales or (spec.format.scale == "float32" and not spec.power_of_two)
+    return spec.format.has_exponent_scales or (spec.format.scale == "float32" and not spec.power_of_two)
 
 
 def _define_scales(amax: Tensor, spec: QuantizeSpec) -> Tensor:
     """Return the stored scales of blocks by definition."""
-    if spec.format.exponent_scales:
+    if spec.format.has_exponent_scales:
         return cast_oracle.power_scales(amax, spec.element)
     scale = cast_oracle.quotients(spec.element.maximum, amax).clamp(max=FLOAT32_MAX)
     return cast_oracle.quotients(1.0, torch.where(amax > 0, scale, 1.0))

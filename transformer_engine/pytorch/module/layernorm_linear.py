@@ -256,7 +256,7 @@ class LayerNormLinear(ProductsModule):
             return y
         outputs: tuple[Any, ...] = (y, bias) if config.return_bias else (y,)
         if config.return_layernorm_output:
-            outputs += (self.shape_norm_output(norm_output),)
+            outputs += (self.gather_norm_output(norm_output),)
         return outputs
 
     def onnx_forward(self, inp: Tensor, fp8_output: bool | None = False) -> Tensor | tuple[Any, ...]:

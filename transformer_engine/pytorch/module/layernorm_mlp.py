@@ -346,7 +346,7 @@ class LayerNormMLP(ProductsModule):
             return y
         outputs: tuple[Any, ...] = (y, fc2_bias) if config.return_bias else (y,)
         if config.return_layernorm_output:
-            outputs += (self.shape_norm_output(norm_output),)
+            outputs += (self.gather_norm_output(norm_output),)
         return outputs
 
     def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Any, ...]:

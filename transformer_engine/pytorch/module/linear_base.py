@@ -39,7 +39,15 @@ from .numerics import trace_call, traced_update
 from .parameters import get_parameter_value
 from .products import ModuleRecipe, unquantized
 from .repetition import may_be_recomputed, repeatable
-from .specs import Call, built, check_call, metadata_facts, quantizers_of_call, repeat_facts, tensor_facts
+from .specs import (
+    Call,
+    built,
+    check_call,
+    count_repeated_facts,
+    metadata_facts,
+    quantizers_of_call,
+    tensor_facts,
+)
 
 _KEPT = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
@@ -287,7 +295,7 @@ class ProductsModule(TransformerEngineBaseModule):
         try:
             device = inp.device
             if any_rows:
-                facts, counts = repeat_facts(tensors)
+                facts, counts = count_repeated_facts(tensors)
             else:
                 facts, counts = tuple([None if t is None else tensor_facts(t) for t in tensors]), None
             x = type(inp), inp.shape[-1:] if any_rows else inp.shape, inp.dtype, device, inp.requires_grad
@@ -380,7 +388,7 @@ class ProductsModule(TransformerEngineBaseModule):
             self._build_uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes
         )
 
-    def shape_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
+    def gather_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
         """Return norm(x) from a fused layer: for the whole sequence if requested, otherwise for this rank's part."""
         config = self._config
         if norm_output is None or not (config.return_layernorm_output_gathered and config.sequence_parallel):

@@ -66,7 +66,7 @@ def metadata_facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def repeat_facts(tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def count_repeated_facts(tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Facts of consecutive tensors of the same kind, once, and their count."""
     present = list(filter(_is_given, tensors))
     found: list[tuple[Any, int]] = [

@@ -15,7 +15,7 @@ from .operand import Operand
 TILE = (128, 4)
 
 
-def tile_grid(rows: int, columns: int) -> tuple[int, int]:
+def swizzled_shape(rows: int, columns: int) -> tuple[int, int]:
     """Return the swizzled shape for scales [rows, columns]."""
     return round_up(rows, TILE[0]), round_up(columns, TILE[1])
 
@@ -27,7 +27,7 @@ def swizzled(scale: Tensor) -> Tensor:
     """
     rows, columns = scale.shape
     scale = scale.view(torch.uint8)
-    shape = tile_grid(rows, columns)
+    shape = swizzled_shape(rows, columns)
     if scale.is_cuda and missing(current_hardware()) is None:
         from ...common.kernels.swizzled_scales import swizzle  # it imports triton
 

@@ -34,10 +34,10 @@ class QuantizerRole(str):
     name: str
 
     def __new__(cls, module_type: str = "", tensor_type: str = "", name: str = "") -> QuantizerRole:
-        return cls._stand_for(f"linear_{tensor_type}", module_type, tensor_type, name)
+        return cls._create(f"linear_{tensor_type}", module_type, tensor_type, name)
 
     @classmethod
-    def _stand_for(cls, text: str, module_type: str = "", tensor_type: str = "", name: str = "") -> Any:
+    def _create(cls, text: str, module_type: str = "", tensor_type: str = "", name: str = "") -> Any:
         role = super().__new__(cls, text)
         role.module_type = module_type
         role.tensor_type = tensor_type
@@ -66,7 +66,7 @@ class QuantizerRole(str):
         return f"QuantizerRole({self.module_type!r}, {self.tensor_type!r}, {self.name!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (QuantizerRole._stand_for, (self[:], *self._key()))
+        return (QuantizerRole._create, (self[:], *self._key()))
 
 
 class QuantizerRequest:
@@ -126,4 +126,4 @@ def factory_roles(
             stacklevel=2,
         )
     # Roles without fields; earlier factories compare the string.
-    return [QuantizerRole._stand_for(f"linear_{tensor}") for tensor in tensor_types(mode, count, None)]
+    return [QuantizerRole._create(f"linear_{tensor}") for tensor in tensor_types(mode, count, None)]

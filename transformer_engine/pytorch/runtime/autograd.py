@@ -116,7 +116,7 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def is_transformed() -> bool:
+def is_inside_transform() -> bool:
     """Return whether a torch.func transform (grad, vmap, ...) is active."""
     return _transforms_are_active()
 
@@ -136,13 +136,13 @@ class _Product(Function):
         a, b = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = record_product(grad_output, b.transpose(-1, -2)).sum_to_size(a.shape)
+            grad_a = multiply_without_autocast(grad_output, b.transpose(-1, -2)).sum_to_size(a.shape)
         if ctx.needs_input_grad[1]:
-            grad_b = record_product(a.transpose(-1, -2), grad_output).sum_to_size(b.shape)
+            grad_b = multiply_without_autocast(a.transpose(-1, -2), grad_output).sum_to_size(b.shape)
         return grad_a, grad_b
 
 
-def record_product(a: Tensor, b: Tensor) -> Tensor:
+def multiply_without_autocast(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b; the backward pass that autograd records runs with torch.autocast off.
 
     torch's own node would multiply in the autocast dtype that is active during the backward pass.

@@ -43,7 +43,7 @@ class Recorder(Protocol):
 
     def capture_stream_context(self) -> AbstractContextManager[None]: ...
 
-    def transfer(self, tensors: Sequence[Tensor]) -> None: ...
+    def keep_until_read(self, tensors: Sequence[Tensor]) -> None: ...
 
     def record(self, body: Callable[[], Results]) -> Recording: ...
 
@@ -149,7 +149,7 @@ class CudaRecorder:
         finally:
             current.wait_stream(self.stream)
 
-    def transfer(self, tensors: Sequence[Tensor]) -> None:
+    def keep_until_read(self, tensors: Sequence[Tensor]) -> None:
         current = torch.cuda.current_stream()
         for tensor in tensors:
             as_storage: Any = getattr(tensor, "as_storage", None)  # of a quantized tensor

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import Function, is_transformed
+from .autograd import Function, is_inside_transform
 
 
 def is_recorded() -> bool:
@@ -110,7 +110,7 @@ def reject_second_derivative(operation: str, node: Any, *inputs: Tensor) -> None
 
     def reject(gradients: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
         # torch.func.grad records every backward pass; torch itself raises an error where another one reaches this.
-        if not is_recorded() or is_transformed():
+        if not is_recorded() or is_inside_transform():
             return None
         links = [t for t in (*inputs, *grads) if isinstance(t, Tensor) and t.requires_grad]
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]

@@ -299,7 +299,7 @@ def _multiply_bytes(
     codes, scales = [], []
     for matrix, scale, form in ((a.codes, a.scale, a.format), (b.codes, b.scale, b.format)):
         codes.append(pack_e2m1(matrix) if form.packing == 2 else matrix)
-        scales.append(lax.bitcast_convert_type(scale, jnp.uint8) if form.exponent_scales else scale)
+        scales.append(lax.bitcast_convert_type(scale, jnp.uint8) if form.has_exponent_scales else scale)
     maxima = [] if a.amax is None or b.amax is None else [a.amax.reshape(-1), b.amax.reshape(-1)]
     product = kernel((a.format, b.format), elements, jnp.dtype(dtype), **options)
     return call(product, *codes, sizes, *scales, *maxima)[0]

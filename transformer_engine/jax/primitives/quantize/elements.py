@@ -83,10 +83,10 @@ def cast(x: Array, element: Element) -> Array:
     codes = lax.bitcast_convert_type(codes, dtype)
     # XLA for a GPU removes float32 -> float8 -> float32: without a barrier, readers in the same program would get
     # values that were never rounded.
-    return lax.platform_dependent(codes, cpu=_keep_codes, default=lax.optimization_barrier)
+    return lax.platform_dependent(codes, cpu=_identity, default=lax.optimization_barrier)
 
 
-def _keep_codes(codes: Array) -> Array:
+def _identity(codes: Array) -> Array:
     return codes  # one function: JAX caches traces by function identity
 
 

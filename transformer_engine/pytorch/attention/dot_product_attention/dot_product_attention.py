@@ -31,7 +31,7 @@ from ...runtime.tracing import export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpack_qkv
-from .fp8_recipe import attention_recipe, attention_roles, fp8_attention, request_backward
+from .fp8_recipe import attention_recipe, attention_roles, find_requested_backward, fp8_attention
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, make_plan, prepare
 from .policies import attend_by_policies, check_policies
@@ -369,7 +369,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             if not tracing:
                 self.follow_device(inputs.q.device)
             state = state if recipe is state.recipe else state._replace(recipe=recipe)
-            requested = request_backward(bf16_backward)
+            requested = find_requested_backward(bf16_backward)
             attending, fp8 = fp8_attention(self, state, call, backend, bool(fp8_output), requested)
             if recompute:
                 attending = RecomputedFP8Attention(attending)

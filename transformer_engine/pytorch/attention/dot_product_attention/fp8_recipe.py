@@ -103,7 +103,7 @@ def projects_codes(projection: Linear | LayerNormLinear, state: AutocastState, x
     return True
 
 
-def request_backward(bf16_backward: bool | None) -> Any:
+def find_requested_backward(bf16_backward: bool | None) -> Any:
     """Return the requested backward pass: False for high precision, True for FP8, None for the faster one."""
     if bf16_backward:
         return False
@@ -144,7 +144,7 @@ def fp8_attention(
         call: The attention.
         backend: Backend of the call in 16 bits, or its division among context-parallel ranks.
         fp8_output: Return a Float8Tensor.
-        requested: Result from `request_backward`.
+        requested: Result from `find_requested_backward`.
     """
     if isinstance(backend, ContiguousAttention):
         raise UnsupportedStrategy("NO_LOAD_BALANCE with FP8 attention; set fp8_dpa and fp8_mha to False")

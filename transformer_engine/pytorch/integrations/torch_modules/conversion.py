@@ -83,7 +83,7 @@ def convert(
     recorded = None if sample is None else record(model, sample, modules)
     chooser = _Chooser(Converter(recipe), recorded, timed, convert_outputs, compiled)
     rows = [chooser.choice(name, module, reasons[name]) for name, module in modules.items()]
-    rows += [*chooser.attention(model, include, exclude), *_skip_stacked_experts(model)]
+    rows += [*chooser.attention(model, include, exclude), *_list_stacked_experts(model)]
     before = _model_ms(model, sample) if timed else None
     named = dict(model.named_modules())
     for row in rows:
@@ -260,7 +260,7 @@ class _Chooser:
         return rows
 
 
-def _skip_stacked_experts(model: nn.Module) -> list[LayerChoice]:
+def _list_stacked_experts(model: nn.Module) -> list[LayerChoice]:
     """Rows for modules with experts in one parameter [experts, .., ..], which are not converted."""
     reason = "its experts are one parameter; build them with te.GroupedLinear, or as nn.Linear in a loop"
     return [

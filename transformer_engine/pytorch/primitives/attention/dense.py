@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.autograd import record_product
+from ...runtime.autograd import multiply_without_autocast
 from ...runtime.device import autocast_kind
 from .dropout import kept
 
@@ -70,7 +70,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | N
         probabilities = _drop_weights(_probabilities(logits, lse), terms.dropout, rng_state)
         if terms.round_p is not None:
             probabilities = terms.round_p(probabilities)
-        out = _ungroup_heads(record_product(_grouped(probabilities, k.shape[1]), _wide(v)[:, :, None]))
+        out = _ungroup_heads(
+            multiply_without_autocast(_grouped(probabilities, k.shape[1]), _wide(v)[:, :, None])
+        )
         max_logit = (
             logits.amax(dim=(0, 2, 3)) if logits.numel() else logits.new_full((q.shape[1],), -torch.inf)
         )
@@ -145,7 +147,7 @@ def _ungroup_heads(x: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     """Compute the scores [b, h, i, j] before the softcap: scale * q k^T, and a bias that the softcap limits too."""
     keys = _wide(k)[:, :, None].transpose(-1, -2)
-    scores = _ungroup_heads(record_product(_grouped(_wide(q), k.shape[1]), keys)) * terms.scale
+    scores = _ungroup_heads(multiply_without_autocast(_grouped(_wide(q), k.shape[1]), keys)) * terms.scale
     if terms.bias is not None and (terms.softcap == 0.0 or terms.caps_bias):
         scores = scores + terms.bias.to(scores.dtype)
     return scores

@@ -54,7 +54,7 @@ def keys_from_bhsd(call: AttentionCall, inputs: AttentionInputs, x_bgsd: Tensor)
     return _from_bhsd(x_bgsd, call.kv_format, inputs.starts_kv, inputs.lengths_kv, tokens)
 
 
-def choose_rows(call: AttentionCall, inputs: AttentionInputs, rows_bhs: Tensor) -> Tensor:
+def pack_rows(call: AttentionCall, inputs: AttentionInputs, rows_bhs: Tensor) -> Tensor:
     """Return [b, h, s_q] unchanged, or as [h, t] for packed queries."""
     if not call.packed:
         return rows_bhs
@@ -62,7 +62,7 @@ def choose_rows(call: AttentionCall, inputs: AttentionInputs, rows_bhs: Tensor) 
 
 
 def dense_rows(call: AttentionCall, inputs: AttentionInputs, rows: Tensor) -> Tensor:
-    """Invert `choose_rows`; rows that are not tokens are -inf, which for probabilities means that no key is visible."""
+    """Invert `pack_rows`; rows that are not tokens are -inf, which for probabilities means that no key is visible."""
     if not call.packed:
         return rows
     dense = queries_to_bhsd(call, inputs, rows.t()[..., None])[..., 0]

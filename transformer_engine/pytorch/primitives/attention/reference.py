@@ -23,7 +23,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs, round_p: dense.Roundin
     out, lse, max_logit = dense.forward(q, k, v, terms, rng_state)
     return Attended(
         layout.from_bhsd(call, inputs, out),
-        layout.choose_rows(call, inputs, lse),
+        layout.pack_rows(call, inputs, lse),
         rng_state,
         max_logit if call.max_logit else None,
     )

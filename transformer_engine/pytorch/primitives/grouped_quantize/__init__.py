@@ -48,7 +48,7 @@ def quantize_rows(
     Raises:
         ValueError: The format is unsupported, or a group's rows are not a multiple of 32 in MXFP8 columns.
     """
-    if spec.format.exponent_scales:
+    if spec.format.has_exponent_scales:
         return _rows_of_one_matrix(x, groups, spec)
     if spec.format not in (FLOAT8, BLOCK_1D):
         raise ValueError(
@@ -88,7 +88,7 @@ def quantize_matrices(
     Raises:
         ValueError: The format is unsupported.
     """
-    if spec.format not in (FLOAT8, BLOCK_2D) and not spec.format.exponent_scales:
+    if spec.format not in (FLOAT8, BLOCK_2D) and not spec.format.has_exponent_scales:
         raise ValueError(f"matrices are quantized to float8, block2d or exponents, not to {spec.format.name}")
     first = matrices.tensors[0]
     key = (

@@ -38,7 +38,7 @@ def unsupported_reason(request: GroupedQuantizeRequest) -> str | None:
 def bind(request: GroupedQuantizeRequest) -> Call:
     """Return the call that runs the planned launches; buffers for row groups depend on the groups."""
     spec = request.spec
-    scaled = _exponent_program if spec.format.exponent_scales else _block_program
+    scaled = _exponent_program if spec.format.has_exponent_scales else _block_program
     quantize = (_tensor_program if spec.format == FLOAT8 else scaled)(request)
 
     def call(values: Tensor | Matrices, groups: Groups | None, slots: ScaleSlots | None) -> GroupedQuantized:
@@ -139,7 +139,7 @@ def _space_for_matrices(
         return GroupedQuantized(
             codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None
         )
-    if spec.format.exponent_scales:
+    if spec.format.has_exponent_scales:
         length = spec.format.length
         exponents = partial(torch.empty, dtype=torch.uint8, device=device)
         scale = exponents(count, rows, ceil_div(depth, length)) if spec.rowwise else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....common.dispatch import Operator
 from ....common.formats import E2M1, E4M3, E5M2
 from ...runtime import launching
-from ..scale_order import tile_grid
+from ..scale_order import swizzled_shape
 from .format_row import QuantizeInputs
 from .formats import FORMATS
 from .spec import Quantized, QuantizeRequest, QuantizeSpec, torch_dtype
@@ -82,7 +82,7 @@ def _results(
         return codes + [x.new_empty(1, dtype=torch.float32) for _ in range(2 if amax is None else 1)]
     scales = [row.new_scale(x, m, k) for m, k in directions]
     if rest[len(_OPTIONS) - 3]:  # the last option, tiled
-        scales = [x.new_empty(tile_grid(*scale.shape), dtype=scale.dtype) for scale in scales]
+        scales = [x.new_empty(swizzled_shape(*scale.shape), dtype=scale.dtype) for scale in scales]
     return codes + scales
 
 

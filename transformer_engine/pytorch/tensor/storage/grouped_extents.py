@@ -80,7 +80,7 @@ class GroupExtents:
         members = self.members()
         for member in members:
             member.swizzle_()
-        self._layout = self._layout.rewritten(members, {name: getattr(self, name) for name in SCALES})
+        self._layout = self._layout.copy_scales(members, {name: getattr(self, name) for name in SCALES})
 
     def all_same_first_dim(self) -> bool:
         return not self._layout.varies[0]

@@ -67,7 +67,7 @@ class GroupLayout:
             for rebuild in rebuilds
         )
 
-    def rewritten(
+    def copy_scales(
         self, members: Sequence[QuantizedTensorStorage], buffers: Mapping[str, Tensor | None]
     ) -> GroupLayout:
         """Copy the members' scales to their places in the buffers, and return the new layout."""

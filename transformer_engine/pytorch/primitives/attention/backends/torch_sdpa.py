@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .....common.dispatch import Backend
-from ....runtime.autograd import is_transformed
+from ....runtime.autograd import is_inside_transform
 from ....runtime.double_backward import reject_second_derivative
 from .. import layout
 from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
@@ -80,7 +80,7 @@ def attend(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
 
 def _is_first_run(call: AttentionCall, inputs: AttentionInputs) -> bool:
     """Return whether the call does not record the gradients that it may need in a second run."""
-    if not call.needs_gradient or torch.compiler.is_compiling() or is_transformed():
+    if not call.needs_gradient or torch.compiler.is_compiling() or is_inside_transform():
         return False
     recorded = inputs.q.requires_grad or inputs.k.requires_grad or inputs.v.requires_grad
     return not (recorded and torch.is_grad_enabled())
