@@ -20,12 +20,13 @@ export OMP_WAIT_POLICY ?= passive
 # Without bytecode on disk, each subprocess of the tests compiles all of torch again, which takes four seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-tests help train test pytest clients test-clients check coverage docs distributions setup clean
+.PHONY: check-tests help quick train test pytest clients test-clients check coverage docs distributions setup clean
 
 help:
 	@echo "make train         train a small GPT in FP8 and in high precision"
 	@echo "make test          ruff, pyright and the tests, without the slow ones"
 	@echo "make check         ruff and pyright"
+	@echo "make quick         ruff and a minute of tests, for every save"
 	@echo "make pytest        the tests of make test alone"
 	@echo "make coverage      the tests with their coverage"
 	@echo "make clients       install the published clients of the tests"
@@ -39,6 +40,16 @@ train: $(VENV)/.cli
 	$(BIN)/te train $(ARGS)
 
 test: check pytest
+
+# One test file per layer of the package.
+QUICK := tests/architecture/test_layers.py tests/architecture/test_wording.py tests/architecture/test_readability.py \
+	tests/common/test_dispatch.py tests/quantization/test_autocast.py tests/tensor/test_quantized_tensor.py \
+	tests/functions/test_linear.py tests/ops/test_state.py
+
+quick: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(QUICK) $(ARGS)
 
 pytest: $(VENV)/.test $(VENV)/.jax-plugin
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m "not slow" $(ARGS)
