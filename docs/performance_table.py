@@ -107,6 +107,28 @@ def models() -> str:
     return "\n".join(lines) + "\n"
 
 
+OPTIONS = {
+    "columns": "columns of weights and norms cast in the backward pass",
+    "cached": "the same, and inputs of activations saved in FP8",
+    "loss": "`fused_linear_cross_entropy`",
+    "head": "head in FP8",
+}
+
+
+def model_options() -> str:
+    """Tokens per second and peak memory of options that are off by default."""
+    record = json.loads((RESULTS / "models_h200.json").read_text())
+    rows = {(row["arm"], row["size"]): row for row in (*record["medians"], *record["options"])}
+    sizes = {name: SIZES[name] for name in ("1B", "8Bx4")}
+    lines = ["| | " + " | ".join(sizes.values()) + " |", "| --- |" + " ---: |" * len(sizes)]
+    arms = {"te:current": "default", **{f"te:current+{name}": title for name, title in OPTIONS.items()}}
+    for arm, title in arms.items():
+        found = [rows[arm, size] for size in sizes]
+        cells = [f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_gib']:.2f} GiB" for row in found]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def sharded() -> str:
     """Tokens per second, memory and all-gathers of each arm of the 8B model over four GPUs."""
     record = json.loads((RESULTS / "four_gpus_h200.json").read_text())
@@ -217,7 +239,13 @@ if __name__ == "__main__":
         write(
             __file__,
             {
-                PAGE: {**sections(), "comparison": comparison(), "models": models(), "sharded": sharded()},
+                PAGE: {
+                    **sections(),
+                    "comparison": comparison(),
+                    "models": models(),
+                    "options": model_options(),
+                    "sharded": sharded(),
+                },
                 HOME: {"numbers": highlights()},
                 README: {"comparison": comparison()},
                 CONVERT: {"convert": conversions()},

@@ -51,7 +51,8 @@ def _precise_products():
 def test_a_sharded_layer_keeps_loss_gradients_and_state(name, settings):
     axes, resource, options = MESHES[name]
     mesh = compositions.mesh_of(**axes)
-    found = compositions.layer_case(mesh, te.MeshResource(**resource), settings, **GATED, **options)
+    model = compositions.transformer_layer(**GATED, **options)
+    found = compositions.layer_case(mesh, te.MeshResource(**resource), settings, model)
     assert found < (PLAIN if settings is None else NARROW)
 
 
