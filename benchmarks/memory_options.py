@@ -98,7 +98,7 @@ def rows(size: str, recipe: str, only: str) -> Iterator[dict[str, Any]]:
 
 
 def _measure(layers: nn.Module, x: Tensor, recipe: Any) -> tuple[dict[str, float], list[Tensor]]:
-    """Peak and saved GiB of the third step; output and gradients of a fourth, with deterministic kernels, on the host."""
+    """Peak and saved GiB of the third step; output and gradients of a fourth, by deterministic kernels."""
     results: list[Tensor] = []
     figures: dict[str, float] = {}
     x.requires_grad_()
