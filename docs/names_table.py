@@ -1,4 +1,4 @@
-"""Write how each name of docs/names.csv stands into that file, and its summary into docs/support.md; --check compares.
+"""Write the status of each name into docs/names.csv, and a summary into docs/support.md; --check only compares them.
 
 python docs/names_table.py [--check] [--original DIRECTORY [--signatures]]
 
@@ -95,7 +95,7 @@ def raising() -> frozenset[str]:
 
 
 def status(name: str) -> str:
-    """Return how a name stands."""
+    """Return the status of a name: served, raises or absent."""
     if name in raising():
         return "raises"
     try:
@@ -227,13 +227,13 @@ def installed(directory: Path) -> dict[str, list[Any]]:
     environment = os.environ | {"PYTHONPATH": str(directory)}
     packages = ("transformer_engine", "transformer_engine_torch", "transformer_engine_jax")
     command = [sys.executable, "-c", _WALK, str(directory), *packages]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=environment, cwd=directory, capture_output=True, text=True, check=False
     )
-    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 and done.stdout else {}
+    found = json.loads(process.stdout.splitlines()[-1]) if process.returncode == 0 and process.stdout else {}
     if not found:
-        raise RuntimeError(f"no public name was found in {directory}: {done.stderr.strip()[-2000:]}")
-    sys.stderr.write(done.stderr)
+        raise RuntimeError(f"no public name was found in {directory}: {process.stderr.strip()[-2000:]}")
+    sys.stderr.write(process.stderr)
     return found
 
 
@@ -301,7 +301,7 @@ def parameters_text(parameters: list[list[Any]]) -> str:
 def signature_rows(text: str, found: dict[str, list[Any]], names: Iterable[str]) -> str:
     """Return the text of signatures.json with the signatures that an installed original has for these names.
 
-    A parameter whose default is no literal has none in the text. Behind a parameter with a default it ends the row.
+    The text has only literal defaults. A positional parameter without one, after a parameter with one, ends the row.
     """
     rows = json.loads(text)
     for name in sorted(names):

@@ -57,13 +57,13 @@ class EpLayerConfig:
 
 @dataclass(frozen=True)
 class _Bootstrap:
-    """`ep_bootstrap` arguments that later calls are checked against."""
+    """`Expert placement, and the limits that later calls are checked against; none after `set_ep_config`."""
 
     config: EpConfig
     limits: dict[str, int]
 
 
-_bootstrap: _Bootstrap | None = None  # written by ep_bootstrap and ep_finalize
+_bootstrap: _Bootstrap | None = None  # written by ep_bootstrap, set_ep_config and ep_finalize
 
 
 def ep_bootstrap(
@@ -90,18 +90,18 @@ def ep_bootstrap(
         max_tokens_per_rank: Most tokens that a device may dispatch.
         recv_capacity_per_rank: Most rows in a receive buffer.
         hidden_dim: Largest token width.
-        max_token_dtype: Widest token dtype: float32, bfloat16 or float16.
+        max_token_dtype: Widest token dtype: float32, bfloat16 or float16. Dispatches are not checked against it.
         max_num_sms: Has no effect; XLA schedules its collectives.
-        drop_on_overflow: Has no effect: rows beyond the capacity are always dropped. Compare total_recv_tokens with
-            the capacity to detect them.
+        drop_on_overflow: Has no effect: rows beyond the capacity are always dropped. Without alignment, a
+            total_recv_tokens above the capacity shows it; with alignment, the rows in between count as well.
 
     Returns:
         The placement, which `ep_dispatch` and `ep_combine` accept instead of an EpLayerConfig.
 
     Raises:
         ValueError: rank is outside [0, world_size), or world_size does not divide num_experts.
-        TypeError: max_token_dtype is not a floating-point dtype with at least 16 bits.
-        RuntimeError: ep_bootstrap was called before; call ep_finalize first.
+        TypeError: max_token_dtype is not float32, bfloat16 or float16, or an argument has the wrong type.
+        RuntimeError: ep_bootstrap or set_ep_config was called before; call ep_finalize first.
     """
     axis = mesh_resource_or_default().ep_resource or "ep"
     if world_size is None:
@@ -163,7 +163,7 @@ def bootstrap_capacity() -> int | None:
 
 
 def ep_finalize() -> None:
-    """Discard the ep_bootstrap settings; without an earlier ep_bootstrap do nothing."""
+    """Discard the settings of ep_bootstrap or set_ep_config, if any."""
     global _bootstrap
     _bootstrap = None
 
@@ -264,7 +264,7 @@ def _count_rows(counts: Array, align_size: int, capacity: int) -> Array:
 
 
 def _alignment(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> int:
-    """Look up the multiple at which experts begin; raise ValueError if topk_idx does not have cfg.top_k columns."""
+    """Return the alignment of each expert's first row; raise ValueError if topk_idx does not have cfg.top_k columns."""
     if topk_idx.ndim != 2:
         raise ValueError(f"topk_idx has shape {topk_idx.shape}; pass [T, k], the experts of each token")
     if not isinstance(cfg, EpLayerConfig):
@@ -278,7 +278,7 @@ def _alignment(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> int:
 
 
 def placement_of(cfg: EpLayerConfig | EpConfig) -> EpConfig:
-    """Expert placement for a config; an EpLayerConfig uses the ep_bootstrap placement."""
+    """Expert placement for a config; an EpLayerConfig uses that of `ep_bootstrap` or `set_ep_config`."""
     if isinstance(cfg, EpConfig):
         return cfg
     if not isinstance(cfg, EpLayerConfig):

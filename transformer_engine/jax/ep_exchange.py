@@ -44,6 +44,8 @@ class EpHandle(NamedTuple):
         arrived: int32 [devices * slots], receive-buffer row for each received slot. A row past the end of
             the buffer marks a dropped slot, the largest int32 an empty one.
         sizes: int32 [2, devices], number of slots sent to each device and received from each device.
+
+    A send buffer has `slots` = T * min(k, local experts) slots per device; a slot carries one token to one expert.
     """
 
     sent: Array
@@ -68,29 +70,33 @@ def planned(cfg: EpConfig, topk_idx: Array, align_size: int = 1) -> tuple[EpHand
     slots = count * min(picks, cfg.local_experts)
     chosen = (topk_idx >= 0) & (topk_idx < cfg.num_experts)
     device = jnp.where(chosen, topk_idx // cfg.local_experts, cfg.devices)
-    # For each slot, count the earlier slots for the same device.
-    kinds = device.ravel()
-    same = jax.nn.one_hot(kinds, cfg.devices + 1, dtype=jnp.int32)
-    place = (jnp.take_along_axis(jnp.cumsum(same, axis=0), kinds[:, None], axis=1)[:, 0] - 1).reshape(
-        count, picks
-    )
+    # The place of each choice in its device's block: the number of earlier choices for the same device.
+    flat_device = device.ravel()
+    one_hot = jax.nn.one_hot(flat_device, cfg.devices + 1, dtype=jnp.int32)
+    place = (
+        jnp.take_along_axis(jnp.cumsum(one_hot, axis=0), flat_device[:, None], axis=1)[:, 0] - 1
+    ).reshape(count, picks)
     # Choices that are not sent get an index past the end, which scatter drops; any other index is a slot in use.
     sent = jnp.where(chosen & (place < slots), device * slots + place, cfg.devices * slots)
-    local = jnp.full(cfg.devices * slots, cfg.local_experts, jnp.int32)
-    local = local.at[sent.ravel()].set((topk_idx % cfg.local_experts).ravel().astype(jnp.int32), mode="drop")
+    expert = jnp.full(cfg.devices * slots, cfg.local_experts, jnp.int32)
+    expert = expert.at[sent.ravel()].set(
+        (topk_idx % cfg.local_experts).ravel().astype(jnp.int32), mode="drop"
+    )
     # Slot counts sent to each device and received from each device, int32 [2, devices].
-    out = (device.ravel() == jnp.arange(cfg.devices)[:, None]).sum(axis=1, dtype=jnp.int32)
-    out = jnp.minimum(out, slots)
-    back = out if cfg.devices == 1 else lax.all_to_all(out, cfg.axis, 0, 0, tiled=True)
-    sizes = jnp.stack((out, back))
-    local = _exchange(local, sizes, cfg.local_experts, cfg)
-    counts = jnp.bincount(local, length=cfg.local_experts + 1).astype(jnp.int32)
+    sent_sizes = (device.ravel() == jnp.arange(cfg.devices)[:, None]).sum(axis=1, dtype=jnp.int32)
+    sent_sizes = jnp.minimum(sent_sizes, slots)
+    received_sizes = (
+        sent_sizes if cfg.devices == 1 else lax.all_to_all(sent_sizes, cfg.axis, 0, 0, tiled=True)
+    )
+    sizes = jnp.stack((sent_sizes, received_sizes))
+    expert = _exchange(expert, sizes, cfg.local_experts, cfg)
+    counts = jnp.bincount(expert, length=cfg.local_experts + 1).astype(jnp.int32)
     padded = aligned(counts, align_size)
-    order = jnp.argsort(local, stable=True)
+    order = jnp.argsort(expert, stable=True)
     slot = jnp.arange(order.size, dtype=jnp.int32)
     offsets = (jnp.cumsum(padded) - padded) - (jnp.cumsum(counts) - counts)
-    arrived = jnp.zeros_like(slot).at[order].set(slot) + offsets[local]
-    arrived = jnp.where(local < cfg.local_experts, arrived, jnp.iinfo(jnp.int32).max)
+    arrived = jnp.zeros_like(slot).at[order].set(slot) + offsets[expert]
+    arrived = jnp.where(expert < cfg.local_experts, arrived, jnp.iinfo(jnp.int32).max)
     return EpHandle(sent, arrived, sizes), counts[:-1]
 
 
@@ -105,7 +111,7 @@ def dispatch_tokens(
         topk_idx: As in `ep_dispatch`.
         tokens: As in `ep_dispatch`.
         topk_weights: As in `ep_dispatch`.
-        capacity: Number of tokens for which the receive buffer has room.
+        capacity: Number of tokens that the receive buffer holds at least; used only if rows_of_buffer is None.
         align_size: Each expert's rows start at a multiple of this number, with zeros in between.
         rows_of_buffer: Receive-buffer rows. By default the buffer holds `capacity` tokens for any
             distribution over the experts.
@@ -114,10 +120,10 @@ def dispatch_tokens(
         As `ep_dispatch`.
     """
     check_routed(topk_idx, tokens, topk_weights)
-    room = rows_of_buffer or sufficient_rows(capacity, cfg.local_experts, align_size)
+    rows = rows_of_buffer or sufficient_rows(capacity, cfg.local_experts, align_size)
     handle, counts = planned(cfg, topk_idx, align_size)
-    recv = send_tokens(cfg, handle, jnp.asarray(tokens), room)
-    return recv, send_weights(cfg, handle, topk_weights, room), handle, counts, counts.sum()
+    recv = send_tokens(cfg, handle, jnp.asarray(tokens), rows)
+    return recv, send_weights(cfg, handle, topk_weights, rows), handle, counts, counts.sum()
 
 
 def send_tokens(cfg: EpConfig, handle: EpHandle, tokens: Array, room: int) -> Array:
@@ -132,7 +138,7 @@ def send_tokens(cfg: EpConfig, handle: EpHandle, tokens: Array, room: int) -> Ar
 
 
 def send_weights(cfg: EpConfig, handle: EpHandle, topk_weights: Array, room: int) -> Array:
-    """Fill the receive buffer [room] with the weights [T, k] of all devices' choices; rows without a token are zero."""
+    """Fill the receive buffer [room] with the weights [T, k] of all devices; rows without a token are zero."""
     slots = jnp.zeros(handle.arrived.shape, topk_weights.dtype)
     slots = slots.at[handle.sent.ravel()].set(topk_weights.ravel(), mode="drop")
     return _receive(cfg, handle, slots, room)
@@ -140,9 +146,9 @@ def send_weights(cfg: EpConfig, handle: EpHandle, topk_weights: Array, room: int
 
 def _receive(cfg: EpConfig, handle: EpHandle, slots: Array, room: int) -> Array:
     """Exchange the send-buffer slots, and move received slots to their rows in a buffer [room, ...]."""
-    empty = handle.arrived.size
-    row_slots = jnp.full(room, empty, jnp.int32)
-    row_slots = row_slots.at[handle.arrived].set(jnp.arange(empty, dtype=jnp.int32), mode="drop")
+    slot_count = handle.arrived.size
+    row_slots = jnp.full(room, slot_count, jnp.int32)
+    row_slots = row_slots.at[handle.arrived].set(jnp.arange(slot_count, dtype=jnp.int32), mode="drop")
     return _exchange(slots, handle.sizes, 0, cfg).at[row_slots].get(mode="fill", fill_value=0)
 
 

@@ -2,7 +2,8 @@
 
 A policy is {"sequence_ids": ids, "mask_type": a padding type, "window_size": pair or None}, optionally with
 "bottom_right_diagonal". Together, policies contain every sequence once. Each policy is an attention over its sequences
-in the whole buffer, where the others are padding, and the outputs are added; or its tokens are gathered first.
+in the whole buffer, where the others are padding; or, where no backend supports that or the dispatch is "grouped", its
+tokens are gathered first. The outputs of all policies are added.
 """
 
 from __future__ import annotations
@@ -133,17 +134,17 @@ def _check_policy(index: int, policy: Any, a: AttentionArguments, device: torch.
     )
 
 
-# By the ids of the first policy: weak references to all ids, their versions, and the sequence count.
+# Passed checks: ids of the first policy -> (weak references to all ids, their versions, number of sequences).
 _COVERED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def check_coverage(ids: list[Tensor], batch: int) -> None:
     """Check that the ids of the policies contain each of `batch` sequences once, in ascending order.
 
-    The first check for the same unchanged tensors reads them on the host.
+    Values are read on the host once for the same unchanged tensors, and at each call for inference tensors.
 
     Raises:
-        RuntimeError: A CUDA graph is captured, and the tensors were not checked before.
+        RuntimeError: A CUDA graph is captured, and the tensors were not checked before or are inference tensors.
         ValueError: A sequence is missing, repeated or out of order.
     """
     versions = None if any(x.is_inference() for x in ids) else tuple(x._version for x in ids)
@@ -182,7 +183,7 @@ def check_coverage(ids: list[Tensor], batch: int) -> None:
 
 
 def _copy_checked_ids(ids: list[Tensor], sequences: int) -> list[Tensor]:
-    """Compute copies of the ids after their check, in a compiled graph, which cannot read them itself."""
+    """Check the ids, and return copies: an operator, because a compiled graph cannot read values itself."""
     check_coverage(ids, sequences)
     return [x.clone() for x in ids]
 
@@ -198,7 +199,7 @@ define_operator(
 
 
 class _Packed(NamedTuple):
-    """Query tensors, or key and value tensors, with their sequences' lengths [b] and starts [b + 1]."""
+    """Query tensors, or key and value tensors, with their sequences' lengths [b] and starts [b + 1] in the buffer."""
 
     tensors: tuple[Tensor, ...]
     lengths: Tensor
@@ -232,13 +233,15 @@ def attend_by_policies(
     else:
         check_coverage(ids, sequences)
     # Not `_replace`, whose result torch 2.11 rebuilds as an empty tuple where a compiled graph ends.
-    used = [Policy(x, *policy[1:]) for policy, x in zip(policies, ids, strict=True) if policy.ids.shape[0]]
+    nonempty = [
+        Policy(x, *policy[1:]) for policy, x in zip(policies, ids, strict=True) if policy.ids.shape[0]
+    ]
     q, k, v = qkv
     if not q.shape[0]:
         return _zeros(q, k, v)
     cu_kv, padded_kv = a.cu_seqlens_kv, a.cu_seqlens_kv_padded
-    if len(used) == 1 and a.thd_attention_policy_dispatch != "grouped":
-        return _attend(attend, used[0], qkv, (cu_q, cu_kv, a.cu_seqlens_q_padded, padded_kv), a)
+    if len(nonempty) == 1 and a.thd_attention_policy_dispatch != "grouped":
+        return _attend(attend, nonempty[0], qkv, (cu_q, cu_kv, a.cu_seqlens_q_padded, padded_kv), a)
     queries = _Packed(
         (q,), sequence_lengths(cu_q), cu_q if a.cu_seqlens_q_padded is None else a.cu_seqlens_q_padded
     )
@@ -246,8 +249,8 @@ def attend_by_policies(
     if cu_kv is not None and not (cu_kv is cu_q and padded_kv is a.cu_seqlens_q_padded):
         keys = _Packed((k, v), sequence_lengths(cu_kv), cu_kv if padded_kv is None else padded_kv)
     if a.thd_attention_policy_dispatch == "grouped":
-        return _sum_of_gathered(attend, used, queries, keys, a)
-    outputs = [_attend_in_place_or_gathered(attend, policy, queries, keys, a) for policy in used]
+        return _sum_of_gathered(attend, nonempty, queries, keys, a)
+    outputs = [_attend_in_place_or_gathered(attend, policy, queries, keys, a) for policy in nonempty]
     return functools.reduce(torch.add, outputs)
 
 
@@ -260,7 +263,7 @@ def _zeros(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _attend_in_place_or_gathered(
     attend: Attend, policy: Policy, queries: _Packed, keys: _Packed, a: AttentionArguments
 ) -> Tensor:
-    """Attention for a policy's sequences, in the whole buffer if a backend supports other tokens between sequences."""
+    """Attention for a policy's sequences, in the whole buffer if a backend supports padding between sequences."""
     if torch.compiler.is_compiling():
         return _in_place(attend, policy, queries, keys, a)
     try:
@@ -307,10 +310,10 @@ def _in_place(
     def policy_bounds(side: _Packed) -> Tensor:
         return cumulative(side.lengths * torch.zeros_like(side.lengths).index_fill(0, policy.ids.long(), 1))
 
-    of_queries = policy_bounds(queries)
-    of_keys = of_queries if keys.lengths is queries.lengths else policy_bounds(keys)
+    bounds_q = policy_bounds(queries)
+    bounds_kv = bounds_q if keys.lengths is queries.lengths else policy_bounds(keys)
     (q,), (k, v) = queries.tensors, keys.tensors
-    bounds = (of_queries, of_keys, queries.starts, keys.starts)
+    bounds = (bounds_q, bounds_kv, queries.starts, keys.starts)
     return _attend(attend, policy, (q, k, v), bounds, a)
 
 
@@ -321,11 +324,11 @@ def _gathered(
 
     def gathered(side: _Packed) -> tuple[Tensor, Tensor]:
         ids, tokens = policy.ids.long(), side.tensors[0].shape[0]
-        token = torch.arange(tokens, device=ids.device)
+        position = torch.arange(tokens, device=ids.device)
         chosen = torch.zeros_like(side.lengths, dtype=torch.bool).index_fill(0, ids, True)
         starts = side.starts.long()
-        sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, starts.shape[0] - 2)
-        real = (token >= starts[sequence]) & (token < starts[sequence] + side.lengths[sequence])
+        sequence = (torch.searchsorted(starts, position, right=True) - 1).clamp(0, starts.shape[0] - 2)
+        real = (position >= starts[sequence]) & (position < starts[sequence] + side.lengths[sequence])
         return (real & chosen[sequence]).nonzero().flatten(), cumulative(side.lengths[ids])
 
     places, bounds_q = gathered(queries)
@@ -335,5 +338,5 @@ def _gathered(
     if not places.numel():
         return _zeros(q, k, v)
     rows = (q[places], k[places_kv], v[places_kv])
-    found = _attend(attend, policy, rows, (bounds_q, bounds_kv, None, None), a)
-    return found.new_zeros(q.shape[0], found.shape[1]).index_copy(0, places, found)
+    attended = _attend(attend, policy, rows, (bounds_q, bounds_kv, None, None), a)
+    return attended.new_zeros(q.shape[0], attended.shape[1]).index_copy(0, places, attended)

@@ -39,7 +39,7 @@ class DeltaRule(torch.nn.Module):
         self._scale = float(scale).hex()
 
     def forward(self, options: tuple[str, ...], *tensors: Tensor | None) -> DeltaResult:
-        """Compute (output [b, s, h, dv], final state or None) from `DeltaInputs` tensors."""
+        """Compute (output [b, s, h, dv], final state or None) from tensors in the order of `DeltaInputs`."""
         inputs = DeltaInputs(*tensors)  # pyright: ignore[reportArgumentType]
         return linear_attention(inputs, DeltaSpec(self.rule, self._scale, options))
 
@@ -51,7 +51,7 @@ class LinearAttentionBase(torch.nn.Module):
     """
 
     rule: str
-    adapter: str  # submodule name for the recurrence
+    adapter: str  # name of the submodule that computes the recurrence
     sizes: tuple[int, ...] | None = None  # supported head sizes; None: all
 
     @suggests_keywords
@@ -68,14 +68,14 @@ class LinearAttentionBase(torch.nn.Module):
         super().__init__()
         self.num_attention_heads = size("num_attention_heads", num_attention_heads)
         kv_channels = head_sizes("kv_channels", kv_channels)
-        pair = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
-        if self.sizes is not None and not set(pair) <= set(self.sizes):
+        qk_and_v_sizes = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        if self.sizes is not None and not set(qk_and_v_sizes) <= set(self.sizes):
             raise ValueError(
                 f"kv_channels={kv_channels}; {type(self).__name__} has head sizes {' and '.join(map(str, self.sizes))}"
             )
         check_option("qkv_format", qkv_format, QKV_FORMATS)
         self.kv_channels = kv_channels
-        self.qk_head_dim, self.v_head_dim = pair
+        self.qk_head_dim, self.v_head_dim = qk_and_v_sizes
         self.qkv_format = qkv_format
         self.layer_number = size_or_none("layer_number", layer_number) or 1
         scale = finite_or_none("scale", scale)

@@ -58,7 +58,8 @@ class GatedDeltaNetAttention(LinearAttentionBase):
 
         Raises:
             TypeError: A tensor has an unsupported dtype.
-            ValueError: A gate is missing, or a tensor has another shape or device than the queries require.
+            ValueError: A gate is missing, keys or values have another dtype than the queries, or a tensor has another
+                shape or device than they require.
             RuntimeError: `tp_size` > 1, and no tensor-parallel group was set.
         """
         self.prepare_forward(query_layer, allow_non_contiguous=True)

@@ -59,7 +59,8 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
 
         Raises:
             TypeError: A tensor has an unsupported dtype.
-            ValueError: A gate is missing, a tensor has another shape or device than the queries require,
+            ValueError: A gate is missing, keys or values have another dtype than the queries, a tensor has another
+                shape or device than they require,
                 `allow_neg_eigval` without `use_beta_sigmoid_in_kernel`, or `beta_guard` without
                 `use_qk_l2norm_in_kernel`.
             RuntimeError: `tp_size` > 1, and no tensor-parallel group was set.

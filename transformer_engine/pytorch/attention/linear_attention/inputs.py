@@ -15,7 +15,7 @@ from ...runtime.device_checks import demand
 
 QKV_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Axes before heads in messages.
+# The axes before the heads, as error messages print them.
 _AXES = {"thd": "[t", "bshd": "[b, s", "sbhd": "[s, b"}
 
 
@@ -26,8 +26,8 @@ class CallLayout(NamedTuple):
         qkv_format: "sbhd", "bshd" or "thd".
         tokens: Leading axis extents: (s, b), (b, s) or (t,).
         heads: Heads on this rank.
-        size_qk: Query or key size.
-        size_v: Value size.
+        size_qk: Size of a query or key per head.
+        size_v: Size of a value per head.
     """
 
     qkv_format: str
@@ -110,7 +110,7 @@ def check_qkv(
 
 
 def check_sequences(layout: CallLayout, query: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Raise an error unless packed sequences, and no others, have their bounds.
+    """Raise an error unless `cu_seqlens` fits the layout: given for packed sequences only, with valid bounds.
 
     Raises:
         TypeError: The bounds are not an int32 tensor.
@@ -159,7 +159,7 @@ def check_state(layout: CallLayout, query: Tensor, state: Tensor | None, cu_seql
 
 
 def batch_first(layout: CallLayout, inputs: DeltaInputs) -> DeltaInputs:
-    """Return the inputs with tokens as [b, s, ..]."""
+    """Return the inputs with token axes in the order [b, s, ..]."""
     w = None if inputs.w is None else layout.batch_first(inputs.w)
     q, k, v, g, beta = (layout.batch_first(x) for x in inputs[:5])
     return inputs._replace(q=q, k=k, v=v, g=g, beta=beta, w=w)

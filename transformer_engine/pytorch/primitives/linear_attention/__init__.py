@@ -1,4 +1,4 @@
-"""Linear attention by gated delta rules, differentiable in all floating-point inputs; backend table."""
+"""Linear attention by gated delta rules: the function `linear_attention` and the table of its backends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .request import (
 def linear_attention(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
     """Compute the output [B, T, H, dv] in q's dtype, and the final state [N, H, dv, dk] in float32 if requested.
 
-    `reference` has the recurrence, `DeltaInputs` the shapes. torch.autocast has no effect.
+    The module `reference` defines the recurrence, and `DeltaInputs` the shapes. All floating-point inputs have
+    gradients. torch.autocast has no effect.
     """
     return TABLE.bound(_request_key(inputs, spec))(*inputs)
 
@@ -49,7 +50,7 @@ def _make_operator(request: DeltaRequest) -> Operator:
     def call(*tensors) -> DeltaResult:
         return _TRACED(request.spec, *tensors)
 
-    # On fake tensors the operators allocate their results.
+    # Fake tensors need no separate function: on them the operators only allocate their results.
     return Operator(call, call)
 
 

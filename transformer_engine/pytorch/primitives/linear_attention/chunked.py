@@ -1,13 +1,14 @@
 """Gated delta rules in chunks of tokens, in torch operations: matrix products instead of a step per token.
 
 Within a chunk that begins with the state S, let G_i be the sum of the log decays up to token i. The
-updates r_i = write_i v_i - (the state before token i)^T (erase_i k_i) solve a triangular system:
+updates r_i = write_i v_i - (the decayed state before update i)^T (erase_i k_i) solve a triangular system:
 
     r_i + sum_{j < i} (erase_i k_i)^T (exp(G_i - G_j) k_j) r_j = write_i v_i - S^T (exp(G_i) erase_i k_i)
     o_i = S^T (exp(G_i) q_i) + sum_{j <= i} q_i^T (exp(G_i - G_j) k_j) r_j
     S <- diag(exp(G_C)) S + sum_j (exp(G_C - G_j) k_j) r_j^T
 
-Yang et al., Gated Delta Networks (2024). All chunks build their systems together; a loop over chunks carries the state.
+Yang et al., Gated Delta Networks (2024). The systems of all chunks are solved in one call; a loop over chunks then
+carries the state. With several updates per token, each update takes the place of a token, and only the first decays S.
 Each G_i - G_j is a sum of its own decays, not a difference, so that the gradient of a decay near 0 keeps its digits: a
 linear gate divides that gradient by the decay.
 """
@@ -26,7 +27,7 @@ from .request import ALL_FEATURES, DeltaRequest, binder
 from .sequences import run_rows
 
 CHUNK = 64
-# With a decay per channel, the sums G_i - G_j [C, C, dk] are stored.
+# Smaller, because with a decay per channel the sums G_i - G_j take [C, C, dk] per chunk.
 CHUNK_OF_CHANNELS = 16
 
 
@@ -63,7 +64,7 @@ def _scan_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
     erased = erase * k
     system = _pairs(erased, k, between).tril(-1)
     right_side = torch.cat((write * v, from_start * erased), -1)
-    # The unit diagonal is implied.
+    # The identity, r_i itself, is the diagonal that unitriangular=True implies.
     solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
     from_values, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
     parts = (
@@ -75,20 +76,20 @@ def _scan_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
         from_start[..., -1:, :].transpose(-1, -2),
     )
     outputs: list[Tensor] = []
-    for first, factor, query, scores, key, total in zip(*(x.unbind(2) for x in parts), strict=True):
-        update = first - factor @ state
+    for from_value, factor, query, scores, key, total in zip(*(x.unbind(2) for x in parts), strict=True):
+        update = from_value - factor @ state
         outputs.append(query @ state + scores @ update)
         state = total * state + key.transpose(-1, -2) @ update
     return torch.stack(outputs, 2), state
 
 
 def _sums_between(decay: Tensor) -> Tensor:
-    """G_i - G_j = sum of decay_t over j < t <= i for tokens i >= j, otherwise -inf: [.., C, C, dk] from [.., C, dk]."""
+    """Sum decay_t over j < t <= i, which is G_i - G_j, for i >= j; -inf elsewhere: [.., C, C, dk] from [.., C, dk]."""
     size = decay.shape[-2]
-    lower = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril().unsqueeze(-1)
-    after = lower & ~lower.transpose(0, 1)  # t > j
+    not_before = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril().unsqueeze(-1)
+    after = not_before & ~not_before.transpose(0, 1)  # t > j
     terms = torch.where(after, decay.unsqueeze(-2), 0.0)
-    return terms.cumsum(-3).masked_fill(~lower, -torch.inf)
+    return terms.cumsum(-3).masked_fill(~not_before, -torch.inf)
 
 
 def _pairs(left: Tensor, right: Tensor, between: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """cuDNN frontend's linear attention (cudnn.linear_attention.ops, 1.29 and newer), for compute capability 10.x.
 
-The library takes packed tokens only: equally long rows are passed as packed sequences. All options are its own.
+The library takes packed tokens only: equally long rows are passed as packed sequences. It computes all
+options itself, without `gates`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """flash-linear-attention (package fla-core): chunked Triton kernels for NVIDIA and AMD GPUs.
 
 Packed sequences copy their bounds to the host once per call. Chunks have 64 tokens. The first of
-equal calls tunes the kernels for some seconds.
+several equal calls tunes the kernels, which takes some seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, Delta
 
 _SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
 _MINIMUM = (0, 6)  # first release with Gated DeltaNet 2
-# Function of each rule.
+# Module and function of each rule.
 _FUNCTIONS = {
     Rule.GDN: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     Rule.GDN2: ("fla.ops.gdn2", "chunk_gdn2"),
@@ -91,7 +91,7 @@ def _gated_delta_product(inputs: DeltaInputs, options: dict[str, Any]) -> DeltaR
     from fla.ops import gated_delta_product
 
     compute: Any = gated_delta_product.chunk_gated_delta_product
-    # This function stores the state as [dk, dv], and the updates of all tokens along one axis.
+    # This function takes the state as [dk, dv], and the updates of all tokens along one axis.
     state = None if inputs.initial_state is None else inputs.initial_state.transpose(-1, -2)
     k, v, beta = (x.flatten(1, 2) for x in (inputs.k, inputs.v, inputs.beta))
     output, state = compute(inputs.q, k, v, inputs.g, beta, inputs.k.shape[2], initial_state=state, **options)

@@ -15,7 +15,7 @@ from .request import DeltaInputs, DeltaSpec, Option, Rule, compute_dtype
 
 NORM_EPSILON = 1e-6
 DECAY_FLOOR = 1e-10
-# The guard shrinks gates to this share of the admissible contrast, so that rounding rarely leaves the limit.
+# The guard shrinks gates to this share of the allowed contrast, so that rounding rarely exceeds the limit.
 _GUARD_SHARE = 1.0 - 1.0 / 32.0
 _GUARD_TOLERANCE = 4.0  # in units of the dtype's epsilon, for rounded gates
 
@@ -78,7 +78,7 @@ def log_decay(inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
 
 
 def erase_gate(inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
-    """beta, its sigmoid (times 2 for negative eigenvalues), and limited by `shrink_gates` if the call has a guard."""
+    """beta or its sigmoid (times 2 for negative eigenvalues), limited by `shrink_gates` if the call has a guard."""
     beta = inputs.beta.to(compute_dtype(inputs))
     if Option.SIGMOID in spec.options:
         beta = torch.sigmoid(beta)
@@ -96,8 +96,8 @@ def shrink_gates(beta: Tensor, inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
     """Shrink the erase gates [.., dk] of each token and head that would enlarge the state, rounded to q's dtype.
 
     With the normalized key k, n = sum k^2, a = sum beta k^2, nu = sum beta^2 k^2 and c^2 = exp(-2 max g), an update
-    after the decay enlarges no state if n nu - a^2 <= (c^2 - 1) (1 - (1 - a)^2 / c^2). Other gates move towards their
-    mean a / n, which preserves a, and become that mean if their rounded values violate the limit.
+    after the decay enlarges no state if the contrast n nu - a^2 <= (c^2 - 1) (1 - (1 - a)^2 / c^2). Other gates
+    move towards their mean a / n, which preserves a, and become that mean if their rounded values violate the limit.
     """
     dtype, rounded = beta.dtype, inputs.q.dtype
     weight = normalized(inputs.k.to(dtype)).square()

@@ -1,4 +1,4 @@
-"""Libraries with their own autograd: limits, second-order gradients, and tokens after the last packed sequence."""
+"""Shared code for the library backends: limits, errors for second gradients, tokens after the last packed sequence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Once(Function):
 
 
 def differentiable_once(inputs: DeltaInputs) -> DeltaInputs:
-    """Return the inputs for a library, whose backward pass autograd would otherwise treat as a constant.
+    """Return the inputs for a library, whose gradients a second differentiation would wrongly treat as constants.
 
     A second differentiation raises RuntimeError with the name of the operation, as do the transforms of
     torch.func. Gradients of tokens after the last packed sequence, which libraries do not write, are zero.

@@ -1,7 +1,7 @@
 """Linear attention as a tracing compiler sees it: one operator per pass.
 
 The backends are loops over tokens or chunks, or library functions that compilers do not trace. The
-operators take the settings as texts. The backward operator computes the forward pass again.
+operators take the settings as strings. The backward operator computes the forward pass again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GRADIENTS = _COUNT - 1  # for all inputs but the bounds
 
 
 class TracedLinearAttention:
-    """The operators, which call `compute` when a graph runs."""
+    """The forward and backward operators, which call `compute` when a graph runs."""
 
     def __init__(self, compute: Compute):
         self._compute = compute
@@ -67,19 +67,19 @@ class TracedLinearAttention:
             results.append((state, grad_state))
         results = [(y, dy) for y, dy in results if y.requires_grad]
         differentiable = [x for x in leaves[:_GRADIENTS] if x is not None]
-        found: list[Tensor | None] = [None] * len(differentiable)
+        computed: list[Tensor | None] = [None] * len(differentiable)
         if results:
             ys, dys = zip(*results, strict=True)
-            found = list(torch.autograd.grad(ys, differentiable, dys, allow_unused=True))
-        gradients = iter(zip(differentiable, found, strict=True))
-        made: list[Tensor] = []
+            computed = list(torch.autograd.grad(ys, differentiable, dys, allow_unused=True))
+        gradients = iter(zip(differentiable, computed, strict=True))
+        filled: list[Tensor] = []
         for x in leaves[:_GRADIENTS]:
             if x is None:
-                made.append(_absent(grad_output))
+                filled.append(_absent(grad_output))
                 continue
             leaf, gradient = next(gradients)
-            made.append(torch.zeros_like(leaf) if gradient is None else gradient.contiguous())
-        return tuple(made)
+            filled.append(torch.zeros_like(leaf) if gradient is None else gradient.contiguous())
+        return tuple(filled)
 
 
 class _TracedPasses(Function):

@@ -53,7 +53,7 @@ ALL_FEATURES = frozenset({*TITLES.values(), PACKED, INITIAL_STATE})
 
 
 class DeltaSpec(NamedTuple):
-    """Call settings; texts, because a compiled graph stores them as constants.
+    """Call settings, all strings, because a compiled graph stores them as constants.
 
     Attributes:
         rule: A `Rule` name.
@@ -140,7 +140,7 @@ class DeltaRequest(NamedTuple):
         return current_hardware()
 
 
-# (output [B, T, H, dv] in the dtype of q, state after the last token [N, H, dv, dk] with the option)
+# Output [B, T, H, dv] in the dtype of q; state after the last token [N, H, dv, dk], None without Option.FINAL_STATE.
 DeltaResult = tuple[Tensor, Tensor | None]
 
 

@@ -10,28 +10,28 @@ from torch import Tensor
 from .gates import Gated, gated
 from .request import DeltaInputs, DeltaResult, DeltaSpec, Option, compute_dtype
 
-# (inputs, initial state [B, H, dk, dv]) -> output [B, T, H, dv], final state
+# (inputs, initial state [B, H, dk, dv]) -> (output [B, T, H, dv], final state [B, H, dk, dv])
 Recurrence = Callable[[Gated, Tensor], tuple[Tensor, Tensor]]
 
 
 def run_rows(recurrence: Recurrence, inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
     """Compute a call by a recurrence over equally long rows.
 
-    Reads the longest packed length on the host. Tokens after the last packed sequence get zeros.
+    The longest packed length is read on the host. Tokens after the last packed sequence get zeros.
     """
     rows, dtype = gated(inputs, spec), compute_dtype(inputs)
     cu_seqlens = inputs.cu_seqlens
-    token: Tensor | None = None
+    token_index: Tensor | None = None
     if cu_seqlens is not None:
-        rows, token = _padded(rows, cu_seqlens)
+        rows, token_index = _padded(rows, cu_seqlens)
     batch, heads, sizes = rows.q.shape[0], rows.q.shape[2], (rows.q.shape[-1], rows.v.shape[-1])
     if inputs.initial_state is None:
         state = torch.zeros(batch, heads, *sizes, dtype=dtype, device=inputs.q.device)
     else:
         state = inputs.initial_state.to(dtype).transpose(-1, -2)
     output, state = recurrence(rows, state)
-    if token is not None:
-        output = _packed(output, token, inputs.q.shape[1])
+    if token_index is not None:
+        output = _packed(output, token_index, inputs.q.shape[1])
     final = state.transpose(-1, -2).contiguous() if Option.FINAL_STATE in spec.options else None
     return output.to(inputs.q.dtype), final
 
@@ -39,23 +39,23 @@ def run_rows(recurrence: Recurrence, inputs: DeltaInputs, spec: DeltaSpec) -> De
 def _padded(rows: Gated, cu_seqlens: Tensor) -> tuple[Gated, Tensor]:
     """Return the inputs as [N, L, ..], zero in padding, and the packed index of each token [N, L]; -1 for padding.
 
-    A token with a zero key and log decay 0 leaves the state unchanged.
+    Padding has zero keys and log decays, so that it leaves the state unchanged.
     """
     starts, tokens = cu_seqlens.long(), rows.q.shape[1]
     lengths = starts[1:] - starts[:-1]
     longest = int(lengths.max()) if lengths.shape[0] and tokens else 0
     position = torch.arange(longest, device=starts.device)
-    token = torch.where(position < lengths[:, None], starts[:-1, None] + position, -1)
+    token_index = torch.where(position < lengths[:, None], starts[:-1, None] + position, -1)
 
     def pad(x: Tensor) -> Tensor:
-        real = (token >= 0).reshape(*token.shape, *(1,) * (x.ndim - 2))
-        return torch.where(real, x[0, token.clamp(min=0)], 0.0)
+        is_token = (token_index >= 0).reshape(*token_index.shape, *(1,) * (x.ndim - 2))
+        return torch.where(is_token, x[0, token_index.clamp(min=0)], 0.0)
 
-    return Gated(*(pad(x) for x in rows)), token
+    return Gated(*(pad(x) for x in rows)), token_index
 
 
 def _packed(output: Tensor, token: Tensor, tokens: int) -> Tensor:
     """Pack rows [N, L, ..] to [1, T, ..], the inverse of `_padded`."""
-    real = token >= 0
+    is_token = token >= 0
     packed = output.new_zeros(tokens, *output.shape[2:])
-    return packed.index_put((token[real],), output[real]).unsqueeze(0)
+    return packed.index_put((token[is_token],), output[is_token]).unsqueeze(0)
