@@ -136,6 +136,16 @@ def test_no_tokens_return_the_initial_state(rule, layout):
     assert output.shape[0] == state.shape[0] == 0
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_the_state_of_empty_sequences_is_a_copy(rule):
+    case = replace(PLAIN[rule], format="thd", lengths=(3, 5))
+    tensors = case.tensors()
+    states = tensors["initial_state"].detach().clone()
+    bounds = torch.zeros(3, dtype=torch.int32)
+    _, state = case.module()(**{**tensors, "initial_state": states}, cu_seqlens=bounds, **case.options)
+    assert torch.equal(state, states) and state.data_ptr() != states.data_ptr()
+
+
 def test_tokens_after_the_last_sequence_are_zero_and_get_no_gradient():
     case = replace(PLAIN["gdn"], format="thd", lengths=(3, 4), padding=6)
     tensors = case.tensors()

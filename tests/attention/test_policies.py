@@ -311,6 +311,28 @@ def test_ids_are_read_once_until_they_change(device, monkeypatch):
         layer(*qkv, **arguments)
 
 
+def test_ids_are_compared_by_identity(device):
+    """Tensors with several elements have no truth value, and equal values of one element may change later."""
+    first, second, other = (torch.tensor(ids, device=device) for ids in ([0, 1], [2, 3], [2, 3]))
+    module.check_coverage([first, second], 4)
+    module.check_coverage([first, other], 4)
+    with pytest.raises(ValueError, match=r"missing \[2, 3\]"):
+        module.check_coverage([first], 4)
+
+
+@pytest.mark.parametrize("dispatch", ["auto", "grouped"])
+def test_tokens_without_sequences_are_padding(dispatch, device):
+    leaves = [
+        torch.randn(4, heads, SIZE, device=device, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)
+    ]
+    layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
+    out = layer(
+        *leaves, cu_seqlens_q=cumulative([], device), thd_attention_policy_dispatch=dispatch,
+        thd_attention_policies=[policy(device, ())],
+    )  # fmt: skip
+    assert out.shape == (4, HEADS * SIZE) and not out.any()
+
+
 @pytest.mark.gpu
 def test_a_captured_call_needs_ids_that_were_checked_before():
     device = torch.device("cuda")

@@ -34,6 +34,17 @@ def forgotten():
     ep.ep_finalize()
 
 
+@pytest.mark.parametrize(("experts", "devices"), ((5, 2), (2, 4), (0, 1), (4, 0)))
+def test_every_device_has_the_same_number_of_experts(experts, devices):
+    with pytest.raises(ValueError, match=f"num_experts={experts} on devices={devices}"):
+        ep_extension.EpConfig(experts, devices)
+
+
+def test_a_world_size_of_zero_raises():
+    with pytest.raises(ValueError, match="world_size"):
+        ep.ep_bootstrap(0, None, 8, 16, 64, 32)
+
+
 def test_a_placement_is_set_read_and_reset():
     with pytest.raises(RuntimeError, match="call ep_bootstrap or set_ep_config first"):
         ep_extension.get_ep_config()

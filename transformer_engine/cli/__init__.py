@@ -43,7 +43,7 @@ COMMANDS = {
     ),
     "verify": Command(
         ".verify",
-        "Compare a parallel, quantized model of a Python file with the same model on one device in float32.",
+        "Compare a parallel, quantized model in a Python file with the same model on one device in float32.",
     ),
     "plan": Command(
         ".plan",
@@ -61,7 +61,7 @@ COMMANDS = {
     ),
     "bench": Command(
         ".bench.options",
-        "Time the engine, plain PyTorch and other libraries on this machine; or compare two files of figures.",
+        "Time the engine, plain PyTorch and other libraries on this machine; or compare two figure files.",
     ),
 }
 

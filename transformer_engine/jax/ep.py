@@ -106,10 +106,11 @@ def ep_bootstrap(
     axis = mesh_resource_or_default().ep_resource or "ep"
     if world_size is None:
         world_size = get_mesh_axis_size(axis) if is_mesh_available() else jax.device_count()
+    whole("world_size", world_size)
     if rank is None:
         rank = jax.process_index() % world_size
     for name, value in (
-        ("world_size", world_size), ("num_experts", num_experts), ("max_tokens_per_rank", max_tokens_per_rank),
+        ("num_experts", num_experts), ("max_tokens_per_rank", max_tokens_per_rank),
         ("recv_capacity_per_rank", recv_capacity_per_rank), ("hidden_dim", hidden_dim),
     ):  # fmt: skip
         whole(name, value)

@@ -31,6 +31,13 @@ class EpConfig:
     devices: int
     axis: str = "ep"
 
+    def __post_init__(self) -> None:
+        """Raise ValueError unless every device holds the same positive number of experts."""
+        if self.devices < 1 or self.num_experts < 1 or self.num_experts % self.devices:
+            raise ValueError(
+                f"num_experts={self.num_experts} on devices={self.devices}; give a positive multiple of devices"
+            )
+
     @property
     def local_experts(self) -> int:
         return self.num_experts // self.devices

@@ -151,7 +151,8 @@ def check_coverage(ids: list[Tensor], batch: int) -> None:
     cached = _COVERED.get(ids[0])
     if cached is not None and versions is not None:
         references, *facts = cached
-        if facts == [versions, batch] and [reference() for reference in references] == ids:
+        same = len(references) == len(ids) and all(r() is x for r, x in zip(references, ids, strict=True))
+        if same and facts == [versions, batch]:
             return
     if ids[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -237,7 +238,7 @@ def attend_by_policies(
         Policy(x, *policy[1:]) for policy, x in zip(policies, ids, strict=True) if policy.ids.shape[0]
     ]
     q, k, v = qkv
-    if not q.shape[0]:
+    if not q.shape[0] or not nonempty:  # without sequences, all tokens are padding
         return _zeros(q, k, v)
     cu_kv, padded_kv = a.cu_seqlens_kv, a.cu_seqlens_kv_padded
     if len(nonempty) == 1 and a.thd_attention_policy_dispatch != "grouped":

@@ -61,6 +61,8 @@ def differentiable_once(inputs: DeltaInputs) -> DeltaInputs:
 def finish_results(output: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> DeltaResult:
     """Return the results of a library, with zeros for tokens after the last packed sequence."""
     if cu_seqlens is not None:
+        # In place, because autograd recorded the output; a copy would leave its padding as it is.
+        assert output.is_contiguous(), f"the library returned an output with strides {output.stride()}"
         zero_padded_tokens(output.detach(), cu_seqlens)
     return output, state
 

@@ -33,6 +33,10 @@ def run_rows(recurrence: Recurrence, inputs: DeltaInputs, spec: DeltaSpec) -> De
     if token_index is not None:
         output = _packed(output, token_index, inputs.q.shape[1])
     final = state.transpose(-1, -2).contiguous() if Option.FINAL_STATE in spec.options else None
+    if (
+        final is not None and not rows.q.shape[1]
+    ):  # no token has changed the state: a copy, not the caller's tensor
+        final = final.clone()
     return output.to(inputs.q.dtype), final
 
 
