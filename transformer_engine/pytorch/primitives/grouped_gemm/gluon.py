@@ -13,12 +13,11 @@ from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
 from ....common.kernels import launch
 from ...runtime.device import current_hardware
-from ...runtime.launching import processors
+from ...runtime.launching import DTYPE_NAMES, processors
 from . import triton
 from .groups import Matrices
 from .request import GroupedGemmRequest, GroupedProduct
 
-_RESULTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _LANGUAGE = "triton.experimental.gluon.language.nvidia.hopper"
 
 
@@ -40,12 +39,8 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         return reason
     if (request.a_format, request.b_format) != (FLOAT8, FLOAT8):
         return "it takes FP8 codes with one scale per group"
-    if request.n % 16 or request.k % 16:
-        return f"N={request.n} or K={request.k} is not a multiple of 16"
-    if max(request.n, request.k) >= launch.LARGEST_EXTENT:
-        return f"N={request.n} or K={request.k} reaches {launch.LARGEST_EXTENT}"
-    if request.result not in _RESULTS:
-        return f"the result is {request.result}; it writes bfloat16, float16 and float32"
+    if (reason := triton.unsupported_result(request)) is not None:
+        return reason
     if request.by_address and request.along == "columns":
         return "it reads one stack of codes, not one tensor per group"
     if request.clears:
@@ -60,7 +55,7 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
 def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
     from ....common.kernels import grouped_product as kernels  # it imports triton
 
-    n, k, groups, dtype = request.n, request.k, request.groups, _RESULTS[request.result]
+    n, k, groups, dtype = request.n, request.k, request.groups, DTYPE_NAMES[request.result]
     options = {"exact": request.exact, "processors": processors(request.device.index).count}
     if request.along == "columns":
         record = kernels.product_of_rows(request.rows, n, k, groups, dtype, **options)

@@ -11,12 +11,11 @@ from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ....common.kernels import launch
 from ...runtime.device import current_hardware, is_current_device
-from ...runtime.launching import processors
+from ...runtime.launching import DTYPE_NAMES, processors
 from .groups import Matrices
 from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
 
 _HALVES = (torch.bfloat16, torch.float16)
-_RESULTS = (*_HALVES, torch.float32)
 
 
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:
@@ -38,11 +37,16 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         reason := current_hardware().lacks("bf16 products" if formats == (None, None) else "fp8 products")
     ) is not None:
         return reason
+    return unsupported_result(request)
+
+
+def unsupported_result(request: GroupedGemmRequest) -> str | None:
+    """Reason why kernels with one scale per group or 1x128 blocks do not write a result, or None."""
     if request.n % 16 or request.k % 16:
         return f"N={request.n} or K={request.k} is not a multiple of 16"
     if max(request.n, request.k) >= launch.LARGEST_EXTENT:
         return f"N={request.n} or K={request.k} reaches {launch.LARGEST_EXTENT}"
-    if request.result not in _RESULTS:
+    if request.result not in DTYPE_NAMES:
         return f"the result is {request.result}; it writes bfloat16, float16 and float32"
     return None
 
