@@ -28,6 +28,12 @@ def nearest(name: str, names: Collection[str]) -> str | None:
     return found[0] if found else None
 
 
+def suggestion(name: str, names: Collection[str]) -> str:
+    """End of an error message that suggests the most similar of several names; "" if none is similar."""
+    near = nearest(name, names)
+    return "" if near is None else f" (did you mean {near!r}?)"
+
+
 def reject_keywords(
     function: str, given: Collection[str], renamed: Mapping[str, str], names: Collection[str] = ()
 ) -> None:
@@ -194,10 +200,9 @@ def check_option(name: str, value: Any, allowed: Collection[Any]) -> None:
         return
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         names = [choice for choice in allowed if isinstance(choice, str)]
-        near = nearest(value, names) if isinstance(value, str) else None
         raise ValueError(
             f"{name}={described(value)} does not exist; choose one of {', '.join(str(a) for a in allowed)}"
-            + (f" (did you mean {near!r}?)" if near else "")
+            + (suggestion(value, names) if isinstance(value, str) else "")
         )
 
 

@@ -6,12 +6,12 @@ fitted to, and the errors for all other measurements.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ..checks import suggestion
 from ..formats import TENSOR_FORMATS, TensorFormat
 from ..hardware import Capability, Hardware, hardware_of_gpu, nvidia
 
@@ -238,9 +238,10 @@ def host_links(gpu: GpuRates, **changes: Any) -> LinkRates:
 
 def unknown(kind: str, name: str, names: Iterable[str], remedy: str = "") -> ValueError:
     """Build the error for an unknown name, with the most similar known names."""
-    near = difflib.get_close_matches(name, names := list(names), 1)
-    meant = f" (did you mean {near[0]!r}?)" if near else ""
-    return ValueError(f"{kind} {name!r} is unknown{meant}; choose from {', '.join(names)}{remedy}")
+    names = list(names)
+    return ValueError(
+        f"{kind} {name!r} is unknown{suggestion(name, names)}; choose from {', '.join(names)}{remedy}"
+    )
 
 
 def gpu_named(name: str | GpuRates) -> GpuRates:

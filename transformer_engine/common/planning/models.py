@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from ..checks import suggestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +180,9 @@ def model_shape(model: str | Path | ModelShape, **sizes: Any) -> ModelShape:
         overrides.setdefault("ffn", 4 * hidden)
         overrides.setdefault("vocabulary", 128256)
         return ModelShape(name=str(model), **overrides)
-    near = difflib.get_close_matches(str(model), MODELS, 1)
     raise ValueError(
-        f"model {str(model)!r} is neither known nor the path of a config.json"
-        + (f" (did you mean {near[0]!r}?)" if near else "")
-        + f"; choose from {', '.join(MODELS)}, or give hidden, layers and heads"
+        f"model {str(model)!r} is neither known nor the path of a config.json{suggestion(str(model), MODELS)}"
+        f"; choose from {', '.join(MODELS)}, or give hidden, layers and heads"
     )
 
 

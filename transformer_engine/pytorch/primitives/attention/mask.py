@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from ....common.checks import nearest
+from ....common.checks import suggestion
 from ....common.numbers import to_int
 from ...runtime.tracing import constant_while_tracing
 
@@ -73,10 +73,9 @@ def canonical_name(attn_mask_type: str, argument: str = "attn_mask_type") -> str
     if "," in name:
         name = "_".join(sorted(name.split(","), key=lambda part: part != "padding"))
     if name not in NAMES:
-        near = nearest(name, NAMES)
         raise ValueError(
             f"{argument}={attn_mask_type!r} does not exist; choose one of {', '.join(NAMES)}"
-            + (f" (did you mean {near!r}?)" if near else "")
+            + suggestion(name, NAMES)
         )
     return name
 
