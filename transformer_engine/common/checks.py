@@ -55,6 +55,14 @@ def reject_keywords(
         raise TypeError(f"{function}() takes no {name}=; {remedy}")
 
 
+def keyword_names(function: Callable[..., Any]) -> dict[str, None] | None:
+    """Parameters that callers of a function can name, in order; None if it takes any keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name: None for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
 def suggests_keywords(function: Function) -> Function:
     """Decorate a function or a constructor: an unknown keyword raises TypeError with the most similar parameter.
 
@@ -63,9 +71,8 @@ def suggests_keywords(function: Function) -> Function:
     if isinstance(function, type):
         function.__init__ = suggests_keywords(function.__init__)
         return function  # pyright: ignore[reportReturnType]
-    parameters = inspect.signature(function).parameters.values()
-    names = {p.name: None for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    names = keyword_names(function)
+    if names is None:
         return function
     is_constructor = function.__name__ == "__init__"
 

@@ -8,7 +8,6 @@ as the type that the annotation promises: a size given as 16.0, `np.int64(16)` o
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -247,8 +246,7 @@ def accepts(**rules: Rule) -> Callable[[Constructor], Constructor]:
     def decorate(constructor: Constructor) -> Constructor:
         code = constructor.__code__
         names = code.co_varnames[1 : code.co_argcount]
-        keywords = frozenset((*names, *code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]))
-        takes_others = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        keywords = checks.keyword_names(constructor)
 
         @functools.wraps(constructor)
         def converted(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -256,9 +254,9 @@ def accepts(**rules: Rule) -> Callable[[Constructor], Constructor]:
                 all_rules[name](name, value) if name in all_rules else value
                 for name, value in zip(names, args, strict=False)
             ]
-            if not (takes_others or kwargs.keys() <= keywords):
+            if keywords is not None:
                 unknown = [name for name in kwargs if name not in keywords]
-                checks.reject_keywords(type(self).__name__, unknown, {}, sorted(keywords))
+                checks.reject_keywords(type(self).__name__, unknown, {}, keywords)
             named = {
                 name: all_rules[name](name, value) if name in all_rules else value
                 for name, value in kwargs.items()
