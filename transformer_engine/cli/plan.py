@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 from collections.abc import Iterable
@@ -33,19 +34,11 @@ _SIZES = (
     "experts",
     "experts_per_token",
 )
+_LINKS = ("devices_per_host", "network")
 OPTIONAL = (*_AXES, "recompute", *_SIZES)
-_OTHERS = (
-    "devices",
-    "gpu",
-    "recipe",
-    "sequence",
-    "scheme",
-    "attention",
-    "graphs",
-    "devices_per_host",
-    "network",
-)
-_ARGUMENT = re.compile(rf"(?<![\w-])({'|'.join((*OPTIONAL, *_OTHERS))})(?![\w-])(=\w[^\s,;()]*|='[^']*')?")
+# Arguments of `te.plan` and of its links that are options of the command: `model` and `links` appear in no message.
+_NAMED = (*(inspect.signature(predicted).parameters.keys() - {"model", "links", "sizes"}), *_SIZES, *_LINKS)
+_ARGUMENT = re.compile(rf"(?<![\w-])({'|'.join(sorted(_NAMED))})(?![\w-])(=\w[^\s,;()]*|='[^']*')?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
