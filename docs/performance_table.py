@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from generated import ROOT, write
@@ -97,13 +98,24 @@ def models() -> str:
     """Tokens per second and peak memory of each arm at each size of model."""
     record = json.loads((RESULTS / "models_h200.json").read_text())
     rows = {(row["arm"], row["size"]): row for row in record["medians"]}
-    lines = ["| | " + " | ".join(SIZES.values()) + " |", "| --- |" + " ---: |" * len(SIZES)]
-    for arm, title in ARMS.items():
-        found = [rows[arm, size] for size in SIZES]
-        cells = [
-            f"{row['tokens_per_second'] / 1e3:,.0f}k tokens/s, {row['peak_gib']:.1f} GiB" for row in found
-        ]
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return _by_size(
+        rows,
+        ARMS,
+        SIZES,
+        lambda row: f"{row['tokens_per_second'] / 1e3:,.0f}k tokens/s, {row['peak_gib']:.1f} GiB",
+    )
+
+
+def _by_size(
+    rows: dict[tuple[str, str], dict[str, Any]],
+    arms: dict[str, str],
+    sizes: dict[str, str],
+    cell: Callable[[dict[str, Any]], str],
+) -> str:
+    """Table with one row per arm and one column per model size; both map names in the record to titles."""
+    lines = ["| | " + " | ".join(sizes.values()) + " |", "| --- |" + " ---: |" * len(sizes)]
+    for arm, title in arms.items():
+        lines.append(f"| {title} | " + " | ".join(cell(rows[arm, size]) for size in sizes) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -120,13 +132,10 @@ def model_options() -> str:
     record = json.loads((RESULTS / "models_h200.json").read_text())
     rows = {(row["arm"], row["size"]): row for row in (*record["medians"], *record["options"])}
     sizes = {name: SIZES[name] for name in ("1B", "8Bx4")}
-    lines = ["| | " + " | ".join(sizes.values()) + " |", "| --- |" + " ---: |" * len(sizes)]
     arms = {"te:current": "default", **{f"te:current+{name}": title for name, title in OPTIONS.items()}}
-    for arm, title in arms.items():
-        found = [rows[arm, size] for size in sizes]
-        cells = [f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_gib']:.2f} GiB" for row in found]
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return _by_size(
+        rows, arms, sizes, lambda row: f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_gib']:.2f} GiB"
+    )
 
 
 def sharded() -> str:
