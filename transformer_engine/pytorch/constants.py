@@ -100,23 +100,6 @@ FP8BwdTensorIdx = types.SimpleNamespace(
 MXFP8_BLOCK_SCALING_SIZE = 32
 NVFP4_BLOCK_SCALING_SIZE = 16
 
-AttnMaskTypes = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding,causal",
-    "causal,padding",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
-)
-AttnTypes = ("self", "cross")
-AttnBiasTypes = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
-QKVLayouts = tuple(layout.name.removeprefix("NVTE_").lower() for layout in NVTE_QKV_Layout)
-LayerTypes = ("encoder", "decoder")
-GemmParallelModes = ("row", "column", None)
-
 # Types of the string options of layers, by name: annotations name them.
 ParallelMode = Literal["row", "column"]
 NormalizationName = Literal["LayerNorm", "RMSNorm"]
@@ -137,14 +120,23 @@ ActivationName = Literal[
 TensorFormat = Literal["sbhd", "bshd", "thd"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 AttentionType = Literal["self", "cross"]
-CHOICES: dict[str, tuple[str, ...]] = {
-    "ParallelMode": get_args(ParallelMode),
-    "NormalizationName": get_args(NormalizationName),
-    "ActivationName": get_args(ActivationName),
-    "TensorFormat": get_args(TensorFormat),
-    "SoftmaxType": get_args(SoftmaxType),
-    "AttentionType": get_args(AttentionType),
-}
+
+AttnMaskTypes = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding,causal",
+    "causal,padding",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+AttnTypes = get_args(AttentionType)
+AttnBiasTypes = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+QKVLayouts = tuple(layout.name.removeprefix("NVTE_").lower() for layout in NVTE_QKV_Layout)
+LayerTypes = ("encoder", "decoder")
+GemmParallelModes = (*get_args(ParallelMode), None)
 
 if TYPE_CHECKING:
     from typing import TypeAlias

@@ -11,12 +11,12 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, get_origin
 
 import torch
 from torch import Tensor
 
-from ..constants import CHOICES
+from .. import constants
 from ..runtime.warn_once import warn_once
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -38,6 +38,8 @@ def _is_object(value: Any) -> bool:
     return not isinstance(value, (bool, int, float, str))
 
 
+# Annotations that name a closed set of strings, such as "AttentionType".
+_LITERALS = [name for name, value in vars(constants).items() if get_origin(value) is Literal]
 # Whether a value fits an annotation; all others are objects, such as process groups.
 _TESTS: dict[str, Test] = {
     "bool": lambda value: isinstance(value, bool),
@@ -52,7 +54,7 @@ _TESTS: dict[str, Test] = {
     "Sequence": lambda value: isinstance(value, (tuple, list)),
     "torch.dtype": lambda value: isinstance(value, torch.dtype),
     "Any": _is_object,
-    **dict.fromkeys(CHOICES, lambda value: isinstance(value, str)),
+    **dict.fromkeys(_LITERALS, lambda value: isinstance(value, str)),
     "torch.device": lambda value: _is_object(value) and not isinstance(value, Tensor),
 }
 
