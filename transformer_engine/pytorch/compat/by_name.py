@@ -58,8 +58,8 @@ class NormByName:
         self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: None = None
     ) -> tuple[Tensor, NormStatistics]:
         norm = self.norm
-        own = "apply_normalization" in self.file._replaced.names
-        y, mean, rstdev = (self.file if own else self.file._common).apply_normalization(
+        is_replaced = "apply_normalization" in self.file._replaced.names
+        y, mean, rstdev = (self.file if is_replaced else self.file._common).apply_normalization(
             x, None, gamma, beta, norm.eps, None, x.dtype, norm.kind, 0, norm.zero_centered
         )
         return y, NormStatistics(mean, rstdev)

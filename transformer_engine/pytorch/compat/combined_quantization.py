@@ -61,8 +61,8 @@ def combine_and_quantize(
     ]
     if shared:
         codes[-1:] = codes[-1].unbind(axis)
-    made = [_tensor(part, storage, x.dtype) for part, x in zip(codes, tensors, strict=True)]
-    return made[0], made[1], made[2], qkv_layout, None
+    results = [_tensor(part, storage, x.dtype) for part, x in zip(codes, tensors, strict=True)]
+    return results[0], results[1], results[2], qkv_layout, None
 
 
 def _tensor(codes: Tensor, storage: Float8TensorStorage, dtype: torch.dtype) -> Float8Tensor:

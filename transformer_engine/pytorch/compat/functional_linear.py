@@ -111,10 +111,10 @@ def functional_backward(
     if input_requires_grad:
         w = _quantized("weight", weight, weight_quantizer) if with_quantized_compute else weight
         operands = _operand(dy, COLS), _operand(w, ROWS)
-        made = _product(
+        result = _product(
             *operands, computed, None, grad_input, grad_input_alpha, accumulate_into_grad_input, True
         )
-        dx = made.view(*dy.shape[:-1], w.shape[-1])
+        dx = result.view(*dy.shape[:-1], w.shape[-1])
         dx = dx if grad_input_quantizer is None else grad_input_quantizer(dx)
     if weight_requires_grad:
         x = _quantized("input", input, input_quantizer) if with_quantized_compute else input

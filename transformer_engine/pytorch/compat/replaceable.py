@@ -66,8 +66,8 @@ class ReplaceableFunction(type(torch.autograd.Function)):
             return
         steps: Replaced = cls.__dict__["_steps"]
         # Every access to a bound method creates a new object.
-        known = steps._originals[name]
-        steps.assigned(name, known if value == known else value)
+        original = steps._originals[name]
+        steps.assigned(name, original if value == original else value)
         for replaced in cls.watchers:
             (replaced.names.add if steps.names else replaced.names.discard)(f"{cls.__name__}.{name}")
 

@@ -148,16 +148,16 @@ def gather_rows(
     if (async_op or external_coalescing) and (quantized or quantizer is not None):
         return _gather_later(inp, process_group, async_op, quantizer, output_tensor, external_coalescing)
     if quantized:
-        whole: Any = inp
+        full: Any = inp
         if world_size(process_group) > 1:
             parts, payload = payload_with_common_scale(*gather_payload(inp), process_group)  # pyright: ignore[reportArgumentType]
             codes = [_gather(part, process_group, False)[0] for part in parts]
-            whole = join_payload(codes, payload, inp.dtype)  # pyright: ignore[reportArgumentType]
+            full = join_payload(codes, payload, inp.dtype)  # pyright: ignore[reportArgumentType]
             if isinstance(inp, QuantizedTensor):
-                whole = type(inp).from_storage(whole)
+                full = type(inp).from_storage(full)
         if output_tensor is None:
-            return whole, None
-        return _fill_output(output_tensor, whole), None
+            return full, None
+        return _fill_output(output_tensor, full), None
     if quantizer is None:
         return _gather(inp, process_group, async_op, output_tensor)  # pyright: ignore[reportArgumentType]
     gathered, _ = _gather(inp, process_group, False)
@@ -196,8 +196,8 @@ def _gather_later(
 ) -> tuple[Any, DeferredGather | None]:
     """Return the quantized result, complete after `wait` of the handle, or no handle without communication."""
     if world_size(group) == 1:
-        whole = inp if isinstance(inp, QuantizedTensorStorage) else quantizer(inp)  # pyright: ignore
-        return (whole, None) if output is None else (_fill_output(output, whole), None)
+        full = inp if isinstance(inp, QuantizedTensorStorage) else quantizer(inp)  # pyright: ignore
+        return (full, None) if output is None else (_fill_output(output, full), None)
     if isinstance(inp, QuantizedTensorStorage):
         if output is None:
             maker: Any = quantizer or getattr(inp, "_quantizer", None) or inp._default_quantizer()  # pyright: ignore
@@ -259,8 +259,8 @@ def _gather(
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
-        made = functional.wait_tensor(functional.all_gather_tensor(inp, 0, _group(group)))
-        return (made if output is None else output.copy_(made)), None
+        result = functional.wait_tensor(functional.all_gather_tensor(inp, 0, _group(group)))
+        return (result if output is None else output.copy_(result)), None
     gathered = inp.new_empty((size * inp.shape[0], *inp.shape[1:])) if output is None else output
     return gathered, started(
         "all_gather",

@@ -179,10 +179,10 @@ def _group_buffers(group: Any, device: torch.device) -> GroupBuffers | str | Non
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     problem = next(filter(None, problems), "")
-    made = (
+    created = (
         problem
         if buffers is None or problem
         else GroupBuffers(buffers, dist.get_backend_config(group), load_thresholds(buffers, group, device))
     )
-    _reserved.groups[group] = made
-    return made
+    _reserved.groups[group] = created
+    return created

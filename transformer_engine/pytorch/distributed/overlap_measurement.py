@@ -92,7 +92,7 @@ def _gather_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int
     """Return the milliseconds for multiplying gathered rows: by parts, and after the process group's gather."""
     rows = size // (_WIDTH * torch.bfloat16.itemsize)
     x, weight = _random(device, rows, _WIDTH), _random(device, _WIDTH, _WIDTH // buffers.ranks)
-    whole, layout = x.new_empty(buffers.ranks * rows, _WIDTH), ((x.shape, x.dtype),)
+    full, layout = x.new_empty(buffers.ranks * rows, _WIDTH), ((x.shape, x.dtype),)
     out = x.new_empty(buffers.ranks * rows, weight.shape[1])
     parts = out.chunk(buffers.ranks)
 
@@ -103,8 +103,8 @@ def _gather_ms(buffers: PeerBuffers, group: Any, device: torch.device, size: int
         gathered.wait()
 
     def plain() -> None:
-        dist.all_gather_into_tensor(whole, x, group=group)
-        torch.mm(whole, weight, out=out)
+        dist.all_gather_into_tensor(full, x, group=group)
+        torch.mm(full, weight, out=out)
 
     return _milliseconds(overlapped, group), _milliseconds(plain, group)
 

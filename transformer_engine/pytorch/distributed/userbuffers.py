@@ -137,16 +137,16 @@ def initialize_ub(
             f"bootstrap_backend={described(bootstrap_backend)} is unknown; choose one of {_BACKENDS}"
         )
     modes = _check_modes(use_fp8, quantization_modes)
-    given = [ub_cfgs] * len(modes) if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
-    if len(given) != len(modes):
+    configs = [ub_cfgs] * len(modes) if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
+    if len(configs) != len(modes):
         raise ValueError(
-            f"ub_cfgs holds {len(given)} configurations for {len(modes)} quantization modes; give one per mode, or "
+            f"ub_cfgs holds {len(configs)} configurations for {len(modes)} quantization modes; give one per mode, or "
             "one mapping for all"
         )
-    made = {}
-    for mode, settings in zip(modes, given, strict=True):
-        made |= _create_communicators(tp_size, mode, settings or {})
-    _communicators.update(made)
+    created = {}
+    for mode, settings in zip(modes, configs, strict=True):
+        created |= _create_communicators(tp_size, mode, settings or {})
+    _communicators.update(created)
     reserve(size)
 
 
@@ -179,8 +179,8 @@ def get_ub(name: str, use_fp8: bool) -> Communicator:
         raise RuntimeError("userbuffers are not initialized; call initialize_ub first")
     mode = UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE
     if (name, mode) not in _communicators:
-        known = sorted({f"{product} ({kind.value})" for product, kind in _communicators})
-        raise KeyError(f"no communicator {name!r} for {mode}; there are {', '.join(known)}")
+        names = sorted({f"{product} ({kind.value})" for product, kind in _communicators})
+        raise KeyError(f"no communicator {name!r} for {mode}; there are {', '.join(names)}")
     return _communicators[name, mode]
 
 

@@ -142,10 +142,10 @@ def multi_tensor_adam_fp8(
     adam_step([grads, masters, first, second], copy_to_device(rates, noop_flag.device), how)
     for target, master, scale, amax, inverse in zip(codes, masters, *scales, strict=True):
         if target.numel():
-            made = quantize(master.view(1, -1), spec, multiplier=scale.view(1), record=amax.view(1))
-            assert made.codes is not None and made.scale is not None
-            target.view(-1).copy_(made.codes.view(-1).view(torch.uint8))
-            inverse.copy_(made.scale.view(inverse.shape))
+            quantized = quantize(master.view(1, -1), spec, multiplier=scale.view(1), record=amax.view(1))
+            assert quantized.codes is not None and quantized.scale is not None
+            target.view(-1).copy_(quantized.codes.view(-1).view(torch.uint8))
+            inverse.copy_(quantized.scale.view(inverse.shape))
 
 
 def multi_tensor_adam_capturable(
@@ -215,8 +215,8 @@ def multi_tensor_compute_scale_and_scale_inv(
         return
     amaxes, scales, inverses = tensor_lists
     amax = torch.cat([amax.reshape(-1) for amax in amaxes])
-    made = scale_from_amax(amax, max_fp8, power_of_two=bool(force_pow_2_scales), epsilon=amax_epsilon)
-    for targets, values in ((scales, made), (inverses, made.reciprocal())):
+    updated = scale_from_amax(amax, max_fp8, power_of_two=bool(force_pow_2_scales), epsilon=amax_epsilon)
+    for targets, values in ((scales, updated), (inverses, updated.reciprocal())):
         _spread(targets, values)
 
 
@@ -251,12 +251,12 @@ def device_rates(
         tensor(name, value)
     host = adam_rates(0.0, betas, eps, 1, False, weight_decay)
     rates = torch.empty(len(host), dtype=torch.float32, device=lr.device)
-    for place in range(1, 7):
-        rates[place].fill_(host[place])  # an assignment copies from the host; graphs cannot capture it
+    for index in range(1, 7):
+        rates[index].fill_(host[index])  # an assignment copies from the host; graphs cannot capture it
     rates[0] = lr.reshape(())
     steps = step.reshape(()).to(torch.float64)
-    for place, beta in ((7, betas[0]), (8, betas[1])):
-        rates[place].copy_(1.0 - torch.pow(beta, steps)) if bias_correction else rates[place].fill_(1.0)
+    for index, beta in ((7, betas[0]), (8, betas[1])):
+        rates[index].copy_(1.0 - torch.pow(beta, steps)) if bias_correction else rates[index].fill_(1.0)
     rates[9].fill_(1.0) if inv_scale is None else rates[9].copy_(_factor("inv_scale", inv_scale)[0])
     return rates
 
@@ -280,12 +280,12 @@ def sgd_checked(noop_flag: Any, tensor_lists: Any) -> bool:
 def adam_checked(noop_flag: Any, tensor_lists: Any) -> bool:
     """Return `checked` for the lists in an Adam step; only bfloat16 parameters have remainders."""
     last = (*_VALUES, torch.int16)
-    there = checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, optional=last)
-    if there and len(tensor_lists) == 5 and tensor_lists[4][0].dtype == torch.int16:
+    has_work = checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, optional=last)
+    if has_work and len(tensor_lists) == 5 and tensor_lists[4][0].dtype == torch.int16:
         parameters = tensor_lists[1][0].dtype
         if parameters != torch.bfloat16:
             raise TypeError(f"parameters beside remainders are {parameters}; give bfloat16 ones")
-    return there
+    return has_work
 
 
 def checked(
