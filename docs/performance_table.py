@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def layers(rows: list[dict[str, Any]]) -> list[str]:
-    """Times on the GPU, of the host and of a plain loop, the product rate and the peak memory of each layer."""
+    """GPU, host and plain-loop times, product rate and peak memory per layer."""
     lines = ["| case | recipe | GPU ms | host ms | wall ms | TFLOP/s | peak MiB |", "|" + " --- |" * 7]
     for row in rows:
         family, recipe, shape = row["case"].split("/")
@@ -33,13 +33,13 @@ def layers(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def kernels(rows: list[dict[str, Any]]) -> list[str]:
-    """Times on the GPU and the bandwidth of each kernel."""
+    """GPU time and bandwidth per kernel."""
     lines = ["| case | GPU ms | GB/s |", "|" + " --- |" * 3]
     return lines + [f"| {row['case']} | {row['gpu_ms']:.4f} | {row['rate']} |" for row in rows]
 
 
 def decode(rows: list[dict[str, Any]]) -> list[str]:
-    """Microseconds of one decoding step and its share of the copy's rate, one column per implementation."""
+    """Microseconds per decoding step and fraction of the copy rate, one column per implementation."""
     names = list(dict.fromkeys(row["by"] for row in rows))
     lines = ["| batch, context | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1)]
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -60,7 +60,7 @@ FILES = {"attention": "attention_te_bench_h200.json"}
 
 
 def sections() -> dict[str, str]:
-    """Return {name: table} of the page."""
+    """Return {name: table} for the page."""
     records = {
         name: json.loads((RESULTS / FILES.get(name, f"{name}_h200.json")).read_text()) for name in TABLES
     }
@@ -95,7 +95,7 @@ SHARDED_ARMS = {
 
 
 def models() -> str:
-    """Tokens per second and peak memory of each arm at each size of model."""
+    """Tokens per second and peak memory per arm and model size."""
     record = json.loads((RESULTS / "models_h200.json").read_text())
     rows = {(row["arm"], row["size"]): row for row in record["medians"]}
     return _by_size(
@@ -128,7 +128,7 @@ OPTIONS = {
 
 
 def model_options() -> str:
-    """Tokens per second and peak memory of options that are off by default."""
+    """Tokens per second and peak memory for options that are off by default."""
     record = json.loads((RESULTS / "models_h200.json").read_text())
     rows = {(row["arm"], row["size"]): row for row in (*record["medians"], *record["options"])}
     sizes = {name: SIZES[name] for name in ("1B", "8Bx4")}
@@ -139,7 +139,7 @@ def model_options() -> str:
 
 
 def sharded() -> str:
-    """Tokens per second, memory and all-gathers of each arm of the 8B model over four GPUs."""
+    """Tokens per second, memory and all-gathers per arm for the 8B model on four GPUs."""
     record = json.loads((RESULTS / "four_gpus_h200.json").read_text())
     rows = {row["arm"]: row for row in record["sharded models"]["results"]}
     lines = [
@@ -173,7 +173,7 @@ CONVERSION_ARMS = {
 
 
 def conversions() -> str:
-    """Milliseconds per step and peak GiB of each arm of benchmarks/convert.py."""
+    """Milliseconds per step and peak GiB per arm in benchmarks/convert.py."""
     results = json.loads((RESULTS / "convert_h200.json").read_text())["results"]
     lines = [
         "| | " + " | ".join(CONVERSION_ARMS.values()) + " |",
@@ -186,7 +186,7 @@ def conversions() -> str:
     return "\n".join(lines) + "\n"
 
 
-# The cases of the landing page, and the run that its picture shows. The record has no field for the commit.
+# Landing-page cases, and the run in its picture. The record has no commit field.
 HIGHLIGHTS = {
     "layer_fb/delayed/llama8b_s8192": "a layer of an 8-billion-parameter model",
     "layernorm_mlp_fb/delayed/swiglu_4096x14336": "a SwiGLU feed-forward block",
@@ -203,7 +203,7 @@ def _times(record: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def comparison() -> str:
-    """Table of the highlighted cases: plain PyTorch in bfloat16, and each FP8 recipe with its ratio to it."""
+    """Table with the highlighted cases: plain PyTorch in bfloat16, and each FP8 recipe with its ratio to PyTorch."""
     record = json.loads((RESULTS / "bench_h200.json").read_text())
     times = _times(record)
     names = [f"`{name}`" for name in RECIPES.values()]
@@ -222,7 +222,7 @@ def comparison() -> str:
 
 
 def highlights() -> str:
-    """Return the speed of three cases in FP8 over plain PyTorch in bfloat16, with the machine and the commit."""
+    """FP8 speed relative to plain PyTorch in bfloat16 for three cases, with machine and commit."""
     record = json.loads((RESULTS / "bench_h200.json").read_text())
     times = _times(record)
     lines = ['<ul class="numbers">']

@@ -1,10 +1,10 @@
 """Cut a release: `python docs/release.py 0.4.0` writes the version and the date wherever they are stated.
 
-`python docs/release.py --development 0.5.0` then begins the development of the next version: the package reports
-0.5.0.dev0, and the pages keep the number of the release.
+`python docs/release.py --development 0.5.0` then begins development towards the next version: the package reports
+0.5.0.dev0, and the pages keep the release number.
 
-The changelog's section "Unreleased" becomes the section of the release, and a new one begins. The page of releases
-gets a row with the supported versions of the former release: check them. Nothing is committed or tagged.
+In the changelog, the section "Unreleased" becomes the release's section, and a new one begins. The releases page gets
+a row with the former release's supported versions: check them. Nothing is committed or tagged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROW = re.compile(r"^\| (?P<own>[\d.]+) \((?P<date>[\d-]+)\)(?P<supported> \|.+)$
 
 
 def release(root: Path, own: str, date: str) -> None:
-    """Write a release into the files of a checkout.
+    """Write a release into a checkout.
 
     Args:
         root: Folder of the checkout.
@@ -53,11 +53,11 @@ def release(root: Path, own: str, date: str) -> None:
 
 
 def develop(root: Path, own: str) -> None:
-    """Write the version of commits after a release into the package.
+    """Write the development version into the package.
 
     Args:
         root: Folder of the checkout.
-        own: Version that the development leads to, such as "0.5.0".
+        own: Next version, such as "0.5.0".
 
     Raises:
         ValueError: `own` is not newer than the latest release. No file is written.
@@ -69,14 +69,14 @@ def develop(root: Path, own: str) -> None:
 
 
 def _current(root: Path) -> str:
-    """The version of the package, such as "2.20.2+py0.3.0" or "2.20.2+py0.4.0.dev0"."""
+    """Package version, such as "2.20.2+py0.3.0" or "2.20.2+py0.4.0.dev0"."""
     found = re.search(r'"([\d.]+\+py[\d.]+(?:\.dev0)?)"', (root / VERSION).read_text(encoding="utf-8"))
     assert found is not None, VERSION
     return found[1]
 
 
 def _released(root: Path) -> str:
-    """The number of the latest release, the first row of the page of releases."""
+    """Latest release number, from the first row on the releases page."""
     row = ROW.search((root / PAGES[-1]).read_text(encoding="utf-8"))
     assert row is not None, PAGES[-1]
     return row["own"]
@@ -108,7 +108,7 @@ def _page_of_releases(text: str, former: str, own: str, date: str) -> str:
     row = ROW.search(text)
     assert row is not None and row["own"] == former, f"the first row is not that of {former}"
     introduction, rest = text[: row.start()], text[row.start() :]
-    # The commands and names of files below the table, but not the table's earlier rows.
+    # Commands and file names below the table, but not the table's earlier rows.
     head, end, tail = rest.partition("\n\n")
     return f"{introduction}| {own} ({date}){row['supported']}\n{head}{end}{tail.replace(former, own)}"
 

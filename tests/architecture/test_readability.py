@@ -30,7 +30,7 @@ def words(listed: str) -> frozenset[str]:
     return frozenset(listed.split())
 
 
-# Variables: a participle or an adverb says that a value has a past or a place, not what it is.
+# Variable names that are participles or adverbs, and therefore do not name the value.
 VAGUE = words(
     "again apart asked behind beside given held here kept known lies made others outside own place seen shown standing "
     "taken there together told turned want wanted whole"

@@ -1,4 +1,4 @@
-"""`te train` on several ranks: the losses of one device, and continuation after a rank is killed."""
+"""`te train` on several ranks: losses equal to one device, and continuation after a rank is killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def text_in(folder: Path) -> Path:
 
 
 class LossesOnRanks:
-    """Losses of three steps of each layout on two ranks, and of one device."""
+    """Three losses per layout on two ranks, and the losses on one device."""
 
     def __init__(self, data: str) -> None:
         self.data = data
@@ -77,7 +77,7 @@ def test_every_layout_has_the_losses_of_one_device(tmp_path: Path):
 
 
 class TrainedOnRanks:
-    """The records of an undisturbed run, and of one that stops and continues from its checkpoint."""
+    """Records from an undisturbed run, and from a run that stops and continues from its checkpoint."""
 
     def __init__(self, data: str, folder: str, sizes: dict[str, int]) -> None:
         self.data, self.folder, self.sizes = data, folder, sizes
@@ -114,7 +114,7 @@ def test_a_resumed_run_has_the_losses_of_an_undisturbed_one(sizes: dict[str, int
 
 
 def workers(launcher: int) -> list[int]:
-    """The processes of the ranks that a launcher has started."""
+    """Rank processes that a launcher has started."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 

@@ -42,7 +42,7 @@ def test_exceptions_are_few_and_each_pattern_has_one(checks):
 
 
 def test_the_prediction_of_a_layer_follows_its_measurement_over_all_recipes(checks):
-    """One rate for all products would be off by the factor of two between bfloat16 and FP8."""
+    """A single product rate would be wrong by a factor of 2, the ratio between FP8 and bfloat16."""
     rows = [check for check in checks if check.case.startswith("layer_fb/") and "H200" in check.group]
     ratios = [check.predicted / check.measured for check in rows]
     assert len(rows) == 16 and max(ratios) / min(ratios) < 1.12
@@ -126,7 +126,7 @@ def test_collectives_follow_bytes_ranks_and_hosts():
     assert eight / two == pytest.approx((7 / 8) / (1 / 2))
     gather, reduce = (links.collective_ms(kind, size, 8, 1) for kind in ("all_gather", "all_reduce"))
     assert gather < reduce < 2 * gather
-    # Ranks of one per host share nothing but their adapter, 8 of a host have 8 adapters.
+    # One rank per host has one network adapter; 8 ranks on a host have 8 adapters.
     apart, together = (links.collective_ms("all_gather", size, 16, stride) for stride in (8, 1))
     assert apart == pytest.approx(links.start + 15 * links.hop + size * 15 / 16 / links.network)
     assert together == pytest.approx(links.start + links.hop + size * 15 / 16 / links.ring)
@@ -268,7 +268,7 @@ def test_every_rate_of_a_plan_states_its_source(gpu):
     assert plan("llama-8b", 8, fsdp=8, gpu=gpu, links=links).rates["network"] == "10 GB/s (given)"
 
 
-# Recipes of plans as products of simulated GPUs.
+# Product names on simulated GPUs, by plan recipe.
 PRODUCTS = {
     "none": "none",
     "delayed": "float8",

@@ -1,4 +1,4 @@
-"""Gathers of tensors with swizzled scales: rows of scales travel, and the result has the bits of one rank."""
+"""Gathered tensors with swizzled scales: scale rows travel, and the result equals a single rank bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECIPES = {
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
 }
-# Elements of a scale. Rows of a rank that end inside a tile of 128 x 4 scales, and whole tiles.
+# Elements per scale. Rows per rank: ending inside a 128 x 4 scale tile, and whole tiles.
 LENGTH = {"mxfp8": 32, "nvfp4": 16}
 ROWS = (32, 96, 128, 160)
 DIRECTIONS = ((True, False), (False, True), (True, True))
@@ -37,14 +37,14 @@ def quantizer_of(name: str, rowwise: bool = True, columnwise: bool = True) -> An
 
 
 def values(rows: int) -> Tensor:
-    """Values of all ranks; every rank has the same maximum, from which NVFP4 computes its second level."""
+    """Values for all ranks, with equal maxima, from which NVFP4 computes its second level."""
     x = torch.randn(SIZE * rows, DEPTH, dtype=torch.bfloat16).clamp_(-8.0, 8.0)
     x[::rows, 0] = 9.0
     return x
 
 
 def assert_equal_tensors(found: Any, expected: Any) -> None:
-    """Compare flags and all bytes of two quantized tensors."""
+    """Compare the flags and bytes in two quantized tensors."""
     assert found._with_gemm_swizzled_scales is expected._with_gemm_swizzled_scales is True
     ours, theirs = found.get_metadata(), expected.get_metadata()
     assert ours.keys() == theirs.keys()
@@ -116,7 +116,7 @@ def test_rows_of_scales_travel_without_the_padding_of_tiles(name, rows):
     codes = rows * DEPTH // (2 if name == "nvfp4" else 1)
     scales = rows * DEPTH // LENGTH[name]
     tiles = -(-rows // 128) * 128 * (-(-DEPTH // LENGTH[name] // 4) * 4)
-    # The second level of NVFP4 is compared, and the maximum gathered.
+    # NVFP4: the second level is compared, and the maximum is gathered.
     assert [size for size in sent.bytes if size > 8] == [codes, scales]
     assert scales < tiles or (rows == 128 and DEPTH // LENGTH[name] % 4 == 0)
 
@@ -163,5 +163,5 @@ def test_sequence_parallel_layers_gather_inputs_with_swizzled_scales(name, rows)
         y, grad_weight = step(quantizer_of(name)(x), grad)
         for results in run_on_threads(sharded, SIZE):
             assert torch.equal(results[0], y[:, : OUT // SIZE])
-            if name == "mxfp8":  # the second level of the gradient's scales is that of the half
+            if name == "mxfp8":  # the second-level scale of the gradient equals the one for its half
                 assert torch.equal(results[1], grad_weight[: OUT // SIZE])

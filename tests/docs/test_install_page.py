@@ -1,4 +1,4 @@
-"""The pages of installation and releases agree with pyproject.toml, and every option of an example is described."""
+"""The installation and releases pages agree with pyproject.toml, and every example option is described."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ INSTALL = (ROOT / "docs/install.md").read_text(encoding="utf-8")
 
 
 def extras() -> dict[str, list[str]]:
-    """{extra: requirements} of pyproject.toml; Python 3.10 has no reader of TOML."""
+    """{extra: requirements} from pyproject.toml; Python 3.10 has no TOML reader."""
     section = PROJECT.partition("[project.optional-dependencies]\n")[2].partition("\n[project.")[0]
     lists = re.findall(r"^([a-z0-9-]+) = (\[.*?\])(?: *#.*)?$", section, re.MULTILINE | re.DOTALL)
     return {name: ast.literal_eval(text) for name, text in lists}
 
 
 def bounds(name: str) -> tuple[str, str]:
-    """The lower bound, and the upper bound or "", of a requirement among the extras."""
+    """Lower bound, and upper bound or "", for a requirement in the extras."""
     needs = {
         str(need.specifier)
         for texts in extras().values()
@@ -35,7 +35,7 @@ def bounds(name: str) -> tuple[str, str]:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """{first cell: other cells} of the tables of a page."""
+    """{first cell: other cells} from all tables on a page."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return {first: others for first, *others in cells}

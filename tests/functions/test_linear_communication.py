@@ -1,7 +1,6 @@
-"""The order of collectives and products in the passes of a sharded linear layer, and the number of gathers.
+"""Order of collectives and products in a sharded linear layer, and number of gathers.
 
-The collectives of two ranks are imitated in one process: a gather joins two equal shards, a sum returns the rows of the
-first rank.
+One process imitates two ranks: a gather joins two equal shards, a sum returns the first rank's rows.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from transformer_engine.pytorch.functions.linear import linear
 from transformer_engine.pytorch.primitives.operand import Operand
 
 RANKS = 2
-# Codes of rows can be transposed if one scale belongs to the whole tensor.
+# Row codes can be transposed if the tensor has a single scale.
 RECIPES = {
     "values": Float8CurrentScaling(),
     "once": Float8CurrentScaling(),
@@ -69,7 +68,7 @@ def events(monkeypatch, emulated) -> list[str]:
 def passes(
     events: list[str], mode: str, way: str, device: torch.device, plain: bool, **options: Any
 ) -> tuple[list[str], list[str], Any]:
-    """Collectives and products of the forward and of the backward pass, and the node of the result."""
+    """Collectives and products in the forward and backward pass, and the result node."""
     made = {} if plain else dict(zip(("qx", "qw", "qg"), quantizers(RECIPES[way], device), strict=True))
     spec: Any = dataclasses.replace(
         spec_of(torch.bfloat16, **made, plain=plain, **options),
@@ -125,7 +124,7 @@ def test_operands_are_freed_before_the_sum_of_the_input_gradient_ends(
     way, grad_weight, device, events, monkeypatch
 ):
     multiplied: list[weakref.ref[torch.Tensor]] = []  # codes that the backward pass has multiplied
-    alive: list[list[bool]] = []  # at each end of a sum
+    alive: list[list[bool]] = []  # at both ends of a sum
 
     def recorded(multiply: Any, count: int) -> Any:
         def multiply_and_record(a: Operand, b: Operand, epilogue: Any) -> Any:

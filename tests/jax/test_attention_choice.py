@@ -1,4 +1,4 @@
-"""Backends of attention on a CPU and an H200: one supports every case, and the others return a reason."""
+"""Attention backends on a CPU and an H200: one supports every case, and the others return a reason."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from transformer_engine.jax.primitives.attention import (
 WHOLE, PACKED = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
 ROWS = ((WHOLE, "whole"), (WHOLE, "lengths"), (WHOLE, "segments"), (WHOLE, "mask"), (PACKED, "segments"))
 WINDOWS = (None, (16, 0), (16, 4))
-LONG = SHORT + 1  # tokens of queries: cuDNN is preferred
-# (dtype, heads of keys, tokens of keys, extents of keys and of values, dropout, score_mod)
+LONG = SHORT + 1  # query tokens: cuDNN is preferred
+# (dtype, key heads, key tokens, key and value extents, dropout, score_mod)
 REST = (
     (jnp.bfloat16, 8, LONG, 128, 128, 0.0, False),
     (jnp.float16, 2, LONG + 32, 64, 32, 0.0, False),
@@ -35,7 +35,7 @@ REST = (
 
 
 def requests(platform: str) -> Iterator[AttentionRequest]:
-    """Every mask with every bias, sink, window and form of rows, in each of the shapes above, with gradients."""
+    """Every mask with every bias, sink, window and row layout, in each shape above, with gradients."""
     kinds = itertools.product(AttnMaskType, AttnBiasType, AttnSoftmaxType, WINDOWS, ROWS, REST)
     for mask, bias, softmax, window, (layout, rows), (
         dtype,
@@ -54,7 +54,7 @@ def requests(platform: str) -> Iterator[AttentionRequest]:
 
 @pytest.fixture
 def h200(monkeypatch):
-    """The libraries of an H200 with cuDNN 9.19, as far as choices ask for them."""
+    """H200 libraries with cuDNN 9.19, as far as choices query them."""
     monkeypatch.setattr(
         triton, "platform_failure", lambda platform, name: None if platform == "cuda" else "no GPU here"
     )

@@ -1,4 +1,4 @@
-"""FusedAdam: the steps of torch's optimizers, for every dtype of states and masters."""
+"""FusedAdam takes the same steps as torch's optimizers, for all state and master dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam, fused_adam, multi_t
 from transformer_engine.pytorch.primitives.multi_tensor import join_halves
 
 SHAPES = ((7, 5), (33,), (0,), (16, 16))
-# Error relative to the change of a parameter, by the dtype of the states.
+# Error relative to the parameter change, by state dtype.
 KEPT = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.uint8: 3e-1}
 
 
@@ -27,7 +27,7 @@ def as_float32(params):
 
 
 def give_gradients(*several, scale=1.0):
-    """The same random gradients to parallel lists of parameters."""
+    """Set the same random gradients in parallel parameter lists."""
     for together in zip(*several, strict=True):
         grad = scale * torch.randn(together[0].shape, device=together[0].device)
         grad = grad.to(together[0].dtype)

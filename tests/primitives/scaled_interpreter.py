@@ -1,6 +1,6 @@
-"""Run the kernels of block-scaled products in Triton's interpreter, compare with float64, print {case: error} as JSON.
+"""Run block-scaled product kernels in Triton's interpreter, compare with float64, print {case: error} as JSON.
 
-Errors are multiples of the sum of the products' magnitudes.
+Errors are in units of the summed magnitudes of the products.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def products(
     results[f"{name}, behind"] = float((wide[:, n:] != 2.0).sum())
     if name.startswith("decoded"):
         return results
-    # GELU of the rounded product, which is kept, and its gradient at another matrix.
+    # GELU of the rounded product, which is saved, and its gradient at another matrix.
     narrow, kept, x = (
         Epilogue(torch.bfloat16, bias),
         torch.empty(m, n).bfloat16(),
@@ -154,7 +154,7 @@ def copied(name: str, spec_a: QuantizeSpec, spec_b: QuantizeSpec, m: int, n: int
     return found
 
 
-# M, N and K of products by TMA; the last one has rows of a result that it does not store.
+# M, N and K of TMA products; the last one has result rows that it does not store.
 COPIED = {
     "mxfp8": (MXFP8, MXFP8, 140, 144, 256),
     "mxfp8 tails": (GRADIENT, MXFP8, 131, 136, 160),
@@ -180,7 +180,7 @@ def record_kernels() -> None:
 
 
 def orders() -> dict[str, float]:
-    """Differences of swizzled scales and of their reverse from the functions on a CPU."""
+    """Differences between swizzled scales, in both directions, and the CPU functions."""
     found = {}
     for rows, columns in ((128, 4), (300, 18), (1, 1), (129, 40)):
         scale = torch.randint(1, 256, (columns, rows), dtype=torch.uint8).t()
@@ -207,7 +207,7 @@ def orders() -> dict[str, float]:
 def grouped(
     name: str, of_rows: QuantizeSpec, of_gradients: QuantizeSpec, splits: tuple[int, ...]
 ) -> dict[str, float]:
-    """Errors of the products of each group."""
+    """Product errors per group."""
     n, k, count, total = 160, 224, len(splits), sum(splits)
     groups = make_groups(splits, total, torch.device("cpu"))
     x, dy = torch.randn(total, k).bfloat16(), torch.randn(total, n).bfloat16()
@@ -284,7 +284,7 @@ def grouped(
             if rows_of_group
         ]
         found[f"grouped {name} {product}"] = max(errors)
-    # The gradient of a group without rows.
+    # Gradient for a group without rows.
     empty = splits.index(0)
     found[f"grouped {name} by TMA"] = different
     found[f"grouped {name} empty"] = float(dw[empty].abs().max() + (members[empty] - 1).abs().max())

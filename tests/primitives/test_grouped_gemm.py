@@ -1,4 +1,4 @@
-"""Grouped products: every backend against float64 products of each group, in every format, whatever the sizes."""
+"""Grouped products: every backend against float64 products per group, in every format, for any sizes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def spec_of(kind: str, element, square: bool = False) -> QuantizeSpec:
 
 
 def values_of(x: torch.Tensor, spec: QuantizeSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values of the row codes and the column codes of x in float64."""
+    """Return the float64 values for the row codes and column codes of x."""
     with use_backend(quantize="reference"):
         made = quantize(x, spec)
     rows = dequantize(Operand(made.codes, made.scale, spec.format))
@@ -245,7 +245,7 @@ def test_no_rows_at_all_give_an_empty_result_and_zero_gradients(device):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("scaling", [0, 1, 2])
 def test_groups_of_one_feature_compile(scaling):
-    """A width of 1 is a constant of the kernels, no number that they are given."""
+    """A width of 1 is a kernel constant, not an argument."""
     kernels = pytest.importorskip("transformer_engine.common.kernels.grouped_gemm")
     from transformer_engine.common.kernels.compiled import compiled
 

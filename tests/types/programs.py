@@ -1,4 +1,4 @@
-"""The programs of README.md, of the quickstart and of `examples/`, and imports of every public name."""
+"""Programs from README.md, the quickstart and `examples/`, and imports of every public name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.support import pages
 
 ROOT = Path(__file__).resolve().parents[2]
-# Entries of sys.modules without a file, which no checker sees: three names of earlier releases for other modules, and a
-# module that the package hides by a function of the same name, as the original's does.
+# sys.modules entries without a file, which no checker sees: three former names for other modules, and a module that the
+# package hides behind a function with the same name, as the original does.
 RENAMED = (
     *(
         f"transformer_engine.pytorch.custom_recipes.{name}"
@@ -21,7 +21,7 @@ RENAMED = (
 
 
 def documented() -> dict[str, str]:
-    """The programs of README.md, one each, and those of the quickstart, which continue each other."""
+    """README.md programs, one each, and the quickstart programs, which continue each other."""
     readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     programs = {f"readme_{number}": text for number, text in enumerate(readme)}
     blocks = pages.examples("quickstart.md")
@@ -63,7 +63,7 @@ assert_type(te.Fp8Padding(2)(x, [16, 16])[0], Tensor)
 
 
 def names() -> str:
-    """A program that imports every public name that exists here, and reads every listed attribute of a class."""
+    """A program that imports every installed public name and reads every listed class attribute."""
     with (ROOT / "docs" / "names.csv").open(encoding="utf-8", newline="") as file:
         rows = [row["name"] for row in csv.DictReader(file) if row["status"] in ("served", "raises")]
     lines = ["read: list[object] = []"]
@@ -78,7 +78,7 @@ def names() -> str:
 
 
 def _split(name: str) -> tuple[str, list[str]]:
-    """The longest prefix of a dotted name that is a file or a folder of this package, and the attributes behind it."""
+    """Split a dotted name into the longest prefix with a file or folder in this package, and the attributes behind."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:length])

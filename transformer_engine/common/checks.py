@@ -66,7 +66,7 @@ def keyword_names(function: Callable[..., Any]) -> dict[str, None] | None:
 def suggests_keywords(function: Function) -> Function:
     """Decorate a function or a constructor: an unknown keyword raises TypeError with the most similar parameter.
 
-    A function that passes further keywords on stays as it is. Of a class, the constructor is decorated.
+    A function with **keywords is returned unchanged. For a class, the constructor is decorated.
     """
     if isinstance(function, type):
         function.__init__ = suggests_keywords(function.__init__)

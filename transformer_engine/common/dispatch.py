@@ -169,14 +169,14 @@ class Table(Generic[Request]):
         return tuple(backend.name for backend in self.backends)
 
     def named(self, name: str) -> Backend[Request]:
-        """Look up the backend called `name`; raise ValueError, which lists the names, if it does not exist."""
+        """Get the backend called `name`; raise ValueError, which lists the names, if it does not exist."""
         for backend in self.backends:
             if backend.name == name:
                 return backend
         raise ValueError(f"{self.operation} has no backend {name!r}; choose one of {', '.join(self.names())}")
 
     def bound(self, key: tuple[Any, ...]) -> Callable[..., Any]:
-        """Look up the callable that computes the request of a key; one cache look-up for a cached key.
+        """Get the callable that computes the request of a key; one cache look-up for a cached key.
 
         While a backend is forced or a callback observes, every call chooses again.
 

@@ -403,7 +403,7 @@ VARIABLES: dict[str, Variable] = {v.name: v for group in GROUPS.values() for v i
 
 
 def variable(name: str) -> Variable:
-    """Look up a variable's table row; raise ValueError for a name that is not in the table."""
+    """Get a variable's table row; raise ValueError for a name that is not in the table."""
     try:
         return VARIABLES[name]
     except KeyError:

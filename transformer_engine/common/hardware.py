@@ -276,12 +276,12 @@ _AMD = tuple(row for row in ROWS if row.vendor == "amd")
 
 
 def nvidia(major: int, minor: int) -> Hardware:
-    """Look up the row for a compute capability."""
+    """Get the row for a compute capability."""
     return hardware_named("nvidia", f"{major}.{minor}")
 
 
 def hardware_named(vendor: str, architecture: str) -> Hardware:
-    """Look up an architecture's row; an unlisted one has the capabilities of its nearest older relative.
+    """Get an architecture's row; an unlisted one has the capabilities of its nearest older relative.
 
     Args:
         vendor: "nvidia", "amd" or "none".
@@ -315,7 +315,7 @@ def _relative(vendor: str, architecture: str) -> Hardware:
 
 
 def hardware_of_gpu(name: str) -> Hardware | None:
-    """Look up the row of a GPU by its name, such as "NVIDIA GeForce RTX 4090"; None for an unlisted name."""
+    """Get the row of a GPU by its name, such as "NVIDIA GeForce RTX 4090"; None for an unlisted name."""
     words = name.lower().replace("-", " ").split()
     candidates = [(gpu.lower().split(), row) for row in ROWS for gpu in row.gpus]
     found = [(len(gpu), row) for gpu, row in candidates if _contains(words, gpu)]

@@ -74,7 +74,7 @@ def layernorm(
 def check_norm(
     x: Array, gamma: Array, beta: Array | None, norm_type: str, zero_centered_gamma: bool, epsilon: float
 ) -> str:
-    """Look up the norm's canonical name; raise an error if the arguments do not fit together."""
+    """Get the norm's canonical name; raise an error if the arguments do not fit together."""
     name = canonicalize_norm_type(norm_type)
     check_values("x", x)
     check_epsilon("epsilon", epsilon)

@@ -153,7 +153,7 @@ def _choice_mask(scores: Array, topk: int) -> Array:
 
 
 def _member(kind: type[enum.Enum], name: str, value: Any) -> Any:
-    """Look up a member by itself, by its name in any case, or by its number."""
+    """Get a member by itself, by its name in any case, or by its number."""
     if isinstance(value, kind):
         return value
     for member in kind:

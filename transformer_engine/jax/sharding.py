@@ -433,7 +433,7 @@ def _warn_of_name(name: str) -> None:
 
 @accepts_former_keywords(mesh_resource_name="resource_name")
 def get_active_resource_axis(resource_name: str) -> str | None:
-    """Look up the mesh axis for a MeshResource field ("tp_resource"); None if it has one device.
+    """Get the mesh axis for a MeshResource field ("tp_resource"); None if it has one device.
 
     Args:
         resource_name: MeshResource field name.

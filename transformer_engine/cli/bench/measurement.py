@@ -126,7 +126,7 @@ def _check_distributed(devices: int | None, provider: list[str] | None, plot_dir
 
 
 def _recipes(names: list[str] | None, device: torch.device) -> tuple[str, ...]:
-    """Recipes for --recipe, by default those that the hardware supports; on a CPU, the FP8 recipes."""
+    """Recipes for --recipe, by default all that the hardware supports; on a CPU, the FP8 recipes."""
     for name in names or ():
         if name not in RECIPES:
             raise ValueError(f"recipe {name!r} does not exist; choose from {', '.join(RECIPES)}")

@@ -26,7 +26,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def extent(lengths, starts, masked, size, sequence):
-    """Look up a sequence's (tokens to visit, offset of the first, valid tokens); a mask can make any token valid."""
+    """Get a sequence's (tokens to visit, offset of the first, valid tokens); a mask can make any token valid."""
     length = size
     if lengths is not None:
         length = tl.load(lengths + sequence)

@@ -93,7 +93,7 @@ def resolve_multiplier(
     program, multiplier, amax, scale, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     ZERO_IS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Look up the given multiplier, or compute it from amax; program 0 stores its inverse."""
+    """Get the given multiplier, or compute it from amax; program 0 stores its inverse."""
     if multiplier is not None:
         factor = take_multiplier(multiplier, ZERO_IS_ONE)
         decode = tl.div_rn(1.0, factor)

@@ -67,7 +67,7 @@ def first_padding_row(layout, tile_m, GROUPS: tl.constexpr):
 
 @triton.jit
 def rows_of_group(layout, group, GROUPS: tl.constexpr):
-    """Look up (first row, rows, first tile, tiles) for a group."""
+    """Get (first row, rows, first tile, tiles) for a group."""
     start = tl.load(layout + group)
     rows = tl.load(layout + group + 1) - start
     first_tile = tl.load(layout + GROUPS + 1 + group)

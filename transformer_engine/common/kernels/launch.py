@@ -224,7 +224,7 @@ def check_memory(tensor: Any) -> None:
 
 
 def starter(launch: Launch, tensors: Tensors) -> Any:
-    """Look up the starter f(device, pointers, tensors, made) that `start` uses for these dtypes and this alignment."""
+    """Get the starter f(device, pointers, tensors, made) that `start` uses for these dtypes and this alignment."""
     return _compile(launch, tensors)
 
 

@@ -58,7 +58,7 @@ def _multipliers_of_blocks(
     rounded, mask, scale, row, rows, first_column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
 ):  # fmt: skip
-    """Look up every element's multiplier by its block in a ROWS x COLUMNS tile; store the blocks' inverses."""
+    """Get every element's multiplier by its block in a ROWS x COLUMNS tile; store the blocks' inverses."""
     BLOCK: tl.constexpr = min(WIDTH, COLUMNS)
     COUNT: tl.constexpr = COLUMNS // BLOCK
     bits = tl.where(mask, magnitude_bits(rounded), 0)

@@ -33,7 +33,7 @@ def _routes(map, token, columns, BY_MASK: tl.constexpr):
 
 @triton.jit
 def _route(map, pad_offsets, token, j, tokens, columns, BY_MASK: tl.constexpr):
-    """Look up (row int64, column) of a token's route j."""
+    """Get (row int64, column) of a token's route j."""
     if BY_MASK:
         start = map + token.to(tl.int64) * (2 * columns + 1) + j
         row = tl.load(start).to(tl.int64)

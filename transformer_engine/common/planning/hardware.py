@@ -245,7 +245,7 @@ def unknown(kind: str, name: str, names: Iterable[str], remedy: str = "") -> Val
 
 
 def gpu_named(name: str | GpuRates) -> GpuRates:
-    """Look up a GPU in the table; ValueError for another name."""
+    """Get a GPU in the table; ValueError for another name."""
     if isinstance(name, GpuRates):
         return name
     if name in GPUS:
@@ -317,7 +317,7 @@ def _computes(gpu: GpuRates, row: FormatCost) -> bool:
 
 
 def format_named(recipe: str, gpu: GpuRates) -> FormatCost:
-    """Look up the costs of a recipe on a GPU; ValueError if it is unknown or the GPU has no rates for it.
+    """Get the costs of a recipe on a GPU; ValueError if it is unknown or the GPU has no rates for it.
 
     "bf16" is another name for "none".
     """

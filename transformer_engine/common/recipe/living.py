@@ -46,7 +46,7 @@ def is_unchanged(cached: Any, revision: object, recipe: Any) -> bool:
 
 
 def recipe_described_as(description: str) -> Any:
-    """Look up the recipe in use with this repr; compilers can pass strings but not recipe objects."""
+    """Get the recipe in use with this repr; compilers can pass strings but not recipe objects."""
     for recipe in list(_living.values()):
         if repr(recipe) == description:
             return recipe

@@ -167,7 +167,7 @@ def _debug_quantizers(
 
 
 def _product_plan(name: str, iteration: int) -> tuple[ProductPlan | None, int | None]:
-    """Look up the features' plan for a product (None if none is enabled), and the next step to query."""
+    """Get the features' plan for a product (None if none is enabled), and the next step to query."""
     api, nexts = features(), []
     quantized: dict[str, bool] = {}
     for gemm in ("fprop", "dgrad", "wgrad"):

@@ -56,7 +56,7 @@ def jax_dtype_to_te_dtype(jax_dtype: Any) -> DType:
 
 
 def get_xla_flag(flag: str, default: Any = None, cast: Callable[[str], Any] | None = None) -> Any:
-    """Look up a flag in XLA_FLAGS as a Python value: a bool, an int or a float where it is one.
+    """Get a flag in XLA_FLAGS as a Python value: a bool, an int or a float where it is one.
 
     Args:
         flag: Flag name, with or without its leading dashes.

@@ -221,7 +221,7 @@ def check_activations(name: str, activations: object) -> None:
 
 
 def _function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """Look up an elementwise function: the argument itself, "linear", or a flax.linen function by its name."""
+    """Get an elementwise function: the argument itself, "linear", or a flax.linen function by its name."""
     if callable(name):
         return name
     if name == "linear":

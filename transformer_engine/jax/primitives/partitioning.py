@@ -117,7 +117,7 @@ class ParsedRule(NamedTuple):
 
 
 def unknown_sizes(text: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Look up sizes for a rule's factors that are not the only factor on any axis."""
+    """Get sizes for a rule's factors that are not the only factor on any axis."""
     rule = ParsedRule.of(text)
     axes = [axis for array in (*rule.operands, *rule.results) for axis in array]
     factors = {factor for axis in axes if len(axis) == 1 for factor in axis}

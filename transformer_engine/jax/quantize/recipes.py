@@ -200,7 +200,7 @@ QUANTIZERS: dict[ScalingMode, type[Quantizer]] = {
 
 
 def find_family(recipe: recipes.Recipe) -> RecipeFamily:
-    """Look up the family of a recipe or recipe subclass.
+    """Get the family of a recipe or recipe subclass.
 
     Raises:
         ValueError: The recipe has no family, as a custom recipe.
@@ -215,7 +215,7 @@ def find_family(recipe: recipes.Recipe) -> RecipeFamily:
 
 
 def check_family(recipe: recipes.Recipe) -> RecipeFamily:
-    """Look up a recipe's family and check its settings.
+    """Get a recipe's family and check its settings.
 
     Raises:
         ValueError: transformer_engine.jax does not support the recipe or a recipe setting.

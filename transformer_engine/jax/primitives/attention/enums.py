@@ -47,7 +47,7 @@ class AttnSoftmaxType(enum.Enum):
 
     @classmethod
     def from_str(cls, softmax_type: str) -> AttnSoftmaxType:
-        """Look up the member called "vanilla", "off-by-one" (or with _) or "learnable"."""
+        """Get the member called "vanilla", "off-by-one" (or with _) or "learnable"."""
         names = {"vanilla": 0, "off-by-one": 1, "off_by_one": 1, "learnable": 2}
         if not isinstance(softmax_type, str) or softmax_type not in names:
             raise ValueError(
@@ -122,7 +122,7 @@ _MASKS |= {
 
 
 def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
-    """Look up a mask by name; the ValueError for another name lists the masks.
+    """Get a mask by name; the ValueError for another name lists the masks.
 
     Args:
         attn_mask_type: Mask name, such as "padding_causal".

@@ -70,7 +70,7 @@ _SCORES, _GRAPH, _INDICES = 2, 3, 5  # required positional parameters in the thr
 
 
 def _contract(score_mod: ScoreMod) -> int:
-    """Look up the contract of a score_mod. Named tensors for index functions may be required parameters too."""
+    """Get the contract of a score_mod. Named tensors for index functions may be required parameters too."""
     count = required_parameters(score_mod)
     return _SCORES if count is None or count < _GRAPH else min(count, _INDICES)
 
