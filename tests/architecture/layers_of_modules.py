@@ -8,7 +8,7 @@ from __future__ import annotations
 # Rows of a framework: layer, dotted names of modules and packages, contents. The longest matching name applies.
 SHARED = (
     (12, "transformer_engine", "the root package, which imports a framework on first access"),
-    (11, "transformer_engine.cli", "the `te` command"),
+    (11, "transformer_engine_tools", "the `te` command"),
     (0, "transformer_engine._version transformer_engine.jax.requirements", "versions"),
     (
         0,
