@@ -261,8 +261,8 @@ def jax_machine() -> JaxMachine:
         return JaxMachine(versions, reason)
     import jax
 
-    from transformer_engine.jax import platform
     from transformer_engine.jax.primitives.gemm.float8 import FLAG
+    from transformer_engine.jax.runtime import platform
 
     devices = ", ".join(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
     row = platform.hardware() if platform.has_gpu() else NO_GPU

@@ -48,7 +48,7 @@ def has_gpu(framework: str) -> bool:
     """Whether the framework finds a GPU."""
     if framework == "torch":
         return import_module("torch").cuda.is_available()
-    return import_module("transformer_engine.jax.platform").has_gpu()
+    return import_module("transformer_engine.jax.runtime.platform").has_gpu()
 
 
 def list_recipes() -> dict[str, type[recipes.Recipe]]:

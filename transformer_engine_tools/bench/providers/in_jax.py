@@ -35,7 +35,7 @@ def _unsupported_reason(device: torch.device) -> str | None:
     """Reason why JAX cannot run on the same device type as torch, or None."""
     if not optional.installed("flax"):
         return f"flax is not installed; {optional.install_command('jax')}"
-    has_gpu = import_module("transformer_engine.jax.platform").has_gpu()
+    has_gpu = import_module("transformer_engine.jax.runtime.platform").has_gpu()
     if has_gpu and device.type != "cuda":
         return "jax finds a GPU but torch finds none; install torch for CUDA, or set JAX_PLATFORMS=cpu"
     if device.type == "cuda" and not has_gpu:

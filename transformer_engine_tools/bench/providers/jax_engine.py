@@ -16,9 +16,9 @@ from transformer_engine import jax as te
 from transformer_engine.jax import attention, quantize
 from transformer_engine.jax import flax as te_flax
 from transformer_engine.jax.dense import grouped_dense
-from transformer_engine.jax.platform import processors
 from transformer_engine.jax.primitives.launching import perform
 from transformer_engine.jax.quantize.recipes import FAMILIES
+from transformer_engine.jax.runtime.platform import processors
 
 from ..cases import QUANTIZATIONS, Case
 from ..jax_workload import JaxWorkload

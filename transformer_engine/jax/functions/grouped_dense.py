@@ -10,10 +10,27 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..common import env
-from ..common.checks import described
-from ..common.numbers import with_article
-from .checks import (
+from ...common import env
+from ...common.checks import described
+from ...common.numbers import with_article
+from ..primitives.grouped_gemm import (
+    Scales,
+    grouped_block_contraction,
+    grouped_block_gemm,
+    grouped_contraction,
+    grouped_gemm,
+)
+from ..quantize.grouped import (
+    GroupedNoScaleTensor,
+    GroupedQuantizer,
+    GroupedScaledTensor1x,
+    group_of_rows,
+    groups_advanced_together,
+)
+from ..quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
+from ..quantize.scaling_modes import TensorUsage
+from ..quantize.sharing import align_mesh_axes
+from ..runtime.checks import (
     check_axis_pairs,
     check_floating,
     check_instance,
@@ -21,26 +38,9 @@ from .checks import (
     check_sizes,
     check_values,
 )
-from .code_bits import bits_to_codes, codes_to_bits
-from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
-from .primitives.grouped_gemm import (
-    Scales,
-    grouped_block_contraction,
-    grouped_block_gemm,
-    grouped_contraction,
-    grouped_gemm,
-)
-from .quantize.grouped import (
-    GroupedNoScaleTensor,
-    GroupedQuantizer,
-    GroupedScaledTensor1x,
-    group_of_rows,
-    groups_advanced_together,
-)
-from .quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
-from .quantize.scaling_modes import TensorUsage
-from .quantize.sharing import align_mesh_axes
-from .undifferentiated import constant, like, undifferentiated
+from ..runtime.code_bits import bits_to_codes, codes_to_bits
+from ..runtime.explicit_axes import explicit_entries, unique_axes, with_automatic_axes
+from ..runtime.undifferentiated import constant, like, undifferentiated
 
 __all__ = ["grouped_dense"]
 

@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .activation import activation
+from ..activation import activation
+from ..permutation import aligned
+from ..quantize.grouped import group_of_rows
+from ..quantize.quantizers import QuantizerSet
+from ..router import fused_moe_aux_loss, fused_topk_with_score_function
 from .grouped_dense import RowsSpec, checked_kernel, plus_bias, product
-from .permutation import aligned
-from .quantize.grouped import group_of_rows
-from .quantize.quantizers import QuantizerSet
-from .router import fused_moe_aux_loss, fused_topk_with_score_function
 
 # The row count of an expert is a multiple, which all formats' blocks and kernels' tiles divide.
 ALIGN_SIZE = 128

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .checks import check_array, check_integers, check_values
-from .permutation import aligned, sufficient_rows
+from ..permutation import aligned, sufficient_rows
+from ..runtime.checks import check_array, check_integers, check_values
 
 
 @dataclass(frozen=True)

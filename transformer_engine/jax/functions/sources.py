@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from .primitives.activation import ActivationParams, activation_backward, activation_forward
-from .primitives.activation_codes import activation_backward_codes, activation_codes
-from .primitives.norm import norm_backward, norm_forward
-from .primitives.norm_codes import norm_codes
+from ..primitives.activation import ActivationParams, activation_backward, activation_forward
+from ..primitives.activation_codes import activation_backward_codes, activation_codes
+from ..primitives.norm import norm_backward, norm_forward
+from ..primitives.norm_codes import norm_codes
+from ..quantize.quantizers import Quantizer
+from ..sharding import with_sharding_constraint_by_logical_axes
 from .products import Tensor, encode
-from .quantize.quantizers import Quantizer
-from .sharding import with_sharding_constraint_by_logical_axes
 
 Axes = tuple[str | None, ...] | None
 

@@ -15,10 +15,14 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from .code_bits import bits_to_codes, codes_to_bits
-from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
-from .primitives.operand import Operand
-from .products import (
+from ..primitives.operand import Operand
+from ..quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
+from ..quantize.sharing import align_mesh_axes
+from ..runtime.code_bits import bits_to_codes, codes_to_bits
+from ..runtime.explicit_axes import explicit_entries, unique_axes, with_automatic_axes
+from ..runtime.residual import store_returned_input
+from ..runtime.undifferentiated import constant, like, undifferentiated
+from .products import (  # fmt: skip
     biased,
     column_operand,
     encode,
@@ -26,12 +30,8 @@ from .products import (
     gradient_products,
     gradient_quantizer,
     row_operand,
-)  # fmt: skip
-from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
-from .quantize.sharing import align_mesh_axes
-from .residual import store_returned_input
+)
 from .sources import ActivationSource, OperandSource, SourceOperand
-from .undifferentiated import constant, like, undifferentiated
 
 
 @dataclass(frozen=True)

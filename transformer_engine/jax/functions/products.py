@@ -15,14 +15,14 @@ from typing import Any
 import jax
 from jax import Array, lax
 
-from ..common import env
-from .checks import is_symbolic
-from .primitives.gemm import gemm
-from .primitives.operand import Operand, plain, turned
-from .quantize.quantizers import Quantizer, advanced_together, as_cotangent
-from .quantize.scaling_modes import QuantizeLayout, TensorUsage
-from .quantize.tensors import NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x, positive_axis
-from .undifferentiated import constant, undifferentiated
+from ...common import env
+from ..primitives.gemm import gemm
+from ..primitives.operand import Operand, plain, turned
+from ..quantize.quantizers import Quantizer, advanced_together, as_cotangent
+from ..quantize.scaling_modes import QuantizeLayout, TensorUsage
+from ..quantize.tensors import NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x, positive_axis
+from ..runtime.checks import is_symbolic
+from ..runtime.undifferentiated import constant, undifferentiated
 
 Tensor = ScaledTensor | NoScaleTensor
 

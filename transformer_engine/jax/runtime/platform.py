@@ -15,9 +15,9 @@ from typing import Any
 import jax
 from packaging.version import Version
 
-from ..common import env
-from ..common.checks import whole
-from ..common.hardware import Hardware, capability_number, hardware_named, nvidia
+from ...common import env
+from ...common.checks import whole
+from ...common.hardware import Hardware, capability_number, hardware_named, nvidia
 
 WITHOUT_GPU = nvidia(9, 0)  # its rules apply on a CPU, which emulates all formats
 

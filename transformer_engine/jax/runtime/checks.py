@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array, export
 from jax.core import Tracer
 
-from ..common.checks import described, integer, integers, number, whole
-from ..common.numbers import with_article
+from ...common.checks import described, integer, integers, number, whole
+from ...common.numbers import with_article
 
 
 def check_array(name: str, array: Any) -> None:

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..common.checks import described, whole
-from .checks import check_integers, is_known
+from ...common.checks import described, whole
+from ..runtime.checks import check_integers, is_known
 
 
 def compute_ragged_all_to_all_params(
