@@ -340,7 +340,7 @@ class LayerNormMLP(ProductsModule):
         y, norm_output = norm_mlp(
             NormMLPTensors(inp, gamma, beta, fc1_weight, fc1_bias, fc2_weight, added), spec
         )
-        if config.adds_bias_late and not config.return_bias and fc2_bias is not None:
+        if added is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
         if not (config.return_bias or config.return_layernorm_output):
             return y
