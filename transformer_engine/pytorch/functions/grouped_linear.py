@@ -60,28 +60,24 @@ from .saving import wait_for_saved
 
 
 def grouped_linear_forward(
-    tensors: Sequence[Any],
-    call: GroupedCall,
-    saves: bool,
-    leading: tuple[int, ...] = (),
-    compute_y: bool = True,
-) -> tuple[list[Any], list[Any]]:
+    x: Tensor, weights: Any, biases: Any, call: GroupedCall, saves: bool = True, compute_y: bool = True
+) -> tuple[Any, Any, Any]:
     """Compute y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] for each group g.
 
     Args:
-        tensors: x [M, K]; the weights and the biases, each a list or one stack; None without biases.
+        x: Tensor [M, K].
+        weights: A list or one stack.
+        biases: A list or one stack; None without biases.
         call: Settings and row counts for this call.
         saves: Return the saved operands. The gradients that the spec requests do not decide this alone: a compiled
             graph (`grouped_operators.py`) computes y without saving, and runs the function again, with saving, in its
             backward pass.
-        leading: Not used: x is a matrix.
         compute_y: Compute y. Recomputation needs the saved operands only.
 
     Returns:
-        [y [M, N] or None] and [x in the form saved for dw, weights in the form saved for dx]; None for one
+        (y [M, N] or None; x in the form saved for dw; weights in the form saved for dx); None for one
         whose gradient is not needed.
     """
-    x, weights, biases = tensors
     x_rows, saved_input = _quantize_input(x, call, saves)
     w_rows, saved_weight = _quantize_weights(weights, call, saves)
     y = None
@@ -90,7 +86,7 @@ def grouped_linear_forward(
         y = product_of_groups(x_rows, w_rows, call, "forward", biases=biases)
         if "output" in call.spec.inspected:
             y = inspect_groups(y, call, "output")
-    return [y], [saved_input, saved_weight]
+    return y, saved_input, saved_weight
 
 
 def _quantize_input(x: Tensor, call: GroupedCall, saves: bool) -> tuple[Any, Any]:
@@ -148,16 +144,13 @@ def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any
     return rows, saved
 
 
-def grouped_linear_backward(
-    operands: list[Any], call: GroupedCall, leading: tuple[int, ...] = ()
-) -> list[Any]:
+def grouped_linear_backward(operands: list[Any], call: GroupedCall) -> list[Any]:
     """Compute dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K], dw_g [N, K] = dy_g.T @ x_g, and db_g [N] for each group g.
 
     Args:
         operands: dy [M, N], and the saved x and weight operands. The list is emptied, so that each
             saved buffer and the codes of dy are freed after their last reader.
         call: Settings and row counts of the forward pass.
-        leading: Not used: x is a matrix.
 
     Returns:
         [dx [M, K], weight gradients, bias gradients]; None for a gradient that is not needed.

@@ -172,38 +172,39 @@ def norm_backward(
 
 
 def norm_linear_forward(
-    tensors: Sequence[Any], spec: NormLinearSpec, saves: bool, leading: tuple[int, ...]
-) -> tuple[list[Any], list[Any]]:
+    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
+) -> tuple[Any, ...]:
     """Compute y [M, N] = norm(x) [M, K] @ weight [N, K].T + bias [N].
 
     Args:
-        tensors: x [.., K], gamma [K], beta [K], weight [N, K] and bias [N]; None for an absent one.
+        x: Tensor [.., K].
+        gamma: Norm scale [K].
+        beta: Norm offset [K], or None.
+        weight: Weight [N, K] on this rank.
+        bias: Bias [N], or None.
         spec: Norm, linear layer and fusion mode for this call kind.
-        saves: Not used: `spec.linear.needs_grad_*` decide which values are saved, the others are None.
-        leading: Shape of x without K.
 
     Returns:
-        [y, h or None] and the saved values [x, gamma, mean, rstdev, h for dw, weight for dh],
-        which `norm_linear_backward` reads in this order. With sequence parallelism h has the rows
-        on this rank; the module gathers them if requested (`ProductsModule.shape_norm_output`).
+        (y, h or None), then the saved values (x, gamma, mean, rstdev, h for dw, weight for dh),
+        which `norm_linear_backward` reads in this order; None for one that no gradient needs. With sequence
+        parallelism h has the rows on this rank; the module gathers them if requested
+        (`ProductsModule.gather_norm_output`).
     """
-    x, gamma, beta, weight, bias = tensors
     # h [M, K] = norm(x [M, K])
     h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
     # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
-    y, *saved_by_linear = linear_forward(h, weight, bias, spec.linear, leading)
+    y, *saved_by_linear = linear_forward(h, weight, bias, spec.linear)
     saved_by_norm = [x, gamma, *statistics] if spec.linear.needs_grad_input else [None] * 4
-    return [y, h if spec.returns_norm_output else None], [*saved_by_norm, *saved_by_linear]
+    return y, h if spec.returns_norm_output else None, *saved_by_norm, *saved_by_linear
 
 
-def norm_linear_backward(operands: list[Any], spec: NormLinearSpec, leading: tuple[int, ...]) -> list[Any]:
+def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]:
     """Compute the gradients of x, gamma, beta, weight and bias.
 
     Args:
         operands: dy [.., N], the gradient of the returned h or None, and the saved values. The list is
             emptied, so that `linear_backward` frees the operands h and weight after their last reader.
         spec: Norm, linear layer and fusion mode for this call kind.
-        leading: Shape of x without K. Not used: `layer.py` shapes dx.
     """
     dy, grad_norm_output, x, gamma, mean, rstdev, h, weight = operands
     operands.clear()

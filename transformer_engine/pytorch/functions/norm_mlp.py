@@ -130,24 +130,23 @@ class NormMLPTensors(NamedTuple):
 
 
 def norm_mlp_forward(
-    tensors: Sequence[Any], spec: NormMLPSpec, saves: bool, leading: tuple[int, ...], compute_y: bool = True
-) -> tuple[list[Any], list[Any]]:
+    x: Tensor, gamma: Tensor, beta: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
+    fc2_weight: Tensor, fc2_bias: Tensor | None, spec: NormMLPSpec, repeats: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
     """Compute y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H], a = act(u), u [M, F or 2F] = norm(x) [M, H] @ fc1.T + b1.
 
     Args:
-        tensors: `NormMLPTensors`.
+        x: Tensor [.., H]. The other tensors are described by `NormMLPTensors`.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
-        saves: A backward pass follows.
-        leading: Shape of x without H.
-        compute_y: Compute y. Recomputation needs the saved values only.
+        repeats: Compute the saved values only, in the backward pass of a layer with `spec.recompute`.
 
     Returns:
-        [y, norm(x) or None] and [x, gamma, mean, rstdev, u, fc1 operands (norm(x), weight), fc2
-        operands (a, weight)]. The backward pass reads the second list in this order. Where it
-        recomputes a's columns, their scale replaces a.
+        (y or None, norm(x) or None), then the saved values (x, gamma, mean, rstdev, u, fc1 operands (norm(x), weight),
+        fc2 operands (a, weight)), which the backward pass reads in this order. Where it recomputes a's columns, their
+        scale replaces a. Nothing is saved without gradients, and in the first run of a layer with `spec.recompute`.
     """
-    x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, fc2_bias = tensors
     fc1, fc2, modes = spec.fc1, spec.fc2, spec.fusion_modes
+    saves = spec.needs_grad and (repeats or not spec.recompute)
     h, statistics = norm_forward(x, gamma, beta, spec.norm, fc1, modes.norm)
     returned = h if spec.returns_norm_output else None
     if modes.activation == IN_PRODUCT:
@@ -157,7 +156,7 @@ def norm_mlp_forward(
         del h
     else:
         # u [M, F or 2F] = h [M, H] @ fc1 [F or 2F, H].T + b1.
-        u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
+        u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1)
         del h
         # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] for a gated activation; or codes of a from the same kernel.
         a, scale = _activate(u, spec, saves)
@@ -168,11 +167,14 @@ def norm_mlp_forward(
             mark_ready(u)
         saved = [x, gamma, *statistics, u, *saved_by_fc1]
     del u, saved_by_fc1
-    # y [M, H] = a [M, F] @ fc2 [H, F].T + b2.
-    y, *saved_by_fc2 = linear_forward(a, fc2_weight, fc2_bias, fc2, leading, compute_y)
+    if repeats:
+        y, saved_by_fc2 = None, [quantize_input(a, fc2)[1], quantize_weight(fc2_weight, fc2)[1]]
+    else:
+        # y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H].
+        y, *saved_by_fc2 = linear_forward(a, fc2_weight, fc2_bias, fc2)
     if scale is not None:
         saved_by_fc2[0] = scale
-    return [y, returned], [*saved, *saved_by_fc2] if saves else []
+    return y, returned, *([*saved, *saved_by_fc2] if saves else ())
 
 
 def _activate(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | None]:
@@ -221,13 +223,12 @@ def _gelu_product(
     return a, u if saves else None, saved_input, saved_weight
 
 
-def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec, leading: tuple[int, ...]) -> list[Any]:
+def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     """Compute the gradients for the tensors in `norm_mlp_forward`.
 
     Args:
         operands: dy [.., H], the gradient for the returned norm(x) or None, and the saved values. The list is emptied.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
-        leading: Shape of x without H.
     """
     grad_norm_output, *saved_by_norm = operands[1:6]
     u, h, fc1_weight, a, fc2_weight = operands[6:]
@@ -350,7 +351,7 @@ def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     fc2 = replace(ctx.spec.fc2, input=fc2_input, weight=fc2_weight)
     # Whether a kernel can cast depends on the quantizers, so the modes are chosen again.
     spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_modes()
-    operands = [*grads, *norm_mlp_forward(inputs, spec, True, (), compute_y=False)[1]]
+    operands = [*grads, *norm_mlp_forward(*inputs, spec=spec, repeats=True)[NORM_MLP.results :]]
     del inputs
     gradients = backward_results(NORM_MLP, spec, operands, ctx.input_shape)
     if spec.scale_update is not None:
@@ -363,7 +364,7 @@ class _NormMLP(Function):
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
         if spec.recompute:
             states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
-            y, norm_output = forward_results(NORM_MLP, spec, tensors, False)[0]
+            y, norm_output = forward_results(NORM_MLP, spec, tensors)[0]
             keep(ctx, (*tensors, *states))
             ctx.spec, ctx.input_shape = spec, tensors[0].shape
         else:

@@ -295,8 +295,8 @@ def _register_while_tracing(
 
     kernel = GroupedKernel(
         spec=spec,
-        inference=lambda call, inputs: grouped_linear_forward(padded(inputs), call, False)[0][0],
-        again=lambda call, inputs: grouped_linear_forward(padded(inputs), call, True, compute_y=False)[1],
+        inference=lambda call, inputs: grouped_linear_forward(*padded(inputs), call=call, saves=False)[0],
+        again=lambda call, inputs: [*grouped_linear_forward(*padded(inputs), call=call, compute_y=False)[1:]],
         backward=lambda call, operands: grouped_linear_backward(operands, call),
         lists=tuple([count for count in counts if count]),
         present=(groups[0].needs_grad_input, *weights, *biases),

@@ -175,7 +175,7 @@ def forward(
         The results, and by operation the values that its backward pass reads.
     """
     if runners:
-        return runners[-1]("forward pass of Sequential", _forward, (passes, x, tensors, fuse), True)
+        return runners[-1]("forward pass of Sequential", _forward, (passes, x, tensors, fuse), 1)
     return _forward(passes, x, tensors, fuse)
 
 
@@ -249,7 +249,7 @@ def backward(
         fuse: Kernels may compute several operations.
     """
     if runners:
-        return runners[-1]("backward pass of Sequential", _backward, (passes, dy, saved, grads, fuse), False)
+        return runners[-1]("backward pass of Sequential", _backward, (passes, dy, saved, grads, fuse), None)
     return _backward(passes, dy, saved, grads, fuse)
 
 

@@ -200,8 +200,9 @@ class GroupedPasses(OperationPasses):
         if self.has_bias:
             biases = self.parameters.of_kind("bias", tensors.parameters)
             added = convert_weights(biases, call) if self.converts_bias else biases
-        layer_tensors = (x.data, weights, None if self.scale_bias else added)
-        (y,), saved = grouped_linear_forward(layer_tensors, call, call.spec.needs_grad, compute_y=compute_y)
+        bias = None if self.scale_bias else added
+        saves = call.spec.needs_grad
+        y, *saved = grouped_linear_forward(x.data, weights, bias, call, saves, compute_y)
         if self.scale_bias:
             scales = tensors.extra[1].reshape(-1, 1)
             saved = [*saved, scales, biases, tuple(tensors.extra[1].shape)]
