@@ -346,11 +346,6 @@ def _name(table: Table[Any], key: tuple[Any, ...]) -> str:
 tables: dict[str, Table[Any]] = {}
 
 
-def is_undisturbed() -> bool:
-    """Whether cached choices apply: no backend is forced and no callback observes or binds."""
-    return not disturbances
-
-
 def forced_backend(operation: str) -> str | None:
     """Name of an operation's forced backend, or None."""
     return _forced.get(operation)

@@ -163,7 +163,7 @@ class GroupedLinear(ProductsModule):
     @property
     def num_products(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Product count: one per group."""
-        return self.num_gemms
+        return self._config.num_gemms
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
         """Turn weight0, weight1, ... into one parameter `weight`, as with single_grouped_weight=True.

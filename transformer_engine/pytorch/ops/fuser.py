@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from ...common.dispatch import is_undisturbed
+from ...common.dispatch import disturbances
 from ...common.recipe import DelayedScaling, Recipe, recipe_revision
 from ..distributed.recompute import state_without_gradients
 from ..functions.scale_update import is_backward_pass
@@ -198,9 +198,7 @@ class OperationFuser:
         thread = eager_thread_state()
         self._use_recipe(thread.state)
         recomputes = self._applied_recipe.stateful and (thread.recomputes or is_backward_pass())
-        if (
-            recomputes or not is_undisturbed()
-        ):  # backends are forced or observed, so their choice may not be cached
+        if recomputes or disturbances:  # backends are forced or observed: their choice is not cached
             return None, []
         registered = (
             self.forward_backward_fusion_functions,
