@@ -32,7 +32,7 @@ a gradient, or if gradients are disabled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,14 +59,6 @@ from .user_results import apply_fusions
 _MAX_PREPARED = 64  # prepared chains per fuser; a full cache is cleared, as shapes may vary
 
 Fusion = Callable[..., list[FusibleOperation]]
-
-
-class Registrations(NamedTuple):
-    """Registered fusion functions. Those for both passes are applied before those for one pass."""
-
-    both: list[Fusion]
-    forward: list[Fusion]
-    backward: list[Fusion]
 
 
 class OperationFuser:
@@ -118,11 +110,12 @@ class OperationFuser:
         # Autocast state in the last call without gradients; see `_use_recipe`.
         self._state_without_gradients: AutocastState | None = None
 
-    def _copy_registrations(self) -> Registrations:
-        return Registrations(
-            both=list(self.forward_backward_fusion_functions),
-            forward=list(self.forward_fusion_functions),
-            backward=list(self.backward_fusion_functions),
+    def _copy_registrations(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
+        """Return the registered fusion functions: for both passes, which are applied first, forward and backward."""
+        return (
+            list(self.forward_backward_fusion_functions),
+            list(self.forward_fusion_functions),
+            list(self.backward_fusion_functions),
         )
 
     @property
@@ -334,9 +327,10 @@ class OperationFuser:
         # torch 2.11 can trace `is` between classes, but not == on tuples that contain classes.
         if recipe_type is self.recipe_type and key == self._fusions_key:
             return
-        both = apply_fusions(registered.both, self._basic_ops, self._basic_ops, recipe)
-        self._forward_ops = _with_indices(apply_fusions(registered.forward, both, self._basic_ops, recipe))
-        self._backward_ops = _with_indices(apply_fusions(registered.backward, both, self._basic_ops, recipe))
+        of_both, of_forward, of_backward = registered
+        both = apply_fusions(of_both, self._basic_ops, self._basic_ops, recipe)
+        self._forward_ops = _with_indices(apply_fusions(of_forward, both, self._basic_ops, recipe))
+        self._backward_ops = _with_indices(apply_fusions(of_backward, both, self._basic_ops, recipe))
         self.first_op_requiring_backward = first
         self.recipe_type = recipe_type
         self._fusions_key = key
