@@ -107,18 +107,12 @@ def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) ->
 
 def input_cast(spec: LinearSpec) -> Cast | None:
     """Cast with which the kernel that computes x may quantize it; None if the layer must do it."""
-    if spec.plain or spec.keep_input or spec.backward != QUANTIZED:
+    if spec.plain or spec.keep_input or spec.backward != QUANTIZED or gathers_values(spec):
         return None
     if spec.traced:
         return None  # the compiler must trace writes to the scaling state
-    by_rows = False
-    if spec.communicates:
-        if gathers_values(spec):
-            return None
-        by_rows = (
-            gathers_codes(spec) and spec.gather_input == ROW_CODES
-        )  # columns are computed from the gathered rows
-    return spec.input.cast(True, spec.needs_grad_weight and not by_rows)
+    # ROW_CODES: columns are computed from the gathered rows.
+    return spec.input.cast(True, spec.needs_grad_weight and spec.gather_input != ROW_CODES)
 
 
 def gradient_cast(spec: LinearSpec) -> Cast | None:
