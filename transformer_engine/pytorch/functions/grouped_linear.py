@@ -206,7 +206,9 @@ def _column_operand(x: Any, call: GroupedCall) -> Any:
     return x
 
 
-FUNCTIONS = LayerFunctions("GroupedLinear", grouped_linear_forward, grouped_linear_backward, results=1)
+GROUPED_LINEAR_FUNCTIONS = LayerFunctions(
+    "GroupedLinear", grouped_linear_forward, grouped_linear_backward, results=1
+)
 
 
 def grouped_linear(
@@ -222,7 +224,7 @@ def grouped_linear(
     """
     if call.spec.needs_grad:
         return _GroupedLinear.apply(x, call, len(weights), *weights, *(biases or ()))
-    return run_without_saving(FUNCTIONS, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
+    return run_without_saving(GROUPED_LINEAR_FUNCTIONS, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
 
 
 def _tensors(
@@ -241,7 +243,7 @@ class _GroupedLinear(Function):
     def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         ctx.counts = (count, len(biases))
-        return record(FUNCTIONS, ctx, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
+        return record(GROUPED_LINEAR_FUNCTIONS, ctx, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
 
     @staticmethod
     @once_differentiable("GroupedLinear")
@@ -250,7 +252,7 @@ class _GroupedLinear(Function):
         buffer = call.buffers.grad_input
         if buffer is not None:  # the caller's buffer for dx, which may share memory with dy
             grad_output = copy_if_overlapping(grad_output, buffer)
-        grad_input, *parameter_gradients = run_backward(FUNCTIONS, ctx, (grad_output,))
+        grad_input, *parameter_gradients = run_backward(GROUPED_LINEAR_FUNCTIONS, ctx, (grad_output,))
         grads: list[Tensor | None] = []
         for gradient, count in zip(parameter_gradients, ctx.counts, strict=True):
             if isinstance(gradient, list):

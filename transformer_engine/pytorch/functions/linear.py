@@ -292,14 +292,14 @@ def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | N
     return Epilogue(accumulate_into.dtype, bias, accumulate_into, accumulate=True, exact=exact)
 
 
-FUNCTIONS = LayerFunctions("Linear", linear_forward, linear_backward, results=1)
+LINEAR_FUNCTIONS = LayerFunctions("Linear", linear_forward, linear_backward, results=1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Compute y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three tensors."""
     if spec.needs_grad:
         return _Linear.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
-    return run_without_saving(FUNCTIONS, spec, (x, weight, bias))[0]
+    return run_without_saving(LINEAR_FUNCTIONS, spec, (x, weight, bias))[0]
 
 
 class _Linear(Function):
@@ -307,9 +307,9 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:
-        return record(FUNCTIONS, ctx, spec, (x, weight, bias))[0]
+        return record(LINEAR_FUNCTIONS, ctx, spec, (x, weight, bias))[0]
 
     @staticmethod
     @once_differentiable("Linear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *run_backward(FUNCTIONS, ctx, (grad_output,)), None  # no gradient for spec
+        return *run_backward(LINEAR_FUNCTIONS, ctx, (grad_output,)), None  # no gradient for spec

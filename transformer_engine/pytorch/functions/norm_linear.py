@@ -221,7 +221,9 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]
     return [*norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm), dw, db]
 
 
-FUNCTIONS = LayerFunctions("LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2)
+NORM_LINEAR_FUNCTIONS = LayerFunctions(
+    "LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2
+)
 
 
 def norm_linear(
@@ -229,7 +231,7 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., N], h = norm(x) [.., K] or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output = run_without_saving(FUNCTIONS, spec, (x, gamma, beta, weight, bias))
+        y, norm_output = run_without_saving(NORM_LINEAR_FUNCTIONS, spec, (x, gamma, beta, weight, bias))
         return y, norm_output
     outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -240,13 +242,13 @@ class _NormLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
-        y, norm_output = record(FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))
+        y, norm_output = record(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))
         # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @once_differentiable("LayerNormLinear")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dx, dgamma, dbeta, dw, db = run_backward(FUNCTIONS, ctx, (grad_output, grad_norm_output))
+        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, (grad_output, grad_norm_output))
         # beta is None in an RMSNorm; the spec has no gradient.
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None

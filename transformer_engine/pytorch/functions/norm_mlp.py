@@ -318,13 +318,13 @@ def _quantized_gradient(du: MeasuredGradient, fc1: LinearSpec) -> Any:
     return QuantizedGradient(fc1.grad_output.adopt(codes, du.values.dtype), None)
 
 
-NORM_MLP = LayerFunctions("LayerNormMLP", norm_mlp_forward, norm_mlp_backward, results=2)
+NORM_MLP_FUNCTIONS = LayerFunctions("LayerNormMLP", norm_mlp_forward, norm_mlp_backward, results=2)
 
 
 def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., H], norm(x) or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, *_ = run_without_saving(NORM_MLP, spec, tensors)
+        y, norm_output, *_ = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
         return y, norm_output
     outputs = _NormMLP.apply(spec, *tensors)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -351,9 +351,9 @@ def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     fc2 = replace(ctx.spec.fc2, input=fc2_input, weight=fc2_weight)
     # Whether a kernel can cast depends on the quantizers, so the modes are chosen again.
     spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_modes()
-    operands = [*grads, *norm_mlp_forward(*inputs, spec=spec, repeats=True)[NORM_MLP.results :]]
+    operands = [*grads, *norm_mlp_forward(*inputs, spec=spec, repeats=True)[NORM_MLP_FUNCTIONS.results :]]
     del inputs
-    gradients = backward_results(NORM_MLP, spec, operands, ctx.input_shape)
+    gradients = backward_results(NORM_MLP_FUNCTIONS, spec, operands, ctx.input_shape)
     if spec.scale_update is not None:
         spec.scale_update.run()
     return gradients
@@ -364,11 +364,11 @@ class _NormMLP(Function):
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
         if spec.recompute:
             states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
-            y, norm_output = forward_results(NORM_MLP, spec, tensors)[0]
+            y, norm_output = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
             keep(ctx, (*tensors, *states))
             ctx.spec, ctx.input_shape = spec, tensors[0].shape
         else:
-            y, norm_output = record(NORM_MLP, ctx, spec, tensors)
+            y, norm_output = record(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
         # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
@@ -376,6 +376,8 @@ class _NormMLP(Function):
     @once_differentiable("LayerNormMLP")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = (grad_output, grad_norm_output)
-        gradients = _recompute(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP, ctx, grads)
+        gradients = (
+            _recompute(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
+        )
         dx, dgamma, dbeta, *rest = gradients
         return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest

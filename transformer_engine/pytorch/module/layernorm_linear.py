@@ -24,7 +24,7 @@ from ..constants import NormalizationName, ParallelMode
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import replace_fields
-from ..functions.norm_linear import FUNCTIONS, NormLinearSpec, norm_linear
+from ..functions.norm_linear import NORM_LINEAR_FUNCTIONS, NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
@@ -78,7 +78,7 @@ def build(call: Call) -> NormLinearSpec:
         scale_update=update,
         needs_grad=any(needs),
     ).with_modes()
-    return with_compiled_passes(call, FUNCTIONS, spec)
+    return with_compiled_passes(call, NORM_LINEAR_FUNCTIONS, spec)
 
 
 @configure_class(NormLinearConfig, fixed=SIZES)

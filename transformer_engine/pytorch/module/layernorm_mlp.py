@@ -27,7 +27,7 @@ from ..distributed.tensor_parallel import (
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import LinearSpec, replace_fields
-from ..functions.norm_mlp import NORM_MLP, NormMLPSpec, NormMLPTensors, norm_mlp
+from ..functions.norm_mlp import NORM_MLP_FUNCTIONS, NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
@@ -122,7 +122,7 @@ def build(call: Call) -> NormMLPSpec:
         scale_update=update,
         needs_grad=wants,
     ).with_modes()
-    return result if recompute else with_compiled_passes(call, NORM_MLP, result)
+    return result if recompute else with_compiled_passes(call, NORM_MLP_FUNCTIONS, result)
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:

@@ -36,7 +36,7 @@ from ..compat.replaceable import watched
 from ..constants import ParallelMode
 from ..distributed_weight import whole_weights
 from ..functions import exported
-from ..functions.linear import FUNCTIONS, linear
+from ..functions.linear import LINEAR_FUNCTIONS, linear
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace
@@ -100,7 +100,7 @@ def build(call: Call) -> LinearSpec:
         results=call.options[1:],  # (fp8_output, fp8_grad), after is_first_microbatch
         shard=rows_of_shard(call, parallel),
     )
-    return with_compiled_passes(call, FUNCTIONS, spec)
+    return with_compiled_passes(call, LINEAR_FUNCTIONS, spec)
 
 
 @configure_class(LinearConfig, fixed=SIZES)
