@@ -132,8 +132,8 @@ def linear_forward(
     w_rows, saved_weight = quantize_weight(weight, spec)
     epilogue = _epilogue(spec, bias, accumulate_into, exact=spec.accumulation.forward)
     # y [M, N] = x [M, K] @ weight [N, K].T + bias [N]: both row-wise.
-    more_follows = spec.communicates or spec.inspector is not None or spec.output is not None
-    if more_follows:  # y is summed over ranks, inspected or returned quantized
+    needs_completion = spec.communicates or spec.inspector is not None or spec.output is not None
+    if needs_completion:  # y is summed over ranks, inspected or returned quantized
         operands = [x_rows, w_rows]
         del x_rows, w_rows
         y = compute_output(operands, epilogue, spec)
@@ -233,8 +233,8 @@ def linear_backward(
             weight_and_u[0] = cast_columns(weight_and_u[0], spec.weight)
         epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise.
-        more_follows = spec.communicates or spec.inspector is not None or spec.grad_input is not None
-        if more_follows or len(weight_and_u) > 1:  # in the second case, u follows the weight
+        needs_completion = spec.communicates or spec.inspector is not None or spec.grad_input is not None
+        if needs_completion or len(weight_and_u) > 1:  # in the second case, u follows the weight
             dx, dy_rows = begin_input_gradient(dy_rows, weight_and_u, epilogue, spec)
         else:
             dx = multiply(to_operand(dy_rows), to_operand(weight_and_u.pop()), epilogue)
