@@ -93,7 +93,7 @@ from .gathered_operands import (
     column_operand,
     gather_columns,
     gather_quantized_input,
-    gathers_saved_input,
+    saves_input_shard,
 )
 from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear_operands import (
@@ -220,7 +220,7 @@ def linear_backward(
     dy, x = operands[:2]
     weight_and_u = operands[2:]  # [weight] or [weight, u], emptied by the product that reads it
     operands.clear()
-    if spec.communicates and gathers_saved_input(spec):
+    if spec.communicates and saves_input_shard(spec):
         x = begin_gather_saved(x, spec)  # the rows of x are in transit while dx is computed
     # db [N] = sum of dy [M, N] over M; dy is quantized row-wise for dx and column-wise for dw.
     (dy_rows, dy_columns), db = quantize_output_gradient(dy, spec)
