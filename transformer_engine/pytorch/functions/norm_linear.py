@@ -39,7 +39,7 @@ from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantizer import Operands
 from . import fusions
-from .deferred_columns import cast_columns, scale_of_cast, with_norm_columns
+from .deferred_columns import cast_columns, save_multiplier_or_amax, with_norm_columns
 from .fusions import FUSED_CAST, SEPARATE
 from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward
@@ -116,12 +116,12 @@ def norm_forward(
     codes, statistics = norm.forward(x, gamma, beta, cast)
     operands = linear.input.adopt(codes, x.dtype)
     if produces:
-        operands = Operands(operands.rowwise, scale_of_cast(cast, codes, x))  # pyright: ignore[reportArgumentType]
+        operands = Operands(operands.rowwise, save_multiplier_or_amax(cast, codes, x))  # pyright: ignore[reportArgumentType]
     return operands, statistics
 
 
 def norm_columns(
-    saved: Sequence[Any], scale: Tensor, norm: Norm, linear: LinearSpec
+    saved: Sequence[Any], multiplier_or_amax: Tensor, norm: Norm, linear: LinearSpec
 ) -> Callable[[Any], tuple[Any, Any]]:
     """Return the function dh -> (dh, column-wise h [K, M]), which computes the output h [M, K] of an RMSNorm again.
 
@@ -129,7 +129,7 @@ def norm_columns(
 
     Args:
         saved: x, gamma, None and rstdev.
-        scale: Multiplier or amax with which the forward pass cast h (`scale_of_cast`).
+        multiplier_or_amax: Float32 [1] with which the forward pass cast h (`save_multiplier_or_amax`).
         norm: The norm.
         linear: The linear layer.
     """
@@ -139,7 +139,7 @@ def norm_columns(
         if offloading.used:
             wait_for_saved(x, gamma)
         h, _ = norm.forward(as_matrix(dense_values(x)), gamma, None)
-        return dh, cast_columns(DeferredColumns(h, scale), linear.input)
+        return dh, cast_columns(DeferredColumns(h, multiplier_or_amax), linear.input)
 
     return produce
 

@@ -32,7 +32,7 @@ from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from . import fusions
 from .communication import Pending
-from .deferred_columns import with_norm_columns
+from .deferred_columns import save_multiplier_or_amax, with_norm_columns
 from .fusions import (
     ENCODED,
     FUSED_CAST,
@@ -43,7 +43,7 @@ from .fusions import (
 from .gathered_operands import QuantizedGradient
 from .layer import LayerFunctions, backward_results, forward_results, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
-from .linear_operands import copied, gradient_cast, input_cast, to_operand
+from .linear_operands import gradient_cast, input_cast, to_operand
 from .linear_spec import PRODUCED, RECOMPUTED, SAVED, LayerSpec, LinearSpec, replace_fields
 from .norm_linear import norm_backward, norm_columns, norm_forward
 from .normalization import Norm
@@ -143,7 +143,8 @@ def norm_mlp_forward(
     Returns:
         (y or None, norm(x) or None), then the saved values (x, gamma, mean, rstdev, u, fc1 operands (norm(x), weight),
         fc2 operands (a, weight)), which the backward pass reads in this order. Where it recomputes a's columns, their
-        scale replaces a. Nothing is saved without gradients, and in the first run of a layer with `spec.recompute`.
+        multiplier or amax replaces a. Nothing is saved without gradients, and in the first run of a layer with
+        `spec.recompute`.
     """
     fc1, fc2, modes = spec.fc1, spec.fc2, spec.fusion_modes
     saves = spec.needs_grad and (repeats or not spec.recompute)
@@ -152,14 +153,14 @@ def norm_mlp_forward(
     if modes.activation == IN_PRODUCT:
         # One product computes u = h @ fc1.T + b1 and a = gelu(u).
         a, u, *saved_by_fc1 = _gelu_product(h, fc1_weight, fc1_bias, fc1, saves)
-        scale = None
+        multiplier_or_amax = None
         del h
     else:
         # u [M, F or 2F] = h [M, H] @ fc1 [F or 2F, H].T + b1.
         u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1)
         del h
         # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] for a gated activation; or codes of a from the same kernel.
-        a, scale = _activate(u, spec, saves)
+        a, multiplier_or_amax = _activate(u, spec, saves)
     saved = []
     if saves:
         u = _encode_output(u) if modes.input == ENCODED else u
@@ -172,8 +173,8 @@ def norm_mlp_forward(
     else:
         # y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H].
         y, *saved_by_fc2 = linear_forward(a, fc2_weight, fc2_bias, fc2)
-    if scale is not None:
-        saved_by_fc2[0] = scale
+    if multiplier_or_amax is not None:
+        saved_by_fc2[0] = multiplier_or_amax
     return y, returned, *([*saved, *saved_by_fc2] if saves else ())
 
 
@@ -191,10 +192,8 @@ def _activate(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | Non
     cast = quantizer.cast(True, False) if recomputes else input_cast(spec.fc2)
     assert cast is not None
     codes = activation_forward(spec.activation, as_matrix(u), spec.activation_params, cast)
-    scale = None
-    if recomputes and saves:
-        scale = codes.amax if cast.multiplier is None else copied(cast.multiplier, u)
-    return quantizer.adopt(codes, u.dtype), scale
+    multiplier_or_amax = save_multiplier_or_amax(cast, codes, u) if recomputes and saves else None
+    return quantizer.adopt(codes, u.dtype), multiplier_or_amax
 
 
 def _encode_output(u: Any) -> Operand:
@@ -279,13 +278,13 @@ def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
 
 
 def _gradient_and_columns(
-    u: Tensor | Operand, scale: Tensor, spec: NormMLPSpec
+    u: Tensor | Operand, multiplier_or_amax: Tensor, spec: NormMLPSpec
 ) -> Callable[[Any], tuple[Any, Any]]:
     """Return the function da -> (du = da * act'(u) with its maximum or its codes, columns of a = act(u)).
 
     Args:
         u: fc1 output, or its codes.
-        scale: Saved scale for a; see `_activate`.
+        multiplier_or_amax: Saved for the columns of a; see `_activate`.
         spec: Settings.
     """
     fc1, quantizer = spec.fc1, spec.fc2.input
@@ -295,7 +294,11 @@ def _gradient_and_columns(
     columns = quantizer.cast(False, True)
     assert columns is not None
     has_multiplier = columns.multiplier is not None
-    output = OutputCast(columns.spec, scale if has_multiplier else None, None if has_multiplier else scale)
+    output = OutputCast(
+        columns.spec,
+        multiplier_or_amax if has_multiplier else None,
+        None if has_multiplier else multiplier_or_amax,
+    )
 
     def produce(da: Any) -> tuple[Any, Any]:
         du, codes = activation_backward_and_output(
