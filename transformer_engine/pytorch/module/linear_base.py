@@ -334,7 +334,9 @@ class ProductsModule(TransformerEngineBaseModule):
         self.numerics.state = current()
         active = repeatable(type(self).__name__, self.tracing_key, active)
         return type(self).build(
-            self._build_uncached_call(inp, tensors, options, active)._replace(begin=update_at_end_of_pass)
+            self._build_uncached_call(inp, tensors, options, active)._replace(
+                make_update=update_at_end_of_pass
+            )
         )
 
     def _traced_spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
@@ -350,9 +352,9 @@ class ProductsModule(TransformerEngineBaseModule):
             self._check_parameter_recipe(state.recipe)
         if active.has_state and may_be_recomputed():
             active = repeatable(type(self).__name__, self.tracing_key, active)
-        begin = functools.partial(traced_update, self, self.tracing_key, state.group)
+        make_update = functools.partial(traced_update, self, self.tracing_key, state.group)
         return type(self).build(
-            self._build_uncached_call(inp, tensors, options, active)._replace(begin=begin)
+            self._build_uncached_call(inp, tensors, options, active)._replace(make_update=make_update)
         )
 
     def check_call_under(
