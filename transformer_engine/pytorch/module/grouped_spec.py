@@ -87,8 +87,8 @@ def build(call: Call) -> GroupedSpec:
         in_one_launch,
         request,
         quantizers,
-        call.wants,
-        scale_update(call, call.wants),
+        call.needs_grad,
+        scale_update(call, call.needs_grad),
         tuple({name for group in groups if group.inspector for name in group.inspector.results}),
     )
 

@@ -96,12 +96,16 @@ def build(call: Call) -> NormMLPSpec:
     _check_rows(config, fc1_weight.shape[0])
     shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
     products = quantizers_of_call(call, shapes, config.parallel("column"))
-    wants = call.wants
-    recompute = config.checkpoint and wants
-    update = scale_update(call, wants)
+    needs_grad = call.needs_grad
+    recompute = config.checkpoint and needs_grad
+    update = scale_update(call, needs_grad)
 
     def spec(number: int, mode: str, weight: Facts, bias: Facts | None) -> LinearSpec:
-        needs = (wants, wants and weight.requires_grad, wants and bias is not None and bias.requires_grad)
+        needs = (
+            needs_grad,
+            needs_grad and weight.requires_grad,
+            needs_grad and bias is not None and bias.requires_grad,
+        )
         parallel = config.parallel(mode)
         result = product_spec(
             call, number, products[number], parallel, needs, update, weight, shard=call.rows
@@ -120,7 +124,7 @@ def build(call: Call) -> NormMLPSpec:
         caches_quantized_input=bool(config.cache_quantized_activation_input),
         recompute=recompute,
         scale_update=update,
-        needs_grad=wants,
+        needs_grad=needs_grad,
     ).with_modes()
     return result if recompute else with_compiled_passes(call, NORM_MLP_FUNCTIONS, result)
 

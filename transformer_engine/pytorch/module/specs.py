@@ -142,7 +142,7 @@ class Call(NamedTuple):
         return self.gradients is True
 
     @property
-    def wants(self) -> bool:
+    def needs_grad(self) -> bool:
         """Whether the input or a parameter requires a gradient."""
         return self.records and (self.x[4] or any(facts is not None and facts[4] for facts in self.tensors))
 
