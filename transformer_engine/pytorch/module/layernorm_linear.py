@@ -249,9 +249,9 @@ class LayerNormLinear(ProductsModule):
             bias = bias.to(dtype)
         if inp.dtype != dtype:
             inp = inp.to(dtype)
-        added = None if config.return_bias else bias
+        product_bias = None if config.return_bias else bias
         layer = _run_by_name if _replaced.names or _common._replaced.names else norm_linear
-        y, norm_output = layer(inp, gamma, beta, weight, added, spec)
+        y, norm_output = layer(inp, gamma, beta, weight, product_bias, spec)
         if not (config.return_bias or config.return_layernorm_output):
             return y
         outputs: tuple[Any, ...] = (y, bias) if config.return_bias else (y,)

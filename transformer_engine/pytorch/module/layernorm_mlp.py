@@ -112,11 +112,11 @@ def build(call: Call) -> NormMLPSpec:
         )
         return replace_fields(result, may_run_again=True) if recompute else result
 
-    added = None if config.adds_bias_late else fc2_bias
+    product_bias = None if config.adds_bias_late else fc2_bias
     result = NormMLPSpec(  # torch 2.11 traces this constructor with keywords only
         norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
         fc1=spec(0, "column", fc1_weight, fc1_bias),
-        fc2=spec(1, "row", fc2_weight, added),
+        fc2=spec(1, "row", fc2_weight, product_bias),
         activation=config.activation,
         activation_params=ActivationParams.of(config.activation_params),
         width=config.ffn_shard,
@@ -340,11 +340,11 @@ class LayerNormMLP(ProductsModule):
             fc1_bias, fc2_bias = fc1_bias.to(dtype), fc2_bias.to(dtype)
         if inp.dtype != dtype:
             inp = inp.to(dtype)
-        added = None if config.adds_bias_late else fc2_bias
+        product_bias = None if config.adds_bias_late else fc2_bias
         y, norm_output = norm_mlp(
-            NormMLPTensors(inp, gamma, beta, fc1_weight, fc1_bias, fc2_weight, added), spec
+            NormMLPTensors(inp, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias), spec
         )
-        if added is None and fc2_bias is not None and not config.return_bias:
+        if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
         if not (config.return_bias or config.return_layernorm_output):
             return y

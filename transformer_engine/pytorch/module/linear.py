@@ -81,13 +81,13 @@ def build(call: Call) -> LinearSpec:
     check_call(call, in_features)
     parallel = config.parallel()
     (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
-    added = (
+    product_bias = (
         None if config.adds_bias_late else bias
     )  # the bias that `Linear._compute_output` passes to the product
     needs = (
         call.records and call.input.requires_grad,
         call.records and weight.requires_grad,
-        call.records and added is not None and added.requires_grad,
+        call.records and product_bias is not None and product_bias.requires_grad,
     )
     spec = product_spec(
         call,
@@ -294,12 +294,12 @@ class Linear(ProductsModule):
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
             bias = bias.to(spec.dtype)
-        added = None if config.adds_bias_late else bias
-        y = product(inp, weight, added, spec)
+        product_bias = None if config.adds_bias_late else bias
+        y = product(inp, weight, product_bias, spec)
         if config.return_bias:
             return y, bias
         # A row-parallel layer adds the bias once, to the sum over ranks.
-        return y if added is not None or bias is None else y + bias
+        return y if product_bias is not None or bias is None else y + bias
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
         """Return the number of columns of the weight, or of its shard if the parameters are DTensors."""
@@ -317,8 +317,8 @@ class Linear(ProductsModule):
         shapes = ((self.in_features, weight.shape[0]),)
         options = (None, fp8_output, fp8_grad)
         dtype, (quantizers,) = export_products(self, inp, (weight, bias), options, shapes)
-        added = None if self._config.return_bias else bias
-        y = exported.linear(inp.to(dtype), weight, added, quantizers)
+        product_bias = None if self._config.return_bias else bias
+        y = exported.linear(inp.to(dtype), weight, product_bias, quantizers)
         return (y, None if bias is None else bias.to(dtype)) if self._config.return_bias else y
 
     def extra_repr(self) -> str:
