@@ -81,9 +81,8 @@ def build(call: Call) -> LinearSpec:
     check_call(call, in_features)
     parallel = config.parallel()
     (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
-    product_bias = (
-        None if config.adds_bias_late else bias
-    )  # the bias that `Linear._compute_output` passes to the product
+    # The bias that `Linear._compute_output` passes to the product.
+    product_bias = None if config.adds_bias_late else bias
     needs = (
         call.records and call.input.requires_grad,
         call.records and weight.requires_grad,

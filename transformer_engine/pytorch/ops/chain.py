@@ -4,7 +4,8 @@ An `OperationPasses` holds the forward and the backward function of one operatio
 `backward` call these functions one after another. What fuses is decided in four steps, the last two in this file:
 
 1. `Sequential._find_parts` collects consecutive operations. Other modules end a chain, and operations with hooks, with
-   `compile()` or with a replaced `forward` are called alone (`bare_calls.py`; `te.explain` prints `unfused_reason`).
+   `compile()` or with a replaced `forward` are called alone (`intercepted_calls.py`; `te.explain` prints
+   `unfused_reason`).
 2. A chain with operations of users runs in segments between them (`fuser.py`, `chain_run.py`).
 3. Two neighbors in `FORWARD_PAIRS` or `BACKWARD_PAIRS` (`passes/patterns.py`) are computed together, unless the
    function of the pair returns None for this call.
