@@ -53,7 +53,7 @@ from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS
 from .pass_operation import check_parameters, has_backward_pass, has_forward_pass
-from .prepared_chain import Fusions, PreparedChain, prepare_chain
+from .prepared_chain import Fusions, PreparedChain, build_chain
 from .user_results import apply_fusions
 
 _MAX_PREPARED = 64  # prepared chains per fuser; a full cache is cleared, as shapes may vary
@@ -160,7 +160,7 @@ class OperationFuser:
             op.pre_first_fuser_forward()
         self._uninitialized = ()
         if self._can_prepare and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
-            chain, inputs = self._prepare_chain(input, extra_inputs)
+            chain, inputs = self._find_chain(input, extra_inputs)
             if chain is not None:
                 self._set_inspected_attributes(chain)
                 for check in chain.checks:  # `pre_fuser_forward` for operations that override it
@@ -181,7 +181,7 @@ class OperationFuser:
                 "one dict for each"
             )
 
-    def _prepare_chain(
+    def _find_chain(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> tuple[PreparedChain | None, list[Any]]:
         """Return the prepared chain for this call, and the chain's inputs.
@@ -204,7 +204,7 @@ class OperationFuser:
         key, inputs = self._keys.key_and_inputs(thread.state, x, extra_inputs)
         chain = self._prepared.get(key)
         if chain is None and key not in self._prepared:
-            chain = self._prepare(key, thread.state, x, extra_inputs)
+            chain = self._build_chain(key, thread.state, x, extra_inputs)
         return chain, inputs
 
     def _use_recipe(self, state: AutocastState) -> None:
@@ -275,7 +275,7 @@ class OperationFuser:
             results = call.forward(x, extra_inputs)[0]
         return results if len(results) > 1 else results[0]
 
-    def _prepare(
+    def _build_chain(
         self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> PreparedChain | None:
         """Prepare a chain and store it under a key; None if a user's fused operation must run by its own methods."""
@@ -283,7 +283,7 @@ class OperationFuser:
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
         self._apply_registered_fusions(first, state)
-        chain = prepare_chain(
+        chain = build_chain(
             self._basic_ops,
             Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fusions_key),
             first,

@@ -148,7 +148,7 @@ class PreparedChain:
             return self(inputs, gathered=True)
 
 
-def prepare_chain(
+def build_chain(
     basic_ops: Sequence[BasicOperation],
     fusions: Fusions,
     first: int,
