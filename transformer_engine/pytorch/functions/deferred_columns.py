@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.dispatch import Backend, Table, disturbances
+from ...common.dispatch import Backend, Table, interventions
 from ...common.formats import FLOAT8
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
@@ -123,7 +123,7 @@ def with_deferred_columns(
     """
     if spec.plain or spec.traced:  # a compiler must see writes to the scaling state, and no size guards
         return spec
-    if max(weight.numel(), rows * weight[-1]) < _FEWEST_ELEMENTS and not disturbances:
+    if max(weight.numel(), rows * weight[-1]) < _FEWEST_ELEMENTS and not interventions:
         return spec  # saved, without spending time on a choice
     found: dict[str, str] = {}
     if spec.needs_grad_input:
@@ -145,7 +145,7 @@ def with_norm_columns(spec: LinearSpec, computed_again: bool) -> LinearSpec:
     if (
         spec.plain
         or spec.traced
-        or not disturbances
+        or not interventions
         or not (spec.needs_grad_input and spec.needs_grad_weight)
     ):
         return spec

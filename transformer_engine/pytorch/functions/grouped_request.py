@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.dispatch import Backend, Table, disturbances
+from ...common.dispatch import Backend, Table, interventions
 
 TOGETHER, LOOP = "together", "loop"
 
@@ -143,6 +143,6 @@ def runs_together(
         features: Further call features.
         has_rows: The input has rows.
     """
-    if not disturbances:
+    if not interventions:
         return supported and not features and has_rows
     return TABLE.choose(request._replace(features=request.features + features, has_rows=has_rows)) == TOGETHER

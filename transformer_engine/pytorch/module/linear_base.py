@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.dispatch import disturbances
+from ...common.dispatch import interventions
 from ...common.documentation import page
 from ...common.memory import Memory
 from ...common.recipe import Recipe
@@ -298,7 +298,7 @@ class ProductsModule(TransformerEngineBaseModule):
             )
             # fmt: on
             # Computed again if an observer records the choices.
-            return built(type(self).build, fields) if disturbances else self._specs[fields]
+            return built(type(self).build, fields) if interventions else self._specs[fields]
         except (AttributeError, TypeError) as error:
             stumbled = error
         self._check_call(inp, tensors, options)  # raises a clearer error if the input is at fault

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from ...common.dispatch import disturbances
+from ...common.dispatch import interventions
 from ...common.recipe import DelayedScaling, Recipe, recipe_revision
 from ..distributed.recompute import state_without_gradients
 from ..functions.scale_update import is_backward_pass
@@ -191,7 +191,7 @@ class OperationFuser:
         thread = eager_thread_state()
         self._use_recipe(thread.state)
         recomputes = self._applied_recipe.stateful and (thread.recomputes or is_backward_pass())
-        if recomputes or disturbances:  # backends are forced or observed: their choice is not cached
+        if recomputes or interventions:  # backends are forced or observed: their choice is not cached
             return None, []
         registered = (
             self.forward_backward_fusion_functions,
