@@ -33,6 +33,7 @@ from .linear_operands import (
     converted,
     dequantized,
     input_operands,
+    product_operands,
     read_as,
     to_operand,
     weight_operands,
@@ -90,7 +91,7 @@ def _cast_each_group(
                 pairs.append(input_operands(part, group.input, columns))
             else:
                 quantizer = group.input if tensor == "input" else group.grad_output
-                pairs.append(quantizer.product_operands(part, rowwise, columns, split=False))
+                pairs.append(product_operands(quantizer, part, rowwise, columns, split=False))
     return (
         [pair[0] for pair in pairs] if rowwise else None,
         [pair[1] for pair in pairs] if columnwise else None,

@@ -19,6 +19,7 @@ from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import COLS, ROWS, Operand, plain
 from ..primitives.quantize import Cast, dequantize
 from ..runtime.tracing import reshape_result
+from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, get_storage
 from ..tensor.quantizer import Matrix, Operands, Quantizer
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
@@ -90,7 +91,16 @@ def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Ope
         _check_shard(shards, x)
     if isinstance(x, QuantizedTensorStorage):
         return input_operands(x, spec.input, columnwise, shards, spec.parallel.size > 1)  # pyright: ignore
-    return spec.input.product_operands(as_matrix(x), rowwise, columnwise, split=spec.parallel.size > 1)
+    return product_operands(spec.input, as_matrix(x), rowwise, columnwise, split=spec.parallel.size > 1)
+
+
+def product_operands(
+    quantizer: Quantizer, matrix: Tensor, rowwise: bool, columnwise: bool, split: bool
+) -> Operands:
+    """Return `quantizer.operands`, in the layout that products read; see `BlockScalingQuantizer.product_operands`."""
+    if isinstance(quantizer, BlockScalingQuantizer):
+        return quantizer.product_operands(matrix, rowwise, columnwise, split)
+    return quantizer.operands(matrix, rowwise, columnwise)
 
 
 def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
@@ -102,15 +112,16 @@ def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) ->
     if spec.communicates and gathers_gradient_codes(spec):
         _check_shard(spec.parallel, dy)
     matrix: Any = dy if isinstance(dy, QuantizedTensorStorage) else as_matrix(dy)
-    return spec.grad_output.product_operands(matrix, rowwise, columnwise, split=spec.parallel.size > 1)
+    return product_operands(spec.grad_output, matrix, rowwise, columnwise, split=spec.parallel.size > 1)
 
 
 def input_cast(spec: LinearSpec) -> Cast | None:
     """Cast with which the kernel that computes x may quantize it; None if the layer must do it."""
-    if spec.plain or spec.keep_input or spec.backward != QUANTIZED or gathers_values(spec):
+    if spec.plain or spec.keep_input or spec.backward != QUANTIZED:
         return None
-    if spec.traced:
-        return None  # the compiler must trace writes to the scaling state
+    # A compiler must trace writes to the scaling state.
+    if spec.traced or (spec.communicates and gathers_values(spec)):
+        return None
     # ROW_CODES: columns are computed from the gathered rows.
     return spec.input.cast(True, spec.needs_grad_weight and spec.gather_input != ROW_CODES)
 
@@ -195,7 +206,7 @@ def input_operands(
         columnwise: The column direction is read too.
         shards: The codes are gathered from the shards on these ranks. A shard that lacks a
             direction is quantized again, and shards of a quantized tensor receive a common scale.
-        split: See `Quantizer.product_operands`.
+        split: See `BlockScalingQuantizer.product_operands`.
     """
     if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
         agrees = not columnwise or get_storage(x).column_signs == quantizer.column_signs  # pyright: ignore
@@ -203,7 +214,7 @@ def input_operands(
             found = _tensor_operands(x, columnwise)
             return found if shards is None else with_common_scale(found, shards.checked_group())
         x = plain_matrix(x)
-    return quantizer.product_operands(x, True, columnwise, split)
+    return product_operands(quantizer, x, True, columnwise, split)
 
 
 def _lacks_a_direction(x: QuantizedTensorStorage, columnwise: bool) -> bool:
@@ -221,7 +232,7 @@ def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Opera
     quantized = spec.cached_weight is not None or isinstance(weight, QuantizedTensorStorage)
     if quantized or quantizer.is_identity or quantizer.reads_quantized:
         return _weight_as_given(weight, spec, columnwise)
-    return quantizer.product_operands(weight, True, columnwise, split=spec.parallel.size > 1)
+    return product_operands(quantizer, weight, True, columnwise, split=spec.parallel.size > 1)
 
 
 def _weight_as_given(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Operands:

@@ -93,6 +93,14 @@ class BlockScalingQuantizer(Quantizer):
         return self.optimize_for_gemm and self.makes_tiles
 
     def product_operands(self, matrix: Tensor, rowwise: bool, columnwise: bool, split: bool) -> Operands:
+        """Return `operands`, with scales in matrix-instruction order where the GPU multiplies the format.
+
+        Args:
+            matrix: Values [M, K].
+            rowwise: The row direction is read.
+            columnwise: The column direction is read.
+            split: Rows are gathered from other ranks, or split among them, which scales in that order do not allow.
+        """
         if not split and type(matrix) in _PLAIN and matrix.is_cuda and self.makes_tiles:
             needs = self.spec(True, False).format.block_products
             if needs is not None and current_hardware().has(needs):

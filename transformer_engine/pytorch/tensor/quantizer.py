@@ -115,17 +115,6 @@ class Quantizer(EncodesGroups, DescribesTensors):
             storage.contract(COLS) if rowwise else None, storage.contract(ROWS) if columnwise else None
         )
 
-    def product_operands(self, matrix: Tensor, rowwise: bool, columnwise: bool, split: bool) -> Operands:
-        """Return `operands` in the layout that the GPU's products read fastest.
-
-        Args:
-            matrix: Values [M, K].
-            rowwise: The row direction is read.
-            columnwise: The column direction is read.
-            split: Rows are gathered from other ranks, or split among them, which some layouts do not allow.
-        """
-        return self.operands(matrix, rowwise, columnwise)
-
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         """Return the cast by which the kernel that computes a matrix quantizes it; None if unsupported."""
         return None
