@@ -15,8 +15,16 @@ explains quantization and the terms row-wise, column-wise and `Operands`.
 
 **Fusion.** Under a recipe the products read FP8 codes of h. In the mode FUSED_CAST the norm kernel
 writes these codes and no h in high precision: M * K values are neither written nor read. In the
-mode SEPARATE the norm writes h, and the linear layer quantizes it. `fusions.py` chooses the mode
-once per call kind: a caller that also receives h, for example, requires SEPARATE.
+mode SEPARATE the norm writes h, and the linear layer quantizes it. `NormLinearSpec.with_modes` stores the mode
+that `fusions.choose_norm_mode` chooses once per call kind. It is FUSED_CAST if all of these conditions hold:
+
+- The input quantizer of the linear layer describes its cast to another kernel: `linear.input.cast(..)` is not None.
+- Nothing else reads h: the caller does not receive it (`returns_norm_output`), and the layer does not save its values.
+- The backward pass multiplies codes, and codes instead of values are gathered from other ranks.
+- No compiler is tracing.
+
+`input_cast` (`linear_operands.py`) tests all but the caller, also for the norms of `te.ops`
+(`LinearPasses.input_request`). `norm_forward` passes the cast to the kernel.
 
 **Columns of h.** dw reads the column-wise codes of h, which the forward pass saves. `use_backend(norm_columns=
 "recomputed")` saves memory after an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED, of h only

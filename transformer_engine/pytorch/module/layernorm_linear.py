@@ -1,4 +1,8 @@
-"""LayerNormLinear: y = norm(x) @ weight.T + bias."""
+"""LayerNormLinear: y = norm(x) @ weight.T + bias.
+
+The file contains the module, as `linear.py` does for `Linear`. `functions/norm_linear.py` contains the computation, and
+explains when the kernel of the norm also quantizes norm(x).
+"""
 
 from __future__ import annotations
 

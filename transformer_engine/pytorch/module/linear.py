@@ -11,6 +11,11 @@ the computation. A module call has three steps:
    first call under a recipe also creates the quantizers and scaling states (`numerics.py`).
 3. `linear` (`functions/linear.py`) computes y, as a node in autograd's graph.
 
+**From a recipe to a cast.** `autocast` stores its recipe in the state of the thread. `ProductsModule.spec` reads the
+state, and `Numerics.of_call` (`numerics.py`) returns the quantizers that the recipe's family has created for this
+layer, as a `ModuleRecipe`. `build` below stores the input quantizer of its only product as `LinearSpec.input`.
+`quantize_input` (`functions/linear.py`) calls `spec.input.operands`, which casts x.
+
 **Settings.** `@configure_class` defines `layer.in_features`, `layer.return_bias` and the other settings as
 properties over the frozen record `layer._config`. Assigning one replaces the record, so that the next call has
 another spec. `_configure` creates the record, and `@accepts` checks and converts the constructor's arguments.

@@ -143,7 +143,8 @@ class Numerics:
     ) -> ModuleRecipe:
         """Return the quantizers for a call under an autocast state, whose scales are registered for updates.
 
-        The quantizers of the last call serve until the recipe or a slot changes; `renew` creates others.
+        The quantizers of the last call serve until the recipe or a slot changes. `renew` creates others: the family
+        of the recipe (`quantization/families.py`) has one per slot, and `ModuleRecipe.of` groups them by product.
 
         Args:
             owner: The module.
