@@ -75,7 +75,7 @@ class NormMLPSpec(LayerSpec):
         activation_params: Its parameters.
         returns_norm_output: The caller also gets norm(x).
         width: Activation output columns.
-        recompute: The backward pass recomputes the norm, fc1 and activation results that it reads.
+        checkpoint: The backward pass computes the norm, fc1 and activation results that it reads again.
         caches_quantized_input: Save fc1's output as FP8 codes where the backward pass reads them.
         fusion_modes: How matrices between the steps are made.
     """
@@ -87,7 +87,7 @@ class NormMLPSpec(LayerSpec):
     activation_params: ActivationParams
     width: int
     returns_norm_output: bool = False
-    recompute: bool = False
+    checkpoint: bool = False
     caches_quantized_input: bool = False
     fusion_modes: FusionModes = UNFUSED
 
@@ -101,11 +101,11 @@ class NormMLPSpec(LayerSpec):
         modes = FusionModes(norm_mode, activation_mode, gradient_mode, SAVED, VALUES)
         if self.needs_grad:
             columns = fusions.choose_columns_mode(
-                activation_mode, gradient_mode, self.fc1, self.fc2, self.recompute
+                activation_mode, gradient_mode, self.fc1, self.fc2, self.checkpoint
             )
             saved = fusions.CachedInput(self.caches_quantized_input, columns, self.width)
             modes = modes._replace(columns=columns, input=fusions.MLP_INPUT.choose(saved))
-        recomputes = norm_mode == FUSED_CAST and self.norm.kind == "RMSNorm" and not self.recompute
+        recomputes = norm_mode == FUSED_CAST and self.norm.kind == "RMSNorm" and not self.checkpoint
         return replace(self, fc1=with_norm_columns(self.fc1, recomputes), fusion_modes=modes)
 
     def with_norm(self, norm: Any) -> NormMLPSpec:
@@ -138,16 +138,16 @@ def norm_mlp_forward(
     Args:
         x: Tensor [.., H]. The other tensors are described by `NormMLPTensors`.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
-        repeats: Compute the saved values only, in the backward pass of a layer with `spec.recompute`.
+        repeats: Compute the saved values only, in the backward pass of a layer with `spec.checkpoint`.
 
     Returns:
         (y or None, norm(x) or None), then the saved values (x, gamma, mean, rstdev, u, fc1 operands (norm(x), weight),
         fc2 operands (a, weight)), which the backward pass reads in this order. Where it recomputes a's columns, their
         multiplier or amax replaces a. Nothing is saved without gradients, and in the first run of a layer with
-        `spec.recompute`.
+        `spec.checkpoint`.
     """
     fc1, fc2, modes = spec.fc1, spec.fc2, spec.fusion_modes
-    saves = spec.needs_grad and (repeats or not spec.recompute)
+    saves = spec.needs_grad and (repeats or not spec.checkpoint)
     h, statistics = norm_forward(x, gamma, beta, spec.norm, fc1, modes.norm)
     returned = h if spec.returns_norm_output else None
     if modes.activation == IN_PRODUCT:
@@ -337,7 +337,7 @@ def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
     return (spec.fc1.input, spec.fc1.weight, spec.fc2.input, spec.fc2.weight)
 
 
-def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
+def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     """Compute the saved values again from the input, and run the backward pass on them."""
     saved = take_saved(ctx)
     count = len(NormMLPTensors._fields)
@@ -365,7 +365,7 @@ def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
 class _NormMLP(Function):
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
-        if spec.recompute:
+        if spec.checkpoint:
             states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
             y, norm_output = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
             keep(ctx, (*tensors, *states))
@@ -380,7 +380,9 @@ class _NormMLP(Function):
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = (grad_output, grad_norm_output)
         gradients = (
-            _recompute(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
+            _checkpointed_backward(ctx, grads)
+            if ctx.spec.checkpoint
+            else run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
         )
         dx, dgamma, dbeta, *rest = gradients
         return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest

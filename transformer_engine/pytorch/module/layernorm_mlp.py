@@ -97,7 +97,7 @@ def build(call: Call) -> NormMLPSpec:
     shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
     products = quantizers_of_call(call, shapes, config.parallel("column"))
     needs_grad = call.needs_grad
-    recompute = config.checkpoint and needs_grad
+    checkpoint = config.checkpoint and needs_grad
     update = scale_update(call, needs_grad)
 
     def spec(number: int, mode: str, weight: Facts, bias: Facts | None) -> LinearSpec:
@@ -110,7 +110,7 @@ def build(call: Call) -> NormMLPSpec:
         result = product_spec(
             call, number, products[number], parallel, needs, update, weight, shard=call.rows
         )
-        return replace_fields(result, may_run_again=True) if recompute else result
+        return replace_fields(result, may_run_again=True) if checkpoint else result
 
     product_bias = None if config.adds_bias_late else fc2_bias
     result = NormMLPSpec(  # torch 2.11 traces this constructor with keywords only
@@ -122,11 +122,11 @@ def build(call: Call) -> NormMLPSpec:
         width=config.ffn_shard,
         returns_norm_output=bool(config.return_layernorm_output),
         caches_quantized_input=bool(config.cache_quantized_activation_input),
-        recompute=recompute,
+        checkpoint=checkpoint,
         scale_update=update,
         needs_grad=needs_grad,
     ).with_modes()
-    return result if recompute else with_compiled_passes(call, NORM_MLP_FUNCTIONS, result)
+    return result if checkpoint else with_compiled_passes(call, NORM_MLP_FUNCTIONS, result)
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:
