@@ -80,7 +80,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def is_undisturbed_eager() -> bool:
+def products_depend_on_operands_alone() -> bool:
     """Return whether a product depends on its operands alone: no backend is forced, observed or tuned."""
     return not (interventions or dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None)
 
