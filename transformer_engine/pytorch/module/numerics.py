@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 
 from ...common.recipe import Recipe, recipe_described_as, recipe_description, recipe_revision
-from ..functions.scale_update import ScaleUpdate
+from ..functions.scale_update import ScaleUpdate, is_first_call_in_trace
 from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, delayed_scaling
 from ..quantization.autocast import OUTSIDE, AutocastState
 from ..quantization.family import find_family
@@ -375,19 +374,10 @@ def _serve_while_tracing(tracing_key: str, recipe: str, group: Any) -> bool:
     return True
 
 
-# The trace in which each module was last called with a backward pass.
-_traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-
-
 @constant_while_tracing
 def _first_call_while_tracing(tracing_key: str) -> bool:
     """Return whether this is the module's first call with gradients in the graph that is being traced."""
-    module, trace = _modules[tracing_key], TracingContext.try_get()
-    before = _traced.get(module)
-    if trace is None or (before is not None and before() is trace):
-        return trace is None
-    _traced[module] = weakref.ref(trace)
-    return True
+    return is_first_call_in_trace(_modules[tracing_key])
 
 
 def traced_update(owner: Owner, tracing_key: str, group: Any) -> ScaleUpdate | None:
