@@ -54,9 +54,7 @@ def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequ
     return _forward_without_autocast(functions, spec, tensors)[0]
 
 
-def record(
-    functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None]
-) -> Sequence[Any]:
+def record(functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
     """Run the forward pass of a node and save what its backward pass reads; return the results.
 
     Args:

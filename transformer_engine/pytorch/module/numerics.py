@@ -137,9 +137,7 @@ class Numerics:
         self.meta = WatchedDict(self.cached, meta)
         self.cached.forget()
 
-    def of_call(
-        self, owner: Owner, state: AutocastState, arguments: tuple[Any, ...] | None = None
-    ) -> ModuleRecipe:
+    def of_call(self, owner: Owner, state: AutocastState, arguments: tuple[Any, ...] = ()) -> ModuleRecipe:
         """Return the quantizers for a call under an autocast state, whose scales are registered for updates.
 
         The quantizers of the last call serve until the recipe or a slot changes. `renew` creates others: the family
@@ -157,7 +155,7 @@ class Numerics:
         assert recipe is not None
         unchanged = active is not None and active.recipe is recipe and active.group is state.group
         if active is None or not unchanged or active.revision is not recipe_revision(recipe):
-            if arguments is not None:
+            if arguments:
                 owner.check_call_under(recipe, *arguments)  # pyright: ignore[reportAttributeAccessIssue]
             active = self.renew(owner, recipe, state.group)
         # Register again if FP8GlobalStateManager.reset() has cleared the participants in scale updates.
