@@ -133,9 +133,9 @@ def test_operands_are_freed_before_the_sum_of_the_input_gradient_ends(
 
         return multiply_and_record
 
-    def end(dx: Any, spec: Any, leading: Any) -> Any:
+    def end(dx: Any, spec: Any) -> Any:
         alive.append([codes() is not None for codes in multiplied])
-        return end_input_gradient(dx, spec, leading)
+        return end_input_gradient(dx, spec)
 
     end_input_gradient = linear_functions.end_input_gradient
     monkeypatch.setattr(linear_functions, "end_input_gradient", end)

@@ -208,11 +208,11 @@ def test_scratch_buffers_with_overlapping_lifetimes_do_not_share_memory():
         Lifetime(3, 4, 6, 2000),
         Lifetime(4, 6, 7, 10),
     ]
-    planned = plan_scratch(lives)
+    offsets, total = plan_scratch(lives)
     for a in lives:
         for b in lives:
             if a.buffer < b.buffer and a.first <= b.last and b.first <= a.last:
-                first, second = planned.offsets[a.buffer], planned.offsets[b.buffer]
+                first, second = offsets[a.buffer], offsets[b.buffer]
                 assert first + a.bytes <= second or second + b.bytes <= first
-    assert all(offset % 256 == 0 for offset in planned.offsets.values())
-    assert planned.bytes < sum(life.bytes for life in lives)
+    assert all(offset % 256 == 0 for offset in offsets.values())
+    assert total < sum(life.bytes for life in lives)

@@ -11,13 +11,13 @@ from transformer_engine.common import formats
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.functions import linear_operands
 from transformer_engine.pytorch.functions.saving import pack, unpack
 from transformer_engine.pytorch.primitives.gemm import Epilogue, GemmRequest, gemm
 from transformer_engine.pytorch.primitives.gemm.swizzle import swizzle_operand_scale
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import dequantize, quantize
 from transformer_engine.pytorch.primitives.scale_order import compact, row_major, swizzled
+from transformer_engine.pytorch.tensor import block_scaling
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
@@ -97,12 +97,12 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize(
     ("hardware", "tiles"), [(nvidia(9, 0), False), (nvidia(10, 0), True), (nvidia(12, 0), True)]
 )
-@pytest.mark.parametrize("shared", [False, True])
-def test_layers_request_tiles_where_products_read_them(monkeypatch, hardware, tiles, shared):
-    monkeypatch.setattr(linear_operands, "current_hardware", lambda: hardware)
-    monkeypatch.setattr(linear_operands, "_PLAIN", (OnGpu,))
+@pytest.mark.parametrize("split", [False, True])
+def test_layers_request_tiles_where_products_read_them(monkeypatch, hardware, tiles, split):
+    monkeypatch.setattr(block_scaling, "current_hardware", lambda: hardware)
+    monkeypatch.setattr(block_scaling, "_PLAIN", (OnGpu,))
     x = torch.randn(64, 64).as_subclass(OnGpu)
     monkeypatch.setattr(MXFP8Quantizer, "tiled_operands", lambda self, *arguments: "tiles")
     monkeypatch.setattr(MXFP8Quantizer, "operands", lambda self, *arguments: "rows")
-    found = linear_operands.operands_for_products(MXFP8Quantizer(DType.kFloat8E4M3), x, True, True, shared)
-    assert found == ("tiles" if tiles and not shared else "rows")
+    found: object = MXFP8Quantizer(DType.kFloat8E4M3).product_operands(x, True, True, split)
+    assert found == ("tiles" if tiles and not split else "rows")

@@ -91,7 +91,7 @@ _forced: dict[str, str] = {}
 _observers: list[Callable[[str, Any], None]] = []
 _binders: list[Callable[[Any, Any], Callable[..., Any]]] = []
 # One entry for each active item in the lists above, so that a cached call checks one list.
-disturbances: list[str] = []
+interventions: list[str] = []
 LATER = "an earlier backend takes the request"  # reason for the supported backends after the chosen one
 BOUND = "bound"  # the function that replaces all backends within `binding`, by name
 _REMEMBERED = 1 << 14  # entries per table cache
@@ -187,7 +187,7 @@ class Table(Generic[Request]):
             return self._bound_in_trace(key)
         if self._may_vary:
             self._remember_what_is_demanded()
-        return self.bind(self.described(key)) if disturbances else self._bound[key]
+        return self.bind(self.described(key)) if interventions else self._bound[key]
 
     def _bound_in_trace(self, key: tuple[Any, ...]) -> Callable[..., Any]:
         """Select the callable that a compiler traces, or the operator of an opaque backend; nothing is cached."""
@@ -203,7 +203,7 @@ class Table(Generic[Request]):
 
     def bound_in_eager_mode(self, key: tuple[Any, ...]) -> Callable[..., Any]:
         """Same as bound(key), for a caller that knows that no compiler is tracing."""
-        return self.bind(self.described(key)) if disturbances else self._bound[key]
+        return self.bind(self.described(key)) if interventions else self._bound[key]
 
     def described(self, key: tuple[Any, ...]) -> Request:
         """Build the request for a key."""
@@ -221,7 +221,7 @@ class Table(Generic[Request]):
         """Name of the first supported backend, for kernels that include its work; observers not notified."""
         if self._may_vary:
             self._remember_what_is_demanded()
-        return self.chosen(self.described(key)) if disturbances or _tracing() else self._names[key]
+        return self.chosen(self.described(key)) if interventions or _tracing() else self._names[key]
 
     def choose(self, key: tuple[Any, ...]) -> str:
         """Name the first backend that supports a key's request, and notify observers.
@@ -230,7 +230,7 @@ class Table(Generic[Request]):
         """
         if self._may_vary:
             self._remember_what_is_demanded()
-        if not disturbances and not _tracing():
+        if not interventions and not _tracing():
             return self._names[key]
         request = self.described(key)
         self.report(lambda: request)
@@ -346,11 +346,6 @@ def _name(table: Table[Any], key: tuple[Any, ...]) -> str:
 tables: dict[str, Table[Any]] = {}
 
 
-def is_undisturbed() -> bool:
-    """Whether cached choices apply: no backend is forced and no callback observes or binds."""
-    return not disturbances
-
-
 def forced_backend(operation: str) -> str | None:
     """Name of an operation's forced backend, or None."""
     return _forced.get(operation)
@@ -360,24 +355,24 @@ def forced_backend(operation: str) -> str | None:
 def observing(see: Callable[[str, Any], None]) -> Iterator[None]:
     """Call see(operation, request) for every request whose backend is chosen within this block."""
     _observers.append(see)
-    disturbances.append("observing")
+    interventions.append("observing")
     try:
         yield
     finally:
         _observers.remove(see)
-        disturbances.remove("observing")
+        interventions.remove("observing")
 
 
 @contextmanager
 def binding(bind: Callable[[Table[Any], Any], Callable[..., Any]]) -> Iterator[None]:
     """Replace all backends by bind(table, request) within this block, without caching: for dry runs."""
     _binders.append(bind)
-    disturbances.append("binding")
+    interventions.append("binding")
     try:
         yield
     finally:
         _binders.remove(bind)
-        disturbances.remove("binding")
+        interventions.remove("binding")
 
 
 @contextmanager
@@ -393,10 +388,10 @@ def use_backend(**choice: str) -> Iterator[None]:
         tables[operation].named(name)
     added = {operation: name for operation, name in choice.items() if operation not in _forced}
     _forced.update(added)
-    disturbances.extend(added)
+    interventions.extend(added)
     try:
         yield
     finally:
         for operation in added:
             del _forced[operation]
-            disturbances.remove(operation)
+            interventions.remove(operation)

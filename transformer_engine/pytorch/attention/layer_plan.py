@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.dispatch import is_undisturbed
+from ...common.dispatch import interventions
 from ...common.memory import Memory
 from ..functions.attention.context_parallel.attention import check_divisible
 from ..functions.attention.context_parallel.contiguous import piece_of_rank
@@ -207,7 +207,7 @@ def check_layer_call(
         rotation_facts,
     )
     plan, sequences = None, None
-    if not is_undisturbed():
+    if interventions:
         sequences = _check_sequences(key)
     elif (plan := memory[key]) is not None:
         sequences = plan.sequences

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...common.memory import Memory
 from ..offload.marks import active as offloading
-from ..primitives.gemm import is_undisturbed_eager
+from ..primitives.gemm import products_depend_on_operands_alone
 from ..runtime.device import is_current_device
 from ..tensor.quantizer import Quantizer
 from . import ENABLED
@@ -187,7 +187,7 @@ class CompiledLayer:
             spec: Layer spec.
             referenced_tensors: Tensors in the spec's cached quantized weights.
         """
-        if offloading.synchronizer is not None or not is_undisturbed_eager():
+        if offloading.synchronizer is not None or not products_depend_on_operands_alone():
             return self._forward.run_uncompiled(inputs, (spec,))
         key = [None if tensor is None else tensor.stride() for tensor in inputs]
         if not referenced_tensors:
@@ -210,8 +210,8 @@ class CompiledLayer:
             spec: Layer spec.
         """
         kind: Kind = ctx.kind
-        disturbed = offloading.synchronizer is not None or not is_undisturbed_eager()
-        if kind.generated is None or disturbed or (ctx.hooked and offloading.used):
+        intervened = offloading.synchronizer is not None or not products_depend_on_operands_alone()
+        if kind.generated is None or intervened or (ctx.hooked and offloading.used):
             return self._backward.run_uncompiled(inputs, (spec, ctx))[0]
         key: list[Any] = [kind]
         compared = inputs if ctx.hooked else [*inputs[:grads], *[inputs[i] for i in kind.input_results]]

@@ -11,7 +11,7 @@ Source is generated because a loop over closures takes twice as long: for a Line
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...common.kernels.launch import ALIGNMENT, Handle, starter
 from ..runtime.device import only_device
 from ..runtime.zeros import numbers
-from .scratch_plan import Lifetime, ScratchPlan, plan_scratch
+from .scratch_plan import Lifetime, plan_scratch
 from .symbols import (
     Allocate,
     AllocateBy,
@@ -40,13 +40,6 @@ _NUM_SCALE_POINTERS = 2  # leading product pointers that need less alignment tha
 Generated = Callable[[list[Any]], "tuple[Any, ...] | None"]
 
 
-class Result(NamedTuple):
-    """A tensor that a pass returns: a buffer, in its original layout or in another one."""
-
-    buffer: int
-    layout: TensorLayout
-
-
 def generate(instructions: Instructions, results: Sequence[Symbol | None]) -> Generated:
     """Return generated(given) -> results.
 
@@ -65,20 +58,19 @@ class _Writer:
 
     def __init__(self, instructions: Instructions, results: Sequence[Symbol | None]):
         self.instructions = instructions
-        self.results = [
-            None if result is None else Result(result.buffer, result.layout) for result in results
-        ]
+        # Tensors that the pass returns: a buffer, in its original layout or in another one.
+        self.results = [None if result is None else (result.buffer, result.layout) for result in results]
         self.names: dict[str, Any] = {"empty": torch.empty_strided, "device": instructions.device}
         self.num_inputs = len(instructions.inputs)
         self.handles = _handles(instructions)
         self.named: dict[int, str] = {}
         self.last = self._last_readers()
         self.layouts = self._allocation_layouts()
-        self.scratch = self._scratch_plan()
+        self.scratch, self.scratch_bytes = self._scratch_plan()
 
     def _last_readers(self) -> dict[int, int]:
         """Index of the last instruction that reads each buffer that is not a result."""
-        returned = {result.buffer for result in self.results if result is not None}
+        returned = {result[0] for result in self.results if result is not None}
         last: dict[int, int] = {}
         for number, step in enumerate(self.instructions.steps):
             last.update((buffer, number) for buffer in _buffers_used(step) if buffer not in returned)
@@ -89,7 +81,7 @@ class _Writer:
         result_layouts: dict[int, set[TensorLayout]] = {}
         for result in self.results:
             if result is not None:
-                result_layouts.setdefault(result.buffer, set()).add(result.layout)
+                result_layouts.setdefault(result[0], set()).add(result[1])
         layouts: dict[int, TensorLayout] = {}
         for step in self.instructions.steps:
             if not isinstance(step, Allocate):
@@ -102,8 +94,8 @@ class _Writer:
                     layouts[step.buffer] = layout
         return layouts
 
-    def _scratch_plan(self) -> ScratchPlan:
-        """Offsets of small buffers that are not results in one shared allocation."""
+    def _scratch_plan(self) -> tuple[dict[int, int], int]:
+        """Offsets of small buffers that are not results in one shared allocation, and its bytes."""
         passed_as_tensors = {
             argument[0]
             for step in self.instructions.steps
@@ -118,15 +110,13 @@ class _Writer:
             size = _span(step.layout) * step.layout.dtype.itemsize
             if step.buffer not in passed_as_tensors and size <= _MAX_SCRATCH // 4:
                 small.append(Lifetime(step.buffer, number, self.last[step.buffer], size))
-        plan = plan_scratch(small)
-        if len(small) < 2 or plan.bytes > _MAX_SCRATCH:
-            return ScratchPlan({}, 0)
-        return plan
+        offsets, total = plan_scratch(small)
+        return ({}, 0) if len(small) < 2 or total > _MAX_SCRATCH else (offsets, total)
 
     def compile(self) -> Generated:
         delete_lines: dict[int, list[str]] = {}  # lines that delete buffers, by the instruction before them
         for buffer, number in self.last.items():
-            if buffer not in self.scratch.offsets:
+            if buffer not in self.scratch:
                 delete_lines.setdefault(number, []).append(f"del b{buffer}")
         body: list[str] = []
         for number, step in enumerate(self.instructions.steps):
@@ -186,9 +176,9 @@ class _Writer:
         if plans:
             self.names["workspace_of"] = calls[0].workspace
             lines.append(f"workspace = workspace_of({index}, stream)")
-        if self.scratch.bytes:
+        if self.scratch_bytes:
             self.names["uint8"] = torch.uint8
-            lines.append(f"scratch = empty(({self.scratch.bytes},), (1,), dtype=uint8, device=device)")
+            lines.append(f"scratch = empty(({self.scratch_bytes},), (1,), dtype=uint8, device=device)")
             lines.append("of_scratch = scratch.data_ptr()")
         return lines + self._emit_scalars()
 
@@ -205,8 +195,8 @@ class _Writer:
 
     def _emit(self, step: Any) -> list[str]:
         """Return the lines for one instruction."""
-        if isinstance(step, Allocate) and step.buffer in self.scratch.offsets:
-            return [f"p{step.buffer} = of_scratch + {self.scratch.offsets[step.buffer]}"]
+        if isinstance(step, Allocate) and step.buffer in self.scratch:
+            return [f"p{step.buffer} = of_scratch + {self.scratch[step.buffer]}"]
         if isinstance(step, Allocate):
             shape, strides, dtype = self.layouts[step.buffer]
             value = f"empty({shape}, {strides}, dtype={self._name(dtype)}, device=device)"
@@ -244,9 +234,8 @@ class _Writer:
         if argument is None:
             return "None"
         buffer, layout = argument
-        if layout is None:  # an object from another function
-            return f"b{buffer}"
-        return self._return_value(Result(buffer, layout))
+        # An object from another function has no layout.
+        return f"b{buffer}" if layout is None else self._return_value((buffer, layout))
 
     def _emit_multiply(self, step: Multiply) -> list[str]:
         call = step.plan.library_call()
@@ -275,7 +264,7 @@ class _Writer:
     def _address(self, buffer: int | None) -> str:
         return "None" if buffer is None else f"p{buffer}"
 
-    def _return_value(self, result: Result | None) -> str:
+    def _return_value(self, result: tuple[int, TensorLayout] | None) -> str:
         if result is None:
             return "None"
         buffer, layout = result

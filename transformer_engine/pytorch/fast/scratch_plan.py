@@ -22,17 +22,13 @@ class Lifetime(NamedTuple):
     bytes: int
 
 
-class ScratchPlan(NamedTuple):
-    """Buffer offsets in one allocation with this many bytes."""
-
-    offsets: dict[int, int]
-    bytes: int
-
-
-def plan_scratch(lifetimes: Sequence[Lifetime]) -> ScratchPlan:
+def plan_scratch(lifetimes: Sequence[Lifetime]) -> tuple[dict[int, int], int]:
     """Place buffers for a few steps in one allocation, at distinct offsets if their lifetimes overlap.
 
     Each buffer gets the lowest offset that is free during its whole lifetime, in first-step order.
+
+    Returns:
+        {buffer: offset}, and the bytes of the allocation.
     """
     offsets: dict[int, int] = {}
     placed: list[Lifetime] = []
@@ -49,6 +45,4 @@ def plan_scratch(lifetimes: Sequence[Lifetime]) -> ScratchPlan:
             offset = max(offset, round_up(end, _SCRATCH_ALIGNMENT))
         offsets[lifetime.buffer] = offset
         placed.append(lifetime)
-    return ScratchPlan(
-        offsets, max((offsets[lifetime.buffer] + lifetime.bytes for lifetime in placed), default=0)
-    )
+    return offsets, max((offsets[lifetime.buffer] + lifetime.bytes for lifetime in placed), default=0)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.dispatch import Backend, Table, disturbances
+from ...common.dispatch import Backend, Table, interventions
 from ...common.formats import FLOAT8
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
@@ -123,7 +123,7 @@ def with_deferred_columns(
     """
     if spec.plain or spec.traced:  # a compiler must see writes to the scaling state, and no size guards
         return spec
-    if max(weight.numel(), rows * weight[-1]) < _FEWEST_ELEMENTS and not disturbances:
+    if max(weight.numel(), rows * weight[-1]) < _FEWEST_ELEMENTS and not interventions:
         return spec  # saved, without spending time on a choice
     found: dict[str, str] = {}
     if spec.needs_grad_input:
@@ -145,7 +145,7 @@ def with_norm_columns(spec: LinearSpec, computed_again: bool) -> LinearSpec:
     if (
         spec.plain
         or spec.traced
-        or not disturbances
+        or not interventions
         or not (spec.needs_grad_input and spec.needs_grad_weight)
     ):
         return spec
@@ -153,11 +153,11 @@ def with_norm_columns(spec: LinearSpec, computed_again: bool) -> LinearSpec:
     return replace_fields(spec, input_columns=PRODUCED) if mode == RECOMPUTED else spec
 
 
-def scale_of_cast(cast: Cast, codes: Quantized, like: Any) -> Tensor:
+def save_multiplier_or_amax(cast: Cast, codes: Quantized, like: Any) -> Tensor:
     """The scale from which `cast_columns` computes the columns: a copied multiplier, or the maximum."""
-    scale = codes.amax if cast.multiplier is None else copied(cast.multiplier, like)
-    assert scale is not None
-    return scale
+    saved = codes.amax if cast.multiplier is None else copied(cast.multiplier, like)
+    assert saved is not None
+    return saved
 
 
 def _columns(
@@ -182,8 +182,8 @@ def cast_rows(x: Any, quantizer: Quantizer) -> tuple[Operand | None, DeferredCol
     if offloading.synchronizer is not None:
         mark_ready(x)
     codes = quantize_as(as_matrix(x), cast)
-    scale = scale_of_cast(cast, codes, x)
-    return quantizer.adopt(codes, x.dtype).rowwise, DeferredColumns(x, scale)
+    saved = save_multiplier_or_amax(cast, codes, x)
+    return quantizer.adopt(codes, x.dtype).rowwise, DeferredColumns(x, saved)
 
 
 def cast_columns(x: Any, quantizer: Quantizer) -> Operand | Matrix | None:
@@ -193,6 +193,7 @@ def cast_columns(x: Any, quantizer: Quantizer) -> Operand | Matrix | None:
     if offloading.used:
         wait_for_saved(x.values)
     values = as_matrix(x.values)
-    multiplier, amax = (None, x.scale) if cast.multiplier is None else (x.scale, None)
+    saved = x.multiplier_or_amax
+    multiplier, amax = (None, saved) if cast.multiplier is None else (saved, None)
     codes = quantize(values, cast.spec, multiplier=multiplier, amax=amax)
     return quantizer.adopt(codes, values.dtype).columnwise

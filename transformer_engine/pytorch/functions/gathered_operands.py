@@ -128,7 +128,7 @@ def gather_columns(columns: Any, rows: Any) -> Any:
     return transposed_operand(rows) if isinstance(rows, Operand) else Matrix(rows)
 
 
-def gathers_saved_input(spec: LinearSpec) -> bool:
+def saves_input_shard(spec: LinearSpec) -> bool:
     """Whether the backward pass gathers the x shard that the forward pass has saved."""
     return spec.needs_grad_weight and spec.parallel.gathers_input and spec.gather_input != ONCE
 

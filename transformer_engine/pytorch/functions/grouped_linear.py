@@ -60,28 +60,24 @@ from .saving import wait_for_saved
 
 
 def grouped_linear_forward(
-    tensors: Sequence[Any],
-    call: GroupedCall,
-    saves: bool,
-    leading: tuple[int, ...] = (),
-    compute_y: bool = True,
-) -> tuple[list[Any], list[Any]]:
+    x: Tensor, weights: Any, biases: Any, call: GroupedCall, saves: bool = True, compute_y: bool = True
+) -> tuple[Any, Any, Any]:
     """Compute y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g [N] for each group g.
 
     Args:
-        tensors: x [M, K]; the weights and the biases, each a list or one stack; None without biases.
+        x: Tensor [M, K].
+        weights: A list or one stack.
+        biases: A list or one stack; None without biases.
         call: Settings and row counts for this call.
         saves: Return the saved operands. The gradients that the spec requests do not decide this alone: a compiled
             graph (`grouped_operators.py`) computes y without saving, and runs the function again, with saving, in its
             backward pass.
-        leading: Not used: x is a matrix.
         compute_y: Compute y. Recomputation needs the saved operands only.
 
     Returns:
-        [y [M, N] or None] and [x in the form saved for dw, weights in the form saved for dx]; None for one
+        (y [M, N] or None; x in the form saved for dw; weights in the form saved for dx); None for one
         whose gradient is not needed.
     """
-    x, weights, biases = tensors
     x_rows, saved_input = _quantize_input(x, call, saves)
     w_rows, saved_weight = _quantize_weights(weights, call, saves)
     y = None
@@ -90,7 +86,7 @@ def grouped_linear_forward(
         y = product_of_groups(x_rows, w_rows, call, "forward", biases=biases)
         if "output" in call.spec.inspected:
             y = inspect_groups(y, call, "output")
-    return [y], [saved_input, saved_weight]
+    return y, saved_input, saved_weight
 
 
 def _quantize_input(x: Tensor, call: GroupedCall, saves: bool) -> tuple[Any, Any]:
@@ -148,16 +144,13 @@ def _quantize_weights(weights: Any, call: GroupedCall, saves: bool) -> tuple[Any
     return rows, saved
 
 
-def grouped_linear_backward(
-    operands: list[Any], call: GroupedCall, leading: tuple[int, ...] = ()
-) -> list[Any]:
+def grouped_linear_backward(operands: list[Any], call: GroupedCall) -> list[Any]:
     """Compute dx_g [M_g, K] = dy_g [M_g, N] @ w_g [N, K], dw_g [N, K] = dy_g.T @ x_g, and db_g [N] for each group g.
 
     Args:
         operands: dy [M, N], and the saved x and weight operands. The list is emptied, so that each
             saved buffer and the codes of dy are freed after their last reader.
         call: Settings and row counts of the forward pass.
-        leading: Not used: x is a matrix.
 
     Returns:
         [dx [M, K], weight gradients, bias gradients]; None for a gradient that is not needed.
@@ -213,7 +206,9 @@ def _column_operand(x: Any, call: GroupedCall) -> Any:
     return x
 
 
-FUNCTIONS = LayerFunctions("GroupedLinear", grouped_linear_forward, grouped_linear_backward, results=1)
+GROUPED_LINEAR_FUNCTIONS = LayerFunctions(
+    "GroupedLinear", grouped_linear_forward, grouped_linear_backward, results=1
+)
 
 
 def grouped_linear(
@@ -229,7 +224,7 @@ def grouped_linear(
     """
     if call.spec.needs_grad:
         return _GroupedLinear.apply(x, call, len(weights), *weights, *(biases or ()))
-    return run_without_saving(FUNCTIONS, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
+    return run_without_saving(GROUPED_LINEAR_FUNCTIONS, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
 
 
 def _tensors(
@@ -248,7 +243,7 @@ class _GroupedLinear(Function):
     def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         ctx.counts = (count, len(biases))
-        return record(FUNCTIONS, ctx, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
+        return record(GROUPED_LINEAR_FUNCTIONS, ctx, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
 
     @staticmethod
     @once_differentiable("GroupedLinear")
@@ -257,7 +252,7 @@ class _GroupedLinear(Function):
         buffer = call.buffers.grad_input
         if buffer is not None:  # the caller's buffer for dx, which may share memory with dy
             grad_output = copy_if_overlapping(grad_output, buffer)
-        grad_input, *parameter_gradients = run_backward(FUNCTIONS, ctx, (grad_output,))
+        grad_input, *parameter_gradients = run_backward(GROUPED_LINEAR_FUNCTIONS, ctx, (grad_output,))
         grads: list[Tensor | None] = []
         for gradient, count in zip(parameter_gradients, ctx.counts, strict=True):
             if isinstance(gradient, list):

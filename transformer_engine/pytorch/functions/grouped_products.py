@@ -33,7 +33,7 @@ from .linear_operands import (
     converted,
     dequantized,
     input_operands,
-    operands_for_products,
+    product_operands,
     read_as,
     to_operand,
     weight_operands,
@@ -91,7 +91,7 @@ def _cast_each_group(
                 pairs.append(input_operands(part, group.input, columns))
             else:
                 quantizer = group.input if tensor == "input" else group.grad_output
-                pairs.append(operands_for_products(quantizer, part, rowwise, columns, False))
+                pairs.append(product_operands(quantizer, part, rowwise, columns, split=False))
     return (
         [pair[0] for pair in pairs] if rowwise else None,
         [pair[1] for pair in pairs] if columnwise else None,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.dispatch import Backend, Table, is_undisturbed
+from ...common.dispatch import Backend, Table, interventions
 
 TOGETHER, LOOP = "together", "loop"
 
@@ -143,6 +143,6 @@ def runs_together(
         features: Further call features.
         has_rows: The input has rows.
     """
-    if is_undisturbed():
+    if not interventions:
         return supported and not features and has_rows
     return TABLE.choose(request._replace(features=request.features + features, has_rows=has_rows)) == TOGETHER

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from ..fast.compiled import CompiledLayer, CompiledPass, compiles_on
-from ..fast.symbols import Symbol
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
 from ..runtime.autograd import check_transforms, disable_autocast
 from ..runtime.tracing import reshape_result
-from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Quantizer
 from .linear_spec import RECOMPUTED, SAVED, LayerSpec, LinearSpec
 from .saving import keep, pack, take_saved, unpack
@@ -29,23 +27,23 @@ class LayerFunctions(NamedTuple):
 
     Attributes:
         name: Layer name in messages.
-        forward: Function (tensors, spec, saves, leading) -> (results, saved): results [M, N], and
-            the operands and tensors that the backward pass reads. Without `saves` the second list
-            is not used. `leading` are the input dimensions before the last one.
-        backward: Function (operands, spec, leading) -> gradients of the tensors. The operands are the
+        forward: Function (*tensors, spec) -> the results [M, N], then the operands and tensors that the
+            backward pass reads; None for one that no gradient needs.
+        backward: Function (operands, spec) -> gradients of the tensors. The operands are the
             gradients of the results, then the saved values; the function empties their list.
         results: Number of results.
     """
 
     name: str
-    forward: Callable[..., tuple[list[Any], list[Any]]]
+    forward: Callable[..., Sequence[Any]]
     backward: Callable[..., Sequence[Any]]
     results: int
 
 
-# Run a pass instead of calling it: runner(pass name, function, arguments, is_forward). A forward
-# pass returns (results, saved values). `te.explain` adds a runner.
-runners: list[Callable[[str, Callable[..., Any], tuple[Any, ...], bool], Any]] = []
+# Run a pass instead of calling it: runner(pass name, function, arguments, number of results). A forward
+# pass returns its results, then the saved values; a backward pass, with None as number, gradients alone.
+# `te.explain` adds a runner.
+runners: list[Callable[[str, Callable[..., Any], tuple[Any, ...], int | None], Any]] = []
 
 
 def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
@@ -53,12 +51,10 @@ def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequ
     check_transforms(functions.name, tensors)
     if spec.compiled is not None:
         return spec.compiled.forward([*tensors], spec, spec.cached_tensors)[0]
-    return _forward_without_autocast(functions, spec, tensors, False)[0]
+    return _forward_without_autocast(functions, spec, tensors)[0]
 
 
-def record(
-    functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None]
-) -> Sequence[Any]:
+def record(functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
     """Run the forward pass of a node and save what its backward pass reads; return the results.
 
     Args:
@@ -73,7 +69,7 @@ def record(
         keep(ctx, outputs[functions.results :])
         spec.compiled.save_kind(ctx, kind)
         return outputs[: functions.results]
-    results, saved = forward_results(functions, spec, tensors, True)
+    results, saved = forward_results(functions, spec, tensors)
     parts, ctx.forms = pack(*saved)
     keep(ctx, parts)
     return results
@@ -101,32 +97,30 @@ def backward_results(
     functions: LayerFunctions, spec: LayerSpec, operands: list[Any], shape: torch.Size
 ) -> Sequence[Any]:
     """Gradients for a layer's tensors; the input gradient gets the input's shape. `operands` is emptied."""
-    arguments = (operands, spec, tuple(shape[:-1]))
     if runners:
-        dx, *gradients = runners[-1](
-            f"backward pass of {functions.name}", functions.backward, arguments, False
-        )
+        name = f"backward pass of {functions.name}"
+        dx, *gradients = runners[-1](name, functions.backward, (operands, spec), None)
     else:
-        dx, *gradients = functions.backward(*arguments)
+        dx, *gradients = functions.backward(operands, spec)
     return [dx if dx is None or dx.shape == shape else dx.view(shape), *gradients]
 
 
 def forward_results(
-    functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any], saves: bool
-) -> tuple[list[Any], list[Any]]:
+    functions: LayerFunctions, spec: LayerSpec, tensors: Sequence[Any]
+) -> tuple[Sequence[Any], Sequence[Any]]:
     """Forward-pass results with the leading input dimensions, and the buffers to save."""
     x: Any = tensors[0]
-    leading = tuple(x.shape[:-1])
     if offloading.synchronizer is not None:
         mark_ready(x)
-    arguments = (tensors, spec, saves, leading)
+    count = functions.results
     if runners:
-        results, saved = runners[-1](f"forward pass of {functions.name}", functions.forward, arguments, True)
+        name = f"forward pass of {functions.name}"
+        outputs = runners[-1](name, functions.forward, (*tensors, spec), count)
     else:
-        results, saved = functions.forward(*arguments)
-    if len(leading) == 1 and not torch.compiler.is_compiling():
-        return results, saved  # results are matrices
-    return _restore_shape(results, saved, leading)
+        outputs = functions.forward(*tensors, spec)
+    if len(x.shape) == 2 and not torch.compiler.is_compiling():
+        return outputs[:count], outputs[count:]  # results are matrices
+    return _restore_shape([*outputs[:count]], outputs[count:], tuple(x.shape[:-1]))
 
 
 # Autograd nodes run without torch.autocast; calls without gradients have no node.
@@ -145,7 +139,7 @@ def compiled_functions(
             return None
 
     def forward(tensors: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
-        results, saved = _forward_without_autocast(functions, spec, tensors, spec.needs_grad)
+        results, saved = _forward_without_autocast(functions, spec, tensors)
         parts, forms = pack(*saved) if spec.needs_grad else ([], [])
         return (*results, *parts), forms
 
@@ -206,8 +200,8 @@ def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
 
 
 def _restore_shape(
-    results: list[Any], saved: list[Any], leading: tuple[int, ...]
-) -> tuple[list[Any], list[Any]]:
+    results: list[Any], saved: Sequence[Any], leading: tuple[int, ...]
+) -> tuple[list[Any], Sequence[Any]]:
     """Results with the leading input dimensions, and the saved buffers."""
     # Results get the leading dimensions of the input. A saved tensor that is also returned is the returned one, so that
     # autograd notices when the caller writes to it. A view of it, saved by the node that it comes from, would keep the
@@ -215,13 +209,15 @@ def _restore_shape(
     traced = torch.compiler.is_compiling()
     result: Any
     for i, result in enumerate(results):
-        if result is None or isinstance(result, QuantizedTensorStorage):
+        if result is None:
             continue
         shape = (*leading_shape(leading, result.shape[0]), result.shape[-1])
         # torch 2.11 traces a zero backward for an output that is the product itself.
         if result.shape == shape and not traced:
             continue
-        results[i] = result.view(shape) if type(result) is Symbol else reshape_result(result, shape)
+        # A quantized result without autograd (`Quantizer.internal`) is no tensor.
+        is_tensor = isinstance(result, Tensor)
+        results[i] = reshape_result(result, shape) if is_tensor else result.view(shape)
         if not traced:
             saved = [_replace_result(value, result, results[i]) for value in saved]
     return results, saved

@@ -71,8 +71,8 @@ backend, and backward passes that accumulate into `main_grad`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -93,7 +93,7 @@ from .gathered_operands import (
     column_operand,
     gather_columns,
     gather_quantized_input,
-    gathers_saved_input,
+    saves_input_shard,
 )
 from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear_operands import (
@@ -112,41 +112,9 @@ from .linear_results import begin_input_gradient, compute_output, end_input_grad
 from .linear_spec import DEQUANTIZED, QUANTIZED, RECOMPUTED, LinearSpec
 
 
-class LinearResult(NamedTuple):
-    """`linear_forward` results.
-
-    Attributes:
-        y: Output [M, N], or `accumulate_into`; None without `compute_y`.
-        saved_input: x in the form that is saved for dw; None if dw is not needed.
-        saved_weight: The weight in the form that is saved for dx; None if dx is not needed.
-    """
-
-    y: Any
-    saved_input: Any
-    saved_weight: Any
-
-
-class LinearGradients(NamedTuple):
-    """dx [M, K], dw [N, K] and db [N]; None for a gradient that is not needed.
-
-    dw is also None, or a placeholder, if it is delayed or accumulated into `weight.main_grad`, a buffer of the caller
-    (`WeightGradient.compute`).
-    """
-
-    input: Any
-    weight: Tensor | None
-    bias: Tensor | None
-
-
 def linear_forward(
-    x: Any,
-    weight: Tensor,
-    bias: Tensor | None,
-    spec: LinearSpec,
-    leading: tuple[int, ...],
-    compute_y: bool = True,
-    accumulate_into: Tensor | None = None,
-) -> LinearResult:
+    x: Any, weight: Tensor, bias: Tensor | None, spec: LinearSpec, accumulate_into: Tensor | None = None
+) -> tuple[Any, Any, Any]:
     """Compute y [M, N] = x [M, K] @ weight [N, K].T + bias [N].
 
     Args:
@@ -154,24 +122,24 @@ def linear_forward(
         weight: Weight [N, K] on this rank.
         bias: Bias [N], or None.
         spec: Quantizers, dtype, communication and required gradients for this call kind.
-        leading: Shape of x without K. Only used to shape a quantized y.
-        compute_y: Compute y. Recomputation needs the other results only.
         accumulate_into: Matrix [M, N] into which y is accumulated in place; None to allocate y.
+
+    Returns:
+        (y [M, N]; x in the form that is saved for dw, or None if dw is not needed; the weight in the form that is
+        saved for dx, or None if dx is not needed).
     """
     x_rows, saved_input = quantize_input(x, spec)
     w_rows, saved_weight = quantize_weight(weight, spec)
-    if not compute_y:
-        return LinearResult(None, saved_input, saved_weight)
     epilogue = _epilogue(spec, bias, accumulate_into, exact=spec.accumulation.forward)
     # y [M, N] = x [M, K] @ weight [N, K].T + bias [N]: both row-wise.
-    more_follows = spec.communicates or spec.inspector is not None or spec.output is not None
-    if more_follows:  # y is summed over ranks, inspected or returned quantized
+    needs_completion = spec.communicates or spec.inspector is not None or spec.output is not None
+    if needs_completion:  # y is summed over ranks, inspected or returned quantized
         operands = [x_rows, w_rows]
         del x_rows, w_rows
-        y = compute_output(operands, epilogue, spec, leading)
+        y = compute_output(operands, epilogue, spec)
     else:
         y = multiply(to_operand(x_rows), to_operand(w_rows), epilogue)
-    return LinearResult(y, saved_input, saved_weight)
+    return y, saved_input, saved_weight
 
 
 def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
@@ -229,10 +197,9 @@ def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
 def linear_backward(
     operands: list[Any],
     spec: LinearSpec,
-    leading: tuple[int, ...] = (),
     accumulate_into: Tensor | None = None,
     produce_input: Callable[[Any], tuple[Any, Any]] | None = None,
-) -> LinearGradients:
+) -> tuple[Any, Tensor | None, Tensor | None]:
     """Compute dx [M, K] = dy [M, N] @ weight [N, K], dw [N, K] = dy.T @ x [M, K], and db [N], the sum of dy over M.
 
     Args:
@@ -241,16 +208,19 @@ def linear_backward(
             derivative at u in the epilogue of the product. The list is emptied, so that each saved buffer and the
             codes of dy are freed after their last reader. autograd holds dy itself until the node returns.
         spec: Quantizers, dtype, communication and required gradients for this call kind.
-        leading: Shape of x without K. Only used to shape a quantized dx.
         accumulate_into: Matrix [M, K] into which dx is accumulated in place; None to allocate dx.
         produce_input: For layers that recompute x: function dx -> (value returned in place of dx, column-wise
             x). It receives dx because one kernel can compute both results: for x = act(u), the kernel that
             computes du from dx reads u and also writes the columns of x (`norm_mlp.py`).
+
+    Returns:
+        (dx, dw, db); None for a gradient that is not needed. dw is also None, or a placeholder, if it is delayed or
+        accumulated into `weight.main_grad`, a buffer of the caller (`WeightGradient.compute`).
     """
     dy, x = operands[:2]
     weight_and_u = operands[2:]  # [weight] or [weight, u], emptied by the product that reads it
     operands.clear()
-    if spec.communicates and gathers_saved_input(spec):
+    if spec.communicates and saves_input_shard(spec):
         x = begin_gather_saved(x, spec)  # the rows of x are in transit while dx is computed
     # db [N] = sum of dy [M, N] over M; dy is quantized row-wise for dx and column-wise for dw.
     (dy_rows, dy_columns), db = quantize_output_gradient(dy, spec)
@@ -263,9 +233,9 @@ def linear_backward(
             weight_and_u[0] = cast_columns(weight_and_u[0], spec.weight)
         epilogue = _epilogue(spec, None, accumulate_into, exact=spec.accumulation.grad_input)
         # dx [M, K] = dy [M, N] @ weight [N, K]: dy row-wise, the weight column-wise.
-        more_follows = spec.communicates or spec.inspector is not None or spec.grad_input is not None
-        if more_follows or len(weight_and_u) > 1:  # in the second case, u follows the weight
-            dx, dy_rows = begin_input_gradient(dy_rows, weight_and_u, epilogue, spec, leading)
+        needs_completion = spec.communicates or spec.inspector is not None or spec.grad_input is not None
+        if needs_completion or len(weight_and_u) > 1:  # in the second case, u follows the weight
+            dx, dy_rows = begin_input_gradient(dy_rows, weight_and_u, epilogue, spec)
         else:
             dx = multiply(to_operand(dy_rows), to_operand(weight_and_u.pop()), epilogue)
     if produce_input is not None:
@@ -288,8 +258,8 @@ def linear_backward(
     else:
         del dy_rows, dy_columns
     if isinstance(dx, Pending):
-        dx = end_input_gradient(dx, spec, leading)
-    return LinearGradients(dx, dw, db)
+        dx = end_input_gradient(dx, spec)
+    return dx, dw, db
 
 
 def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
@@ -322,23 +292,14 @@ def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | N
     return Epilogue(accumulate_into.dtype, bias, accumulate_into, accumulate=True, exact=exact)
 
 
-def _forward(
-    tensors: Sequence[Any], spec: LinearSpec, saves: bool, leading: tuple[int, ...]
-) -> tuple[list[Any], list[Any]]:
-    """`linear_forward` as `layer.py` calls it. `saves` is not used: `spec.needs_grad_*` decide what is saved."""
-    x, weight, bias = tensors
-    y, *saved = linear_forward(x, weight, bias, spec, leading)
-    return [y], saved
-
-
-FUNCTIONS = LayerFunctions("Linear", _forward, linear_backward, results=1)
+LINEAR_FUNCTIONS = LayerFunctions("Linear", linear_forward, linear_backward, results=1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Compute y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three tensors."""
     if spec.needs_grad:
         return _Linear.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
-    return run_without_saving(FUNCTIONS, spec, (x, weight, bias))[0]
+    return run_without_saving(LINEAR_FUNCTIONS, spec, (x, weight, bias))[0]
 
 
 class _Linear(Function):
@@ -346,9 +307,9 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:
-        return record(FUNCTIONS, ctx, spec, (x, weight, bias))[0]
+        return record(LINEAR_FUNCTIONS, ctx, spec, (x, weight, bias))[0]
 
     @staticmethod
     @once_differentiable("Linear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *run_backward(FUNCTIONS, ctx, (grad_output,)), None  # no gradient for spec
+        return *run_backward(LINEAR_FUNCTIONS, ctx, (grad_output,)), None  # no gradient for spec

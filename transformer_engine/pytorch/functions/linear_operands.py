@@ -18,7 +18,6 @@ from ..primitives.gemm import as_matrix
 from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import COLS, ROWS, Operand, plain
 from ..primitives.quantize import Cast, dequantize
-from ..runtime.device import current_hardware
 from ..runtime.tracing import reshape_result
 from ..tensor.block_scaling import BlockScalingQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, get_storage
@@ -92,10 +91,16 @@ def cast_input(x: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Ope
         _check_shard(shards, x)
     if isinstance(x, QuantizedTensorStorage):
         return input_operands(x, spec.input, columnwise, shards, spec.parallel.size > 1)  # pyright: ignore
-    x = as_matrix(x)
-    if isinstance(spec.input, BlockScalingQuantizer):
-        return operands_for_products(spec.input, x, rowwise, columnwise, spec.parallel.size > 1)
-    return spec.input.operands(x, rowwise, columnwise)
+    return product_operands(spec.input, as_matrix(x), rowwise, columnwise, split=spec.parallel.size > 1)
+
+
+def product_operands(
+    quantizer: Quantizer, matrix: Tensor, rowwise: bool, columnwise: bool, split: bool
+) -> Operands:
+    """Return `quantizer.operands`, in the layout that products read; see `BlockScalingQuantizer.product_operands`."""
+    if isinstance(quantizer, BlockScalingQuantizer):
+        return quantizer.product_operands(matrix, rowwise, columnwise, split)
+    return quantizer.operands(matrix, rowwise, columnwise)
 
 
 def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) -> Operands:
@@ -107,23 +112,18 @@ def cast_gradient(dy: Any, spec: LinearSpec, rowwise: bool, columnwise: bool) ->
     if spec.communicates and gathers_gradient_codes(spec):
         _check_shard(spec.parallel, dy)
     matrix: Any = dy if isinstance(dy, QuantizedTensorStorage) else as_matrix(dy)
-    return operands_for_products(spec.grad_output, matrix, rowwise, columnwise, spec.parallel.size > 1)
+    return product_operands(spec.grad_output, matrix, rowwise, columnwise, split=spec.parallel.size > 1)
 
 
 def input_cast(spec: LinearSpec) -> Cast | None:
     """Cast with which the kernel that computes x may quantize it; None if the layer must do it."""
     if spec.plain or spec.keep_input or spec.backward != QUANTIZED:
         return None
-    if spec.traced:
-        return None  # the compiler must trace writes to the scaling state
-    by_rows = False
-    if spec.communicates:
-        if gathers_values(spec):
-            return None
-        by_rows = (
-            gathers_codes(spec) and spec.gather_input == ROW_CODES
-        )  # columns are computed from the gathered rows
-    return spec.input.cast(True, spec.needs_grad_weight and not by_rows)
+    # A compiler must trace writes to the scaling state.
+    if spec.traced or (spec.communicates and gathers_values(spec)):
+        return None
+    # ROW_CODES: columns are computed from the gathered rows.
+    return spec.input.cast(True, spec.needs_grad_weight and spec.gather_input != ROW_CODES)
 
 
 def gradient_cast(spec: LinearSpec) -> Cast | None:
@@ -192,11 +192,8 @@ def _with_contiguous_axis(x: Tensor) -> Tensor:
     return reshape_result(matrix, x.shape)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, Symbol)
-
-
 def input_operands(
-    x: Tensor, quantizer: Quantizer, columnwise: bool, shards: TensorParallel | None = None, shared: bool = False
+    x: Tensor, quantizer: Quantizer, columnwise: bool, shards: TensorParallel | None = None, split: bool = False
 ) -> Operands:  # fmt: skip
     """Return x as the products read it; a quantized input is used without another quantization.
 
@@ -209,7 +206,7 @@ def input_operands(
         columnwise: The column direction is read too.
         shards: The codes are gathered from the shards on these ranks. A shard that lacks a
             direction is quantized again, and shards of a quantized tensor receive a common scale.
-        shared: See `operands_for_products`.
+        split: See `BlockScalingQuantizer.product_operands`.
     """
     if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
         agrees = not columnwise or get_storage(x).column_signs == quantizer.column_signs  # pyright: ignore
@@ -217,34 +214,7 @@ def input_operands(
             found = _tensor_operands(x, columnwise)
             return found if shards is None else with_common_scale(found, shards.checked_group())
         x = plain_matrix(x)
-    if not isinstance(quantizer, BlockScalingQuantizer):
-        return quantizer.operands(x, True, columnwise)
-    return operands_for_products(quantizer, x, True, columnwise, shared)
-
-
-def operands_for_products(
-    quantizer: Quantizer, matrix: Tensor, rowwise: bool, columnwise: bool, shared: bool
-) -> Operands:
-    """Return `quantizer.operands`, with scales in product order where the GPU multiplies the format.
-
-    Args:
-        quantizer: Quantizer for the values.
-        matrix: Values [M, K].
-        rowwise: The row direction is read.
-        columnwise: The column direction is read.
-        shared: Rows are gathered from other ranks, or split among them, which scales in that order do not allow.
-    """
-    if (
-        not shared
-        and isinstance(quantizer, BlockScalingQuantizer)
-        and quantizer.makes_tiles
-        and type(matrix) in _PLAIN
-        and matrix.is_cuda
-    ):
-        needs = quantizer.spec(True, False).format.block_products
-        if needs is not None and current_hardware().has(needs):
-            return quantizer.tiled_operands(matrix, rowwise, columnwise)
-    return quantizer.operands(matrix, rowwise, columnwise)
+    return product_operands(quantizer, x, True, columnwise, split)
 
 
 def _lacks_a_direction(x: QuantizedTensorStorage, columnwise: bool) -> bool:
@@ -262,9 +232,7 @@ def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Opera
     quantized = spec.cached_weight is not None or isinstance(weight, QuantizedTensorStorage)
     if quantized or quantizer.is_identity or quantizer.reads_quantized:
         return _weight_as_given(weight, spec, columnwise)
-    if not isinstance(quantizer, BlockScalingQuantizer):
-        return quantizer.operands(weight, True, columnwise)
-    return operands_for_products(quantizer, weight, True, columnwise, spec.parallel.size > 1)
+    return product_operands(quantizer, weight, True, columnwise, split=spec.parallel.size > 1)
 
 
 def _weight_as_given(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Operands:

@@ -15,10 +15,8 @@ from typing import Any, Literal
 
 from ..primitives.gemm import Epilogue, gemm, gemm_gelu_gradient, multiply
 from ..primitives.quantize import Cast, Quantized
-from ..runtime.tracing import reshape_result
 from ..tensor.quantizer import Quantizer
 from .communication import Pending, begin_sum, gather_and_multiply, multiply_and_scatter
-from .layer import leading_shape
 from .linear_operands import to_operand
 from .linear_spec import LinearSpec, inspects, sums_over_ranks
 
@@ -26,27 +24,22 @@ from .linear_spec import LinearSpec, inspects, sums_over_ranks
 Result = Literal["output", "grad_input"]
 
 
-def compute_output(
-    operands: list[Any], epilogue: Epilogue, spec: LinearSpec, leading: tuple[int, ...]
-) -> Any:
+def compute_output(operands: list[Any], epilogue: Epilogue, spec: LinearSpec) -> Any:
     """Compute y [M, N] = x [M, K] @ weight [N, K].T + bias [N], complete on this rank, and quantized by `spec.output`.
 
     Args:
         operands: x, which may be a `Pending` gather, and the weight, both row-wise. The list is emptied.
         epilogue: Product bias, dtype and accumulation.
         spec: Layer settings.
-        leading: Shape of x without K, for a quantized y.
     """
     y = _multiply(operands, epilogue, spec, "output")[0]
     y = _begin_sum(y, spec, "output")
     if isinstance(y, Pending):
         y = y.wait()  # nothing remains to be computed meanwhile
-    return y if spec.output is None else _quantized(y, spec, spec.output, leading)
+    return y if spec.output is None else _quantized(y, spec, spec.output)
 
 
-def begin_input_gradient(
-    dy: Any, weight: list[Any], epilogue: Epilogue, spec: LinearSpec, leading: tuple[int, ...]
-) -> tuple[Any, Any]:
+def begin_input_gradient(dy: Any, weight: list[Any], epilogue: Epilogue, spec: LinearSpec) -> tuple[Any, Any]:
     """Compute dx [M, K] = dy [M, N] @ weight [N, K], and begin its sum over the ranks if it is a partial sum.
 
     Args:
@@ -55,7 +48,6 @@ def begin_input_gradient(
             multiplies dx. The list is emptied.
         epilogue: Product dtype and accumulation.
         spec: Layer settings.
-        leading: Shape of x without K, for a quantized dx.
 
     Returns:
         (dx, or its `Pending` sum, which `end_input_gradient` completes; dy, gathered).
@@ -65,14 +57,14 @@ def begin_input_gradient(
     dx, dy = _multiply(operands, epilogue, spec, "grad_input")
     dx = _begin_sum(dx, spec, "grad_input")
     if not isinstance(dx, Pending) and spec.grad_input is not None:
-        dx = _quantized(dx, spec, spec.grad_input, leading)
+        dx = _quantized(dx, spec, spec.grad_input)
     return dx, dy
 
 
-def end_input_gradient(dx: Pending, spec: LinearSpec, leading: tuple[int, ...]) -> Any:
+def end_input_gradient(dx: Pending, spec: LinearSpec) -> Any:
     """Wait for dx [M, K] summed over the ranks; quantize it by `spec.grad_input`."""
     summed = dx.wait()
-    return summed if spec.grad_input is None else _quantized(summed, spec, spec.grad_input, leading)
+    return summed if spec.grad_input is None else _quantized(summed, spec, spec.grad_input)
 
 
 def _multiply(operands: list[Any], epilogue: Epilogue, spec: LinearSpec, result: Result) -> tuple[Any, Any]:
@@ -132,9 +124,8 @@ def _cast_of_product(spec: LinearSpec, result: Result) -> Cast | None:
     return cast if cast is not None and cast.multiplier is not None else None
 
 
-def _quantized(y: Any, spec: LinearSpec, quantizer: Quantizer, leading: tuple[int, ...]) -> Any:
-    """Return y [M, N], or its codes from the product, as a quantized tensor [.., N]."""
+def _quantized(y: Any, spec: LinearSpec, quantizer: Quantizer) -> Any:
+    """Return y [M, N], or its codes from the product, as a quantized tensor."""
     if isinstance(y, Quantized):
-        rows, columns = y.codes.shape  # pyright: ignore[reportOptionalMemberAccess]
-        return quantizer.adopted(y, (*leading_shape(leading, rows), columns), spec.dtype)
-    return quantizer.quantize(reshape_result(y, (*leading_shape(leading, y.shape[0]), y.shape[-1])))
+        return quantizer.adopted(y, y.codes.shape, spec.dtype)  # pyright: ignore[reportOptionalMemberAccess]
+    return quantizer.quantize(y)

@@ -15,8 +15,16 @@ explains quantization and the terms row-wise, column-wise and `Operands`.
 
 **Fusion.** Under a recipe the products read FP8 codes of h. In the mode FUSED_CAST the norm kernel
 writes these codes and no h in high precision: M * K values are neither written nor read. In the
-mode SEPARATE the norm writes h, and the linear layer quantizes it. `fusions.py` chooses the mode
-once per call kind: a caller that also receives h, for example, requires SEPARATE.
+mode SEPARATE the norm writes h, and the linear layer quantizes it. `NormLinearSpec.with_modes` stores the mode
+that `fusions.choose_norm_mode` chooses once per call kind. It is FUSED_CAST if all of these conditions hold:
+
+- The input quantizer of the linear layer describes its cast to another kernel: `linear.input.cast(..)` is not None.
+- Nothing else reads h: the caller does not receive it (`returns_norm_output`), and the layer does not save its values.
+- The backward pass multiplies codes, and codes instead of values are gathered from other ranks.
+- No compiler is tracing.
+
+`input_cast` (`linear_operands.py`) tests all but the caller, also for the norms of `te.ops`
+(`LinearPasses.input_request`). `norm_forward` passes the cast to the kernel.
 
 **Columns of h.** dw reads the column-wise codes of h, which the forward pass saves. `use_backend(norm_columns=
 "recomputed")` saves memory after an RMSNorm in the mode FUSED_CAST: `linear.input_columns` is then PRODUCED, of h only
@@ -39,7 +47,7 @@ from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantizer import Operands
 from . import fusions
-from .deferred_columns import cast_columns, scale_of_cast, with_norm_columns
+from .deferred_columns import cast_columns, save_multiplier_or_amax, with_norm_columns
 from .fusions import FUSED_CAST, SEPARATE
 from .layer import LayerFunctions, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward
@@ -116,12 +124,12 @@ def norm_forward(
     codes, statistics = norm.forward(x, gamma, beta, cast)
     operands = linear.input.adopt(codes, x.dtype)
     if produces:
-        operands = Operands(operands.rowwise, scale_of_cast(cast, codes, x))  # pyright: ignore[reportArgumentType]
+        operands = Operands(operands.rowwise, save_multiplier_or_amax(cast, codes, x))  # pyright: ignore[reportArgumentType]
     return operands, statistics
 
 
 def norm_columns(
-    saved: Sequence[Any], scale: Tensor, norm: Norm, linear: LinearSpec
+    saved: Sequence[Any], multiplier_or_amax: Tensor, norm: Norm, linear: LinearSpec
 ) -> Callable[[Any], tuple[Any, Any]]:
     """Return the function dh -> (dh, column-wise h [K, M]), which computes the output h [M, K] of an RMSNorm again.
 
@@ -129,7 +137,7 @@ def norm_columns(
 
     Args:
         saved: x, gamma, None and rstdev.
-        scale: Multiplier or amax with which the forward pass cast h (`scale_of_cast`).
+        multiplier_or_amax: Float32 [1] with which the forward pass cast h (`save_multiplier_or_amax`).
         norm: The norm.
         linear: The linear layer.
     """
@@ -139,7 +147,7 @@ def norm_columns(
         if offloading.used:
             wait_for_saved(x, gamma)
         h, _ = norm.forward(as_matrix(dense_values(x)), gamma, None)
-        return dh, cast_columns(DeferredColumns(h, scale), linear.input)
+        return dh, cast_columns(DeferredColumns(h, multiplier_or_amax), linear.input)
 
     return produce
 
@@ -172,38 +180,39 @@ def norm_backward(
 
 
 def norm_linear_forward(
-    tensors: Sequence[Any], spec: NormLinearSpec, saves: bool, leading: tuple[int, ...]
-) -> tuple[list[Any], list[Any]]:
+    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
+) -> tuple[Any, ...]:
     """Compute y [M, N] = norm(x) [M, K] @ weight [N, K].T + bias [N].
 
     Args:
-        tensors: x [.., K], gamma [K], beta [K], weight [N, K] and bias [N]; None for an absent one.
+        x: Tensor [.., K].
+        gamma: Norm scale [K].
+        beta: Norm offset [K], or None.
+        weight: Weight [N, K] on this rank.
+        bias: Bias [N], or None.
         spec: Norm, linear layer and fusion mode for this call kind.
-        saves: Not used: `spec.linear.needs_grad_*` decide which values are saved, the others are None.
-        leading: Shape of x without K.
 
     Returns:
-        [y, h or None] and the saved values [x, gamma, mean, rstdev, h for dw, weight for dh],
-        which `norm_linear_backward` reads in this order. With sequence parallelism h has the rows
-        on this rank; the module gathers them if requested (`ProductsModule.shape_norm_output`).
+        (y, h or None), then the saved values (x, gamma, mean, rstdev, h for dw, weight for dh),
+        which `norm_linear_backward` reads in this order; None for one that no gradient needs. With sequence
+        parallelism h has the rows on this rank; the module gathers them if requested
+        (`ProductsModule.gather_norm_output`).
     """
-    x, gamma, beta, weight, bias = tensors
     # h [M, K] = norm(x [M, K])
     h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
     # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
-    y, *saved_by_linear = linear_forward(h, weight, bias, spec.linear, leading)
+    y, *saved_by_linear = linear_forward(h, weight, bias, spec.linear)
     saved_by_norm = [x, gamma, *statistics] if spec.linear.needs_grad_input else [None] * 4
-    return [y, h if spec.returns_norm_output else None], [*saved_by_norm, *saved_by_linear]
+    return y, h if spec.returns_norm_output else None, *saved_by_norm, *saved_by_linear
 
 
-def norm_linear_backward(operands: list[Any], spec: NormLinearSpec, leading: tuple[int, ...]) -> list[Any]:
+def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]:
     """Compute the gradients of x, gamma, beta, weight and bias.
 
     Args:
         operands: dy [.., N], the gradient of the returned h or None, and the saved values. The list is
             emptied, so that `linear_backward` frees the operands h and weight after their last reader.
         spec: Norm, linear layer and fusion mode for this call kind.
-        leading: Shape of x without K. Not used: `layer.py` shapes dx.
     """
     dy, grad_norm_output, x, gamma, mean, rstdev, h, weight = operands
     operands.clear()
@@ -220,7 +229,9 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec, leading: tup
     return [*norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm), dw, db]
 
 
-FUNCTIONS = LayerFunctions("LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2)
+NORM_LINEAR_FUNCTIONS = LayerFunctions(
+    "LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2
+)
 
 
 def norm_linear(
@@ -228,7 +239,7 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., N], h = norm(x) [.., K] or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output = run_without_saving(FUNCTIONS, spec, (x, gamma, beta, weight, bias))
+        y, norm_output = run_without_saving(NORM_LINEAR_FUNCTIONS, spec, (x, gamma, beta, weight, bias))
         return y, norm_output
     outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -239,13 +250,13 @@ class _NormLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
-        y, norm_output = record(FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))
+        y, norm_output = record(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))
         # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @once_differentiable("LayerNormLinear")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dx, dgamma, dbeta, dw, db = run_backward(FUNCTIONS, ctx, (grad_output, grad_norm_output))
+        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, (grad_output, grad_norm_output))
         # beta is None in an RMSNorm; the spec has no gradient.
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None

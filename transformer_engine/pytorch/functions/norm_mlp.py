@@ -32,7 +32,7 @@ from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from . import fusions
 from .communication import Pending
-from .deferred_columns import with_norm_columns
+from .deferred_columns import save_multiplier_or_amax, with_norm_columns
 from .fusions import (
     ENCODED,
     FUSED_CAST,
@@ -43,7 +43,7 @@ from .fusions import (
 from .gathered_operands import QuantizedGradient
 from .layer import LayerFunctions, backward_results, forward_results, record, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
-from .linear_operands import copied, gradient_cast, input_cast, to_operand
+from .linear_operands import gradient_cast, input_cast, to_operand
 from .linear_spec import PRODUCED, RECOMPUTED, SAVED, LayerSpec, LinearSpec, replace_fields
 from .norm_linear import norm_backward, norm_columns, norm_forward
 from .normalization import Norm
@@ -75,7 +75,7 @@ class NormMLPSpec(LayerSpec):
         activation_params: Its parameters.
         returns_norm_output: The caller also gets norm(x).
         width: Activation output columns.
-        recompute: The backward pass recomputes the norm, fc1 and activation results that it reads.
+        checkpoint: The backward pass computes the norm, fc1 and activation results that it reads again.
         caches_quantized_input: Save fc1's output as FP8 codes where the backward pass reads them.
         fusion_modes: How matrices between the steps are made.
     """
@@ -87,7 +87,7 @@ class NormMLPSpec(LayerSpec):
     activation_params: ActivationParams
     width: int
     returns_norm_output: bool = False
-    recompute: bool = False
+    checkpoint: bool = False
     caches_quantized_input: bool = False
     fusion_modes: FusionModes = UNFUSED
 
@@ -101,11 +101,11 @@ class NormMLPSpec(LayerSpec):
         modes = FusionModes(norm_mode, activation_mode, gradient_mode, SAVED, VALUES)
         if self.needs_grad:
             columns = fusions.choose_columns_mode(
-                activation_mode, gradient_mode, self.fc1, self.fc2, self.recompute
+                activation_mode, gradient_mode, self.fc1, self.fc2, self.checkpoint
             )
             saved = fusions.CachedInput(self.caches_quantized_input, columns, self.width)
             modes = modes._replace(columns=columns, input=fusions.MLP_INPUT.choose(saved))
-        recomputes = norm_mode == FUSED_CAST and self.norm.kind == "RMSNorm" and not self.recompute
+        recomputes = norm_mode == FUSED_CAST and self.norm.kind == "RMSNorm" and not self.checkpoint
         return replace(self, fc1=with_norm_columns(self.fc1, recomputes), fusion_modes=modes)
 
     def with_norm(self, norm: Any) -> NormMLPSpec:
@@ -130,37 +130,37 @@ class NormMLPTensors(NamedTuple):
 
 
 def norm_mlp_forward(
-    tensors: Sequence[Any], spec: NormMLPSpec, saves: bool, leading: tuple[int, ...], compute_y: bool = True
-) -> tuple[list[Any], list[Any]]:
+    x: Tensor, gamma: Tensor, beta: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
+    fc2_weight: Tensor, fc2_bias: Tensor | None, spec: NormMLPSpec, repeats: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
     """Compute y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H], a = act(u), u [M, F or 2F] = norm(x) [M, H] @ fc1.T + b1.
 
     Args:
-        tensors: `NormMLPTensors`.
+        x: Tensor [.., H]. The other tensors are described by `NormMLPTensors`.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
-        saves: A backward pass follows.
-        leading: Shape of x without H.
-        compute_y: Compute y. Recomputation needs the saved values only.
+        repeats: Compute the saved values only, in the backward pass of a layer with `spec.checkpoint`.
 
     Returns:
-        [y, norm(x) or None] and [x, gamma, mean, rstdev, u, fc1 operands (norm(x), weight), fc2
-        operands (a, weight)]. The backward pass reads the second list in this order. Where it
-        recomputes a's columns, their scale replaces a.
+        (y or None, norm(x) or None), then the saved values (x, gamma, mean, rstdev, u, fc1 operands (norm(x), weight),
+        fc2 operands (a, weight)), which the backward pass reads in this order. Where it recomputes a's columns, their
+        multiplier or amax replaces a. Nothing is saved without gradients, and in the first run of a layer with
+        `spec.checkpoint`.
     """
-    x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, fc2_bias = tensors
     fc1, fc2, modes = spec.fc1, spec.fc2, spec.fusion_modes
+    saves = spec.needs_grad and (repeats or not spec.checkpoint)
     h, statistics = norm_forward(x, gamma, beta, spec.norm, fc1, modes.norm)
     returned = h if spec.returns_norm_output else None
     if modes.activation == IN_PRODUCT:
         # One product computes u = h @ fc1.T + b1 and a = gelu(u).
         a, u, *saved_by_fc1 = _gelu_product(h, fc1_weight, fc1_bias, fc1, saves)
-        scale = None
+        multiplier_or_amax = None
         del h
     else:
         # u [M, F or 2F] = h [M, H] @ fc1 [F or 2F, H].T + b1.
-        u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1, ())
+        u, *saved_by_fc1 = linear_forward(h, fc1_weight, fc1_bias, fc1)
         del h
         # a [M, F] = act(u), or act(u[:, :F]) * u[:, F:] for a gated activation; or codes of a from the same kernel.
-        a, scale = _activate(u, spec, saves)
+        a, multiplier_or_amax = _activate(u, spec, saves)
     saved = []
     if saves:
         u = _encode_output(u) if modes.input == ENCODED else u
@@ -168,11 +168,14 @@ def norm_mlp_forward(
             mark_ready(u)
         saved = [x, gamma, *statistics, u, *saved_by_fc1]
     del u, saved_by_fc1
-    # y [M, H] = a [M, F] @ fc2 [H, F].T + b2.
-    y, *saved_by_fc2 = linear_forward(a, fc2_weight, fc2_bias, fc2, leading, compute_y)
-    if scale is not None:
-        saved_by_fc2[0] = scale
-    return [y, returned], [*saved, *saved_by_fc2] if saves else []
+    if repeats:
+        y, saved_by_fc2 = None, [quantize_input(a, fc2)[1], quantize_weight(fc2_weight, fc2)[1]]
+    else:
+        # y [M, H] = a [M, F] @ fc2 [H, F].T + b2 [H].
+        y, *saved_by_fc2 = linear_forward(a, fc2_weight, fc2_bias, fc2)
+    if multiplier_or_amax is not None:
+        saved_by_fc2[0] = multiplier_or_amax
+    return y, returned, *([*saved, *saved_by_fc2] if saves else ())
 
 
 def _activate(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | None]:
@@ -189,10 +192,8 @@ def _activate(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | Non
     cast = quantizer.cast(True, False) if recomputes else input_cast(spec.fc2)
     assert cast is not None
     codes = activation_forward(spec.activation, as_matrix(u), spec.activation_params, cast)
-    scale = None
-    if recomputes and saves:
-        scale = codes.amax if cast.multiplier is None else copied(cast.multiplier, u)
-    return quantizer.adopt(codes, u.dtype), scale
+    multiplier_or_amax = save_multiplier_or_amax(cast, codes, u) if recomputes and saves else None
+    return quantizer.adopt(codes, u.dtype), multiplier_or_amax
 
 
 def _encode_output(u: Any) -> Operand:
@@ -221,13 +222,12 @@ def _gelu_product(
     return a, u if saves else None, saved_input, saved_weight
 
 
-def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec, leading: tuple[int, ...]) -> list[Any]:
+def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     """Compute the gradients for the tensors in `norm_mlp_forward`.
 
     Args:
         operands: dy [.., H], the gradient for the returned norm(x) or None, and the saved values. The list is emptied.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
-        leading: Shape of x without H.
     """
     grad_norm_output, *saved_by_norm = operands[1:6]
     u, h, fc1_weight, a, fc2_weight = operands[6:]
@@ -278,13 +278,13 @@ def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
 
 
 def _gradient_and_columns(
-    u: Tensor | Operand, scale: Tensor, spec: NormMLPSpec
+    u: Tensor | Operand, multiplier_or_amax: Tensor, spec: NormMLPSpec
 ) -> Callable[[Any], tuple[Any, Any]]:
     """Return the function da -> (du = da * act'(u) with its maximum or its codes, columns of a = act(u)).
 
     Args:
         u: fc1 output, or its codes.
-        scale: Saved scale for a; see `_activate`.
+        multiplier_or_amax: Saved for the columns of a; see `_activate`.
         spec: Settings.
     """
     fc1, quantizer = spec.fc1, spec.fc2.input
@@ -294,7 +294,11 @@ def _gradient_and_columns(
     columns = quantizer.cast(False, True)
     assert columns is not None
     has_multiplier = columns.multiplier is not None
-    output = OutputCast(columns.spec, scale if has_multiplier else None, None if has_multiplier else scale)
+    output = OutputCast(
+        columns.spec,
+        multiplier_or_amax if has_multiplier else None,
+        None if has_multiplier else multiplier_or_amax,
+    )
 
     def produce(da: Any) -> tuple[Any, Any]:
         du, codes = activation_backward_and_output(
@@ -317,13 +321,13 @@ def _quantized_gradient(du: MeasuredGradient, fc1: LinearSpec) -> Any:
     return QuantizedGradient(fc1.grad_output.adopt(codes, du.values.dtype), None)
 
 
-NORM_MLP = LayerFunctions("LayerNormMLP", norm_mlp_forward, norm_mlp_backward, results=2)
+NORM_MLP_FUNCTIONS = LayerFunctions("LayerNormMLP", norm_mlp_forward, norm_mlp_backward, results=2)
 
 
 def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
     """Compute (y [.., H], norm(x) or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, *_ = run_without_saving(NORM_MLP, spec, tensors)
+        y, norm_output, *_ = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
         return y, norm_output
     outputs = _NormMLP.apply(spec, *tensors)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -333,7 +337,7 @@ def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
     return (spec.fc1.input, spec.fc1.weight, spec.fc2.input, spec.fc2.weight)
 
 
-def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
+def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     """Compute the saved values again from the input, and run the backward pass on them."""
     saved = take_saved(ctx)
     count = len(NormMLPTensors._fields)
@@ -350,9 +354,9 @@ def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     fc2 = replace(ctx.spec.fc2, input=fc2_input, weight=fc2_weight)
     # Whether a kernel can cast depends on the quantizers, so the modes are chosen again.
     spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_modes()
-    operands = [*grads, *norm_mlp_forward(inputs, spec, True, (), compute_y=False)[1]]
+    operands = [*grads, *norm_mlp_forward(*inputs, spec=spec, repeats=True)[NORM_MLP_FUNCTIONS.results :]]
     del inputs
-    gradients = backward_results(NORM_MLP, spec, operands, ctx.input_shape)
+    gradients = backward_results(NORM_MLP_FUNCTIONS, spec, operands, ctx.input_shape)
     if spec.scale_update is not None:
         spec.scale_update.run()
     return gradients
@@ -361,13 +365,13 @@ def _recompute(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
 class _NormMLP(Function):
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
-        if spec.recompute:
+        if spec.checkpoint:
             states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
-            y, norm_output = forward_results(NORM_MLP, spec, tensors, False)[0]
+            y, norm_output = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
             keep(ctx, (*tensors, *states))
             ctx.spec, ctx.input_shape = spec, tensors[0].shape
         else:
-            y, norm_output = record(NORM_MLP, ctx, spec, tensors)
+            y, norm_output = record(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
         # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
@@ -375,6 +379,10 @@ class _NormMLP(Function):
     @once_differentiable("LayerNormMLP")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = (grad_output, grad_norm_output)
-        gradients = _recompute(ctx, grads) if ctx.spec.recompute else run_backward(NORM_MLP, ctx, grads)
+        gradients = (
+            _checkpointed_backward(ctx, grads)
+            if ctx.spec.checkpoint
+            else run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
+        )
         dx, dgamma, dbeta, *rest = gradients
         return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest

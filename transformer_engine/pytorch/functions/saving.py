@@ -27,11 +27,12 @@ class DeferredColumns(NamedTuple):
 
     Attributes:
         values: The values, in high precision.
-        scale: float32 [1]: the delayed-scaling multiplier, which changes before the backward pass, or max|values|.
+        multiplier_or_amax: float32 [1]: the delayed-scaling multiplier, which changes before the backward pass, or
+            max|values|.
     """
 
     values: Tensor
-    scale: Tensor
+    multiplier_or_amax: Tensor
 
     def split_tensors(self) -> tuple[list[Tensor | None], Callable[[list[Any]], tuple[Any, int]]]:
         """Return the tensors, and the function that joins them and returns their number."""

@@ -7,6 +7,7 @@ function did not run has maximum zero, and its state does not change.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 
 from ..quantization.delayed_scaling import update_all, update_states
 
@@ -63,6 +65,19 @@ def update_at_end_of_pass() -> ScaleUpdate:
 def is_backward_pass() -> bool:
     """Return whether this thread executes a backward pass."""
     return torch._C._current_graph_task_id() != _OUTSIDE
+
+
+# The trace in which each module, or operation of `te.ops`, was last called with a backward pass.
+_traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def is_first_call_in_trace(owner: Any) -> bool:
+    """Return whether this is an owner's first call in the graph that is being traced; its backward pass runs last."""
+    trace, before = TracingContext.try_get(), _traced.get(owner)
+    if trace is None or (before is not None and before() is trace):
+        return trace is None
+    _traced[owner] = weakref.ref(trace)
+    return True
 
 
 class _Suppressed:

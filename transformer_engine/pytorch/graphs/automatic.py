@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...common.dispatch import Backend, Table, is_undisturbed
+from ...common.dispatch import Backend, Table, interventions
 from ..quantization.autocast import AutocastState, here
 from ..runtime.device import has_cuda
 from . import build
@@ -147,7 +147,7 @@ class AutomaticGraph:
         situation = describe_situation(obstacle, entry, self)
         self.reason = unsupported_reason(situation)
         chosen = TABLE.choose(situation)
-        if chosen == CAPTURED and not is_undisturbed():
+        if chosen == CAPTURED and interventions:
             self.reason = chosen = OBSERVED
         if chosen != CAPTURED:
             entry.calls += 1

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...common.checks import described, suggests_keywords, whole
-from ...common.dispatch import is_undisturbed
+from ...common.dispatch import interventions
 from ..quantization.autocast import here
 from ..runtime.capture import Recorder
 from . import automatic, build
@@ -98,7 +98,7 @@ class TrainingStep:
         chosen = self._choose(entry.failure or self._describe_change(entry, state), entry)
         if entry.failure is not None:
             return detach_result(self.function(*args, **kwargs))
-        if chosen == automatic.CAPTURED and not is_undisturbed():
+        if chosen == automatic.CAPTURED and interventions:
             self.reason = chosen = automatic.OBSERVED
         if chosen != automatic.CAPTURED:
             return self._run_eagerly(entry, state, leaves, args, kwargs)

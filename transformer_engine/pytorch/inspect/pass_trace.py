@@ -84,7 +84,7 @@ class PassTrace:
     asked: list[str] = field(default_factory=list)
 
     def run(
-        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], is_forward: bool
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], count: int | None
     ) -> Any:
         """Run a pass and report its statements.
 
@@ -92,7 +92,7 @@ class PassTrace:
             name: Pass name in the report.
             function: The pass.
             arguments: Its arguments.
-            is_forward: Whether it returns (results, saved values), whose second list is reported as saved.
+            count: Number of results, after which the function returns the saved values; None for a backward pass.
         """
         steps: list[PassStepReport] = []
         # Buffers by identity, which are reported once. They are kept alive, so that no identity is used twice.
@@ -105,8 +105,8 @@ class PassTrace:
         finally:
             sys.settrace(before)
         saved: tuple[str, ...] = ()
-        if is_forward:
-            buffers = _buffers(results[1])
+        if count is not None:
+            buffers = _buffers(results[count:])
             saved = tuple([f"{known.get(id(b), ('', 0))[0]} {form(b)}".strip() for b in buffers])
         self.reports.append(PassReport(name, tuple(steps), saved))
         return results

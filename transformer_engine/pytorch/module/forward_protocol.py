@@ -174,7 +174,7 @@ class ForwardInterface(torch.nn.Module):
         self.fast_setattr("fp8_parameters", self.primary_weights_in_fp8)
         self.numerics.state = state
         if state.enabled or state.calibrating:
-            self.numerics.serve(self, state)
+            self.numerics.of_call(self, state)
             self._check_parameter_recipe(state.recipe)
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:

@@ -163,7 +163,7 @@ class GroupedLinear(ProductsModule):
     @property
     def num_products(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Product count: one per group."""
-        return self.num_gemms
+        return self._config.num_gemms
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
         """Turn weight0, weight1, ... into one parameter `weight`, as with single_grouped_weight=True.
@@ -250,12 +250,12 @@ class GroupedLinear(ProductsModule):
         biases: list[Any] = []
         if config.use_bias:
             biases = [bias if bias.dtype is dtype else bias.to(dtype) for bias in tensors[count:]]
-        added = None if config.return_bias else biases
+        product_biases = None if config.return_bias else biases
         if isinstance(m_splits, Tensor) and torch.compiler.is_compiling():
-            y = traced_call(self, spec, flat, m_splits, (weights, added or ()), is_first_microbatch)
+            y = traced_call(self, spec, flat, m_splits, (weights, product_biases or ()), is_first_microbatch)
         else:
             call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
-            y = (_run_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
+            y = (_run_by_name if _replaced.names else grouped_linear)(flat, weights, product_biases, call)
         y = y if flat is inp else y.view(*shape[:-1], config.out_features)
         if not config.return_bias:
             return y
@@ -393,9 +393,9 @@ def _run_by_name(
         weights = weights[0].unbind(0)
     if call.spec.stacked_bias and biases:
         biases = biases[0].unbind(0)
-    added = biases or [None] * len(weights)
+    group_biases = biases or [None] * len(weights)
     file = sys.modules[__name__]
-    return call_by_name(_GroupedLinear, torch.is_grad_enabled(), x, call, file, *weights, *added)
+    return call_by_name(_GroupedLinear, torch.is_grad_enabled(), x, call, file, *weights, *group_biases)
 
 
 _replaced = watched(__name__, {"_GroupedLinear": _GroupedLinear, "general_gemm": general_gemm})

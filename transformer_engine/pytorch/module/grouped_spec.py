@@ -87,8 +87,8 @@ def build(call: Call) -> GroupedSpec:
         in_one_launch,
         request,
         quantizers,
-        call.wants,
-        scale_update(call, call.wants),
+        call.needs_grad,
+        scale_update(call, call.needs_grad),
         tuple({name for group in groups if group.inspector for name in group.inspector.results}),
     )
 
@@ -295,8 +295,8 @@ def _register_while_tracing(
 
     kernel = GroupedKernel(
         spec=spec,
-        inference=lambda call, inputs: grouped_linear_forward(padded(inputs), call, False)[0][0],
-        again=lambda call, inputs: grouped_linear_forward(padded(inputs), call, True, compute_y=False)[1],
+        inference=lambda call, inputs: grouped_linear_forward(*padded(inputs), call=call, saves=False)[0],
+        again=lambda call, inputs: [*grouped_linear_forward(*padded(inputs), call=call, compute_y=False)[1:]],
         backward=lambda call, operands: grouped_linear_backward(operands, call),
         lists=tuple([count for count in counts if count]),
         present=(groups[0].needs_grad_input, *weights, *biases),

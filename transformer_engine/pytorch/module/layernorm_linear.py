@@ -1,4 +1,8 @@
-"""LayerNormLinear: y = norm(x) @ weight.T + bias."""
+"""LayerNormLinear: y = norm(x) @ weight.T + bias.
+
+The file contains the module, as `linear.py` does for `Linear`. `functions/norm_linear.py` contains the computation, and
+explains when the kernel of the norm also quantizes norm(x).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from ..constants import NormalizationName, ParallelMode
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import replace_fields
-from ..functions.norm_linear import FUNCTIONS, NormLinearSpec, norm_linear
+from ..functions.norm_linear import NORM_LINEAR_FUNCTIONS, NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
@@ -78,7 +82,7 @@ def build(call: Call) -> NormLinearSpec:
         scale_update=update,
         needs_grad=any(needs),
     ).with_modes()
-    return with_compiled_passes(call, FUNCTIONS, spec)
+    return with_compiled_passes(call, NORM_LINEAR_FUNCTIONS, spec)
 
 
 @configure_class(NormLinearConfig, fixed=SIZES)
@@ -249,9 +253,9 @@ class LayerNormLinear(ProductsModule):
             bias = bias.to(dtype)
         if inp.dtype != dtype:
             inp = inp.to(dtype)
-        added = None if config.return_bias else bias
+        product_bias = None if config.return_bias else bias
         layer = _run_by_name if _replaced.names or _common._replaced.names else norm_linear
-        y, norm_output = layer(inp, gamma, beta, weight, added, spec)
+        y, norm_output = layer(inp, gamma, beta, weight, product_bias, spec)
         if not (config.return_bias or config.return_layernorm_output):
             return y
         outputs: tuple[Any, ...] = (y, bias) if config.return_bias else (y,)

@@ -27,7 +27,7 @@ from ..distributed.tensor_parallel import (
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import LinearSpec, replace_fields
-from ..functions.norm_mlp import NORM_MLP, NormMLPSpec, NormMLPTensors, norm_mlp
+from ..functions.norm_mlp import NORM_MLP_FUNCTIONS, NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
@@ -96,33 +96,37 @@ def build(call: Call) -> NormMLPSpec:
     _check_rows(config, fc1_weight.shape[0])
     shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
     products = quantizers_of_call(call, shapes, config.parallel("column"))
-    wants = call.wants
-    recompute = config.checkpoint and wants
-    update = scale_update(call, wants)
+    needs_grad = call.needs_grad
+    checkpoint = config.checkpoint and needs_grad
+    update = scale_update(call, needs_grad)
 
     def spec(number: int, mode: str, weight: Facts, bias: Facts | None) -> LinearSpec:
-        needs = (wants, wants and weight.requires_grad, wants and bias is not None and bias.requires_grad)
+        needs = (
+            needs_grad,
+            needs_grad and weight.requires_grad,
+            needs_grad and bias is not None and bias.requires_grad,
+        )
         parallel = config.parallel(mode)
         result = product_spec(
             call, number, products[number], parallel, needs, update, weight, shard=call.rows
         )
-        return replace_fields(result, may_run_again=True) if recompute else result
+        return replace_fields(result, may_run_again=True) if checkpoint else result
 
-    added = None if config.adds_bias_late else fc2_bias
+    product_bias = None if config.adds_bias_late else fc2_bias
     result = NormMLPSpec(  # torch 2.11 traces this constructor with keywords only
         norm=Norm(config.normalization, config.eps, config.zero_centered_gamma),
         fc1=spec(0, "column", fc1_weight, fc1_bias),
-        fc2=spec(1, "row", fc2_weight, added),
+        fc2=spec(1, "row", fc2_weight, product_bias),
         activation=config.activation,
         activation_params=ActivationParams.of(config.activation_params),
         width=config.ffn_shard,
         returns_norm_output=bool(config.return_layernorm_output),
         caches_quantized_input=bool(config.cache_quantized_activation_input),
-        recompute=recompute,
+        checkpoint=checkpoint,
         scale_update=update,
-        needs_grad=wants,
+        needs_grad=needs_grad,
     ).with_modes()
-    return result if recompute else with_compiled_passes(call, NORM_MLP, result)
+    return result if checkpoint else with_compiled_passes(call, NORM_MLP_FUNCTIONS, result)
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:
@@ -336,11 +340,11 @@ class LayerNormMLP(ProductsModule):
             fc1_bias, fc2_bias = fc1_bias.to(dtype), fc2_bias.to(dtype)
         if inp.dtype != dtype:
             inp = inp.to(dtype)
-        added = None if config.adds_bias_late else fc2_bias
+        product_bias = None if config.adds_bias_late else fc2_bias
         y, norm_output = norm_mlp(
-            NormMLPTensors(inp, gamma, beta, fc1_weight, fc1_bias, fc2_weight, added), spec
+            NormMLPTensors(inp, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias), spec
         )
-        if config.adds_bias_late and not config.return_bias and fc2_bias is not None:
+        if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
         if not (config.return_bias or config.return_layernorm_output):
             return y

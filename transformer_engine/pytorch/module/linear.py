@@ -11,6 +11,11 @@ the computation. A module call has three steps:
    first call under a recipe also creates the quantizers and scaling states (`numerics.py`).
 3. `linear` (`functions/linear.py`) computes y, as a node in autograd's graph.
 
+**From a recipe to a cast.** `autocast` stores its recipe in the state of the thread. `ProductsModule.spec` reads the
+state, and `Numerics.of_call` (`numerics.py`) returns the quantizers that the recipe's family has created for this
+layer, as a `ModuleRecipe`. `build` below stores the input quantizer of its only product as `LinearSpec.input`.
+`quantize_input` (`functions/linear.py`) calls `spec.input.operands`, which casts x.
+
 **Settings.** `@configure_class` defines `layer.in_features`, `layer.return_bias` and the other settings as
 properties over the frozen record `layer._config`. Assigning one replaces the record, so that the next call has
 another spec. `_configure` creates the record, and `@accepts` checks and converts the constructor's arguments.
@@ -36,7 +41,7 @@ from ..compat.replaceable import watched
 from ..constants import ParallelMode
 from ..distributed_weight import whole_weights
 from ..functions import exported
-from ..functions.linear import FUNCTIONS, linear
+from ..functions.linear import LINEAR_FUNCTIONS, linear
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace
@@ -81,13 +86,12 @@ def build(call: Call) -> LinearSpec:
     check_call(call, in_features)
     parallel = config.parallel()
     (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
-    added = (
-        None if config.adds_bias_late else bias
-    )  # the bias that `Linear._compute_output` passes to the product
+    # The bias that `Linear._compute_output` passes to the product.
+    product_bias = None if config.adds_bias_late else bias
     needs = (
         call.records and call.input.requires_grad,
         call.records and weight.requires_grad,
-        call.records and added is not None and added.requires_grad,
+        call.records and product_bias is not None and product_bias.requires_grad,
     )
     spec = product_spec(
         call,
@@ -100,7 +104,7 @@ def build(call: Call) -> LinearSpec:
         results=call.options[1:],  # (fp8_output, fp8_grad), after is_first_microbatch
         shard=rows_of_shard(call, parallel),
     )
-    return with_compiled_passes(call, FUNCTIONS, spec)
+    return with_compiled_passes(call, LINEAR_FUNCTIONS, spec)
 
 
 @configure_class(LinearConfig, fixed=SIZES)
@@ -294,12 +298,12 @@ class Linear(ProductsModule):
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is not None and bias.dtype != spec.dtype:
             bias = bias.to(spec.dtype)
-        added = None if config.adds_bias_late else bias
-        y = product(inp, weight, added, spec)
+        product_bias = None if config.adds_bias_late else bias
+        y = product(inp, weight, product_bias, spec)
         if config.return_bias:
             return y, bias
         # A row-parallel layer adds the bias once, to the sum over ranks.
-        return y if added is not None or bias is None else y + bias
+        return y if product_bias is not None or bias is None else y + bias
 
     def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
         """Return the number of columns of the weight, or of its shard if the parameters are DTensors."""
@@ -317,8 +321,8 @@ class Linear(ProductsModule):
         shapes = ((self.in_features, weight.shape[0]),)
         options = (None, fp8_output, fp8_grad)
         dtype, (quantizers,) = export_products(self, inp, (weight, bias), options, shapes)
-        added = None if self._config.return_bias else bias
-        y = exported.linear(inp.to(dtype), weight, added, quantizers)
+        product_bias = None if self._config.return_bias else bias
+        y = exported.linear(inp.to(dtype), weight, product_bias, quantizers)
         return (y, None if bias is None else bias.to(dtype)) if self._config.return_bias else y
 
     def extra_repr(self) -> str:

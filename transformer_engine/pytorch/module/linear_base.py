@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.dispatch import is_undisturbed
+from ...common.dispatch import interventions
 from ...common.documentation import page
 from ...common.memory import Memory
+from ...common.recipe import Recipe
 from ..distributed.tensor_parallel import (
     NO_FLAGS,
     OverlapFlags,
@@ -25,7 +26,7 @@ from ..functions.communication import gather_sequence
 from ..functions.linear_spec import LinearSpec, ProductQuantizers, replace_fields
 from ..functions.scale_update import is_backward_pass, update_at_end_of_pass
 from ..functions.weight_gradient import begin_first_microbatch
-from ..quantization import QuantizerRole, delayed_scaling
+from ..quantization import QuantizerRole
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
 from ..runtime.autograd import gradients_expected, is_first_run
@@ -276,20 +277,9 @@ class ProductsModule(TransformerEngineBaseModule):
         before = numerics.state_without_gradients
         if not grad or (before is not None and before is not state):
             self.check_repetition(state)
-        if state.enabled or state.calibrating:
-            active = numerics.cached.recipe
-            if active is None or not active.serves(state):  # a rejected call creates no quantizers
-                self._check_call(inp, tensors, options)
-                self._check_parameter_recipe(state.recipe)
-                active = None
-            unregistered = active and active.has_state and active.pools is not delayed_scaling.registry.pools
-            if active is None or unregistered or not state.enabled:
-                active = numerics.of_call(self, state)
-            if active.has_state and (thread.recomputes or is_backward_pass()):
-                return self._spec_of_pass(inp, tensors, options, active)
-        else:
-            observed = numerics.observes_unquantized
-            active = numerics.unquantized(self.num_products) if observed else unquantized(self.num_products)
+        active = numerics.of_call(self, state, (inp, tensors, options))
+        if active.has_state and (thread.recomputes or is_backward_pass()):
+            return self._spec_of_pass(inp, tensors, options, active)
         numerics.state = state
         store = self.wgrad_store
         try:
@@ -308,7 +298,7 @@ class ProductsModule(TransformerEngineBaseModule):
             )
             # fmt: on
             # Computed again if an observer records the choices.
-            return self._specs[fields] if is_undisturbed() else built(type(self).build, fields)
+            return built(type(self).build, fields) if interventions else self._specs[fields]
         except (AttributeError, TypeError) as error:
             stumbled = error
         self._check_call(inp, tensors, options)  # raises a clearer error if the input is at fault
@@ -344,7 +334,9 @@ class ProductsModule(TransformerEngineBaseModule):
         self.numerics.state = current()
         active = repeatable(type(self).__name__, self.tracing_key, active)
         return type(self).build(
-            self._build_uncached_call(inp, tensors, options, active)._replace(begin=update_at_end_of_pass)
+            self._build_uncached_call(inp, tensors, options, active)._replace(
+                make_update=update_at_end_of_pass
+            )
         )
 
     def _traced_spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
@@ -360,10 +352,17 @@ class ProductsModule(TransformerEngineBaseModule):
             self._check_parameter_recipe(state.recipe)
         if active.has_state and may_be_recomputed():
             active = repeatable(type(self).__name__, self.tracing_key, active)
-        begin = functools.partial(traced_update, self, self.tracing_key, state.group)
+        make_update = functools.partial(traced_update, self, self.tracing_key, state.group)
         return type(self).build(
-            self._build_uncached_call(inp, tensors, options, active)._replace(begin=begin)
+            self._build_uncached_call(inp, tensors, options, active)._replace(make_update=make_update)
         )
+
+    def check_call_under(
+        self, recipe: Recipe, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]
+    ) -> None:
+        """Raise the errors of `check_call`, and an error if a recipe does not support the parameters."""
+        self._check_call(inp, tensors, options)
+        self._check_parameter_recipe(recipe)
 
     def _check_call(self, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> None:
         """Raise TypeError, ValueError or RuntimeError for a call that the layer does not support."""

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 
 from ...common.recipe import Recipe, recipe_described_as, recipe_description, recipe_revision
-from ..functions.scale_update import ScaleUpdate
+from ..functions.scale_update import ScaleUpdate, is_first_call_in_trace
 from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, delayed_scaling
 from ..quantization.autocast import OUTSIDE, AutocastState
 from ..quantization.family import find_family
@@ -138,28 +137,32 @@ class Numerics:
         self.meta = WatchedDict(self.cached, meta)
         self.cached.forget()
 
-    def of_call(self, owner: Owner, state: AutocastState) -> ModuleRecipe:
-        """Return the settings for a call under an autocast state; create missing quantizers and states."""
-        if state.enabled or state.calibrating:
-            active = self.serve(owner, state)
-            if state.enabled:
-                return active
-            assert active.calibrating is not None
-            return active.calibrating
-        return self.unquantized(owner.num_products)
+    def of_call(self, owner: Owner, state: AutocastState, arguments: tuple[Any, ...] = ()) -> ModuleRecipe:
+        """Return the quantizers for a call under an autocast state, whose scales are registered for updates.
 
-    def serve(self, owner: Owner, state: AutocastState) -> ModuleRecipe:
-        """Return the module's quantizers for the recipe in a state, with its scales registered for updates."""
-        recipe = state.recipe
+        The quantizers of the last call serve until the recipe or a slot changes. `renew` creates others: the family
+        of the recipe (`quantization/families.py`) has one per slot, and `ModuleRecipe.of` groups them by product.
+
+        Args:
+            owner: The module.
+            state: Settings of the innermost `autocast` block.
+            arguments: Arguments to `ProductsModule.check_call_under`, so that a rejected call creates no quantizers.
+        """
+        if not (state.enabled or state.calibrating):
+            observed = self.observes_unquantized
+            return self.unquantized(owner.num_products) if observed else unquantized(owner.num_products)
+        recipe, active = state.recipe, self.cached.recipe
         assert recipe is not None
-        active = self.cached.recipe
-        if active is None or not active.serves(state):
+        unchanged = active is not None and active.recipe is recipe and active.group is state.group
+        if active is None or not unchanged or active.revision is not recipe_revision(recipe):
+            if arguments:
+                owner.check_call_under(recipe, *arguments)  # pyright: ignore[reportAttributeAccessIssue]
             active = self.renew(owner, recipe, state.group)
         # Register again if FP8GlobalStateManager.reset() has cleared the participants in scale updates.
         if active.has_state and active.pools is not delayed_scaling.registry.pools:
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.meta)
             active.pools = delayed_scaling.registry.pools
-        return active
+        return active if state.enabled else active.calibrating  # pyright: ignore[reportReturnType]
 
     def renew(self, owner: Owner, recipe: Recipe, group: Any) -> ModuleRecipe:
         """Return quantizers for a recipe: the active ones if the recipes are equal, otherwise new ones."""
@@ -369,19 +372,10 @@ def _serve_while_tracing(tracing_key: str, recipe: str, group: Any) -> bool:
     return True
 
 
-# The trace in which each module was last called with a backward pass.
-_traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-
-
 @constant_while_tracing
 def _first_call_while_tracing(tracing_key: str) -> bool:
     """Return whether this is the module's first call with gradients in the graph that is being traced."""
-    module, trace = _modules[tracing_key], TracingContext.try_get()
-    before = _traced.get(module)
-    if trace is None or (before is not None and before() is trace):
-        return trace is None
-    _traced[module] = weakref.ref(trace)
-    return True
+    return is_first_call_in_trace(_modules[tracing_key])
 
 
 def traced_update(owner: Owner, tracing_key: str, group: Any) -> ScaleUpdate | None:

@@ -200,7 +200,12 @@ def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None]:
     weights, biases = config.weight_names, config.bias_names if config.use_bias else ()
     if len(weights) > 1:
         return _join_pieces(module, weights, biases)
-    return get_parameter_value(module, weights[0]), get_parameter_value(module, biases[0]) if biases else None
+    # As in `get_parameter_value`.
+    params, weight, bias = module._parameters, weights[0], biases[0] if biases else None
+    return (
+        params[weight] if weight in params else getattr(module, weight),
+        params[bias] if bias in params else getattr(module, bias) if bias else None,
+    )
 
 
 def _join_pieces(module: Any, weights: Sequence[str], biases: Sequence[str]) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from ...common.recipe import Recipe, is_unchanged, recipe_revision
 from ..functions.linear_spec import IDENTITY, UNQUANTIZED, ProductQuantizers
-from ..quantization.autocast import AutocastState
 from ..quantization.family import find_family
 from ..tensor.quantizer import Calibrating, Quantizer
 
@@ -87,12 +86,6 @@ class ModuleRecipe:
         if unquantized_products is not None:
             result.unquantized_products = unquantized_products
         return result
-
-    def serves(self, state: AutocastState) -> bool:
-        recipe = state.recipe
-        return (
-            self.recipe is recipe and self.revision is recipe_revision(recipe) and self.group is state.group
-        )
 
     def matches_recipe(self, recipe: Recipe, group: Any) -> bool:
         """Return whether this was created from the recipe or from an equal one."""

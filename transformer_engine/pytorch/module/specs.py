@@ -93,7 +93,7 @@ class Call(NamedTuple):
         x: `Facts` fields of the input.
         tensors: The same for the parameters named by `config._tensors`; None for absent parameters.
         counts: Consecutive parameter count per entry in `tensors`; None: one each.
-        begin: Scale update after a backward pass that does not update all scales: in a traced
+        make_update: Returns the scale update after a backward pass that does not update all scales: in a traced
             graph, or for a call within a backward pass. The spec for such a call is not cached.
         traced: Whether a compiler is tracing.
     """
@@ -109,7 +109,7 @@ class Call(NamedTuple):
     x: tuple[Any, ...]
     tensors: tuple[tuple[Any, ...] | None, ...]
     counts: tuple[int, ...] | None = None
-    begin: Callable[[], ScaleUpdate | None] | None = None
+    make_update: Callable[[], ScaleUpdate | None] | None = None
     traced: bool = False
 
     @property
@@ -142,7 +142,7 @@ class Call(NamedTuple):
         return self.gradients is True
 
     @property
-    def wants(self) -> bool:
+    def needs_grad(self) -> bool:
         """Whether the input or a parameter requires a gradient."""
         return self.records and (self.x[4] or any(facts is not None and facts[4] for facts in self.tensors))
 
@@ -309,7 +309,7 @@ def scale_update(call: Call, needs_grad: bool) -> ScaleUpdate | None:
     """Return the delayed-scaling update that follows this call's backward pass; None without one."""
     if not needs_grad or not call.active.has_state:
         return None
-    return END_OF_PASS if call.begin is None else call.begin()
+    return END_OF_PASS if call.make_update is None else call.make_update()
 
 
 def weight_gradient(call: Call, product: int) -> WeightGradient:
@@ -384,6 +384,6 @@ def product_spec(
 
 def with_compiled_passes(call: Call, functions: LayerFunctions, spec: Any) -> Any:
     """The layer spec with its compiled passes, if the call may be repeated."""
-    if call.begin is not None:
+    if call.make_update is not None:
         return spec
     return replace_fields(spec, compiled=compiled_functions(functions, spec, call.device))

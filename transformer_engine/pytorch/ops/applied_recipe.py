@@ -6,15 +6,13 @@ functions that create it. Such functions take strings only.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._guards import TracingContext
 
 from ...common.recipe import Recipe, recipe_described_as, recipe_description, recipe_revision
-from ..functions.scale_update import ScaleUpdate, update_at_end_of_pass
+from ..functions.scale_update import ScaleUpdate, is_first_call_in_trace, update_at_end_of_pass
 from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState
 from ..runtime.tracing import constant_while_tracing
@@ -91,19 +89,10 @@ def scale_update(ops: Sequence[RecipeSlots], state: AutocastState) -> ScaleUpdat
     return ScaleUpdate(tuple(states), state.group) if states else None
 
 
-# The trace in which an operation was last called.
-_traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-
-
 @constant_while_tracing
 def _first_call_while_tracing(key: str) -> bool:
     """Return whether this is the operation's first call in the graph that is being traced."""
-    op, trace = operations_by_name[key], TracingContext.try_get()
-    before = _traced.get(op)
-    if trace is None or (before is not None and before() is trace):
-        return trace is None
-    _traced[op] = weakref.ref(trace)
-    return True
+    return is_first_call_in_trace(operations_by_name[key])
 
 
 def distinct_while_tracing(tensors: Sequence[Any]) -> list[Any]:

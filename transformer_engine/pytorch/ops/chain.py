@@ -4,7 +4,8 @@ An `OperationPasses` holds the forward and the backward function of one operatio
 `backward` call these functions one after another. What fuses is decided in four steps, the last two in this file:
 
 1. `Sequential._find_parts` collects consecutive operations. Other modules end a chain, and operations with hooks, with
-   `compile()` or with a replaced `forward` are called alone (`bare_calls.py`; `te.explain` prints `unfused_reason`).
+   `compile()` or with a replaced `forward` are called alone (`intercepted_calls.py`; `te.explain` prints
+   `unfused_reason`).
 2. A chain with operations of users runs in segments between them (`fuser.py`, `chain_run.py`).
 3. Two neighbors in `FORWARD_PAIRS` or `BACKWARD_PAIRS` (`passes/patterns.py`) are computed together, unless the
    function of the pair returns None for this call.
@@ -43,52 +44,12 @@ from .passes.patterns import BACKWARD_PAIRS, FORWARD_PAIRS
 _SHAPES = (tuple, torch.Size)  # saved values that are not tensors
 
 
-class ChainOutputs(NamedTuple):
-    """Forward results of a chain.
-
-    Attributes:
-        output: The main output.
-        extra: Extra outputs by operation.
-    """
-
-    output: Any
-    extra: list[tuple[Any, ...]]
-
-
-class ChainGradients(NamedTuple):
-    """Backward results of a chain.
-
-    Attributes:
-        input: Input gradient; None if it is not needed.
-        parameters: Parameter gradients by operation.
-        extra_inputs: Extra input gradients by operation; None for an absent one.
-    """
-
-    input: Any
-    parameters: list[Sequence[Any]]
-    extra_inputs: list[list[Any]]
-
-
-class PackedValues(NamedTuple):
-    """Saved forward-pass values, taken apart for `save_for_backward`.
-
-    Attributes:
-        tensors: The tensors in all values.
-        forms: By value the non-tensor part of an operand (`saving.pack`).
-        shapes: {index: shape} for values that are shapes.
-    """
-
-    tensors: list[Any]
-    forms: list[Any]
-    shapes: dict[int, Any]
-
-
 class PassState(NamedTuple):
     """State that the forward pass of an operation stores in its context in addition to tensors.
 
     Attributes:
         passes: The passes of the operation in this call.
-        forms, shapes: See `PackedValues`.
+        forms, shapes: See `pack_values`.
     """
 
     passes: OperationPasses
@@ -162,7 +123,7 @@ def check_options(op: Any, options: dict[str, Any]) -> None:
 @disable_autocast
 def forward(
     passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OpTensors], fuse: bool
-) -> tuple[ChainOutputs, list[Sequence[Any]]]:
+) -> tuple[Any, list[tuple[Any, ...]], list[Sequence[Any]]]:
     """Compute the forward pass through consecutive operations.
 
     Args:
@@ -172,16 +133,16 @@ def forward(
         fuse: Kernels may compute several operations.
 
     Returns:
-        The results, and by operation the values that its backward pass reads.
+        The main output, and by operation the extra outputs and the values that its backward pass reads.
     """
     if runners:
-        return runners[-1]("forward pass of Sequential", _forward, (passes, x, tensors, fuse), True)
+        return runners[-1]("forward pass of Sequential", _forward, (passes, x, tensors, fuse), 2)
     return _forward(passes, x, tensors, fuse)
 
 
 def _forward(
     passes: Sequence[OperationPasses], x: Any, tensors: Sequence[OpTensors], fuse: bool
-) -> tuple[ChainOutputs, list[Sequence[Any]]]:
+) -> tuple[Any, list[tuple[Any, ...]], list[Sequence[Any]]]:
     value = Value(x)
     offloads = offloading.synchronizer is not None
     if offloads:
@@ -219,7 +180,7 @@ def _forward(
     extra_outputs = [
         tuple([_return_value(output, returned) for output in op_outputs]) for op_outputs in extra
     ]
-    return ChainOutputs(output, extra_outputs), saved
+    return output, extra_outputs, saved
 
 
 def _return_value(value: Value, tensors: dict[int, Any]) -> Any:
@@ -238,7 +199,7 @@ def backward(
     saved: list[Sequence[Any]],
     grads: Sequence[Sequence[Any]],
     fuse: bool,
-) -> ChainGradients:
+) -> tuple[Any, list[Sequence[Any]], list[list[Any]]]:
     """Compute the backward pass through consecutive operations.
 
     Args:
@@ -247,15 +208,19 @@ def backward(
         saved: By operation the values that its forward pass saved. The list is emptied.
         grads: Extra output gradients by operation; None for an absent one.
         fuse: Kernels may compute several operations.
+
+    Returns:
+        The input gradient, or None if it is not needed; by operation the parameter gradients, and the extra input
+        gradients, None for an absent one.
     """
     if runners:
-        return runners[-1]("backward pass of Sequential", _backward, (passes, dy, saved, grads, fuse), False)
+        return runners[-1]("backward pass of Sequential", _backward, (passes, dy, saved, grads, fuse), None)
     return _backward(passes, dy, saved, grads, fuse)
 
 
 def _backward(
     passes: Sequence[OperationPasses], dy: list[Any], saved: list[Any], grads: Sequence[Any], fuse: bool
-) -> ChainGradients:
+) -> tuple[Any, list[Sequence[Any]], list[list[Any]]]:
     parameters: list[Sequence[Any]] = [operation.absent_gradients for operation in passes]
     extra: list[Sequence[Value | None]] = [()] * len(passes)
     remaining = [i for i, operation in enumerate(passes) if not operation.gradient_is_unchanged(grads[i])]
@@ -290,7 +255,7 @@ def _backward(
     extra_inputs = [
         [None if grad is None else _return_value(grad, returned) for grad in op_grads] for op_grads in extra
     ]
-    return ChainGradients(dx, parameters, extra_inputs)
+    return dx, parameters, extra_inputs
 
 
 def _gradient_request(passes: Sequence[OperationPasses], earlier: Sequence[int]) -> ReaderCast | None:
@@ -332,11 +297,11 @@ def run_forward(
     passes, parameters = build_passes(ops, ctxs, x, records, extra_inputs, options)
     passes = [operation.bound(extra) for operation, extra in zip(passes, extra_inputs, strict=True)]
     tensors = [OpTensors(*pair) for pair in zip(parameters, extra_inputs, strict=True)]
-    outputs, saved = forward(passes, x, tensors, fusion_enabled())
+    output, extra, saved = forward(passes, x, tensors, fusion_enabled())
     for ctx, operation, values in zip(ctxs, passes, saved, strict=True):
         if ctx.requires_grad:
             _save(ctx, operation, values)
-    return outputs.output, outputs.extra
+    return output, extra
 
 
 def _save(ctx: Any, passes: OperationPasses, saved: Sequence[Any]) -> None:
@@ -352,11 +317,16 @@ def _save(ctx: Any, passes: OperationPasses, saved: Sequence[Any]) -> None:
     ctx.pass_state = PassState(passes, forms, shapes)
 
 
-def pack_values(saved: Sequence[Any]) -> PackedValues:
-    """Split saved values into tensors, operand metadata, and shapes."""
+def pack_values(saved: Sequence[Any]) -> tuple[list[Any], list[Any], dict[int, Any]]:
+    """Take saved forward-pass values apart for `save_for_backward`.
+
+    Returns:
+        The tensors in all values; by value the non-tensor part of an operand (`saving.pack`); {index: shape} for
+        values that are shapes.
+    """
     shapes = {i: value for i, value in enumerate(saved) if type(value) in _SHAPES}
     tensors, forms = pack(*[None if i in shapes else value for i, value in enumerate(saved)])
-    return PackedValues(tensors, forms, shapes)
+    return tensors, forms, shapes
 
 
 def unpack_values(tensors: Sequence[Any], forms: list[Any], shapes: dict[int, Any]) -> list[Any]:

@@ -32,13 +32,13 @@ a gradient, or if gradients are disabled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from ...common.dispatch import is_undisturbed
+from ...common.dispatch import interventions
 from ...common.recipe import DelayedScaling, Recipe, recipe_revision
 from ..distributed.recompute import state_without_gradients
 from ..functions.scale_update import is_backward_pass
@@ -53,20 +53,12 @@ from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS
 from .pass_operation import check_parameters, has_backward_pass, has_forward_pass
-from .prepared_chain import Fusions, PreparedChain, prepare_chain
+from .prepared_chain import Fusions, PreparedChain, build_chain
 from .user_results import apply_fusions
 
 _MAX_PREPARED = 64  # prepared chains per fuser; a full cache is cleared, as shapes may vary
 
 Fusion = Callable[..., list[FusibleOperation]]
-
-
-class Registrations(NamedTuple):
-    """Registered fusion functions. Those for both passes are applied before those for one pass."""
-
-    both: list[Fusion]
-    forward: list[Fusion]
-    backward: list[Fusion]
 
 
 class OperationFuser:
@@ -118,11 +110,12 @@ class OperationFuser:
         # Autocast state in the last call without gradients; see `_use_recipe`.
         self._state_without_gradients: AutocastState | None = None
 
-    def _copy_registrations(self) -> Registrations:
-        return Registrations(
-            both=list(self.forward_backward_fusion_functions),
-            forward=list(self.forward_fusion_functions),
-            backward=list(self.backward_fusion_functions),
+    def _copy_registrations(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
+        """Return the registered fusion functions: for both passes, which are applied first, forward and backward."""
+        return (
+            list(self.forward_backward_fusion_functions),
+            list(self.forward_fusion_functions),
+            list(self.backward_fusion_functions),
         )
 
     @property
@@ -167,7 +160,7 @@ class OperationFuser:
             op.pre_first_fuser_forward()
         self._uninitialized = ()
         if self._can_prepare and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
-            chain, inputs = self._prepare_chain(input, extra_inputs)
+            chain, inputs = self._find_chain(input, extra_inputs)
             if chain is not None:
                 self._set_inspected_attributes(chain)
                 for check in chain.checks:  # `pre_fuser_forward` for operations that override it
@@ -188,7 +181,7 @@ class OperationFuser:
                 "one dict for each"
             )
 
-    def _prepare_chain(
+    def _find_chain(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> tuple[PreparedChain | None, list[Any]]:
         """Return the prepared chain for this call, and the chain's inputs.
@@ -198,9 +191,7 @@ class OperationFuser:
         thread = eager_thread_state()
         self._use_recipe(thread.state)
         recomputes = self._applied_recipe.stateful and (thread.recomputes or is_backward_pass())
-        if (
-            recomputes or not is_undisturbed()
-        ):  # backends are forced or observed, so their choice may not be cached
+        if recomputes or interventions:  # backends are forced or observed: their choice is not cached
             return None, []
         registered = (
             self.forward_backward_fusion_functions,
@@ -213,7 +204,7 @@ class OperationFuser:
         key, inputs = self._keys.key_and_inputs(thread.state, x, extra_inputs)
         chain = self._prepared.get(key)
         if chain is None and key not in self._prepared:
-            chain = self._prepare(key, thread.state, x, extra_inputs)
+            chain = self._build_chain(key, thread.state, x, extra_inputs)
         return chain, inputs
 
     def _use_recipe(self, state: AutocastState) -> None:
@@ -284,7 +275,7 @@ class OperationFuser:
             results = call.forward(x, extra_inputs)[0]
         return results if len(results) > 1 else results[0]
 
-    def _prepare(
+    def _build_chain(
         self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> PreparedChain | None:
         """Prepare a chain and store it under a key; None if a user's fused operation must run by its own methods."""
@@ -292,7 +283,7 @@ class OperationFuser:
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
         self._apply_registered_fusions(first, state)
-        chain = prepare_chain(
+        chain = build_chain(
             self._basic_ops,
             Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fusions_key),
             first,
@@ -336,9 +327,10 @@ class OperationFuser:
         # torch 2.11 can trace `is` between classes, but not == on tuples that contain classes.
         if recipe_type is self.recipe_type and key == self._fusions_key:
             return
-        both = apply_fusions(registered.both, self._basic_ops, self._basic_ops, recipe)
-        self._forward_ops = _with_indices(apply_fusions(registered.forward, both, self._basic_ops, recipe))
-        self._backward_ops = _with_indices(apply_fusions(registered.backward, both, self._basic_ops, recipe))
+        of_both, of_forward, of_backward = registered
+        both = apply_fusions(of_both, self._basic_ops, self._basic_ops, recipe)
+        self._forward_ops = _with_indices(apply_fusions(of_forward, both, self._basic_ops, recipe))
+        self._backward_ops = _with_indices(apply_fusions(of_backward, both, self._basic_ops, recipe))
         self.first_op_requiring_backward = first
         self.recipe_type = recipe_type
         self._fusions_key = key

@@ -22,8 +22,8 @@ from ...common.checks import suggests_keywords
 from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
 from ..tensor.quantizer import Quantizer
-from .bare_calls import are_bare
 from .channels import Channels
+from .intercepted_calls import are_unintercepted
 from .lent_parameters import LentParameters
 from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 from .recipe_slots import RecipeSlots
@@ -166,7 +166,7 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
                 f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but "
                 f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
-        if self.is_fused_op and not are_bare(members):
+        if self.is_fused_op and not are_unintercepted(members):
             channels = connecting_channels([[member] for member in members], self._channels)
             parts = [
                 ChainPart(member, [member], names) for member, names in zip(members, channels, strict=True)

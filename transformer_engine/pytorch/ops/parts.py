@@ -8,7 +8,7 @@ therefore leaves one part as an extra output and enters another one as an extra 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,30 +19,6 @@ from .links import Links, extra_inputs_error
 NO_CHANNELS: frozenset[str] = frozenset()
 
 
-class ExtraInput(NamedTuple):
-    """An extra input of a part.
-
-    Attributes:
-        channel: Channel that provides it; None for an input from the caller.
-        is_written: The part adds into the tensor.
-    """
-
-    channel: str | None
-    is_written: bool
-
-
-class ExtraOutput(NamedTuple):
-    """An extra output of a part.
-
-    Attributes:
-        channel: Channel that it is written to, or None.
-        to_caller: The caller receives the tensor.
-    """
-
-    channel: str | None
-    to_caller: bool
-
-
 class ChainPart:
     """A part of a container: a fused chain or a single module.
 
@@ -50,24 +26,24 @@ class ChainPart:
         module: A fused chain (`OperationFuser`), an operation that is called by itself, or another module.
         basic_ops: Its basic operations; empty for another module.
         channels: Channel names that connect it with other parts.
+
+    Attributes:
+        inputs: Per extra input the channel that provides it, None for the caller, and whether the part adds into it.
+        outputs: Per extra output the channel that it is written to, or None, and whether the caller receives it.
     """
 
     def __init__(self, module: Any, basic_ops: Sequence[Channels], channels: frozenset[str]) -> None:
         self.module, self.basic_ops, self.channels = module, basic_ops, channels
         self.is_fused_chain = not isinstance(module, torch.nn.Module)
         links = Links(basic_ops, channels)
-        self.inputs: list[ExtraInput] = []
+        self.inputs: list[tuple[str | None, bool]] = []
         for slot in links.public_inputs:
             op = basic_ops[slot.op]
-            self.inputs.append(
-                ExtraInput(op._extra_input_channels[slot.index], getattr(op, "_in_place", False))
-            )
-        self.outputs: list[ExtraOutput] = []
+            self.inputs.append((op._extra_input_channels[slot.index], getattr(op, "_in_place", False)))
+        self.outputs: list[tuple[str | None, bool]] = []
         for slot in links.public_outputs:
-            op = basic_ops[slot.op]
-            self.outputs.append(
-                ExtraOutput(op._extra_output_channels[slot.index], op._extra_output_to_caller[slot.index])
-            )
+            op, i = basic_ops[slot.op], slot.index
+            self.outputs.append((op._extra_output_channels[i], op._extra_output_to_caller[i]))
 
     def call(self, x: Any, extra_inputs: Sequence[Tensor], op_kwargs: list[dict[str, Any]]) -> Any:
         """Call the module.
@@ -131,8 +107,8 @@ def call_parts(
     Raises:
         ValueError: There are too few or too many extra inputs.
     """
-    expected = [read for part in parts for read in part.inputs if read.channel in (None, *outer_channels)]
-    if len(extra_inputs) != len(expected):
+    channels = [channel for part in parts for channel, _ in part.inputs]
+    if len(extra_inputs) != sum([channel in (None, *outer_channels) for channel in channels]):
         raise extra_inputs_error(len(extra_inputs), [op for part in parts for op in part.basic_ops])
     x: Any = input
     remaining_inputs = iter(extra_inputs)
@@ -140,21 +116,21 @@ def call_parts(
     outputs: list[Tensor] = []
     for part in parts:
         part_inputs: list[Tensor] = []
-        for read in part.inputs:
-            if read.channel not in tensors_of_channels:
+        for channel, is_written in part.inputs:
+            if channel not in tensors_of_channels:
                 part_inputs.append(next(remaining_inputs))
                 continue
-            tensor = tensors_of_channels[read.channel]
+            tensor = tensors_of_channels[channel]
             # Other parts may have saved the tensor for their backward passes.
-            part_inputs.append(tensor.clone() if read.is_written else tensor)
+            part_inputs.append(tensor.clone() if is_written else tensor)
         result = part.call(x, part_inputs, [op_kwargs.get(id(op), {}) for op in part.basic_ops])
         if not part.outputs:
             x = result
             continue
         x, *part_outputs = result
-        for output, tensor in zip(part.outputs, part_outputs, strict=True):
-            if output.channel is not None:
-                tensors_of_channels[output.channel] = tensor
-            if output.to_caller or output.channel in outer_channels:
+        for (channel, to_caller), tensor in zip(part.outputs, part_outputs, strict=True):
+            if channel is not None:
+                tensors_of_channels[channel] = tensor
+            if to_caller or channel in outer_channels:
                 outputs.append(tensor)
     return (x, *outputs) if outputs else x

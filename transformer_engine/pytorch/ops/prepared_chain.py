@@ -148,7 +148,7 @@ class PreparedChain:
             return self(inputs, gathered=True)
 
 
-def prepare_chain(
+def build_chain(
     basic_ops: Sequence[BasicOperation],
     fusions: Fusions,
     first: int,
@@ -217,8 +217,8 @@ def _forward_pass(
     """The outputs and the tensors to save; and the non-tensor parts of the saved values."""
     tensors, x = chain.tensors_by_operation(inputs), inputs[0]
     inputs.clear()
-    results, saved = forward(chain.passes if passes is None else passes, x, tensors, chain.fuses)
-    outputs = (results.output, *itertools.chain(*results.extra))
+    y, extra, saved = forward(chain.passes if passes is None else passes, x, tensors, chain.fuses)
+    outputs = (y, *itertools.chain(*extra))
     if chain.first == len(chain.passes):
         return outputs, ([], {}, ())
     saved[: chain.first] = [()] * chain.first

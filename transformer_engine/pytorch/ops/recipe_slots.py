@@ -28,6 +28,7 @@ from ..quantization.family import find_family
 from ..quantization.recompute_states import replay_quantizers
 from ..quantization.resizable_state import ResizableState
 from ..runtime.device import canonical_device
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
 
 MODES = ("forward", "backward")
@@ -151,6 +152,28 @@ class RecipeSlots:
                 delayed_scaling.unregister(replaced)
         self._fp8_metas[mode] = {"recipe": recipe, "fp8_group": group, KEYS[mode]: state}
         self._quantizers[mode] = state.make_quantizers()
+
+    def quantize_parameter(self, values: Tensor, index: int) -> Tensor:
+        """Quantize the initial values of a parameter, as `quantized_model_init` requests."""
+        quantizer = self.get_quantizer("forward", index)
+        assert quantizer is not None
+        quantizer = quantizer.copy()
+        quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
+        quantizer.internal = False
+        with torch.no_grad():
+            return quantizer.quantize(values)  # pyright: ignore[reportReturnType]
+
+    def connect_parameter(self, parameter: Any, index: int) -> None:
+        """Connect a quantized parameter to the state of a forward-pass quantizer, whose scale updates then reach it."""
+        quantizer = self.get_quantizer("forward", index)
+        if not isinstance(parameter, QuantizedTensor) or quantizer is None or parameter._quantizer is None:
+            return
+        current: Any = parameter._quantizer
+        if (current.stateful or quantizer.stateful) and type(current) is type(quantizer):
+            quantizer = quantizer.copy()
+            quantizer.set_usage(**current.get_usages())
+            quantizer.internal = False
+            parameter.update_quantizer(quantizer)
 
     def register_for_updates(self) -> None:
         """Include delayed-scaling states in scale updates; a repeated call costs next to nothing."""

@@ -5,7 +5,7 @@ A container divides its modules into parts (`parts.py`) and calls the parts in o
 - A fused chain: one or more consecutive operations. `fuser.py` runs the chain, and `chain.py` decides which operations
   a kernel computes together.
 - A single module: a module that is not an operation, such as torch.nn.Linear, or an operation that must be called as a
-  module, for example because it has a hook (`bare_calls.py`).
+  module, for example because it has a hook (`intercepted_calls.py`).
 
 Besides the main input and output, operations may have extra inputs and outputs (`channels.py`). The caller passes an
 extra input, or an earlier operation provides it through a channel, a name that both operations set.
@@ -25,8 +25,8 @@ from torch import Tensor
 from ...common.explanation import is_explaining, note
 from ...common.numbers import to_int, with_article
 from ..quantization.resizable_state import CheckedLoading
-from .bare_calls import are_bare, unfused_reason
 from .fuser import OperationFuser
+from .intercepted_calls import are_unintercepted, unfused_reason
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 
@@ -37,7 +37,7 @@ class _Parts(NamedTuple):
     Attributes:
         modules: The values of `_modules`, by which a later call sees whether the modules have changed.
         operations: The modules that are operations.
-        fusible: The operations that may fuse, because nothing intercepts their calls (`are_bare`).
+        fusible: The operations that may fuse, because nothing intercepts their calls (`are_unintercepted`).
         parts: Fused chains and single modules, in order.
     """
 
@@ -114,10 +114,10 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         if cached is not None and cached.modules != modules:
             cached = None
         # Fast path, taken by nearly every call: no module has changed, and all operations still fuse.
-        if cached and len(cached.fusible) == len(cached.operations) and are_bare(cached.operations):
+        if cached and len(cached.fusible) == len(cached.operations) and are_unintercepted(cached.operations):
             return cached.parts
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
-        fusible = [operation for operation in operations if are_bare([operation])]
+        fusible = [operation for operation in operations if are_unintercepted([operation])]
         if is_explaining():
             self._note_unfused()
         if cached and cached.fusible == fusible:

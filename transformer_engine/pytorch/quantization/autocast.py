@@ -1,7 +1,8 @@
 """autocast: the modules called inside a block compute in the low precision of a recipe.
 
-The block pushes one immutable record, `current()`, that a module reads once when its forward pass starts. A
-block belongs to the thread that entered it, and to the tasks and threads that run in a copy of its context.
+The block pushes one immutable record, `current()`, that a module reads once when its forward pass starts
+(`ProductsModule.spec`; `module/linear.py` describes the path from the recipe to a cast). A block belongs to the thread
+that entered it, and to the tasks and threads that run in a copy of its context.
 """
 
 from __future__ import annotations

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ...common.formats import round_up
 from ..constants import DType
+from ..fast.symbols import Symbol
 from ..primitives.operand import Operand
 from ..primitives.quantize import Quantized, QuantizeSpec, quantize
+from ..runtime.device import current_hardware
 from .elements import empty_quantized
 from .padded_groups import TILE, PaddedGroups, transposed_codes, transposed_scales
 from .quantized_tensor import QuantizedTensor
@@ -23,6 +25,7 @@ from .storage.block_scaled import BlockScaledStorage, padded
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
 
 T = TypeVar("T", bound=QuantizedTensor)
+_PLAIN = (Tensor, torch.nn.Parameter, Symbol)
 DIRECTIONS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 
 
@@ -88,6 +91,21 @@ class BlockScalingQuantizer(Quantizer):
     def _swizzles(self) -> bool:
         """Whether results have scales in matrix-instruction order."""
         return self.optimize_for_gemm and self.makes_tiles
+
+    def product_operands(self, matrix: Tensor, rowwise: bool, columnwise: bool, split: bool) -> Operands:
+        """Return `operands`, with scales in matrix-instruction order where the GPU multiplies the format.
+
+        Args:
+            matrix: Values [M, K].
+            rowwise: The row direction is read.
+            columnwise: The column direction is read.
+            split: Rows are gathered from other ranks, or split among them, which scales in that order do not allow.
+        """
+        if not split and type(matrix) in _PLAIN and matrix.is_cuda and self.makes_tiles:
+            needs = self.spec(True, False).format.block_products
+            if needs is not None and current_hardware().has(needs):
+                return self.tiled_operands(matrix, rowwise, columnwise)
+        return self.operands(matrix, rowwise, columnwise)
 
     def tiled_operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         """Return `operands` with scales in matrix-instruction order, which no other code can split or join."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common import env
-from ....common.dispatch import is_undisturbed
+from ....common.dispatch import interventions
 from ....common.memory import Memory
 from ...fast import run_backward_on_calling_thread
 from ...functions.attention.context_parallel.attention import (
@@ -355,7 +355,7 @@ def _find(
         k.device,
         v.device,
     )
-    if not is_undisturbed():
+    if interventions:
         return make_plan(key)
     return memory[key] if a.score_mod is None else SCORE_MOD_PLANS[key]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, Table, is_undisturbed
+from ....common.dispatch import Backend, Table, interventions
 from ....common.memory import Memory
 from ....common.warning import warn_once
 from ...primitives.attention.backends import cudnn, cudnn_blocks, cudnn_fp8
@@ -165,7 +165,7 @@ def choose_fp8(call: AttentionCall, scaling: str, requested: bool | None) -> FP8
             return FP8Passes(fp8_emulation.forward, fp8_emulation.backward, plain, False)
         return FP8Passes(fp8_emulation.forward, high_precision, plain, True)
     key = (call, scaling, requested)
-    return _PASSES[key] if is_undisturbed() else _choose_passes(key)
+    return _choose_passes(key) if interventions else _PASSES[key]
 
 
 def _choose_passes(key: PassesKey) -> FP8Passes:

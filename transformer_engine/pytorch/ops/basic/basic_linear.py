@@ -24,7 +24,7 @@ from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.initial_values import keep_initial_values
-from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
+from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ..pass_operation import PassOperation
 from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from ..passes.linear import LinearPasses, fitting, linear_spec
@@ -126,26 +126,12 @@ class BasicLinear(PassOperation):
         tracker = self._rng_state_tracker_function
         with torch.no_grad(), nullcontext() if tracker is None else tracker().fork():
             torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5))
-        result: Tensor = values
+        result, initial = values, None
         if self._with_quantized_weight:
-            result = self._quantized(values)
-        parameter = torch.nn.Parameter(result, requires_grad=before.requires_grad)
-        for name, value in vars(before).items():
-            if not hasattr(parameter, name):
-                setattr(parameter, name, value)
-        if self._with_quantized_weight and self._preserves_initial_values:
-            keep_initial_values(parameter, values)
-        self.register_parameter("weight", parameter)
-
-    def _quantized(self, values: Tensor) -> Tensor:
-        self.reset_recipe_state(recipe=self._model_init_recipe)
-        quantizer = self.get_quantizer("forward", 1)
-        assert quantizer is not None
-        quantizer = quantizer.copy()
-        quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
-        quantizer.internal = False
-        with torch.no_grad():
-            return quantizer.quantize(values)  # pyright: ignore[reportReturnType]
+            self.reset_recipe_state(recipe=self._model_init_recipe)
+            result = self.quantize_parameter(values, 1)
+            initial = values if self._preserves_initial_values else None
+        replace_parameter(self, "weight", result, initial)
 
     def num_quantizers(self, mode: str) -> int:
         return 2 if mode == "forward" else 1
@@ -154,28 +140,9 @@ class BasicLinear(PassOperation):
         tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
         return [QuantizerRole("linear", tensor, "") for tensor in tensors]
 
-    def reset_recipe_state(self, *, recipe: Any = None) -> None:
-        super().reset_recipe_state(recipe=recipe)
-        self._update_weight_quantizer()
-
     def _set_recipe(self, recipe: Any, group: Any) -> None:
         super()._set_recipe(recipe, group)
-        self._update_weight_quantizer()
-
-    def _update_weight_quantizer(self) -> None:
-        """Connect a quantized weight to the state of the active quantizer, whose scale updates then reach it."""
-        weight: Any = self.weight
-        quantizer = self.get_quantizer("forward", 1)
-        if not isinstance(weight, QuantizedTensor) or quantizer is None or weight._quantizer is None:
-            return
-        current: Any = weight._quantizer
-        if current.stateful or quantizer.stateful:
-            if type(current) is not type(quantizer):
-                return
-            quantizer = quantizer.copy()
-            quantizer.set_usage(**current.get_usages())
-            quantizer.internal = False
-            weight.update_quantizer(quantizer)
+        self.connect_parameter(self.weight, 1)
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Check that the weight has a gradient buffer, if its gradient is accumulated.
@@ -229,6 +196,18 @@ class BasicLinear(PassOperation):
 
     _functional_forward = staticmethod(functional_forward)
     _functional_backward = staticmethod(functional_backward)
+
+
+def replace_parameter(op: Any, name: str, values: Tensor, initial: Tensor | None) -> None:
+    """Replace a parameter by one with other values, its attributes and, unless they are None, its initial values."""
+    before = op.get_parameter(name)
+    parameter = torch.nn.Parameter(values, requires_grad=before.requires_grad)
+    for key, value in vars(before).items():
+        if not hasattr(parameter, key):
+            setattr(parameter, key, value)
+    if initial is not None:
+        keep_initial_values(parameter, initial)
+    op.register_parameter(name, parameter)
 
 
 def tensor_parallel_boundary(

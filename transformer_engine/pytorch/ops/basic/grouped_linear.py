@@ -35,8 +35,7 @@ from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.grouped_checkpoints import convert_state
 from ...tensor.grouped_tensor import GroupedTensor, group_memory, plain_stack
-from ...tensor.initial_values import keep_initial_values
-from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
+from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ..pass_operation import PassOperation
 from ..passes.contract import InputFacts, OperationCall, OperationPasses
 from ..passes.grouped import (
@@ -48,7 +47,7 @@ from ..passes.grouped import (
     accept_buffers,
 )
 from ..passes.linear import linear_spec
-from .basic_linear import check_input, check_main_grad, parameter_dtype
+from .basic_linear import check_input, check_main_grad, parameter_dtype, replace_parameter
 from .grouped_operator import is_op_fuser_grouped_tensor_path_supported, traced_passes
 
 # Beside the layer, original names that other libraries import from here.
@@ -187,40 +186,22 @@ class GroupedLinear(PassOperation):
                 result = self._quantized(values, int(name[6:]))
             elif stacked:
                 result = GroupedTensor.from_stack(values)
-            parameter = torch.nn.Parameter(result, requires_grad=before.requires_grad)
-            for key, value in vars(before).items():
-                if not hasattr(parameter, key):
-                    setattr(parameter, key, value)
-            if quantized and self._preserves_initial_values:
-                keep_initial_values(parameter, values)
-            self.register_parameter(name, parameter)
+            replace_parameter(
+                self, name, result, values if quantized and self._preserves_initial_values else None
+            )
 
     def _quantized(self, values: Tensor, group: int) -> Tensor:
         if self._applied is None:
             self.reset_recipe_state(recipe=self._model_init_recipe)
         quantizer = self.get_quantizer("forward", 2 * group + 1)
-        assert quantizer is not None
-        if quantizer.stateful and self.single_grouped_weight:
+        if self.single_grouped_weight and quantizer is not None and quantizer.stateful:
             raise RuntimeError(_SCALES_OF_STATE)
-        quantizer = quantizer.copy()
-        quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
-        quantizer.internal = False
-        with torch.no_grad():
-            return quantizer.quantize(values)  # pyright: ignore[reportReturnType]
+        return self.quantize_parameter(values, 2 * group + 1)
 
     def _set_recipe(self, recipe: Any, group: Any) -> None:
         super()._set_recipe(recipe, group)
         for i in range(self.num_groups):
-            weight: Any = getattr(self, f"weight{i}", None)
-            quantizer = self.get_quantizer("forward", 2 * i + 1)
-            if not isinstance(weight, QuantizedTensor) or quantizer is None or weight._quantizer is None:
-                continue
-            current: Any = weight._quantizer
-            if (current.stateful or quantizer.stateful) and type(current) is type(quantizer):
-                quantizer = quantizer.copy()
-                quantizer.set_usage(**current.get_usages())
-                quantizer.internal = False
-                weight.update_quantizer(quantizer)
+            self.connect_parameter(getattr(self, f"weight{i}", None), 2 * i + 1)
 
     def num_quantizers(self, mode: str) -> int:
         return 2 * self.num_groups if mode == "forward" else self.num_groups

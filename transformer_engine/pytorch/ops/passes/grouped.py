@@ -196,17 +196,18 @@ class GroupedPasses(OperationPasses):
         assert call is not None
         x = x.converted(self.converts_to).matrix()
         weights = self.parameters.of_kind("weight", tensors.parameters)
-        biases = added = None
+        biases = converted = None
         if self.has_bias:
             biases = self.parameters.of_kind("bias", tensors.parameters)
-            added = convert_weights(biases, call) if self.converts_bias else biases
-        layer_tensors = (x.data, weights, None if self.scale_bias else added)
-        (y,), saved = grouped_linear_forward(layer_tensors, call, call.spec.needs_grad, compute_y=compute_y)
+            converted = convert_weights(biases, call) if self.converts_bias else biases
+        bias = None if self.scale_bias else converted
+        saves = call.spec.needs_grad
+        y, *saved = grouped_linear_forward(x.data, weights, bias, call, saves, compute_y)
         if self.scale_bias:
             scales = tensors.extra[1].reshape(-1, 1)
             saved = [*saved, scales, biases, tuple(tensors.extra[1].shape)]
             if compute_y:
-                y = scaled_bias(y, added, scales, call)
+                y = scaled_bias(y, converted, scales, call)
         if self.buffers[0] is not None:
             self.buffers[0].copy_(y)
             y = alias_buffer(self.buffers[0])

@@ -76,9 +76,7 @@ class LinearPasses(OperationPasses):
         if self.spec.plain:
             x = x.values()
         leading = x.leading_dimensions()
-        y, *saved = linear_forward(
-            x.data, tensors.parameters[0], bias, self.spec, leading, accumulate_into=total
-        )
+        y, *saved = linear_forward(x.data, tensors.parameters[0], bias, self.spec, total)
         summed = sums_over_ranks(self.spec.parallel, "row")
         return ForwardResult(Value(y, leading, total is None and not summed), saved)
 
@@ -93,11 +91,9 @@ class LinearPasses(OperationPasses):
         """Compute both gradients; with a total accumulate dx into it."""
         if leading is None:
             leading = tuple(operands[0].shape[:-1])
-        gradients = linear_backward(operands, self.spec, accumulate_into=total)
-        if gradients.input is None:
-            return BackwardResult(None, (gradients.weight,))
+        dx, dw, _ = linear_backward(operands, self.spec, total)
         return BackwardResult(
-            Value(gradients.input, leading).converted(self.gradient_dtype), (gradients.weight,)
+            None if dx is None else Value(dx, leading).converted(self.gradient_dtype), (dw,)
         )
 
 

@@ -1,4 +1,8 @@
-"""Passes for normalizations."""
+"""Passes for normalizations.
+
+The kernel of a norm quantizes its output if the next operation requests a cast (`input_request`), as linear products do
+under a recipe; `functions/norm_linear.py` lists the conditions.
+"""
 
 from __future__ import annotations
 

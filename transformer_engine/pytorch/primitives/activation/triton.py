@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, is_undisturbed
+from ....common.dispatch import Backend, interventions
 from ....common.kernels.launch import LARGEST_EXTENT, Machine
 from ...runtime import launching
 from ...runtime.device import current_hardware
@@ -156,7 +156,7 @@ def _forward_codes(
     count, performed = len(program.inputs), Performed(program, request.device)
 
     def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> Quantized:
-        if not is_undisturbed():
+        if interventions:
             fused_codes.report(shape, request.dtype, request.device, cast)
         return Quantized(*performed(*(rows_dense(x), as_float32(multiplier), record)[:count]))
 
@@ -191,7 +191,7 @@ def _backward_codes(
     def run(
         dy: Tensor, x: Tensor, multiplier: Tensor | None, record: Tensor | None
     ) -> tuple[Quantized, Tensor | None]:
-        if not is_undisturbed():
+        if interventions:
             fused_codes.report(request.made, request.dtype, request.device, cast)
         operands = (rows_dense(dy), rows_dense(x), as_float32(multiplier), record)
         *codes, sums = performed(*operands[:count])
@@ -234,7 +234,7 @@ def _backward_and_output(
         if cast is None:
             dx, amax, codes_t, scale = performed(*matrices, *of_output)
             return MeasuredGradient(dx, amax), Quantized(codes_t=codes_t, scale_t=scale)
-        if not is_undisturbed():
+        if interventions:
             fused_codes.report(request.made, request.dtype, request.device, cast)
         operands = (*matrices, as_float32(multiplier), record, *of_output)
         *codes, codes_t, scale = performed(*operands)

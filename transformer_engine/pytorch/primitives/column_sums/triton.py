@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....common.dispatch import Backend, is_undisturbed
+from ....common.dispatch import Backend, interventions
 from ....common.kernels.launch import LARGEST_EXTENT, Machine
 from ...runtime import launching
 from ...runtime.device import current_hardware
@@ -95,7 +95,7 @@ def _with_codes(
     performed = Performed(program, request.device)
 
     def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> tuple[Quantized, Tensor]:
-        if not is_undisturbed():
+        if interventions:
             fused_codes.report(request.shape, request.dtype, request.device, cast)
         *codes, sums = performed(*(ready(x), None, as_float32(multiplier), record)[:count])
         return Quantized(*codes), sums

@@ -6,7 +6,7 @@ from ..operand import Operand, plain
 from .fused import gemm, gemm_gelu, gemm_gelu_gradient
 from .product import DEQUANTIZING, TABLE, multiplies_natively
 from .product import product as multiply
-from .request import Epilogue, GemmRequest, as_matrix, is_undisturbed_eager
+from .request import Epilogue, GemmRequest, as_matrix, products_depend_on_operands_alone
 
 __all__ = [
     "DEQUANTIZING",
@@ -18,8 +18,8 @@ __all__ = [
     "gemm",
     "gemm_gelu",
     "gemm_gelu_gradient",
-    "is_undisturbed_eager",
     "multiplies_natively",
     "multiply",
     "plain",
+    "products_depend_on_operands_alone",
 ]

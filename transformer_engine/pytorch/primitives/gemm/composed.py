@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common import dispatch
-from ....common.dispatch import Backend, is_undisturbed
+from ....common.dispatch import Backend, interventions
 from ..activation import activation_backward, activation_forward
 from ..operand import Operand
 from ..quantize import Cast, Quantized, quantize_as
@@ -79,7 +79,7 @@ def request_key(
     """Return the arguments of `described`, without building the request."""
     x_layout = None if x is None else (x.shape, x.stride(), x.device)
     forced = None
-    if not is_undisturbed():
+    if interventions:
         for operation in ("gemm", "activation", "quantize"):
             name = dispatch.forced_backend(operation)
             if name is not None and name != "cublaslt":

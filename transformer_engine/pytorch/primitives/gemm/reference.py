@@ -8,6 +8,8 @@ scale is applied to the float32 sum. Scales beyond bfloat16's range (2^-126 to 2
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,20 +22,31 @@ from .request import EPILOGUES, Epilogue, GemmRequest
 
 
 def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    """sum_k a[m, k] b[n, k] in float32; one scale for a whole tensor is applied to the sum, block scales before it.
+    """sum_k a[m, k] b[n, k] in float32; one scale for a whole tensor is applied to the sum, block scales before it."""
+    product = matrix_product(_values(a), _values(b).t())
+    return epilogue.finish(_apply_tensor_scales(product, a, b))
 
-    Where an operand has a second-level scale per row, both second levels are applied to the sum.
-    """
-    if _has_row_scales(a, b):
-        product = matrix_product(_values(_drop_second_scale(a)), _values(_drop_second_scale(b)).t())
-        product = _with_second_level(product, a, b)
-    else:
-        product = matrix_product(_values(a), _values(b).t())
+
+def _run_row_scaled(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    """`run` where an operand has a second-level scale per row: both second levels are applied to the sum."""
+    product = matrix_product(_values(_drop_second_scale(a)), _values(_drop_second_scale(b)).t())
+    return epilogue.finish(_apply_tensor_scales(_with_second_level(product, a, b), a, b))
+
+
+def _apply_tensor_scales(product: Tensor, a: Operand, b: Operand) -> Tensor:
+    """Multiply float32 sums by the scales of whole tensors."""
     for operand in (a, b):
         if operand.format == FLOAT8:
             assert operand.scale is not None
             product = product * operand.scale
-    return epilogue.finish(product)
+    return product
+
+
+def _bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    if request.empty:
+        return _multiply_empty
+    forms = (request.a_format, request.b_format)
+    return _run_row_scaled if any(form is not None and form.row_scaled for form in forms) else run
 
 
 def _has_row_scales(a: Operand, b: Operand) -> bool:
@@ -130,9 +143,7 @@ def _tensor_scale(operand: Operand) -> Tensor | float:
     return 1.0
 
 
-REFERENCE = Backend(
-    "reference", takes=EPILOGUES, bind=lambda request: _multiply_empty if request.empty else run
-)
+REFERENCE = Backend("reference", takes=EPILOGUES, bind=_bind)
 WIDEN = Backend(
     "widen", takes=EPILOGUES, unsupported_reason=_unsupported_by_widen, bind=lambda request: _run_widened
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....common import env
-from ....common.dispatch import disturbances
+from ....common.dispatch import interventions
 from ....common.formats import EXPONENT_PRODUCTS, TensorFormat
 from ....common.hardware import NO_GPU, Capability, Hardware
 from ...runtime.determinism import is_demanded
@@ -80,9 +80,9 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def is_undisturbed_eager() -> bool:
+def products_depend_on_operands_alone() -> bool:
     """Return whether a product depends on its operands alone: no backend is forced, observed or tuned."""
-    return not (disturbances or dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None)
+    return not (interventions or dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None)
 
 
 # Request features, which a backend declares.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, is_undisturbed
+from ....common.dispatch import Backend, interventions
 from ...runtime import launching
 from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, run, unsupported_elementwise
 from ..quantize import CastRequest, Quantized, fused_codes
@@ -101,7 +101,7 @@ def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, 
     def made(
         x: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor | None, record: Tensor | None
     ) -> tuple[Quantized, Tensor, Tensor]:
-        if not is_undisturbed():
+        if interventions:
             fused_codes.report(request.shape, request.dtype, request.device, cast)
         bias = None if bias is None else bias.contiguous()
         operands = (rows_dense(x), weight.contiguous(), bias, as_float32(multiplier), record)

@@ -10,7 +10,7 @@ from torch.nn.modules import module as every_module
 from ..runtime.checks import MODULE_HOOKS
 
 
-def are_bare(operations: Sequence[Any]) -> bool:
+def are_unintercepted(operations: Sequence[Any]) -> bool:
     """Whether operation calls run no hook, no `compile()` graph and no replaced `forward`, in any part.
 
     It runs in each chain call: loops, because a generator would enter a function for each operation.
@@ -42,7 +42,7 @@ def are_bare(operations: Sequence[Any]) -> bool:
 
 def unfused_reason(operation: Any) -> str | None:
     """Reason why an operation is called as a module, for `te.explain`; None if it fuses."""
-    if are_bare([operation]):
+    if are_unintercepted([operation]):
         return None
     parts = [operation, *(operation.basic_operations() if operation.is_fused_op else ())]
     for part in parts:
