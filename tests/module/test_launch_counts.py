@@ -24,10 +24,10 @@ LAUNCHES = {
     "layernorm_mlp/delayed": (11, 6, 1),
     "layernorm_mlp/current": (14, 6, 0),
     "layernorm_mlp/block": (9, 6, 0),
-    "layer/none": (8, 12, 5),
-    "layer/delayed": (20, 12, 6),
-    "layer/current": (28, 12, 5),
-    "layer/block": (18, 12, 5),
+    "layer/none": (8, 12, 3),
+    "layer/delayed": (20, 12, 4),
+    "layer/current": (28, 12, 3),
+    "layer/block": (18, 12, 3),
 }
 
 

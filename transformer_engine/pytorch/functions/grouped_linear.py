@@ -213,7 +213,9 @@ def _column_operand(x: Any, call: GroupedCall) -> Any:
     return x
 
 
-FUNCTIONS = LayerFunctions("GroupedLinear", grouped_linear_forward, grouped_linear_backward, results=1)
+FUNCTIONS = LayerFunctions(
+    "GroupedLinear", grouped_linear_forward, grouped_linear_backward, results=1, gradients=1
+)
 
 
 def grouped_linear(

@@ -331,7 +331,7 @@ def _forward(
     return [y], saved
 
 
-FUNCTIONS = LayerFunctions("Linear", _forward, linear_backward, results=1)
+FUNCTIONS = LayerFunctions("Linear", _forward, linear_backward, results=1, gradients=1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
