@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from transformer_engine.pytorch.attention import DotProductAttention, InferenceParams, MultiheadAttention
+from transformer_engine.pytorch.attention import (
+    DotProductAttention,
+    InferenceParams,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+)
+from transformer_engine.pytorch.attention.rotation import Rotation
 from transformer_engine.pytorch.functions.attention.autograd import Projection, attend
 from transformer_engine.pytorch.functions.split_heads import split_views
 from transformer_engine.pytorch.primitives.attention import reference
@@ -25,7 +31,7 @@ def make(device, **options):
     return MultiheadAttention(HIDDEN, HEADS, **options)
 
 
-def call(layer, form="sbhd", dtype=torch.float32):
+def call(layer, form="sbhd", dtype=torch.float32, **more):
     """Return the output, every gradient, and whether the graph has the joint node."""
     torch.manual_seed(1)
     device = layer.proj.weight.device
@@ -38,7 +44,7 @@ def call(layer, form="sbhd", dtype=torch.float32):
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
     }
-    y = layer(x, **(given if form == "thd" else {}))
+    y = layer(x, **(given if form == "thd" else {}), **more)
     joint = JOINT in nodes(y)
     y.backward(torch.randn(y.shape).to(y))
     results = [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
@@ -71,6 +77,26 @@ def test_the_joint_node_has_the_bits_of_two(form, groups, fused, device):
     ours, _ = call(make(device, **options), form, torch.bfloat16)
     theirs, joint = call(apart(make(device, **options)), form, torch.bfloat16)
     assert not joint
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+@pytest.mark.parametrize("form", SHAPES)
+def test_rotated_heads_have_the_bits_of_separate_rotations(form, groups, fused, device, monkeypatch):
+    mask = "padding_causal" if form == "thd" else "causal"
+    options = {"qkv_format": form, "attn_mask_type": mask, "num_gqa_groups": groups}
+    options |= {"fuse_qkv_params": fused, "params_dtype": torch.bfloat16}
+    angles = RotaryPositionEmbedding(HIDDEN // HEADS)(TOKENS * BATCH).to(device)
+    ours, _ = call(make(device, **options), form, torch.bfloat16, rotary_pos_emb=angles)
+
+    def rotate_apart(rotation, x, heads):
+        q, k, v = heads.split_qkv(x)
+        return *rotation(q, k), v
+
+    monkeypatch.setattr(Rotation, "rotate_projection", rotate_apart)
+    theirs, _ = call(make(device, **options), form, torch.bfloat16, rotary_pos_emb=angles)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
 

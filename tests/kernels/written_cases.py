@@ -209,7 +209,7 @@ def others() -> Iterator[Case]:
     for transposed in (False, True):
         joint = rope_packed.rotate_packed(
             (64, 2), (8, 1), (64, 64), (3072, 1536, 64), (64, 64, 64), 0, "bfloat16", layout="sbhd",
-            interleaved=True, transposed=transposed, context=(1, 0), offsets=(512, 1024),
+            interleaved=True, transposed=transposed, context=(1, 0), separate=True,
         )  # fmt: skip
         operands = (None, HALF, HALF, HALF) if transposed else (HALF,)
         yield (

@@ -404,8 +404,8 @@ class MultiheadAttention(CheckedLoading):
             keys_values = key_value(encoder_output, is_first_microbatch=is_first_microbatch)
             q = mixed.unflatten(-1, (heads.queries, heads.size))
             k, v = heads.split_kv(keys_values)
-        elif rotation is not None and not norms_first and (grouped := heads.grouped(mixed)) is not None:
-            q, k, v = rotation.rotate_projection(grouped, heads)
+        elif rotation is not None and not norms_first:
+            q, k, v = rotation.rotate_projection(mixed, heads)
             if q_norm is not None:
                 q, k = q_norm(q), k_norm(k)
             return q, k, v, None

@@ -90,7 +90,7 @@ class PackedRotationKernel(RotationKernel):
         launch = rope_packed.rotate_packed(
             tokens, (heads, 1), (self.width, self.width), (x.shape[1] * 3 * row, 3 * row, self.width),
             (angles.shape[0], angles.shape[1], angles.shape[1]), 0, x.dtype.name, layout=layout,
-            interleaved=self.interleaved, transposed=self.back, context=(1, 0), offsets=(row, 2 * row),
+            interleaved=self.interleaved, transposed=self.back, context=(1, 0), separate=True,
         )  # fmt: skip
         if self.back:
             (packed,) = run(launch, [angles, angles, None, None, None, *values])
