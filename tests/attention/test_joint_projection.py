@@ -81,6 +81,48 @@ def test_the_joint_node_has_the_bits_of_two(form, groups, fused, device):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+@pytest.mark.parametrize("form", SHAPES)
+def test_gradients_written_into_one_buffer_have_the_bits_of_joined_ones(form, groups, interleaved, device):
+    mask = "padding_causal" if form == "thd" else "causal"
+    core = DotProductAttention(HEADS, 8, num_gqa_groups=groups, qkv_format=form, attn_mask_type=mask)
+    x = torch.randn(*SHAPES[form], (HEADS + 2 * groups) * 8, device=device)
+    starts = torch.tensor([0, TOKENS - 2, TOKENS * BATCH - 3], dtype=torch.int32, device=device)
+    lengths, longest = starts.diff(), TOKENS
+    packed = {
+        "cu_seqlens_q": starts,
+        "cu_seqlens_kv": starts,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+    core(*split_views(x, HEADS, groups, 8, interleaved), **(packed if form == "thd" else {}))
+    (plan,) = core._plans.values()
+    request = replace(plan.call, needs_gradient=True)
+    rest = (lengths, lengths, starts, starts) if form == "thd" else ()
+    written = []
+
+    def backward_into(request, inputs, attended, grad_output, into):
+        gradients = reference.backward(request, inputs, attended, grad_output)
+        tokens = TOKENS * BATCH - 3 if request.packed else None  # nothing is written behind the last sequence
+        for target, gradient, part in zip(into, gradients[:3], inputs[:3], strict=True):
+            assert target.stride() == part.stride()
+            target[:tokens] = gradient[:tokens]
+        written.append({target.untyped_storage().data_ptr() for target in into})
+        return gradients._replace(q=into[0], k=into[1], v=into[2])
+
+    found = []
+    for passes in (reference.PASSES, reference.PASSES._replace(backward_into=backward_into)):
+        projection = x.clone().requires_grad_()
+        parts = split_views(projection.detach(), HEADS, groups, 8, interleaved)
+        inputs = AttentionInputs(*parts, *rest)
+        y = attend(passes, request, inputs, Projection(projection, interleaved)).output
+        y.backward(torch.sin(torch.arange(y.numel(), device=device)).view_as(y))
+        found.append(projection.grad)
+    assert torch.equal(*found)
+    assert [len(memory) for memory in written] == ([] if interleaved and groups == 2 else [1])
+
+
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
 @pytest.mark.parametrize("form", SHAPES)
