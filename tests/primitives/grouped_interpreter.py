@@ -87,7 +87,7 @@ def quantizations() -> dict[str, bool]:
 
 def measured_casts() -> dict[str, bool]:
     """One launch that measures and casts, with every distance between the two visits of a tile."""
-    cpu, spec, results = torch.device("cpu"), QuantizeSpec(FLOAT8, E4M3), {}
+    cpu, spec, results = torch.device("cpu"), QuantizeSpec(FLOAT8, E4M3, True, True), {}
     steps = (E4M3, False, 0.0, True, True)
     for splits in ((3, 131, 0, 70, 1), (0, 0, 300, 0, 5)):
         x, count = torch.randn(sum(splits), 80).bfloat16(), len(splits)

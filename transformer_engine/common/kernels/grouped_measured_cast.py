@@ -85,7 +85,9 @@ def measured_cast_kernel(
     parts = tl.cdiv(M, BLOCK_M)
     if BY_ROWS:
         if program < GROUPS and tl.load(layout + program + 1) == tl.load(layout + program):
-            _factor, inverse = scale_from_amax(0.0, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
+            _factor, inverse = scale_from_amax(
+                as_float(program * 0), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF
+            )
             tl.store(scale + program * SLOT, inverse)  # of a group without rows, which has no tile
         group, position, measures = _place_of_rows(layout, place, GROUPS, COUNT, LAG)
     else:

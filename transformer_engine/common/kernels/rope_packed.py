@@ -51,6 +51,7 @@ def rotate_packed_kernel(
     CONTEXT_PARALLEL: tl.constexpr,
     CLAMPS: tl.constexpr,
     HAS_REST: tl.constexpr,
+    EQUAL: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
@@ -82,7 +83,7 @@ def rotate_packed_kernel(
     rotated = tl.where(of_q, q_rotated, k_rotated)
     angle = tl.where(of_q, q_angles, k_angles) + position * rotated
     first_cosine, first_sine, second_cosine, second_sine = rotations(
-        angle, valid, rotated, INTERLEAVED, BLOCK_PAIRS
+        angle, valid, rotated, INTERLEAVED, BLOCK_PAIRS, EQUAL
     )
     if of_q:
         head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -138,6 +139,7 @@ def rotate_packed(
     context: tuple[int, int],
     clamps: bool = False,
     separate: bool = False,
+    equal_angles: bool = False,
 ) -> Launch:
     """(q_angles, k_angles, start | None, cu_seqlens | None, packed) -> q, k, v, None.
 
@@ -160,6 +162,7 @@ def rotate_packed(
         clamps: Positions outside the table belong to padding and use the nearest angles; otherwise NaN.
         separate: All q heads come first, then all k, then all v. By default, each group's q heads, k and v are
             adjacent.
+        equal_angles: Both features of every pair have the same angle, which halves the kernel's code.
     """
     (outer, inner), (groups, q_heads), (width, v_width) = tokens, heads, widths
     every = groups * q_heads
@@ -180,8 +183,8 @@ def rotate_packed(
         sequences.bit_length(), *strides[:2], *head_strides, *context,
     )  # fmt: skip
     constants = (
-        layout, interleaved, transposed, context[0] > 1, clamps, rest > 0, block_heads, block_groups, pairs, block_rest,
-        values,
+        layout, interleaved, transposed, context[0] > 1, clamps, rest > 0, equal_angles, block_heads, block_groups,
+        pairs, block_rest, values,
     )  # fmt: skip
     grid = (outer * inner, ceil_div(every, block_heads) + ceil_div(groups, block_groups), 1)
     if transposed:
