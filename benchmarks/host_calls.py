@@ -107,10 +107,11 @@ def _mlp() -> torch.nn.Module:
     )
 
 
-def _layer() -> torch.nn.Module:
+def _layer(**more: Any) -> torch.nn.Module:
+    options = {"fuse_qkv_params": True} | more
     return te.TransformerLayer(
         WIDTH, WIDTH, 4, bias=False, activation="swiglu", normalization="RMSNorm", attention_dropout=0.0,
-        hidden_dropout=0.0, fuse_qkv_params=True, params_dtype=torch.bfloat16,
+        hidden_dropout=0.0, params_dtype=torch.bfloat16, **options,
     )  # fmt: skip
 
 

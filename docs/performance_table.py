@@ -186,15 +186,12 @@ def conversions() -> str:
     return "\n".join(lines) + "\n"
 
 
-# Landing-page cases, and the run in its picture. The record has no commit field.
+# Cases of layers, and the run in their picture.
 HIGHLIGHTS = {
     "layer_fb/delayed/llama8b_s8192": "a layer of an 8-billion-parameter model",
     "layernorm_mlp_fb/delayed/swiglu_4096x14336": "a SwiGLU feed-forward block",
     "linear_fb/delayed/8192x4096x28672": "a linear layer",
 }
-HIGHLIGHTS_COMMIT = "f63a863"
-
-
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 
 
@@ -221,23 +218,45 @@ def comparison() -> str:
     return "\n".join(lines) + "\n"
 
 
+def headline() -> str:
+    """Rates of the two larger models relative to compiled PyTorch and to torchao."""
+    record = json.loads((RESULTS / "models_h200.json").read_text())
+    rates = {(row["arm"], row["size"]): row["tokens_per_second"] for row in record["medians"]}
+    plain, torchao = (
+        [f"{rates['te:delayed', size] / rates[arm, size]:.2f}" for size in ("1B", "8Bx4")]
+        for arm in ("pt:bf16", "pt:tensorwise")
+    )
+    return "\n".join(
+        [
+            f"On one H200, a 1.1B model and four layers of an 8B model train {plain[0]} and {plain[1]} times as fast",
+            "under `DelayedScaling` as in PyTorch with compiled layers in bfloat16, and",
+            f"{torchao[0]} and {torchao[1]} times as fast as with torchao's tensorwise FP8:",
+            "",
+        ]
+    )
+
+
 def highlights() -> str:
-    """FP8 speed relative to plain PyTorch in bfloat16 for three cases, with machine and commit."""
-    record = json.loads((RESULTS / "bench_h200.json").read_text())
-    times = _times(record)
+    """Rate of whole models under `DelayedScaling` relative to compiled PyTorch in bfloat16, with the machine."""
+    record = json.loads((RESULTS / "models_h200.json").read_text())
+    rows = {(row["arm"], row["size"]): row for row in record["medians"]}
     lines = ['<ul class="numbers">']
-    for case, title in HIGHLIGHTS.items():
-        fast, plain = times[case, "te"], times[case.replace("/delayed/", "/bf16/"), "torch"]
-        figures = f"{fast:.1f} ms in FP8, {plain:.1f} ms in plain PyTorch, bfloat16"
-        lines.append(f"<li><strong>{plain / fast:.2f} times</strong> as fast: {title}, {figures}</li>")
-    torch = record["torch"].split("+")[0]
+    for size, title in SIZES.items():
+        fast, plain = rows["te:delayed", size], rows["pt:bf16", size]
+        ratio = fast["tokens_per_second"] / plain["tokens_per_second"]
+        figures = [f"{row['tokens_per_second'] / 1e3:,.0f}k" for row in (fast, plain)]
+        lines.append(
+            f"<li><strong>{ratio:.2f} times</strong> the tokens per second: {title}; {figures[0]} tokens/s in FP8, "
+            f"{figures[1]} in compiled PyTorch, bfloat16</li>"
+        )
+    torch = record["versions"]["torch"].split("+")[0]
     return "\n".join(
         [
             *lines,
             "</ul>",
             "",
-            "Each number compares the forward and backward pass under `DelayedScaling` with plain PyTorch in",
-            f"bfloat16, on 8192 tokens and one {record['machine']} (torch {torch}, commit {HIGHLIGHTS_COMMIT}).",
+            "Each number compares training steps of a Llama-like model under `DelayedScaling` with PyTorch's compiled",
+            f"layers and cuDNN's attention on one {record['machine'].split(',')[0]} (torch {torch}).",
             "",
         ]
     )
@@ -250,13 +269,14 @@ if __name__ == "__main__":
             {
                 PAGE: {
                     **sections(),
+                    "headline": headline(),
                     "comparison": comparison(),
                     "models": models(),
                     "options": model_options(),
                     "sharded": sharded(),
                 },
                 HOME: {"numbers": highlights()},
-                README: {"comparison": comparison()},
+                README: {"models": models()},
                 CONVERT: {"convert": conversions()},
             },
         )

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from transformer_engine.pytorch.attention import DotProductAttention, InferenceParams, MultiheadAttention
+from transformer_engine.pytorch.attention import (
+    DotProductAttention,
+    InferenceParams,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+)
+from transformer_engine.pytorch.attention.rotation import Rotation
 from transformer_engine.pytorch.functions.attention.autograd import Projection, attend
 from transformer_engine.pytorch.functions.split_heads import split_views
 from transformer_engine.pytorch.primitives.attention import reference
@@ -25,7 +31,7 @@ def make(device, **options):
     return MultiheadAttention(HIDDEN, HEADS, **options)
 
 
-def call(layer, form="sbhd", dtype=torch.float32):
+def call(layer, form="sbhd", dtype=torch.float32, **more):
     """Return the output, every gradient, and whether the graph has the joint node."""
     torch.manual_seed(1)
     device = layer.proj.weight.device
@@ -38,7 +44,7 @@ def call(layer, form="sbhd", dtype=torch.float32):
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
     }
-    y = layer(x, **(given if form == "thd" else {}))
+    y = layer(x, **(given if form == "thd" else {}), **more)
     joint = JOINT in nodes(y)
     y.backward(torch.randn(y.shape).to(y))
     results = [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
@@ -71,6 +77,68 @@ def test_the_joint_node_has_the_bits_of_two(form, groups, fused, device):
     ours, _ = call(make(device, **options), form, torch.bfloat16)
     theirs, joint = call(apart(make(device, **options)), form, torch.bfloat16)
     assert not joint
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+@pytest.mark.parametrize("form", SHAPES)
+def test_gradients_written_into_one_buffer_have_the_bits_of_joined_ones(form, groups, interleaved, device):
+    mask = "padding_causal" if form == "thd" else "causal"
+    core = DotProductAttention(HEADS, 8, num_gqa_groups=groups, qkv_format=form, attn_mask_type=mask)
+    x = torch.randn(*SHAPES[form], (HEADS + 2 * groups) * 8, device=device)
+    starts = torch.tensor([0, TOKENS - 2, TOKENS * BATCH - 3], dtype=torch.int32, device=device)
+    lengths, longest = starts.diff(), TOKENS
+    packed = {
+        "cu_seqlens_q": starts,
+        "cu_seqlens_kv": starts,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+    core(*split_views(x, HEADS, groups, 8, interleaved), **(packed if form == "thd" else {}))
+    (plan,) = core._plans.values()
+    request = replace(plan.call, needs_gradient=True)
+    rest = (lengths, lengths, starts, starts) if form == "thd" else ()
+    written = []
+
+    def backward_into(request, inputs, attended, grad_output, into):
+        gradients = reference.backward(request, inputs, attended, grad_output)
+        tokens = TOKENS * BATCH - 3 if request.packed else None  # nothing is written behind the last sequence
+        for target, gradient, part in zip(into, gradients[:3], inputs[:3], strict=True):
+            assert target.stride() == part.stride()
+            target[:tokens] = gradient[:tokens]
+        written.append({target.untyped_storage().data_ptr() for target in into})
+        return gradients._replace(q=into[0], k=into[1], v=into[2])
+
+    found = []
+    for passes in (reference.PASSES, reference.PASSES._replace(backward_into=backward_into)):
+        projection = x.clone().requires_grad_()
+        parts = split_views(projection.detach(), HEADS, groups, 8, interleaved)
+        inputs = AttentionInputs(*parts, *rest)
+        y = attend(passes, request, inputs, Projection(projection, interleaved)).output
+        y.backward(torch.sin(torch.arange(y.numel(), device=device)).view_as(y))
+        found.append(projection.grad)
+    assert torch.equal(*found)
+    assert [len(memory) for memory in written] == ([] if interleaved and groups == 2 else [1])
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+@pytest.mark.parametrize("form", SHAPES)
+def test_rotated_heads_have_the_bits_of_separate_rotations(form, groups, fused, device, monkeypatch):
+    mask = "padding_causal" if form == "thd" else "causal"
+    options = {"qkv_format": form, "attn_mask_type": mask, "num_gqa_groups": groups}
+    options |= {"fuse_qkv_params": fused, "params_dtype": torch.bfloat16}
+    angles = RotaryPositionEmbedding(HIDDEN // HEADS)(TOKENS * BATCH).to(device)
+    ours, _ = call(make(device, **options), form, torch.bfloat16, rotary_pos_emb=angles)
+
+    def rotate_apart(rotation, x, heads):
+        q, k, v = heads.split_qkv(x)
+        return *rotation(q, k), v
+
+    monkeypatch.setattr(Rotation, "rotate_projection", rotate_apart)
+    theirs, _ = call(make(device, **options), form, torch.bfloat16, rotary_pos_emb=angles)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
 

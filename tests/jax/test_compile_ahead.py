@@ -100,6 +100,23 @@ def test_threads_that_need_one_kernel_compile_it_once(monkeypatch):
     assert len({id(value) for value in found}) == len(calls)
 
 
+def test_triton_is_hashed_once_before_the_threads_compile(monkeypatch):
+    from triton.runtime import cache
+
+    from transformer_engine.common.kernels import compiled as module
+
+    hashing = []
+    monkeypatch.setattr(module, "_hash", None)
+    monkeypatch.setattr(cache, "triton_key", lambda: hashing.append(threading.current_thread()))
+    launching.prepare_compiler()
+    futures = {id(module.begin_hash()) for _ in range(3)}
+    module.begin_hash().result(60)
+    assert len(futures) == len(hashing) == 1 and threading.current_thread() not in hashing
+    monkeypatch.setattr(module, "_hash", None)
+    monkeypatch.delattr(cache, "triton_key")  # a later version: its compilation computes the hash
+    module.begin_hash().result(60)
+
+
 def test_waiting_threads_receive_the_error_and_a_later_call_compiles_again(monkeypatch):
     from transformer_engine.common.kernels import compiled as module
 

@@ -1,7 +1,11 @@
 """Print {layer and recipe: counts} of the launches of a warm forward and backward pass, on a simulated H200.
 
 Counts are kernels of this package, products, and operations of torch that would launch a kernel. The attention of a
-TransformerLayer is a function without launches.
+TransformerLayer is a backend without launches, which like cuDNN writes its gradients into given tensors.
+
+layer            one weight for queries, keys and values, without rotary embedding
+rotary_layer     the same with rotary embedding
+separate_layer   three weights, with rotary embedding
 """
 
 from __future__ import annotations
@@ -18,15 +22,24 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import host_calls
 import pretended_gpu
 
-import transformer_engine.pytorch as te
 from transformer_engine.common.kernels import launch as launches
+from transformer_engine.pytorch.attention import RotaryPositionEmbedding
+from transformer_engine.pytorch.primitives.attention.call import Attended, Gradients
+from transformer_engine.pytorch.primitives.attention.passes import Passes
 from transformer_engine.pytorch.primitives.gemm import cublaslt_library
+
+
+def _separate_layer() -> torch.nn.Module:
+    return host_calls._layer(fuse_qkv_params=False, num_gqa_groups=2)
+
 
 LAYERS = {
     "linear": host_calls._linear,
     "layernorm_linear": host_calls._layernorm_linear,
     "layernorm_mlp": host_calls._mlp,
     "layer": host_calls._layer,
+    "rotary_layer": host_calls._layer,
+    "separate_layer": _separate_layer,
 }
 WARM = 6  # calls before the counted one: passes are compiled by then
 # Operations of torch that launch one kernel each; others that occur call these.
@@ -43,6 +56,15 @@ def product(*_: Any) -> None:
     counts["products"] += 1
 
 
+def attend(call: Any, inputs: Any) -> Attended:
+    q = inputs.q
+    return Attended(q.new_empty((*q.shape[:-1], call.head_dim_v)), q.new_empty(1))
+
+
+def differentiate(call: Any, inputs: Any, attended: Any, grad_output: Any, into: Any = None) -> Gradients:
+    return Gradients(*([torch.empty(x.shape, dtype=x.dtype) for x in inputs[:3]] if into is None else into))
+
+
 def pretend() -> None:
     pretended_gpu.pretend()
     middle = (0, 0, False, False, None, None, None, None, None, None)
@@ -52,14 +74,16 @@ def pretend() -> None:
         return launches.Handle(kernel, launch.grid, lambda device: 0, middle, arguments)
 
     launches._compile = compiled
+    pretended_gpu.everywhere("choose", lambda call: Passes("none", attend, differentiate, differentiate))
     cublaslt_library.bindings().matmul = product
 
 
 def counted(name: str, recipe: str) -> dict[str, int]:
     """Launches of one warm step of a layer."""
-    if name == "layer":
-        te.DotProductAttention.forward = host_calls._attention
-    work = host_calls.passes(LAYERS[name], host_calls.RECIPES[recipe](), True)
+    given: dict[str, Any] = {}
+    if name in ("rotary_layer", "separate_layer"):
+        given["rotary_pos_emb"] = RotaryPositionEmbedding(host_calls.WIDTH // 4)(host_calls.ROWS)
+    work = host_calls.passes(LAYERS[name], host_calls.RECIPES[recipe](), True, **given)
     for _ in range(WARM):
         work()
     counts.clear()

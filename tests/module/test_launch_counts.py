@@ -24,10 +24,18 @@ LAUNCHES = {
     "layernorm_mlp/delayed": (11, 6, 1),
     "layernorm_mlp/current": (14, 6, 0),
     "layernorm_mlp/block": (9, 6, 0),
-    "layer/none": (8, 12, 5),
-    "layer/delayed": (20, 12, 6),
-    "layer/current": (28, 12, 5),
-    "layer/block": (18, 12, 5),
+    "layer/none": (8, 12, 2),
+    "layer/delayed": (20, 12, 3),
+    "layer/current": (28, 12, 2),
+    "layer/block": (18, 12, 2),
+    "rotary_layer/none": (10, 12, 2),
+    "rotary_layer/delayed": (22, 12, 3),
+    "rotary_layer/current": (30, 12, 2),
+    "rotary_layer/block": (20, 12, 2),
+    "separate_layer/none": (10, 12, 2),
+    "separate_layer/delayed": (22, 12, 3),
+    "separate_layer/current": (30, 12, 2),
+    "separate_layer/block": (20, 12, 2),
 }
 
 

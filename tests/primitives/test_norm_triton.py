@@ -97,6 +97,23 @@ def test_rmsnorm_and_its_gradients_equal_float64(rows, width, dtype, zero_center
 
 
 @runs_kernels
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("rows, width", [(5, 48), (2, 8200), (2, 16400)])
+def test_gradient_is_added_to_the_rounded_gradient_of_a_norm(rows, width, centered):
+    x, weight, _, dy = _inputs(rows, width, torch.bfloat16)
+    add = torch.randn_like(x)
+    if centered:
+        _, *statistics = kernels.layernorm_forward(x, weight, None, EPS, False)
+        dx, *sums = kernels.layernorm_backward(dy, x, *statistics, weight, False)
+        together = kernels.layernorm_backward(dy, x, *statistics, weight, False, add)
+    else:
+        _, rstdev = kernels.rmsnorm_forward(x, weight, EPS, False)
+        dx, *sums = kernels.rmsnorm_backward(dy, x, rstdev, weight, False)
+        together = kernels.rmsnorm_backward(dy, x, rstdev, weight, False, add, True)
+    assert all(torch.equal(a, b) for a, b in zip(together, (dx + add, *sums), strict=True))
+
+
+@runs_kernels
 @pytest.mark.parametrize("rows, width", [(2, 8200), (2, 16400)])
 def test_rows_too_wide_for_one_tile_equal_float64(rows, width):
     x, weight, bias, dy = _inputs(rows, width, torch.float32)

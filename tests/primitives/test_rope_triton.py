@@ -122,6 +122,28 @@ def test_a_packed_qkv_gives_the_bits_of_its_parts(tensor_format, interleaved, si
 
 
 @runs_kernels
+@FORMATS
+@sized("heads", [(1, 1), (3, 2)], [(8, 4), (40, 1)], ids=str)
+@sized("widths", [(4, 4, 4), (12, 8, 12)], [(128, 128, 64), (64, 64, 64)], ids=str)
+def test_separate_heads_give_the_bits_of_their_parts(tensor_format, heads, widths):
+    (groups, each), (width, q_rotated, k_rotated) = heads, widths
+    sizes, count = (each * width, width, width), groups * (each + 2)
+    spec, positions = RopeSpec(tensor_format), _positions(tensor_format, started=True)
+    qkv = _x(tensor_format, count, width, torch.bfloat16)
+    q_angles, k_angles = _angles(LENGTH * 2, q_rotated), _angles(LENGTH * 2, k_rotated)
+    parts = kernels.rope_qkv_forward(qkv, q_angles, k_angles, positions, sizes, spec, True)
+    q, k, v = torch.split(qkv, [groups * each, groups, groups], dim=-2)
+    rotated = [kernels.rope_forward(x, a, positions, spec) for x, a in ((q, q_angles), (k, k_angles))]
+    assert all(torch.equal(a, b) for a, b in zip(parts, (*rotated, v), strict=True))
+    back = kernels.rope_qkv_backward(*parts, q_angles, k_angles, positions, sizes, spec, True)
+    dq, dk = (
+        kernels.rope_backward(x, a, positions, spec)
+        for x, a in zip(parts[:2], (q_angles, k_angles), strict=True)
+    )
+    assert back.is_contiguous() and torch.equal(back, torch.cat((dq, dk, v), -2))
+
+
+@runs_kernels
 def test_a_strided_packed_qkv_gives_the_bits_of_its_copy():
     joint = torch.randn(6, 2, 3, 2, 20, device=DEVICE).bfloat16()[:, :, :, 1]
     angles, spec = _angles(6, 4), RopeSpec("sbhd")
@@ -162,6 +184,8 @@ def test_a_packed_qkv_that_does_not_split_by_heads_raises(device):
     spec = RopeSpec("sbhd")
     with pytest.raises(ValueError, match="does not add up"):
         rope.rope_qkv_forward(qkv, angles, angles, Positions(), (8, 4, 4), spec)
+    with pytest.raises(ValueError, match="not queries, keys and values"):
+        rope.rope_qkv_forward(qkv, angles, angles, Positions(), (8, 4, 8), spec, True)
     with pytest.raises(ValueError, match="not a multiple"):
         rope.rope_qkv_forward(qkv, angles, angles, Positions(), (6, 4, 10), spec)
     _, k, v = rope.rope_qkv_forward(qkv, angles, angles, Positions(), (8, 4, 8), spec)

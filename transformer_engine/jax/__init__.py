@@ -22,6 +22,8 @@ from . import (
     softmax,
 )
 from .explain import explain
+from .platform import expects_gpu as _expects_gpu
+from .primitives.launching import prepare_compiler as _prepare_compiler
 from .quantize import NVTE_FP8_COLLECTION_NAME, autocast, fp8_autocast, update_collections
 from .sharding import MeshResource
 
@@ -57,3 +59,5 @@ def __dir__() -> list[str]:
 
 
 absent.install_getters("transformer_engine")
+if _expects_gpu():
+    _prepare_compiler()

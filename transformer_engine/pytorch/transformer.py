@@ -29,8 +29,12 @@ from .module.shared_settings import hand_down_settings
 from .quantization.resizable_state import CheckedLoading
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype, autocast_is_active
+from .runtime.tracing import export_mode
 from .runtime.warn_once import warn_once
 from .transformer_settings import FIXED, LAYER_RULES, WORKED_BY, TransformerLayerConfig, check_variant
+
+_attention = MultiheadAttention.forward
+_mlp = LayerNormMLP.forward
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
@@ -313,17 +317,24 @@ class TransformerLayer(CheckedLoading):
         if dtype is not None:  # torch.autocast's dtype, for all residual sums
             hidden_states = hidden_states.to(dtype)
         hidden_states = hidden_states.contiguous()
-        attended = _attend(self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes)
+        joins = self._joins_gradients()
+        attended = _attend(self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes, joins)
         if self._config.parallel_attention_mlp:
             transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
             return self._output(self._add((attended + transformed, None), hidden_states))
         hidden_states = self._add(attended, hidden_states)
         del attended  # without a backward pass, this frees its memory
         if self.inter_attention is not None:
-            attended = _attend(self.inter_attention, hidden_states, of_cross, encoder_output, None, *modes)
+            attended = _attend(
+                self.inter_attention, hidden_states, of_cross, encoder_output, None, *modes, joins
+            )
             hidden_states = self._add(attended, hidden_states)
             del attended
-        transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
+        mlp = self.layernorm_mlp
+        if joins and is_bare(mlp, LayerNormMLP, _mlp):
+            transformed = mlp.forward_and_input(hidden_states, is_first_microbatch)
+        else:
+            transformed = mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         return self._output(self._add(transformed, hidden_states))
 
     if TYPE_CHECKING:
@@ -356,6 +367,14 @@ class TransformerLayer(CheckedLoading):
                 RULES["enc_dec_attn_mask_type"]("enc_dec_attn_mask_type", arguments.attn_mask_type)
             window("enc_dec_window_size", arguments.window_size)
             size_or_none("max_seqlen_kv", arguments.max_seqlen_kv, 0)
+
+    def _joins_gradients(self) -> bool:
+        """Whether the backward kernels of the norms add the gradients of the residuals, which are the norms' inputs."""
+        config = self._config
+        residual_is_input = not (
+            config.apply_residual_connection_post_layernorm or config.parallel_attention_mlp
+        )
+        return residual_is_input and not (torch.compiler.is_compiling() or export_mode.onnx)
 
     def _add(self, branch: Tensor | tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
         """Return residual + drop_path(dropout(x + bias)) for branch (x, bias[, another residual]), or x alone."""
@@ -390,8 +409,14 @@ def _attend(
     is_first_microbatch: bool | None,
     checkpoint_core_attention: bool,
     fast_zero_fill: bool,
+    joins: bool,
 ) -> Any:
-    """Call an attention layer with the arguments of a record."""
+    """Call an attention layer with the arguments of a record; with `joins`, the last output may be the residual."""
+    if joins and is_bare(attention, MultiheadAttention, _attention):
+        return attention.attend(
+            hidden_states, arguments, encoder_output, rotary_pos_emb, is_first_microbatch,
+            checkpoint_core_attention, fast_zero_fill, returns_input=True,
+        )  # fmt: skip
     return attention(
         hidden_states, encoder_output=encoder_output, rotary_pos_emb=rotary_pos_emb,
         is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,

@@ -100,7 +100,35 @@ def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> C
     ]
 
 
+def begin_hash() -> Future[None]:
+    """Begin to hash Triton's installation in a thread, once per process.
+
+    Every entry of Triton's disk cache depends on this hash of 0.46 GB, for which the first compilation of a process
+    would wait 0.3 to 0.9 s. Hashing and reading files release the interpreter's lock.
+    """
+    global _hash
+    with _lock:
+        if _hash is None:
+            _hash = Future()
+            threading.Thread(target=_compute_hash, args=(_hash,), daemon=True).start()
+        return _hash
+
+
+def _compute_hash(result: Future[None]) -> None:
+    try:
+        from triton.runtime import cache
+
+        # A private function, which caches its result. Without it, the compilation computes the hash.
+        compute = getattr(cache, "triton_key", None)
+        if compute is not None:
+            compute()
+        result.set_result(None)
+    except BaseException as error:
+        result.set_exception(error)
+
+
 def _compile(key: KernelKey) -> Compiled:
+    begin_hash().result()  # threads that compile at the same time would hash once each
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -173,5 +201,6 @@ def _compile_once(wanted: KernelKey) -> Compiled:
 
 
 _lock = threading.Lock()
+_hash: Future[None] | None = None
 _running: dict[KernelKey, Future[Compiled]] = {}
 _COMPILED: Memory[KernelKey, Compiled] = Memory(_compile_once, 4096)

@@ -323,8 +323,12 @@ def backward_rows(
     BLOCK_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
     KEEPS_GAMMA: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
 ):
-    """dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add with g = dy * gamma; sums of dy * xhat and of dy."""
+    """dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add with g = dy * gamma; sums of dy * xhat and of dy.
+
+    With ROUNDS_FIRST, dx is rounded to its dtype before `add` is added.
+    """
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = column < width
     if KEEPS_GAMMA:
@@ -358,6 +362,8 @@ def backward_rows(
             result -= (tl.sum(scaled, 1) / width)[:, None]
         result *= inverse[:, None]
         if add is not None:
+            if ROUNDS_FIRST:
+                result = result.to(dx.dtype.element_ty).to(tl.float32)
             result += tl.load(add + offset * add_stride + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + offset * width + column, result.to(dx.dtype.element_ty), mask=mask)
     _store_sums(dgamma, dbeta, mean, workspace, tl.program_id(0), tl.num_programs(0), 0, width, BLOCK_WIDTH)
@@ -391,8 +397,12 @@ def backward_wide(
     add_stride,
     ZERO_CENTERED: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
 ):
-    """Compute dx for one row per program, with any length, in two reads: for the two means, and for the gradient."""
+    """Compute dx for one row per program, with any length, in two reads: for the two means, and for the gradient.
+
+    With ROUNDS_FIRST, dx is rounded to its dtype before `add` is added.
+    """
     row = tl.program_id(0)
     offset = row.to(tl.int64)
     lane = tl.arange(0, BLOCK_WIDTH)
@@ -427,6 +437,8 @@ def backward_wide(
             scale += 1.0
         result = (gradient * scale - balance - (value - average) * inverse * projection) * inverse
         if add is not None:
+            if ROUNDS_FIRST:
+                result = result.to(dx.dtype.element_ty).to(tl.float32)
             result += tl.load(add + offset * add_stride + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + offset * width + column, result.to(dx.dtype.element_ty), mask=inside)
 
@@ -589,6 +601,7 @@ def backward(
     column_bytes: int,
     processors: int,
     shared_memory: int,
+    rounds_first: bool = False,
 ) -> Program:
     """Program (dy, x, add | None, gamma, mean | None, rstdev) -> dx, dgamma [width], dbeta [width] | None.
 
@@ -597,6 +610,7 @@ def backward(
     Args:
         column_bytes: Bytes for one element each from dy, x and add: a pipeline stage's size per column.
         shared_memory: Bytes available to one program.
+        rounds_first: Round dx to its dtype before `add` is added.
     """
     kinds = 2 if centered else 1
     dx = Output((rows, width), dtype)
@@ -610,7 +624,9 @@ def backward(
         programs = min(32, ceil_div(rows, 32))
         workspace = Output((kinds, programs, width), "float32")
         grid = (ceil_div(width, 128), programs, 1)
-        first = Launch(backward_wide, (rows, 1, 1), (dx,), scalars, (zero_centered, 4096), warps=16)
+        first = Launch(
+            backward_wide, (rows, 1, 1), (dx,), scalars, (zero_centered, 4096, rounds_first), warps=16
+        )
         constants = (32, 128, fitting(3, 32 * 128))
         second = Launch(column_sums, grid, (workspace,), scalars[:4], constants, warps=4)
         return _sum_steps(
@@ -622,7 +638,8 @@ def backward(
     block_rows, warps, resident, stages = _backward_tile(width)
     programs = min(ceil_div(rows, block_rows), resident * processors)
     workspace = Output((kinds, programs, width), "float32")
-    constants = (zero_centered, block_rows, block, fitting(stages, block_rows * block), width <= 8192)
+    depth = fitting(stages, block_rows * block)
+    constants = (zero_centered, block_rows, block, depth, width <= 8192, rounds_first)
     first = Launch(backward_rows, (programs, 1, 1), (dx, workspace), scalars, constants, warps)
     return _sum_steps(
         ProgramStep(first, _GIVEN, ("dx", "workspace")),

@@ -77,8 +77,13 @@ def token_position(
 
 
 @triton.jit
-def rotations(angle, valid, rotated, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
-    """Return cosines and sines of the angles of both features of every pair, [BLOCK_PAIRS] each; NaN unless valid."""
+def rotations(
+    angle, valid, rotated, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr, EQUAL: tl.constexpr
+):
+    """Return cosines and sines of the angles of both features of every pair, [BLOCK_PAIRS] each; NaN unless valid.
+
+    With EQUAL, both features of a pair have the same angle, whose functions are computed once.
+    """
     pair = tl.arange(0, BLOCK_PAIRS)
     inside = pair < rotated // 2
     if INTERLEAVED:
@@ -88,8 +93,11 @@ def rotations(angle, valid, rotated, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.
         first_column = pair
         second_column = rotated // 2 + pair
     first_angle = tl.where(valid, tl.load(angle + first_column, mask=inside, other=0.0), float("nan"))
+    cosine, sine = tl.cos(first_angle), tl.sin(first_angle)
+    if EQUAL:
+        return cosine, sine, cosine, sine
     second_angle = tl.where(valid, tl.load(angle + second_column, mask=inside, other=0.0), float("nan"))
-    return tl.cos(first_angle), tl.sin(first_angle), tl.cos(second_angle), tl.sin(second_angle)
+    return cosine, sine, tl.cos(second_angle), tl.sin(second_angle)
 
 
 @triton.jit
@@ -137,6 +145,7 @@ def rotate_kernel(
     CONTEXT_PARALLEL: tl.constexpr,
     CLAMPS: tl.constexpr,
     HAS_REST: tl.constexpr,
+    EQUAL: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -156,7 +165,7 @@ def rotate_kernel(
     source += head.to(tl.int64)[:, None] * head_stride
     target = y + token.to(tl.int64) * heads * features + head.to(tl.int64)[:, None] * features
     first_cosine, first_sine, second_cosine, second_sine = rotations(
-        angle, valid, rotated, INTERLEAVED, BLOCK_PAIRS
+        angle, valid, rotated, INTERLEAVED, BLOCK_PAIRS, EQUAL
     )
     rotate_heads(
         source, target, first_cosine, first_sine, second_cosine, second_sine, head < heads, features, rotated,
@@ -221,6 +230,7 @@ def rotate(
     transposed: bool,
     context: tuple[int, int],
     clamps: bool = False,
+    equal_angles: bool = False,
 ) -> Launch:
     """(x, angles, start | None, cu_seqlens | None) -> y [outer, inner, heads, features].
 
@@ -235,6 +245,7 @@ def rotate(
         transposed: Apply the transpose of the rotation, for gradients.
         context: Size and rank of context parallelism.
         clamps: Positions outside of the table belong to padding and use the nearest angles; otherwise NaN.
+        equal_angles: Both features of every pair have the same angle, which halves the kernel's code.
     """
     outer, inner, heads, features = shape
     positions, rotated = angles
@@ -253,6 +264,7 @@ def rotate(
         context[0] > 1,
         clamps,
         rest > 0,
+        equal_angles,
         block_heads,
         pairs,
         min(triton.next_power_of_2(max(rest, 1)), max(1, 4096 // block_heads)),

@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from ...common import env, optional
 from ...common.checks import switch as check_switch
-from ...common.kernels.launch import Launch, missing
+from ...common.kernels.launch import MISSING, Launch, missing
 from ...common.kernels.program import Program
 from ..runtime.platform import compute_capability, hardware, has_gpu
 
@@ -73,6 +73,14 @@ def _truth(word: str) -> bool:
     if word not in ("true", "false", "1", "0"):
         raise ValueError(f"{_SWITCHES}: {word!r} is neither true nor false; say one of them")
     return word in ("true", "1")
+
+
+def prepare_compiler() -> None:
+    """Let a thread import and hash Triton, if it is installed, while the program prepares its data."""
+    if MISSING is None:
+        from ...common.kernels.compiled import begin_hash
+
+        begin_hash()
 
 
 def kernels_unsupported_reason() -> str | None:

@@ -10,6 +10,7 @@ import importlib
 import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,12 +20,22 @@ from ...common import env
 from ...common.checks import whole
 from ...common.hardware import Hardware, capability_number, hardware_named, nvidia
 
+_DRIVER = Path("/proc/driver/nvidia/version")  # of Linux
 WITHOUT_GPU = nvidia(9, 0)  # its rules apply on a CPU, which emulates all formats
 
 
 @functools.cache
 def _gpus() -> tuple[Any, ...]:
     return tuple(device for device in jax.local_devices() if device.platform == "gpu")
+
+
+def expects_gpu() -> bool:
+    """Whether JAX will probably compute on an NVIDIA GPU: a driver is loaded, and JAX_PLATFORMS does not exclude it.
+
+    Unlike `has_gpu`, this does not initialize JAX's backends.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS") or "cuda"
+    return _DRIVER.exists() and any(name in platforms for name in ("cuda", "gpu"))
 
 
 def has_gpu() -> bool:

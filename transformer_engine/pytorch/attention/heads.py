@@ -31,12 +31,6 @@ class Heads:
         """Return q [.., h, d], k [.., g, d], v [.., g, d] from x [.., (h + 2 g) d]."""
         return split_heads(x, self.queries, self.groups, self.size, self.interleaved)
 
-    def grouped(self, x: Tensor) -> Tensor | None:
-        """Return x [.., (h + 2 g) d] as [.., g, (h / g + 2) d], group by group; None for another head order."""
-        if not self.interleaved and self.groups > 1:
-            return None
-        return x.unflatten(-1, (self.groups, -1))
-
     def split_kv(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return k [.., g, d], v [.., g, d] from x [.., 2 g d]."""
         if self.interleaved:

@@ -46,6 +46,7 @@ from .qk_norm import query_key_norm
 from .rotation import Rotation
 
 _attention = DotProductAttention.forward
+_norm_linear = LayerNormLinear.forward
 
 
 @configure_class(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
@@ -279,8 +280,13 @@ class MultiheadAttention(CheckedLoading):
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         fast_zero_fill: bool = True,
+        returns_input: bool = False,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Compute forward() with the core attention's arguments as one record, which a TransformerLayer passes on."""
+        """Compute forward() with the core attention's arguments as one record, which a TransformerLayer passes on.
+
+        With `returns_input`, hidden_states for a second reader are the last output; see
+        `LayerNormLinear.forward_and_input`.
+        """
         config = self._config
         if checkpoint_core_attention is not False:
             checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
@@ -305,13 +311,15 @@ class MultiheadAttention(CheckedLoading):
         codes = state.enabled and not (cached or export_mode.onnx) and outputs_codes(state)
         if checked is not None and (not is_bare(core, DotProductAttention, _attention) or core.score_mod):
             checked = None  # hooks and other classes see a module call
-        q, k, v, norm_output, projection = self._project(
+        mixed, norm_output, hidden_states = self._project(
+            config, hidden_states, is_first_microbatch, rotation, state if codes else None, returns_input
+        )
+        q, k, v, projection = self._split_heads(
             config,
-            hidden_states,
+            mixed,
             encoder_output,
             is_first_microbatch,
             rotation,
-            state if codes else None,
             # An attention over a cache reads keys that the projection has not produced.
             checked is not None and not cached,
         )
@@ -323,13 +331,15 @@ class MultiheadAttention(CheckedLoading):
             options = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}
             context = core(q, k, v, fast_zero_fill=fast_zero_fill, **options, **arguments.as_keywords())
         projected = modules["proj"](context, is_first_microbatch=is_first_microbatch)
-        if not (config.return_bias or config.returns_norm):
+        if not (config.return_bias or config.returns_norm or returns_input):
             return projected
         outputs: list[Any] = [projected]
         if config.return_bias:  # a module in place of proj may have added its own
             outputs = list(projected) if isinstance(projected, tuple) else [projected, None]
         if config.returns_norm:
             outputs.append(norm_output)
+        if returns_input:
+            outputs.append(hidden_states)
         return tuple(outputs)
 
     def check_call(
@@ -343,47 +353,69 @@ class MultiheadAttention(CheckedLoading):
         self,
         config: MultiheadAttentionConfig,
         hidden_states: Tensor,
-        encoder_output: Tensor | None,
         is_first_microbatch: bool | None,
         rotation: Rotation | None,
         codes: AutocastState | None,
-        joint: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Projection | None]:
-        """Return q, k, v by heads, normalized and rotated, the normalized input if it is returned, and a projection.
+        returns_input: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the first projection, the normalized input if it is returned, and hidden_states for a second reader.
 
         Args:
-            joint: The attention can be differentiated together with the split of a projection. The
-                three may then be views, unknown to autograd, of the returned projection.
+            config, hidden_states, is_first_microbatch, rotation: As in `attend`.
             codes: Autocast state for a following FP8 attention that takes codes. The projection in a self
                 attention produces them, unless norms or a rotation, which need values, come between.
+            returns_input: There is a second reader.
         """
-        first: dict[str, bool | None] = {"is_first_microbatch": is_first_microbatch}
+        first: dict[str, Any] = {"is_first_microbatch": is_first_microbatch}
         get: Any = self._modules.get
         projection = get("layernorm_qkv") or get("qkv") or get("layernorm_query") or get("query_layer")
         assert projection is not None
-        key_value, q_norm, k_norm = get("key_value"), get("q_norm"), get("k_norm")
-        if codes is not None and key_value is None and rotation is None and q_norm is None:
+        if codes is not None and rotation is None and get("key_value") is None and get("q_norm") is None:
             first["fp8_output"] = projects_codes(projection, codes, hidden_states)
-        heads = config.heads
+        if returns_input and not config.returns_norm and is_bare(projection, LayerNormLinear, _norm_linear):
+            mixed, hidden_states = projection.forward_and_input(hidden_states, **first)
+            return mixed, None, hidden_states
         mixed = projection(hidden_states, **first)
         mixed, norm_output = mixed if config.returns_norm else (mixed, None)
+        return mixed, norm_output, hidden_states
+
+    def _split_heads(
+        self,
+        config: MultiheadAttentionConfig,
+        mixed: Tensor,
+        encoder_output: Tensor | None,
+        is_first_microbatch: bool | None,
+        rotation: Rotation | None,
+        joint: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Projection | None]:
+        """Return q, k, v by heads, normalized and rotated, and a projection.
+
+        Args:
+            config, encoder_output, is_first_microbatch, rotation: As in `attend`.
+            mixed: The first projection.
+            joint: The attention can be differentiated together with the split of a projection. The
+                three may then be views, unknown to autograd, of the returned projection.
+        """
+        get: Any = self._modules.get
+        key_value, q_norm, k_norm = get("key_value"), get("q_norm"), get("k_norm")
+        heads = config.heads
         norms_first = q_norm is not None and config.qk_norm_before_rope
         if key_value is not None:
-            keys_values = key_value(encoder_output, **first)
+            keys_values = key_value(encoder_output, is_first_microbatch=is_first_microbatch)
             q = mixed.unflatten(-1, (heads.queries, heads.size))
             k, v = heads.split_kv(keys_values)
-        elif rotation is not None and not norms_first and (grouped := heads.grouped(mixed)) is not None:
-            q, k, v = rotation.rotate_projection(grouped, heads)
+        elif rotation is not None and not norms_first:
+            q, k, v = rotation.rotate_projection(mixed, heads)
             if q_norm is not None:
                 q, k = q_norm(q), k_norm(k)
-            return q, k, v, norm_output, None
+            return q, k, v, None
         elif joint and rotation is None and q_norm is None and type(mixed) is Tensor:
             whole = None
             if mixed.requires_grad and torch.is_grad_enabled():
                 whole = Projection(mixed, heads.interleaved)
             x = mixed if whole is None else mixed.detach()
             views = split_views(x, heads.queries, heads.groups, heads.size, heads.interleaved)
-            return *views, norm_output, whole
+            return *views, whole
         else:
             q, k, v = heads.split_qkv(mixed)
         if q_norm is not None and norms_first:
@@ -392,4 +424,4 @@ class MultiheadAttention(CheckedLoading):
             q, k = rotation(q, k)
         if q_norm is not None and not norms_first:
             q, k = q_norm(q), k_norm(k)
-        return q, k, v, norm_output, None
+        return q, k, v, None

@@ -165,16 +165,17 @@ class ApplyPackedRope(Function):
         cu_seqlens: Tensor | None,
         sizes: tuple[int, int, int],
         spec: RopeSpec,
+        separate: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(q_angles, k_angles, start, cu_seqlens)
-        ctx.sizes, ctx.spec = sizes, spec
-        return rope_qkv_forward(qkv, q_angles, k_angles, Positions(start, cu_seqlens), sizes, spec)
+        ctx.rest = rest = sizes, spec, separate
+        return rope_qkv_forward(qkv, q_angles, k_angles, Positions(start, cu_seqlens), *rest)
 
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q_angles, k_angles, start, cu_seqlens = ctx.saved_tensors
         positions = Positions(start, cu_seqlens)
-        rest = (q_angles, k_angles, positions, ctx.sizes, ctx.spec)
+        rest = (q_angles, k_angles, positions, *ctx.rest)
         if is_recorded():
             grad_qkv = transposed(
                 lambda dq, dk, dv: rope_qkv_backward(dq, dk, dv, *rest),
@@ -185,7 +186,7 @@ class ApplyPackedRope(Function):
             )
         else:
             grad_qkv = rope_qkv_backward(grad_q, grad_k, grad_v, *rest)
-        return grad_qkv, None, None, None, None, None, None
+        return grad_qkv, None, None, None, None, None, None, None
 
 
 class FusedRoPEFunc(Function):
@@ -340,11 +341,15 @@ def rotate_qkv(
     sizes: tuple[int, int, int],
     spec: RopeSpec,
     positions: Positions,
+    separate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute apply_fused_qkv_rotary_pos_emb for checked arguments; freqs are for queries and keys."""
+    """Compute apply_fused_qkv_rotary_pos_emb for checked arguments; freqs are for queries and keys.
+
+    With `separate`, qkv is [.., heads, d]: all query heads, then all keys, then all values.
+    """
     q_angles, k_angles = _angles(freqs[0]), _angles(freqs[1])
     start, bounds = positions
-    return ApplyPackedRope.apply(qkv, q_angles, k_angles, start, bounds, sizes, spec)
+    return ApplyPackedRope.apply(qkv, q_angles, k_angles, start, bounds, sizes, spec, separate)
 
 
 def _spec(tensor_format: str, interleaved: Any, cp_size: Any, cp_rank: Any) -> RopeSpec:

@@ -49,11 +49,14 @@ class Rotation(NamedTuple):
         q = rotate(q, self.angles[0], self.spec, Positions(self.before, self.bounds[0]))
         return q, rotate(k, self.angles[1], self.spec, Positions(self.before, self.bounds[1]))
 
-    def rotate_projection(self, grouped: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v from a projection [.., g, (h / g + 2) d], with q and k rotated, in one pass."""
+    def rotate_projection(self, x: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, v from a projection [.., (h + 2 g) d], with q and k rotated, in one pass."""
         each = heads.queries // heads.groups
         sizes = (each * heads.size, heads.size, heads.size)
-        return rotate_qkv(grouped, self.angles, sizes, self.spec, Positions(self.before, self.bounds[0]))
+        positions = Positions(self.before, self.bounds[0])
+        separate = not heads.interleaved and heads.groups > 1  # one group has the same order in both layouts
+        count = heads.queries + 2 * heads.groups if separate else heads.groups
+        return rotate_qkv(x.unflatten(-1, (count, -1)), self.angles, sizes, self.spec, positions, separate)
 
 
 def plan_rotation(

@@ -65,9 +65,15 @@ class NormByName:
         return y, NormStatistics(mean, rstdev)
 
     def backward(
-        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, add: Tensor | None = None
+        self,
+        dy: Tensor,
+        x: Tensor,
+        statistics: NormStatistics,
+        gamma: Tensor,
+        add: Tensor | None = None,
+        rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.norm.backward(dy, x, statistics, gamma, add)
+        return self.norm.backward(dy, x, statistics, gamma, add, rounds_first)
 
 
 class _Products(NamedTuple):

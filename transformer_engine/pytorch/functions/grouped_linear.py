@@ -207,7 +207,7 @@ def _column_operand(x: Any, call: GroupedCall) -> Any:
 
 
 GROUPED_LINEAR_FUNCTIONS = LayerFunctions(
-    "GroupedLinear", grouped_linear_forward, grouped_linear_backward, results=1
+    "GroupedLinear", grouped_linear_forward, grouped_linear_backward, results=1, gradients=1
 )
 
 

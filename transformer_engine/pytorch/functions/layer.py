@@ -30,14 +30,17 @@ class LayerFunctions(NamedTuple):
         forward: Function (*tensors, spec) -> the results [M, N], then the operands and tensors that the
             backward pass reads; None for one that no gradient needs.
         backward: Function (operands, spec) -> gradients of the tensors. The operands are the
-            gradients of the results, then the saved values; the function empties their list.
+            gradients of the results, in norm layers the gradient of another use of x, then the saved
+            values; the function empties their list.
         results: Number of results.
+        gradients: Number of gradients among the operands of `backward`.
     """
 
     name: str
     forward: Callable[..., Sequence[Any]]
     backward: Callable[..., Sequence[Any]]
     results: int
+    gradients: int
 
 
 # Run a pass instead of calling it: runner(pass name, function, arguments, number of results). A forward
@@ -144,7 +147,7 @@ def compiled_functions(
         return (*results, *parts), forms
 
     def backward(tensors: list[Any], spec: LayerSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
-        count = functions.results
+        count = functions.gradients
         operands = tensors[:count] + unpack(tensors[count:], ctx.forms)
         tensors.clear()
         return tuple(backward_results(functions, spec, operands, ctx.input_shape)), None

@@ -292,7 +292,7 @@ def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | N
     return Epilogue(accumulate_into.dtype, bias, accumulate_into, accumulate=True, exact=exact)
 
 
-LINEAR_FUNCTIONS = LayerFunctions("Linear", linear_forward, linear_backward, results=1)
+LINEAR_FUNCTIONS = LayerFunctions("Linear", linear_forward, linear_backward, results=1, gradients=1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:

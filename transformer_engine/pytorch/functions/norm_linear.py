@@ -31,6 +31,8 @@ that `fusions.choose_norm_mode` chooses once per call kind. It is FUSED_CAST if 
 the multiplier or amax is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
 
 **Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
+In a transformer layer x has another reader, the residual sum. `norm_linear_and_input` returns x for it: the gradient of
+that use arrives in the same node, and the norm's backward kernel adds it to dx.
 """
 
 from __future__ import annotations
@@ -153,7 +155,7 @@ def norm_columns(
 
 
 def norm_backward(
-    dh: Tensor, grad_norm_output: Tensor | None, saved: Sequence[Any], norm: Norm
+    dh: Tensor, grad_norm_output: Tensor | None, grad_x: Tensor | None, saved: Sequence[Any], norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute dx [M, K], dgamma [K] and dbeta [K] from dh [M, K].
 
@@ -168,6 +170,7 @@ def norm_backward(
     Args:
         dh: Gradient of h from the linear layer.
         grad_norm_output: Gradient of h from the caller that received it, or None.
+        grad_x: Gradient of another use of x [.., K], which is added to the rounded dx, or None.
         saved: x [.., K], gamma [K], mean [M] (None for an RMSNorm) and rstdev [M].
         norm: Norm kind and constants.
     """
@@ -176,7 +179,10 @@ def norm_backward(
         wait_for_saved(x, gamma, mean, rstdev)
     if grad_norm_output is not None:
         dh = dh + grad_norm_output.reshape(dh.shape)
-    return norm.backward(dh, as_matrix(dense_values(x)), NormStatistics(mean, rstdev), gamma)
+    statistics = NormStatistics(mean, rstdev)
+    if grad_x is None:
+        return norm.backward(dh, as_matrix(dense_values(x)), statistics, gamma)
+    return norm.backward(dh, as_matrix(dense_values(x)), statistics, gamma, as_matrix(grad_x), True)
 
 
 def norm_linear_forward(
@@ -210,11 +216,12 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]
     """Compute the gradients of x, gamma, beta, weight and bias.
 
     Args:
-        operands: dy [.., N], the gradient of the returned h or None, and the saved values. The list is
-            emptied, so that `linear_backward` frees the operands h and weight after their last reader.
+        operands: dy [.., N], the gradient of the returned h or None, the gradient of another use of x or None, and the
+            saved values. The list is emptied, so that `linear_backward` frees the operands h and weight after their
+            last reader.
         spec: Norm, linear layer and fusion mode for this call kind.
     """
-    dy, grad_norm_output, x, gamma, mean, rstdev, h, weight = operands
+    dy, grad_norm_output, grad_x, x, gamma, mean, rstdev, h, weight = operands
     operands.clear()
     linear_operands, saved_by_norm = [dy, h, weight], (x, gamma, mean, rstdev)
     produce_input = None
@@ -226,11 +233,11 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]
     if dh is None:  # neither x nor the norm's parameters need a gradient
         return [None, None, None, dw, db]
     # dx [M, K], dgamma [K], dbeta [K] from dh [M, K]
-    return [*norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm), dw, db]
+    return [*norm_backward(dh, grad_norm_output, grad_x, saved_by_norm, spec.norm), dw, db]
 
 
 NORM_LINEAR_FUNCTIONS = LayerFunctions(
-    "LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2
+    "LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2, gradients=3
 )
 
 
@@ -245,6 +252,19 @@ def norm_linear(
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
+def norm_linear_and_input(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
+) -> tuple[Tensor, Tensor]:
+    """Compute (y [.., N], x): the caller reads this x again, and `norm_backward` adds the gradient of that use to dx.
+
+    The sum has the bits that autograd's own sum of the two gradients has.
+    """
+    assert not spec.returns_norm_output
+    if not (spec.needs_grad and x.requires_grad):
+        return norm_linear(x, gamma, beta, weight, bias, spec)[0], x
+    return _NormLinearAndInput.apply(x, gamma, beta, weight, bias, spec)  # pyright: ignore[reportReturnType]
+
+
 class _NormLinear(Function):
     """Node in autograd's graph: `record` runs the forward function and saves, `run_backward` the backward function."""
 
@@ -257,6 +277,22 @@ class _NormLinear(Function):
     @staticmethod
     @once_differentiable("LayerNormLinear")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, (grad_output, grad_norm_output))
+        dx, dgamma, dbeta, dw, db = run_backward(
+            NORM_LINEAR_FUNCTIONS, ctx, (grad_output, grad_norm_output, None)
+        )
         # beta is None in an RMSNorm; the spec has no gradient.
+        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None
+
+
+class _NormLinearAndInput(Function):
+    """The same node with x as its second result, which is read again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
+        return record(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))[0], x
+
+    @staticmethod
+    @once_differentiable("LayerNormLinear")
+    def backward(ctx: Any, grad_output: Tensor, grad_x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, (grad_output, None, grad_x))
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None

@@ -226,11 +226,12 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     """Compute the gradients for the tensors in `norm_mlp_forward`.
 
     Args:
-        operands: dy [.., H], the gradient for the returned norm(x) or None, and the saved values. The list is emptied.
+        operands: dy [.., H], the gradient for the returned norm(x) or None, the gradient of another use of x or
+            None, and the saved values. The list is emptied.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
     """
-    grad_norm_output, *saved_by_norm = operands[1:6]
-    u, h, fc1_weight, a, fc2_weight = operands[6:]
+    grad_norm_output, grad_x, *saved_by_norm = operands[1:7]
+    u, h, fc1_weight, a, fc2_weight = operands[7:]
     # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] =
     # dy.T @ a [M, F]. Where the columns of a are recomputed, du is computed before dfc2.
     fc2_operands = [operands[0], a, fc2_weight]
@@ -258,10 +259,9 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     if spec.fc1.input_columns == PRODUCED:
         produce_input = norm_columns(saved_by_norm, fc1_operands[1], spec.norm, spec.fc1)
     dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, produce_input=produce_input)
-    norm_gradients = (
-        [None] * 3 if dh is None else norm_backward(dh, grad_norm_output, saved_by_norm, spec.norm)
-    )
-    return [*norm_gradients, dw1, db1, dw2, db2]
+    if dh is None:
+        return [None, None, None, dw1, db1, dw2, db2]
+    return [*norm_backward(dh, grad_norm_output, grad_x, saved_by_norm, spec.norm), dw1, db1, dw2, db2]
 
 
 def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
@@ -321,7 +321,9 @@ def _quantized_gradient(du: MeasuredGradient, fc1: LinearSpec) -> Any:
     return QuantizedGradient(fc1.grad_output.adopt(codes, du.values.dtype), None)
 
 
-NORM_MLP_FUNCTIONS = LayerFunctions("LayerNormMLP", norm_mlp_forward, norm_mlp_backward, results=2)
+NORM_MLP_FUNCTIONS = LayerFunctions(
+    "LayerNormMLP", norm_mlp_forward, norm_mlp_backward, results=2, gradients=3
+)
 
 
 def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
@@ -331,6 +333,14 @@ def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
         return y, norm_output
     outputs = _NormMLP.apply(spec, *tensors)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
+
+
+def norm_mlp_and_input(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor]:
+    """Compute (y [.., H], x), where the caller reads x again, as in `norm_linear_and_input`."""
+    assert not spec.returns_norm_output
+    if not (spec.needs_grad and tensors.x.requires_grad):
+        return norm_mlp(tensors, spec)[0], tensors.x
+    return _NormMLPAndInput.apply(spec, *tensors)  # pyright: ignore[reportReturnType]
 
 
 def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
@@ -362,27 +372,49 @@ def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence
     return gradients
 
 
+def _record(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Run the forward pass of a node; save what its backward pass reads, or what recomputes that."""
+    if not spec.checkpoint:
+        return record(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
+    states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
+    results = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
+    keep(ctx, (*tensors, *states))
+    ctx.spec, ctx.input_shape = spec, tensors[0].shape
+    return results
+
+
+def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Run the backward pass of a node; return the gradients of its arguments."""
+    gradients = (
+        _checkpointed_backward(ctx, grads)
+        if ctx.spec.checkpoint
+        else run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
+    )
+    dx, dgamma, dbeta, *rest = gradients
+    return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
+
+
 class _NormMLP(Function):
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
-        if spec.checkpoint:
-            states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
-            y, norm_output = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
-            keep(ctx, (*tensors, *states))
-            ctx.spec, ctx.input_shape = spec, tensors[0].shape
-        else:
-            y, norm_output = record(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
+        y, norm_output = _record(ctx, spec, tensors)
         # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @once_differentiable("LayerNormMLP")
     def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grads = (grad_output, grad_norm_output)
-        gradients = (
-            _checkpointed_backward(ctx, grads)
-            if ctx.spec.checkpoint
-            else run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
-        )
-        dx, dgamma, dbeta, *rest = gradients
-        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
+        return _gradients(ctx, (grad_output, grad_norm_output, None))
+
+
+class _NormMLPAndInput(Function):
+    """The same node with x as its second result, which is read again."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
+        return _record(ctx, spec, tensors)[0], tensors[0]
+
+    @staticmethod
+    @once_differentiable("LayerNormMLP")
+    def backward(ctx: Any, grad_output: Tensor, grad_x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _gradients(ctx, (grad_output, None, grad_x))

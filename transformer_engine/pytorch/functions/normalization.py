@@ -61,13 +61,24 @@ class Norm:
         return reference.rmsnorm_forward(x, gamma, self.eps, self.zero_centered)[0]
 
     def backward(
-        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, add: Tensor | None = None
+        self,
+        dy: Tensor,
+        x: Tensor,
+        statistics: NormStatistics,
+        gamma: Tensor,
+        add: Tensor | None = None,
+        rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(dx + add, dgamma, dbeta); an RMSNorm rounds the sum once, a LayerNorm rounds dx first."""
+        """(dx + add, dgamma, dbeta), from one kernel on a GPU.
+
+        With `rounds_first`, and in every LayerNorm, dx is rounded to x's dtype before `add` is added. Otherwise an
+        RMSNorm rounds the sum only.
+        """
         if statistics.mean is not None:
-            dx, dgamma, dbeta = layernorm_backward(
-                dy, x, statistics.mean, statistics.rstdev, gamma, self.zero_centered
-            )
-            return dx if add is None else dx + add, dgamma, dbeta
-        dx, dgamma = rmsnorm_backward(dy, x, statistics.rstdev, gamma, self.zero_centered, add)
+            rest = statistics.mean, statistics.rstdev, gamma, self.zero_centered
+            if add is None or add.dtype == x.dtype:
+                return layernorm_backward(dy, x, *rest, add)
+            dx, dgamma, dbeta = layernorm_backward(dy, x, *rest)
+            return dx + add, dgamma, dbeta
+        dx, dgamma = rmsnorm_backward(dy, x, statistics.rstdev, gamma, self.zero_centered, add, rounds_first)
         return dx, dgamma, None

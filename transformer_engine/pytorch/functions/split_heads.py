@@ -54,6 +54,11 @@ def split_views(
     return q, parts.select(axis, each), parts.select(axis, each + 1)
 
 
+def splits_into_views(queries: int, groups: int, interleaved: bool) -> bool:
+    """Whether `split_views` copies nothing: with several interleaved queries per group, it copies the queries."""
+    return queries == groups or groups == 1 or not interleaved
+
+
 def join_gradients(dq: Tensor, dk: Tensor, dv: Tensor, interleaved: bool) -> Tensor:
     """Return dx [.., (h + 2 g) d] from the q, k and v gradients."""
     axis = -2 if interleaved else -3

@@ -28,7 +28,7 @@ from ..constants import NormalizationName, ParallelMode
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import replace_fields
-from ..functions.norm_linear import NORM_LINEAR_FUNCTIONS, NormLinearSpec, norm_linear
+from ..functions.norm_linear import NORM_LINEAR_FUNCTIONS, NormLinearSpec, norm_linear, norm_linear_and_input
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
@@ -232,6 +232,30 @@ class LayerNormLinear(ProductsModule):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+    def forward_and_input(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
+    ) -> tuple[Any, ...]:
+        """Return the outputs of `forward`, then inp for a second reader.
+
+        The norm's backward kernel adds the gradient of the second use, which saves autograd's sum. The caller has
+        checked that the module has no hooks (`compat.replaceable.is_bare`).
+        """
+        weight, bias = weight_and_bias(self)
+        if (
+            self._config.return_layernorm_output
+            or type(weight) not in PLAIN_TENSORS
+            or type(inp) is not Tensor
+            or getattr(weight, "is_distributed_weight", False)
+        ):
+            outputs = self.forward(inp, is_first_microbatch, fp8_output)
+            return (*outputs, inp) if isinstance(outputs, tuple) else (outputs, inp)
+        gamma, beta = (
+            get_parameter_value(self, "layer_norm_weight"),
+            get_parameter_value(self, "layer_norm_bias"),
+        )
+        options = (is_first_microbatch, fp8_output, False)
+        return self._compute_output(options, inp, weight, bias, gamma, beta, returns_input=True)
+
     def _compute_output(
         self,
         options: tuple[bool | None, ...],
@@ -240,8 +264,15 @@ class LayerNormLinear(ProductsModule):
         bias: Tensor | None,
         gamma: Tensor,
         beta: Tensor | None,
+        returns_input: bool = False,
     ) -> Any:
-        """Compute `forward` with given parameters and (is_first_microbatch, fp8_output, fp8_grad)."""
+        """Compute `forward` with given parameters.
+
+        Args:
+            options: (is_first_microbatch, fp8_output, fp8_grad).
+            inp, weight, bias, gamma, beta: Input and parameters.
+            returns_input: Append inp to the outputs; see `forward_and_input`.
+        """
         config, is_first_microbatch = self._config, options[0]
         spec: NormLinearSpec = self.spec(inp, (weight, bias, gamma, beta), options)
         if is_first_microbatch is not None:
@@ -251,11 +282,17 @@ class LayerNormLinear(ProductsModule):
         dtype = spec.linear.dtype
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
-        if inp.dtype != dtype:
-            inp = inp.to(dtype)
         product_bias = None if config.return_bias else bias
-        layer = _run_by_name if _replaced.names or _common._replaced.names else norm_linear
-        y, norm_output = layer(inp, gamma, beta, weight, product_bias, spec)
+        replaced = _replaced.names or _common._replaced.names
+        x = inp if inp.dtype == dtype else inp.to(dtype)
+        if returns_input and x is inp and not replaced:
+            y, inp = norm_linear_and_input(x, gamma, beta, weight, product_bias, spec)
+            return (y, bias, inp) if config.return_bias else (y, inp)
+        y, norm_output = (_run_by_name if replaced else norm_linear)(
+            x, gamma, beta, weight, product_bias, spec
+        )
+        if returns_input:
+            return (y, bias, inp) if config.return_bias else (y, inp)
         if not (config.return_bias or config.return_layernorm_output):
             return y
         outputs: tuple[Any, ...] = (y, bias) if config.return_bias else (y,)

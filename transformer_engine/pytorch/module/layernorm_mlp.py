@@ -27,7 +27,7 @@ from ..distributed.tensor_parallel import (
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import LinearSpec, replace_fields
-from ..functions.norm_mlp import NORM_MLP_FUNCTIONS, NormMLPSpec, NormMLPTensors, norm_mlp
+from ..functions.norm_mlp import NORM_MLP_FUNCTIONS, NormMLPSpec, NormMLPTensors, norm_mlp, norm_mlp_and_input
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
@@ -310,10 +310,34 @@ class LayerNormMLP(ProductsModule):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+    def forward_and_input(
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the outputs of `forward`, then inp for a second reader; see `LayerNormLinear.forward_and_input`."""
+        fc1_weight, fc2_weight = (
+            get_parameter_value(self, "fc1_weight"),
+            get_parameter_value(self, "fc2_weight"),
+        )
+        if (
+            self._config.return_layernorm_output
+            or type(inp) is not Tensor
+            or getattr(fc1_weight, "is_distributed_weight", False)
+            or getattr(fc2_weight, "is_distributed_weight", False)
+        ):
+            outputs = self.forward(inp, is_first_microbatch)
+            return (*outputs, inp) if isinstance(outputs, tuple) else (outputs, inp)
+        return self._compute_output(inp, is_first_microbatch, fc1_weight, fc2_weight, returns_input=True)  # pyright: ignore[reportReturnType]
+
     def _compute_output(
-        self, inp: Tensor, is_first_microbatch: bool | None, fc1_weight: Tensor, fc2_weight: Tensor
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None,
+        fc1_weight: Tensor,
+        fc2_weight: Tensor,
+        *,
+        returns_input: bool = False,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Compute `forward` with given weights."""
+        """Compute `forward`, or with `returns_input` `forward_and_input`, with given weights."""
         config = self._config
         gamma, beta = (
             get_parameter_value(self, "layer_norm_weight"),
@@ -338,14 +362,18 @@ class LayerNormMLP(ProductsModule):
         dtype = spec.fc1.dtype
         if fc1_bias is not None and fc2_bias is not None:
             fc1_bias, fc2_bias = fc1_bias.to(dtype), fc2_bias.to(dtype)
-        if inp.dtype != dtype:
-            inp = inp.to(dtype)
         product_bias = None if config.adds_bias_late else fc2_bias
-        y, norm_output = norm_mlp(
-            NormMLPTensors(inp, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias), spec
-        )
+        x = inp if inp.dtype == dtype else inp.to(dtype)
+        tensors = NormMLPTensors(x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
+        norm_output = None
+        if returns_input and x is inp and not (_replaced.names or _common._replaced.names):
+            y, inp = norm_mlp_and_input(tensors, spec)
+        else:
+            y, norm_output = norm_mlp(tensors, spec)
         if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
+        if returns_input:
+            return (y, fc2_bias, inp) if config.return_bias else (y, inp)
         if not (config.return_bias or config.return_layernorm_output):
             return y
         outputs: tuple[Any, ...] = (y, fc2_bias) if config.return_bias else (y,)

@@ -46,7 +46,7 @@ class RotationKernel(Kernel):
         launch = rope.rotate(
             (outer, inner, heads, features), (inner * heads * features, heads * features, features),
             (angles.shape[0], angles.shape[1]), 0, x.dtype.name, layout="sbhd" if self.sequence_first else "bshd",
-            interleaved=self.interleaved, transposed=self.back, context=(1, 0),
+            interleaved=self.interleaved, transposed=self.back, context=(1, 0), equal_angles=True,
         )  # fmt: skip
         return (run(launch, [x, angles, None, None])[0],)  # pyright: ignore[reportReturnType]
 
@@ -90,7 +90,8 @@ class PackedRotationKernel(RotationKernel):
         launch = rope_packed.rotate_packed(
             tokens, (heads, 1), (self.width, self.width), (x.shape[1] * 3 * row, 3 * row, self.width),
             (angles.shape[0], angles.shape[1], angles.shape[1]), 0, x.dtype.name, layout=layout,
-            interleaved=self.interleaved, transposed=self.back, context=(1, 0), offsets=(row, 2 * row),
+            interleaved=self.interleaved, transposed=self.back, context=(1, 0), separate=True,
+            equal_angles=True,
         )  # fmt: skip
         if self.back:
             (packed,) = run(launch, [angles, angles, None, None, None, *values])

@@ -21,11 +21,12 @@ from ...primitives.attention import reference
 from ...primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
 from ...primitives.attention.choose import choose_passes
 from ...primitives.attention.operators import BIAS, SINK, as_traced
+from ...primitives.attention.packed import zero_padding
 from ...primitives.attention.passes import Bound, Differentiable, Passes
 from ...runtime.autograd import Function, check_transforms, disable_autocast, is_forward_mode
 from ...runtime.double_backward import is_recorded, once_differentiable, replay
 from ..saving import take_saved
-from ..split_heads import join_gradients, split_heads, split_views
+from ..split_heads import join_gradients, split_heads, split_views, splits_into_views
 from .fp8 import RecomputedFP8Attention
 from .fp8_attention import FP8Attention
 
@@ -61,7 +62,12 @@ def attention_forward(
     return attended, SavedAttention(passes, inputs, attended)
 
 
-def attention_backward(call: AttentionCall, saved: SavedAttention, grad_output: Tensor) -> Gradients:
+def attention_backward(
+    call: AttentionCall,
+    saved: SavedAttention,
+    grad_output: Tensor,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Gradients:
     """Compute the gradients of q, k, v, bias and sink.
 
     Args:
@@ -69,12 +75,17 @@ def attention_backward(call: AttentionCall, saved: SavedAttention, grad_output: 
         saved: Result from `attention_forward`. A merged output and log-sum-exp may replace the results of one
             block: the gradients then belong to the block's share of the merged attention.
         grad_output: Output gradient, [.., h, d_v] or [.., h * d_v].
+        into: Tensors that become the gradients of q, k and v, for passes with `backward_into`.
     """
     passes, inputs, attended = saved
     shape = (*inputs.q.shape[:-1], call.head_dim_v)
     attended = Attended(attended.output.view(shape), attended.lse, attended.rng_state)
     # Contiguous like the output: some kernels assume so, and return wrong gradients otherwise.
-    return passes.backward(call, inputs, attended, grad_output.contiguous().view(shape))
+    grad_output = grad_output.contiguous().view(shape)
+    if into is None:
+        return passes.backward(call, inputs, attended, grad_output)
+    assert passes.backward_into is not None
+    return passes.backward_into(call, inputs, attended, grad_output, into)
 
 
 def view_aliases(inputs: AttentionInputs) -> AttentionInputs:
@@ -263,11 +274,38 @@ def _project_gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     of_others: list[Tensor | None] = [None] * len(rest)
     heads = split_views(x, call.heads, call.groups, call.head_dim_qk, ctx.interleaved)
     saved = SavedAttention(ctx.passes, AttentionInputs(*heads, *rest), Attended(output, lse, rng_state))
+    joint, into = _joint_gradient(ctx, x, saved.inputs)
     # The joined gradient is as large as x: free x and the output first.
     del x, output, heads, rest
-    gradients = attention_backward(call, saved, grad_output)
-    del saved
+    gradients = attention_backward(call, saved, grad_output, into)
+    del saved, into
     if of_others:
         of_others[BIAS - _QKV], of_others[SINK - _QKV] = gradients.bias, gradients.sink
-    joint = join_gradients(gradients.q, gradients.k, gradients.v, ctx.interleaved)
+    if joint is None:
+        joint = join_gradients(gradients.q, gradients.k, gradients.v, ctx.interleaved)
     return None, None, None, None, joint, *of_others
+
+
+def _joint_gradient(
+    ctx: Any, x: Tensor, inputs: AttentionInputs
+) -> tuple[Tensor | None, tuple[Tensor, Tensor, Tensor] | None]:
+    """Allocate the gradient of a projection x, and return it with its views for q, k and v.
+
+    Returns (None, None) if the backend allocates the three gradients, or if a view would be a copy.
+    """
+    call, interleaved = ctx.call, ctx.interleaved
+    if (
+        ctx.passes.backward_into is None
+        or not splits_into_views(call.heads, call.groups, interleaved)
+        or not x.is_contiguous()
+    ):
+        return None, None
+    one_table = inputs.starts_q is not None and inputs.starts_q is inputs.starts_kv
+    if call.packed and (call.padded_between or not one_table):
+        joint = torch.zeros_like(x)
+    else:
+        joint = torch.empty_like(x)
+        if call.packed:
+            assert inputs.starts_q is not None
+            zero_padding(joint, inputs.starts_q)
+    return joint, split_views(joint, call.heads, call.groups, call.head_dim_qk, interleaved)

@@ -15,11 +15,21 @@ from .call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gra
 
 
 class Passes(NamedTuple):
-    """Forward and backward function of a backend; the output gradient is passed contiguous."""
+    """Forward and backward function of a backend; the output gradient is passed contiguous.
+
+    Attributes:
+        backward_into: `backward` with a further argument, tensors that become the gradients of q, k and v. They have
+            the strides of q, k and v. Packed tokens that belong to no sequence are not written. None if the backend
+            allocates its gradients.
+    """
 
     name: str
     forward: Callable[[AttentionCall, AttentionInputs], Attended]
     backward: Callable[[AttentionCall, AttentionInputs, Attended, Tensor], Gradients]
+    backward_into: (
+        Callable[[AttentionCall, AttentionInputs, Attended, Tensor, tuple[Tensor, Tensor, Tensor]], Gradients]
+        | None
+    ) = None
 
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Compute attention for a call that needs no gradient."""

@@ -51,12 +51,23 @@ def layernorm_forward(
 
 
 def layernorm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstdev: Tensor,
+    weight: Tensor,
+    zero_centered: bool,
+    add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx [M, H] in x's dtype, dweight [H], dbias [H] in weight's dtype; sums are float32."""
-    layout = (x.shape, x.stride(), x.dtype, weight.dtype, x.device)
-    key = ("layernorm_backward", *layout, zero_centered, 0.0, (dy.stride(), dy.dtype))
-    return TABLE.bound(key)(dy, x, mean, rstdev, weight)
+    """Return dx [M, H] + add in x's dtype, dweight [H], dbias [H] in weight's dtype; sums are float32.
+
+    dx is rounded to x's dtype before `add` is added.
+    """
+    layout, gradient = (x.shape, x.stride(), x.dtype, weight.dtype, x.device), (dy.stride(), dy.dtype)
+    key = ("layernorm_backward", *layout, zero_centered, 0.0, gradient)
+    if add is not None:
+        key = (*key, (add.stride(), add.dtype), None, False, False, True)
+    return TABLE.bound(key)(dy, x, mean, rstdev, weight, add)
 
 
 @overload
@@ -84,12 +95,23 @@ def rmsnorm_forward(
 
 
 def rmsnorm_backward(
-    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None
+    dy: Tensor,
+    x: Tensor,
+    rstdev: Tensor,
+    weight: Tensor,
+    zero_centered: bool,
+    add: Tensor | None = None,
+    rounds_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [M, H] + add in x's dtype, dweight [H] in weight's dtype; sums are float32."""
+    """Return dx [M, H] + add in x's dtype, dweight [H] in weight's dtype; sums are float32.
+
+    With `rounds_first`, dx is rounded to x's dtype before `add` is added, as a separate sum would.
+    """
     layout, gradient = (x.shape, x.stride(), x.dtype, weight.dtype, x.device), (dy.stride(), dy.dtype)
     added = None if add is None else (add.stride(), add.dtype)
     key = ("rmsnorm_backward", *layout, zero_centered, 0.0, gradient, added)
+    if rounds_first:
+        key = (*key, None, False, False, True)
     return TABLE.bound(key)(dy, x, rstdev, weight, add)
 
 
@@ -101,10 +123,12 @@ _OPERATORS: dict[str, TorchOperator] = {
         triton.empty_layernorm,
     ),
     "layernorm_backward": operator(
-        "layernorm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstdev, Tensor weight, bool zero_centered)"
-        " -> (Tensor, Tensor, Tensor)",
-        layernorm_backward,
-        lambda dy, x, mean, rstdev, weight, zero_centered: (
+        "layernorm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstdev, Tensor weight, Tensor? add,"
+        " bool zero_centered) -> (Tensor, Tensor, Tensor)",
+        lambda dy, x, mean, rstdev, weight, add, zero_centered: layernorm_backward(
+            dy, x, mean, rstdev, weight, zero_centered, add
+        ),
+        lambda dy, x, mean, rstdev, weight, add, zero_centered: (
             x.new_empty(x.shape),
             weight.new_empty(weight.shape),
             weight.new_empty(weight.shape),
@@ -116,12 +140,12 @@ _OPERATORS: dict[str, TorchOperator] = {
         triton.empty_rmsnorm,
     ),
     "rmsnorm_backward": operator(
-        "rmsnorm_backward(Tensor dy, Tensor x, Tensor rstdev, Tensor weight, Tensor? add, bool zero_centered)"
-        " -> (Tensor, Tensor)",
-        lambda dy, x, rstdev, weight, add, zero_centered: rmsnorm_backward(
-            dy, x, rstdev, weight, zero_centered, add
+        "rmsnorm_backward(Tensor dy, Tensor x, Tensor rstdev, Tensor weight, Tensor? add, bool zero_centered,"
+        " bool rounds_first) -> (Tensor, Tensor)",
+        lambda dy, x, rstdev, weight, add, zero_centered, rounds_first: rmsnorm_backward(
+            dy, x, rstdev, weight, zero_centered, add, rounds_first
         ),
-        lambda dy, x, rstdev, weight, add, zero_centered: (
+        lambda dy, x, rstdev, weight, add, zero_centered, rounds_first: (
             x.new_empty(x.shape),
             weight.new_empty(weight.shape),
         ),
@@ -134,6 +158,8 @@ def _make_operator(request: NormRequest) -> Operator:
     constants: dict[str, Any] = {"zero_centered": request.zero_centered}
     if request.operation.endswith("forward"):
         constants["eps"] = request.eps
+    elif request.operation == "rmsnorm_backward":
+        constants["rounds_first"] = request.rounds_first
     alone = _OPERATORS[request.operation].given(**constants)
     if request.cast is None:
         return alone

@@ -29,6 +29,7 @@ class NormRequest(NamedTuple):
         eps: Forward only.
         dy: Strides and dtype of the output gradient, which a backward pass reads.
         add: Strides and dtype of a gradient that is added to dx.
+        rounds_first: dx is rounded to its dtype before `add` is added.
     """
 
     operation: str
@@ -42,6 +43,7 @@ class NormRequest(NamedTuple):
     cast: CastRequest | None = None
     dy: StridesAndDtype | None = None
     add: StridesAndDtype | None = None
+    rounds_first: bool = False
 
     @property
     def centered(self) -> bool:
@@ -63,17 +65,18 @@ def make_request(
     spec: QuantizeSpec | None = None,
     has_multiplier: bool = False,
     records: bool = False,
+    rounds_first: bool = False,
 ) -> NormRequest:
     """Return the request for a key; spec, has_multiplier and records describe the cast."""
     cast = cast_request(shape, dtype, device, spec, has_multiplier, records)
     facts = (operation, shape, strides, dtype, weight_dtype, device, zero_centered, eps)
-    return NormRequest(*facts, cast, dy, add)
+    return NormRequest(*facts, cast, dy, add, rounds_first)
 
 
 def bind(request: NormRequest) -> Callable[..., Any]:
     """Return the requested operation; with a cast, (.., multiplier, record) -> codes in y's place.
 
-    The operations are layernorm_forward(x, weight, bias), layernorm_backward(dy, x, mean, rstdev, weight),
+    The operations are layernorm_forward(x, weight, bias), layernorm_backward(dy, x, mean, rstdev, weight, add),
     rmsnorm_forward(x, weight) and rmsnorm_backward(dy, x, rstdev, weight, add).
     """
     zero_centered, eps = request.zero_centered, request.eps
@@ -84,10 +87,12 @@ def bind(request: NormRequest) -> Callable[..., Any]:
     if request.operation == "rmsnorm_forward":
         return with_cast(request, lambda x, weight: rmsnorm_forward(x, weight, eps, zero_centered))
     if request.operation == "layernorm_backward":
-        return lambda dy, x, mean, rstdev, weight: layernorm_backward(
-            dy, x, mean, rstdev, weight, zero_centered
+        return lambda dy, x, mean, rstdev, weight, add: layernorm_backward(
+            dy, x, mean, rstdev, weight, zero_centered, add
         )
-    return lambda dy, x, rstdev, weight, add: rmsnorm_backward(dy, x, rstdev, weight, zero_centered, add)
+    return lambda dy, x, rstdev, weight, add: rmsnorm_backward(
+        dy, x, rstdev, weight, zero_centered, add, request.rounds_first
+    )
 
 
 def with_cast(request: NormRequest, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,9 +128,18 @@ def layernorm_forward(
 
 
 def layernorm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstdev: Tensor,
+    weight: Tensor,
+    zero_centered: bool,
+    add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [M, H] = rstdev * (g - E[g] - xhat * E[g * xhat]), g = dy * gamma; dweight = Σ dy * xhat."""
+    """dx [M, H] = rstdev * (g - E[g] - xhat * E[g * xhat]) + add, g = dy * gamma; dweight = Σ dy * xhat.
+
+    dx is rounded to x's dtype before `add` is added.
+    """
     dy_wide = dy.to(torch.float32)
     normalized = (x.to(torch.float32) - mean[:, None]) * rstdev[:, None]
     g = dy_wide * _gamma(weight, zero_centered)
@@ -133,7 +147,10 @@ def layernorm_backward(
     dx = rstdev[:, None] * (g - g.mean(dim=-1, keepdim=True) - normalized * projection)
     dweight = (dy_wide * normalized).sum(dim=0)
     dbias = dy_wide.sum(dim=0)
-    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
+    dx = dx.to(x.dtype)
+    if add is not None:
+        dx = (dx.to(torch.float32) + add.to(torch.float32)).to(x.dtype)
+    return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
 def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
@@ -145,15 +162,26 @@ def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) 
 
 
 def rmsnorm_backward(
-    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None
+    dy: Tensor,
+    x: Tensor,
+    rstdev: Tensor,
+    weight: Tensor,
+    zero_centered: bool,
+    add: Tensor | None = None,
+    rounds_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """dx [M, H] = rstdev * (g - xhat * E[g * xhat]) + add, g = dy * gamma; dweight = Σ dy * xhat."""
+    """dx [M, H] = rstdev * (g - xhat * E[g * xhat]) + add, g = dy * gamma; dweight = Σ dy * xhat.
+
+    With `rounds_first`, dx is rounded to x's dtype before `add` is added.
+    """
     dy_wide = dy.to(torch.float32)
     normalized = x.to(torch.float32) * rstdev[:, None]
     g = dy_wide * _gamma(weight, zero_centered)
     projection = (g * normalized).mean(dim=-1, keepdim=True)
     dx = rstdev[:, None] * (g - normalized * projection)
     if add is not None:
+        if rounds_first:
+            dx = dx.to(x.dtype).to(torch.float32)
         dx = dx + add.to(torch.float32)
     dweight = (dy_wide * normalized).sum(dim=0)
     return dx.to(x.dtype), dweight.to(weight.dtype)

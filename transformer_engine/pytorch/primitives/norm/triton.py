@@ -118,10 +118,10 @@ def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, 
 
 
 def _backward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
-    """Return (dy, x, mean, rstdev, weight) -> dx, dweight, dbias, or (dy, x, rstdev, weight, add) -> dx, dweight."""
+    """Return (dy, x, [mean], rstdev, weight, add) -> dx, dweight, [dbias], where [..] belongs to a LayerNorm."""
     if request.shape[0] == 0:
         if request.centered:
-            return lambda dy, x, mean, rstdev, weight: (
+            return lambda dy, x, mean, rstdev, weight, add: (
                 torch.empty_like(x),
                 torch.zeros_like(weight),
                 torch.zeros_like(weight),
@@ -129,8 +129,11 @@ def _backward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
         return lambda dy, x, rstdev, weight, add: (torch.empty_like(x), torch.zeros_like(weight))
     performed = Performed(backward_program(request), request.device)
 
-    def layernorm(dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return tuple(performed(rows_dense(dy), rows_dense(x), None, weight.contiguous(), mean, rstdev))
+    def layernorm(
+        dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        added = None if add is None else rows_dense(add)
+        return tuple(performed(rows_dense(dy), rows_dense(x), added, weight.contiguous(), mean, rstdev))
 
     def rmsnorm(
         dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None
@@ -160,6 +163,7 @@ def backward_program(request: NormRequest) -> Program:
         request.centered,
         bytes_read,
         *launching.processors(request.device.index),
+        rounds_first=request.rounds_first,
     )
 
 

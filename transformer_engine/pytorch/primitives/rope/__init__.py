@@ -35,13 +35,21 @@ def rope_qkv_forward(
     positions: Positions,
     sizes: tuple[int, int, int],
     spec: RopeSpec,
+    separate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q [.., g * n, d], k [.., g, d], v [.., g, dv] from qkv [.., g, n * d + d + dv]; q and k rotated,
     contiguous.
 
-    sizes = (n * d, d, dv) are the parts of a group's features; the leading axes follow spec.tensor_format.
+    sizes = (n * d, d, dv) are the parts of a group's features; the leading axes follow spec.tensor_format. With
+    `separate`, qkv is [.., g * n + g + g, d], with dv = d: all query heads, then all keys, then all values.
     """
-    if sum(sizes) != qkv.shape[-1]:
+    if separate:
+        if sizes[1:] != (qkv.shape[-1],) * 2 or qkv.shape[-2] % (sizes[0] // sizes[1] + 2):
+            raise ValueError(
+                f"the heads {list(qkv.shape[-2:])} are not queries, keys and values in the ratio of {list(sizes)}; "
+                "give n * d, d, d"
+            )
+    elif sum(sizes) != qkv.shape[-1]:
         raise ValueError(
             f"the split {list(sizes)} does not add up to the {qkv.shape[-1]} features of a group; give n * d, d, dv"
         )
@@ -51,7 +59,17 @@ def rope_qkv_forward(
         )
     start, cu_seqlens = positions
     layout, shapes = (qkv.shape, qkv.stride()), (q_angles.shape, k_angles.shape)
-    key = ("qkv_forward", layout, qkv.dtype, qkv.device, spec, shapes, _sequences(cu_seqlens), sizes)
+    key = (
+        "qkv_forward",
+        layout,
+        qkv.dtype,
+        qkv.device,
+        spec,
+        shapes,
+        _sequences(cu_seqlens),
+        sizes,
+        separate,
+    )
     return TABLE.bound(key)(qkv, q_angles, k_angles, start, cu_seqlens)
 
 
@@ -64,8 +82,9 @@ def rope_qkv_backward(
     positions: Positions,
     sizes: tuple[int, int, int],
     spec: RopeSpec,
+    separate: bool = False,
 ) -> Tensor:
-    """Return dqkv [.., g, n * d + d + dv], contiguous, from the gradients for the results of rope_qkv_forward."""
+    """Return dqkv in the shape of qkv, contiguous, from the gradients for the results of rope_qkv_forward."""
     if (dq.shape[-2] * dq.shape[-1], dk.shape[-1], dv.shape[-1]) != (dk.shape[-2] * sizes[0], *sizes[1:]):
         raise ValueError(
             f"gradients {list(dq.shape)}, {list(dk.shape)}, {list(dv.shape)} do not fit the split {list(sizes)}; "
@@ -73,7 +92,7 @@ def rope_qkv_backward(
         )
     start, cu_seqlens = positions
     layout, shapes = (dk.shape, dk.stride()), (q_angles.shape, k_angles.shape)
-    key = ("qkv_backward", layout, dk.dtype, dk.device, spec, shapes, _sequences(cu_seqlens), sizes)
+    key = ("qkv_backward", layout, dk.dtype, dk.device, spec, shapes, _sequences(cu_seqlens), sizes, separate)
     return TABLE.bound(key)(dq, dk, dv, q_angles, k_angles, start, cu_seqlens)
 
 
@@ -102,15 +121,14 @@ def _rotate(x, angles, start, cu_seqlens, tensor_format, interleaved, cp_size, c
     return _run_rotation("backward" if transposed else "forward", x, angles, start, cu_seqlens, spec)
 
 
-def _unpack(qkv, q_angles, k_angles, start, cu_seqlens, sizes, *how):
-    return rope_qkv_forward(
-        qkv, q_angles, k_angles, Positions(start, cu_seqlens), tuple(sizes), RopeSpec(*how)
-    )
-
-
-def _pack(dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, *how):
+def _unpack(qkv, q_angles, k_angles, start, cu_seqlens, sizes, separate, *how):
     positions = Positions(start, cu_seqlens)
-    return rope_qkv_backward(dq, dk, dv, q_angles, k_angles, positions, tuple(sizes), RopeSpec(*how))
+    return rope_qkv_forward(qkv, q_angles, k_angles, positions, tuple(sizes), RopeSpec(*how), separate)
+
+
+def _pack(dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, separate, *how):
+    positions, spec = Positions(start, cu_seqlens), RopeSpec(*how)
+    return rope_qkv_backward(dq, dk, dv, q_angles, k_angles, positions, tuple(sizes), spec, separate)
 
 
 _HOW = "str tensor_format, bool interleaved, int cp_size, int cp_rank, bool clamps"
@@ -121,16 +139,20 @@ _rotate_operator = operator(
     lambda x, *_, **__: x.new_empty(x.shape),
 )
 _unpack_operator = operator(
-    f"rotate_unpack(Tensor qkv, Tensor q_angles, Tensor k_angles, {_POSITIONS}, int[3] sizes, {_HOW})"
+    f"rotate_unpack(Tensor qkv, Tensor q_angles, Tensor k_angles, {_POSITIONS}, int[3] sizes, bool separate, {_HOW})"
     " -> (Tensor, Tensor, Tensor)",
     _unpack,
-    lambda qkv, q_angles, k_angles, start, cu_seqlens, sizes, *_, **__: triton.empty_parts(qkv, sizes),
+    lambda qkv, q_angles, k_angles, start, cu_seqlens, sizes, separate, *_, **__: triton.empty_parts(
+        qkv, sizes, separate
+    ),
 )
 _pack_operator = operator(
     "rotate_pack(Tensor dq, Tensor dk, Tensor dv, Tensor q_angles, Tensor k_angles,"
-    f" {_POSITIONS}, int[3] sizes, {_HOW}) -> Tensor",
+    f" {_POSITIONS}, int[3] sizes, bool separate, {_HOW}) -> Tensor",
     _pack,
-    lambda dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, *_, **__: triton.empty_joint(dk, sizes),
+    lambda dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, separate, *_, **__: triton.empty_joint(
+        dk, sizes, separate
+    ),
 )
 
 
@@ -144,9 +166,9 @@ def _make_operator(request: RopeRequest) -> Operator:
         "clamps": spec.clamps,
     }
     if request.operation == "qkv_forward":
-        return _unpack_operator.given(sizes=request.sizes, **how)
+        return _unpack_operator.given(sizes=request.sizes, separate=request.separate, **how)
     if request.operation == "qkv_backward":
-        return _pack_operator.given(sizes=request.sizes, **how)
+        return _pack_operator.given(sizes=request.sizes, separate=request.separate, **how)
     return _rotate_operator.given(transposed=request.operation == "backward", **how)
 
 

@@ -51,6 +51,7 @@ class RopeRequest(NamedTuple):
         angles: Angle shapes; for a joint tensor, of q and k.
         sequences: Packed sequence count.
         sizes: Sizes of a group's feature parts, for a joint tensor.
+        separate: All query heads of a joint tensor come first, then all keys, then all values.
     """
 
     operation: str
@@ -61,6 +62,14 @@ class RopeRequest(NamedTuple):
     angles: tuple[torch.Size, ...] = ()
     sequences: int = 0
     sizes: tuple[int, int, int] = (0, 0, 0)
+    separate: bool = False
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Groups, and query heads in each group, of a joint tensor; x is the joint tensor or dk."""
+        each, count = self.sizes[0] // self.sizes[1], self.x[0][-2]
+        of_joint = self.separate and self.operation == "qkv_forward"
+        return count // (each + 2) if of_joint else count, each
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:
@@ -77,9 +86,11 @@ def bind(request: RopeRequest) -> Callable[..., Any]:
     if request.operation == "backward":
         return lambda dy, angles, *positions: backward(dy, angles, Positions(*positions), spec)
     if request.operation == "qkv_forward":
-        return lambda qkv, q, k, *positions: qkv_forward(qkv, q, k, Positions(*positions), sizes, spec)
+        return lambda qkv, q, k, *positions: qkv_forward(
+            qkv, q, k, Positions(*positions), sizes, spec, request.separate
+        )
     return lambda dq, dk, dv, q, k, *positions: qkv_backward(
-        dq, dk, dv, q, k, Positions(*positions), sizes, spec
+        dq, dk, dv, q, k, Positions(*positions), sizes, spec, request.separate
     )
 
 
@@ -104,10 +115,16 @@ def qkv_forward(
     positions: Positions,
     sizes: tuple[int, int, int],
     spec: RopeSpec,
+    separate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous q and k from the joint tensor, rotated, and a copy of v."""
-    q, k, v = torch.split(qkv, list(sizes), dim=-1)
-    q = q.reshape(*qkv.shape[:-2], -1, sizes[1])
+    if separate:
+        each = sizes[0] // sizes[1]
+        groups = qkv.shape[-2] // (each + 2)
+        q, k, v = torch.split(qkv, [groups * each, groups, groups], dim=-2)
+    else:
+        q, k, v = torch.split(qkv, list(sizes), dim=-1)
+        q = q.reshape(*qkv.shape[:-2], -1, sizes[1])
     return (
         forward(q, q_angles, positions, spec),
         forward(k, k_angles, positions, spec),
@@ -124,10 +141,13 @@ def qkv_backward(
     positions: Positions,
     sizes: tuple[int, int, int],
     spec: RopeSpec,
+    separate: bool = False,
 ) -> Tensor:
     """Return the joint gradient: the part gradients, rotated back and concatenated."""
-    q = backward(dq, q_angles, positions, spec).reshape(*dk.shape[:-1], sizes[0])
-    return torch.cat((q, backward(dk, k_angles, positions, spec), dv), dim=-1)
+    q, k = backward(dq, q_angles, positions, spec), backward(dk, k_angles, positions, spec)
+    if separate:
+        return torch.cat((q, k, dv), dim=-2)
+    return torch.cat((q.reshape(*dk.shape[:-1], sizes[0]), k, dv), dim=-1)
 
 
 def _split(

@@ -25,7 +25,7 @@ def bind(request: RopeRequest) -> Callable[..., Any]:
     if request.operation == "qkv_forward":
         shape, sizes = request.x[0], request.sizes
         if shape.numel() == 0:
-            return lambda qkv, *_: empty_parts(qkv, sizes)
+            return lambda qkv, *_: empty_parts(qkv, sizes, request.separate)
         launch, leading = _packed(request, *request.x, False), shape[:-2]
 
         def unpack(qkv: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,16 +79,17 @@ def _rotation(request: RopeRequest) -> Launch:
 
 def _pack(request: RopeRequest) -> Callable[..., Tensor]:
     """Return (dq, dk, dv, q_angles, k_angles, start, cu_seqlens) -> the joint gradient, in one pass."""
-    sizes = request.sizes
-    joint = torch.empty(*request.x[0][:-1], sum(sizes), device="meta")
+    sizes, separate = request.sizes, request.separate
+    joint = empty_joint(torch.empty(request.x[0], device="meta"), sizes, separate)
     if joint.numel() == 0:
-        return lambda dq, dk, dv, *_: empty_joint(dk, sizes)
+        return lambda dq, dk, dv, *_: empty_joint(dk, sizes, separate)
+    shape = joint.shape[-2:]
     launch = _packed(request, joint.shape, joint.stride(), True)
 
     def pack(dq: Tensor, dk: Tensor, dv: Tensor, *given: Tensor | None) -> Tensor:
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
         (dqkv,) = run(launch, (*_ready(*given), None, *gradients))
-        return dqkv.view(*dk.shape[:-1], sum(sizes))
+        return dqkv.view(*dk.shape[:-2], *shape)
 
     return pack
 
@@ -111,10 +112,10 @@ def _packed(request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], t
 
     spec, (q_angles, k_angles) = request.spec, request.angles
     shape, strides = _four(shape, strides, spec.tensor_format)
-    q_size, width, v_width = request.sizes
+    _, width, v_width = request.sizes
     return rope_packed.rotate_packed(
         (shape[0], shape[1]),
-        (shape[2], q_size // width),
+        request.heads,
         (width, v_width),
         (strides[0], strides[1], strides[2]),
         (min(q_angles[0], k_angles[0]), q_angles[1], k_angles[1]),
@@ -125,6 +126,7 @@ def _packed(request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], t
         transposed=transposed,
         context=(spec.cp_size, spec.cp_rank),
         clamps=spec.clamps,
+        separate=request.separate,
     )
 
 
@@ -137,18 +139,24 @@ def _four(shape: torch.Size, strides: tuple[int, ...], layout: str) -> tuple[tor
     return torch.Size((shape[0], 1, *shape[1:])), (strides[0], 0, *strides[1:])
 
 
-def empty_parts(qkv: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def empty_parts(qkv: Tensor, sizes: tuple[int, int, int], separate: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate q, k and v for a joint tensor."""
     *leading, groups, _ = qkv.shape
+    each = sizes[0] // sizes[1]
+    if separate:
+        groups = groups // (each + 2)
     return (
-        qkv.new_empty(*leading, groups * (sizes[0] // sizes[1]), sizes[1]),
+        qkv.new_empty(*leading, groups * each, sizes[1]),
         qkv.new_empty(*leading, groups, sizes[1]),
         qkv.new_empty(*leading, groups, sizes[2]),
     )
 
 
-def empty_joint(dk: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+def empty_joint(dk: Tensor, sizes: tuple[int, int, int], separate: bool) -> Tensor:
     """Allocate the joint gradient."""
+    if separate:
+        *leading, groups, width = dk.shape
+        return dk.new_empty(*leading, groups * (sizes[0] // sizes[1] + 2), width)
     return dk.new_empty(*dk.shape[:-1], sizes[0] + sizes[1] + sizes[2])
 
 

@@ -328,26 +328,39 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
 
 
 def backward(
-    call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
+    call: AttentionCall,
+    inputs: AttentionInputs,
+    attended: Attended,
+    grad_output: Tensor,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Gradients:
-    """Compute the gradients of q, k, v, and of the bias and the sink if they are needed."""
-    if call.q_format == "thd" and not inputs.q.is_contiguous():
+    """Compute the gradients of q, k, v, and of the bias and the sink if they are needed; `into` as in `Passes`."""
+    if into is None and call.q_format == "thd" and not inputs.q.is_contiguous():
         # The library writes a ragged grad_q with the strides of q.
         inputs = inputs._replace(q=inputs.q.contiguous())
     addressable = _addressable(call, inputs)
+    if into is not None and addressable.q.stride() != into[0].stride():  # a copy of an unaligned q
+        gradients = backward(call, inputs, attended, grad_output)
+        for target, gradient in zip(into, gradients[:3], strict=True):
+            target.copy_(gradient)
+        return gradients
+    of_result = None if into is None else (into[0].stride(), into[1].stride(), into[2].stride())
     device = addressable.q.device
     grad_output = aligned(grad_output)
     assert attended.lse is not None
     stats = (attended.lse.t() if call.q_format == "thd" else attended.lse).contiguous()
     output = attended.output.contiguous()
-    strided = addressable.strided._replace(grad_output=grad_output.stride())
+    strided = addressable.strided._replace(grad_output=grad_output.stride(), gradients=of_result)
     plan = _plan(describe_backward, device.index, call, strided)
-    starts_kv = inputs.starts_kv if call.kv_format == "thd" else None
-    grad_q = _fresh(
-        call, addressable.q, call.head_dim_qk, inputs.starts_q if call.q_format == "thd" else None
-    )
-    grad_k = _fresh(call, addressable.k, call.head_dim_qk, starts_kv)
-    grad_v = _fresh(call, addressable.v, call.head_dim_v, starts_kv)
+    if into is None:
+        starts_kv = inputs.starts_kv if call.kv_format == "thd" else None
+        grad_q = _fresh(
+            call, addressable.q, call.head_dim_qk, inputs.starts_q if call.q_format == "thd" else None
+        )
+        grad_k = _fresh(call, addressable.k, call.head_dim_qk, starts_kv)
+        grad_v = _fresh(call, addressable.v, call.head_dim_v, starts_kv)
+    else:
+        grad_q, grad_k, grad_v = into
     pointers = _common(call, inputs, addressable)
     pointers.update(
         output=output.data_ptr(),
@@ -387,5 +400,5 @@ def backward(
     return Gradients(grad_q, grad_k, grad_v, grad_bias, grad_sink)
 
 
-PASSES = Passes("cudnn", forward, backward)
+PASSES = Passes("cudnn", forward, backward, backward)
 BACKEND = Backend("cudnn", takes=TAKES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)

@@ -25,6 +25,7 @@ class Strided(NamedTuple):
         tokens_q, tokens_kv: Packed token counts, rounded up.
         pages, columns: Extents of a paged cache and its table.
         modifier: score_mod graph with its tensor metadata.
+        gradients: Strides of the gradients of q, k and v; None if they are contiguous.
     """
 
     q: Strides
@@ -37,6 +38,7 @@ class Strided(NamedTuple):
     pages: int = 0
     columns: int = 0
     modifier: Modifier | None = None
+    gradients: tuple[Strides, Strides, Strides] | None = None
 
 
 def as_bhsd(tensor_format: str, strides: Strides, size: int) -> Strides:
@@ -254,6 +256,12 @@ def describe_backward(call: AttentionCall, strided: Strided, **where: Any) -> De
         use_deterministic_algorithm=call.deterministic,
         **options,
     )
+    if strided.gradients is not None:
+        of_q, of_k, of_v = strided.gradients
+        tensors.given("grad_q", call.heads, call.head_dim_qk, of_q, True, grad_q)
+        tensors.given("grad_k", call.groups, call.head_dim_qk, of_k, False, grad_k)
+        tensors.given("grad_v", call.groups, call.head_dim_v, of_v, False, grad_v)
+        return description
     tensors.dense("grad_q", call.heads, call.head_dim_qk, True, grad_q)
     tensors.dense("grad_k", call.groups, call.head_dim_qk, False, grad_k)
     tensors.dense("grad_v", call.groups, call.head_dim_v, False, grad_v)

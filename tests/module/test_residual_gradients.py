@@ -1,0 +1,108 @@
+"""A TransformerLayer's norms add the residual gradients, with the bits of autograd's own sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+
+TOKENS, BATCH, HIDDEN, FFN, HEADS = 16, 2, 64, 96, 4
+RECIPES = {
+    "none": None,
+    "delayed": recipes.DelayedScaling(amax_history_len=4),
+    "current": recipes.Float8CurrentScaling(),
+}
+VARIANTS = {
+    "rms": {"normalization": "RMSNorm", "bias": False},
+    "layernorm": {"zero_centered_gamma": True},
+    "dropout": {"hidden_dropout": 0.3},
+    "decoder": {"layer_type": "decoder", "normalization": "RMSNorm"},
+    "norm residual": {"apply_residual_connection_post_layernorm": True},
+    "parallel": {"parallel_attention_mlp": True},
+    "drop path": {"drop_path_rate": 0.5},
+    "separate weights": {"fuse_qkv_params": False, "num_gqa_groups": 2},
+}
+
+
+def make(device, dtype, **options):
+    torch.manual_seed(0)
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True} | options
+    return te.TransformerLayer(HIDDEN, FFN, HEADS, params_dtype=dtype, device=device, **options)
+
+
+def run(layer, x, recipe, checkpoint=False):
+    """Output and all gradients of two steps, the second with the state of the first."""
+    results = []
+    encoder = {"encoder_output": x.detach() * 0.5} if layer.inter_attention is not None else {}
+    for step in range(2):
+        torch.manual_seed(step)
+        layer.zero_grad()
+        inp = x.detach().clone().requires_grad_()
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            if checkpoint:
+                y = te.checkpoint(layer, inp, use_reentrant=False, **encoder)
+            else:
+                y = layer(inp, **encoder)
+        y.backward(torch.sin(torch.arange(y.numel(), device=y.device)).view_as(y).to(y.dtype))
+        results += [y.detach(), inp.grad, *[parameter.grad for parameter in layer.parameters()]]
+    return results
+
+
+def with_separate_sums(layer):
+    """A hook on a child makes the layer call it as a module, so that autograd adds the gradients."""
+    for module in layer.modules():
+        module.register_forward_hook(lambda *_: None)
+    return layer
+
+
+def inputs(device, dtype):
+    return torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+def assert_equal(results, expected):
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layer_gradients_equal_those_with_separate_sums(variant, dtype, device):
+    x = inputs(device, dtype)
+    results = run(make(device, dtype, **VARIANTS[variant]), x, None)
+    assert_equal(results, run(with_separate_sums(make(device, dtype, **VARIANTS[variant])), x, None))
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_quantized_and_recomputed_layers_equal_those_with_separate_sums(recipe, checkpoint, device):
+    x, options = inputs(device, torch.bfloat16), VARIANTS["rms"]
+    results = run(make(device, torch.bfloat16, **options), x, RECIPES[recipe], checkpoint)
+    separate = with_separate_sums(make(device, torch.bfloat16, **options))
+    assert_equal(results, run(separate, x, RECIPES[recipe], checkpoint))
+
+
+@pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_returned_input_takes_its_gradient_to_the_norm(kind, normalization, device):
+    module = kind(HIDDEN, FFN, normalization=normalization, params_dtype=torch.bfloat16, device=device)
+    values = inputs(device, torch.bfloat16)
+    x, other = values.clone().requires_grad_(), values.clone().requires_grad_()
+    *outputs, again = module.forward_and_input(x)
+    assert again.data_ptr() == x.data_ptr()
+    grads = torch.ones_like(outputs[0]), torch.cos(values.float()).bfloat16()
+    torch.autograd.backward((outputs[0], again), grads)
+    torch.autograd.backward((module(other), other * 1), grads)
+    assert torch.equal(x.grad, other.grad)
+
+
+@pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
+def test_returned_input_without_gradient_is_the_input(kind, device):
+    module = kind(HIDDEN, FFN, params_dtype=torch.bfloat16, device=device)
+    x = inputs(device, torch.bfloat16)
+    assert module.forward_and_input(x)[-1] is x
+    with torch.no_grad():
+        assert module.forward_and_input(x.requires_grad_())[-1] is x
+    wide = x.detach().float().requires_grad_()
+    with torch.autocast(device.type if isinstance(device, torch.device) else device, torch.bfloat16):
+        assert module.forward_and_input(wide)[-1] is wide  # the module converts its own copy
