@@ -62,6 +62,25 @@ def test_chunks_match_the_recurrence(rule, length):
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("setting", ["high", "medium"])
+def test_chunks_do_not_depend_on_the_precision_of_float32_products(rule, setting, device):
+    case = replace(
+        PLAIN[rule], lengths=(70, 70), sizes=(64, 64), dtype=torch.float32, gate_dtype=torch.float32
+    )
+    tensors, call = case.tensors(device=device), call_of(case, device)
+    with use_backend(linear_attention="chunked"):
+        wanted = run_with_gradients(case, tensors, call)
+        torch.set_float32_matmul_precision(setting)
+        try:
+            found = run_with_gradients(case, tensors, call)
+            compare(case, call, device=device)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+    for got, want in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
+        assert got is not None and want is not None and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_packed_sequences_match_separate_calls(rule):
     case = replace(PLAIN[rule], format="thd", lengths=(5, 0, 70, 1))
     tensors = case.tensors()
