@@ -218,6 +218,43 @@ def test_arguments_of_cudnn_describe_the_call(monkeypatch, case):
     TABLE.forget()
 
 
+def test_bounds_of_equal_rows_are_made_for_each_call():
+    """Bounds from inference mode, or from a captured graph, must not reach another call."""
+    inputs = inputs_of(
+        q=torch.zeros(2, 3, 1, 16), k=torch.zeros(2, 3, 1, 16), v=torch.zeros(2, 3, 1, 16),
+        g=torch.zeros(2, 3, 1), beta=torch.zeros(2, 3, 1),
+    )  # fmt: skip
+    spec = DeltaSpec(Rule.GDN, "0x1p-2")
+    with torch.inference_mode():
+        first = cudnn.library_arguments(inputs, spec)["cu_seqlens"]
+    second = cudnn.library_arguments(inputs, spec)["cu_seqlens"]
+    assert first.is_inference() and not second.is_inference()
+    assert first.tolist() == second.tolist() == [0, 3, 6]
+
+
+def test_bounds_that_change_in_place_do_not_meet_cached_chunks(monkeypatch):
+    """flash-linear-attention caches chunk indices by the identity of the bounds."""
+    index = pytest.importorskip("fla.ops.utils.index")
+    chunks = []
+
+    def stand_in(inputs, options):
+        chunks.append(index.prepare_chunk_indices(options["cu_seqlens"], 64))
+        return inputs.v.clone(), None
+
+    monkeypatch.setitem(fla._RULES, Rule.GDN, stand_in)
+    tokens = torch.zeros(1, 200, 1, 16)
+    bounds = torch.tensor([0, 200], dtype=torch.int32)
+    inputs = inputs_of(q=tokens, k=tokens, v=tokens, g=tokens[..., 0], beta=tokens[..., 0], cu_seqlens=bounds)
+    spec = DeltaSpec(Rule.GDN, "0x1p-2")
+    with torch.inference_mode():
+        fla.run(inputs, spec)
+    fla.run(inputs, spec)
+    bounds[1] = 64
+    fla.run(inputs, spec)
+    assert [len(x) for x in chunks] == [4, 4, 1]
+    assert [x.is_inference() for x in chunks] == [True, False, False]
+
+
 def test_a_second_derivative_through_a_library_raises():
     q = torch.randn(1, 4, 1, 16, requires_grad=True)
     gate = q[..., 0].detach()

@@ -6,11 +6,9 @@ options itself, without `gates`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ....common import optional
 from ....common.dispatch import Backend
@@ -56,7 +54,8 @@ def library_arguments(inputs: DeltaInputs, spec: DeltaSpec) -> dict[str, Any]:
     batch, length = inputs.q.shape[:2]
     bounds = inputs.cu_seqlens
     if bounds is None:
-        bounds = _equal_bounds(batch, length, inputs.q.device)
+        # Not cached: autograd saves the bounds, and a captured graph writes them in each replay.
+        bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=inputs.q.device)
     tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
     if spec.rule == Rule.GDN2:
         tensors["w"] = inputs.w
@@ -82,11 +81,6 @@ def library_arguments(inputs: DeltaInputs, spec: DeltaSpec) -> dict[str, Any]:
             "dt_bias": inputs.dt_bias,
         }
     return arguments
-
-
-@functools.lru_cache(maxsize=64)
-def _equal_bounds(batch: int, length: int, device: torch.device) -> Tensor:
-    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
 
 
 BACKEND: Backend[DeltaRequest] = Backend(

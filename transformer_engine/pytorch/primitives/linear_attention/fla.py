@@ -56,11 +56,14 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
 
 def run(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
     """Compute a call, on any device for which Triton compiles, or that its interpreter serves."""
+    bounds = inputs.cu_seqlens
     options: dict[str, Any] = {
         "scale": spec.factor,
         "output_final_state": Option.FINAL_STATE in spec.options,
         "use_qk_l2norm_in_kernel": Option.L2_NORM in spec.options,
-        "cu_seqlens": inputs.cu_seqlens,
+        # The library caches chunk indices by the identity of this tensor. A new alias per call has no entry: the caller
+        # may have written to the tensor, or called in inference mode, whose tensors autograd cannot save.
+        "cu_seqlens": None if bounds is None else bounds.detach(),
     }
     gates = {"g": log_decay(inputs, spec), "beta": erase_gate(inputs, spec)}
     inputs = inputs._replace(**gates, a_log=None, dt_bias=None)
