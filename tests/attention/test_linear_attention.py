@@ -62,6 +62,25 @@ def test_chunks_match_the_recurrence(rule, length):
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("setting", ["high", "medium"])
+def test_chunks_do_not_depend_on_the_precision_of_float32_products(rule, setting, device):
+    case = replace(
+        PLAIN[rule], lengths=(70, 70), sizes=(64, 64), dtype=torch.float32, gate_dtype=torch.float32
+    )
+    tensors, call = case.tensors(device=device), call_of(case, device)
+    with use_backend(linear_attention="chunked"):
+        wanted = run_with_gradients(case, tensors, call)
+        torch.set_float32_matmul_precision(setting)
+        try:
+            found = run_with_gradients(case, tensors, call)
+            compare(case, call, device=device)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+    for got, want in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
+        assert got is not None and want is not None and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_packed_sequences_match_separate_calls(rule):
     case = replace(PLAIN[rule], format="thd", lengths=(5, 0, 70, 1))
     tensors = case.tensors()
@@ -255,6 +274,18 @@ def test_strong_decays_are_finite():
         assert all(x.isfinite().all() for x in (*found, *gradients))
         exact, _ = expected(case, tensors)
         assert error(found[0], exact) < 2e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_linear_gates_below_zero_are_floored(backend):
+    case = Case("gdp", sizes=(64, 64), updates=2, options={"gate_domain": "linear", "output_final_state": True})
+    tensors = case.tensors()
+    with torch.no_grad():
+        tensors["g"][:, 3] = -0.5
+        zero = {**tensors, "g": tensors["g"].clamp(min=0.0)}
+        with use_backend(linear_attention=backend):
+            for found, want in zip(call_of(case)(**tensors), call_of(case)(**zero), strict=True):
+                assert torch.equal(found, want) and found.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -120,6 +120,41 @@ def test_reasons_name_the_library_and_the_remedy(machine):
     assert "heads have sizes 96 and 64" in cudnn.unsupported_reason(BASE._replace(q=(2, 8, 4, 96)))
 
 
+@pytest.mark.parametrize(
+    ("backend", "distribution", "first", "end"),
+    [(fla, "fla-core", (0, 6), (0, 7)), (cudnn, "nvidia-cudnn-frontend", (1, 29), (2, 0))],
+    ids=["fla", "cudnn"],
+)
+def test_releases_outside_of_the_tested_ones_are_unsupported(machine, backend, distribution, first, end):
+    """One rule for both libraries; (0, 0), a development build without metadata, is supported."""
+    bounds = f"pip install '{distribution}>={first[0]}.{first[1]},<{end[0]}.{end[1]}'"
+    for release, reason in (
+        (
+            (first[0], first[1] - 1),
+            f"{distribution} {first[0]}.{first[1] - 1} < {first[0]}.{first[1]}; {bounds}",
+        ),
+        (first, None),
+        (end, f"{distribution} {end[0]}.{end[1]} >= {end[0]}.{end[1]}, which is not tested; {bounds}"),
+    ):
+        machine("10.0", **{distribution.replace("-", "_"): release})
+        assert backend.unsupported_reason(BASE) == reason
+    machine("10.0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optional, "release", lambda name: (0, 0))
+        assert backend.unsupported_reason(BASE) is None
+
+
+def test_the_bounds_of_releases_are_those_of_the_extras():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    (library,) = [text for text in extras["linear-attention"] if text.startswith("fla-core")]
+    first, end = (".".join(map(str, release)) for release in fla._RELEASES)
+    assert library == f"fla-core>={first},<{end}"
+    (frontend,) = [text for text in extras["cuda"] if text.startswith("nvidia-cudnn-frontend")]
+    assert frontend.endswith(f",<{cudnn._RELEASES[1][0]}")
+
+
 def test_gradients_on_hopper_need_a_triton_that_computes_them(machine):
     machine("9.0", triton=(3, 6))
     assert "triton 3.6" in fla.unsupported_reason(BASE)
@@ -216,6 +251,43 @@ def test_arguments_of_cudnn_describe_the_call(monkeypatch, case):
     }
     compare(case, call_of(case))
     TABLE.forget()
+
+
+def test_bounds_of_equal_rows_are_made_for_each_call():
+    """Bounds from inference mode, or from a captured graph, must not reach another call."""
+    inputs = inputs_of(
+        q=torch.zeros(2, 3, 1, 16), k=torch.zeros(2, 3, 1, 16), v=torch.zeros(2, 3, 1, 16),
+        g=torch.zeros(2, 3, 1), beta=torch.zeros(2, 3, 1),
+    )  # fmt: skip
+    spec = DeltaSpec(Rule.GDN, "0x1p-2")
+    with torch.inference_mode():
+        first = cudnn.library_arguments(inputs, spec)["cu_seqlens"]
+    second = cudnn.library_arguments(inputs, spec)["cu_seqlens"]
+    assert first.is_inference() and not second.is_inference()
+    assert first.tolist() == second.tolist() == [0, 3, 6]
+
+
+def test_bounds_that_change_in_place_do_not_meet_cached_chunks(monkeypatch):
+    """flash-linear-attention caches chunk indices by the identity of the bounds."""
+    index = pytest.importorskip("fla.ops.utils.index")
+    chunks = []
+
+    def stand_in(inputs, options):
+        chunks.append(index.prepare_chunk_indices(options["cu_seqlens"], 64))
+        return inputs.v.clone(), None
+
+    monkeypatch.setitem(fla._RULES, Rule.GDN, stand_in)
+    tokens = torch.zeros(1, 200, 1, 16)
+    bounds = torch.tensor([0, 200], dtype=torch.int32)
+    inputs = inputs_of(q=tokens, k=tokens, v=tokens, g=tokens[..., 0], beta=tokens[..., 0], cu_seqlens=bounds)
+    spec = DeltaSpec(Rule.GDN, "0x1p-2")
+    with torch.inference_mode():
+        fla.run(inputs, spec)
+    fla.run(inputs, spec)
+    bounds[1] = 64
+    fla.run(inputs, spec)
+    assert [len(x) for x in chunks] == [4, 4, 1]
+    assert [x.is_inference() for x in chunks] == [True, False, False]
 
 
 def test_a_second_derivative_through_a_library_raises():

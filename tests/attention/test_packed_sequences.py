@@ -60,6 +60,58 @@ def test_packed_sequences_equal_each_sequence_alone(mask, gaps, backend, device)
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+def policies(device, *groups):
+    return [
+        {"sequence_ids": torch.tensor(ids, device=device), "mask_type": "padding_causal", "window_size": None}
+        for ids in groups
+    ]
+
+
+@pytest.mark.parametrize("dispatch", ["auto", "grouped"])
+@pytest.mark.parametrize("groups", [None, ((0, 1, 2, 3),), ((1, 3), (0, 2))], ids=str)
+def test_keys_of_a_self_attention_have_starts_of_their_own(groups, dispatch, backend, device):
+    """cu_seqlens_kv_padded without cu_seqlens_kv: the queries' lengths at the keys' starts, with policies too."""
+    slots_q, slots_kv = [4, 1, 5, 3], [5, 2, 5, 4]
+    q = packed(slots_q, 2, 8, device, 1)
+    k, v = packed(slots_kv, 2, 8, device, 2), packed(slots_kv, 2, 8, device, 3)
+    lengths = cumulative(LENGTHS_Q, device)
+    starts = {
+        "cu_seqlens_q_padded": cumulative(slots_q, device),
+        "cu_seqlens_kv_padded": cumulative(slots_kv, device),
+        "max_seqlen_q": 5,
+        "max_seqlen_kv": 5,
+    }
+    module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
+    want = module(q, k, v, cu_seqlens_q=lengths, cu_seqlens_kv=lengths.clone(), **starts)
+    if groups is not None:
+        starts["thd_attention_policies"] = policies(device, *groups)
+        starts["thd_attention_policy_dispatch"] = dispatch
+    got = module(q, k, v, cu_seqlens_q=lengths, **starts)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+    assert got.any()
+
+
+@pytest.mark.parametrize("groups", [None, ((0, 1),), ((0,), (1,))], ids=str)
+def test_keys_of_a_cross_attention_need_lengths(groups, device):
+    x, bounds = torch.randn(6, 2, 8, device=device), cumulative([2, 4], device)
+    module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding", attention_type="cross")
+    given = {} if groups is None else {"thd_attention_policies": policies(device, *groups)}
+    with pytest.raises(ValueError, match=r"cu_seqlens_kv.*None"):
+        module(x, x, x, cu_seqlens_q=bounds, cu_seqlens_kv_padded=bounds, **given)
+
+
+def test_masks_have_no_effect_with_lengths(device):
+    """Also a pair of masks in different memory, with the keys' lengths left to their default."""
+    x, bounds = torch.randn(2, 4, 2, 8, device=device), cumulative([2, 4], device)
+    module = DotProductAttention(2, 8, qkv_format="bshd", attn_mask_type="padding")
+    pair = tuple(torch.ones(2, 1, 1, 4, dtype=torch.bool, device=device) for _ in range(2))
+    assert torch.equal(
+        module(x, x, x, cu_seqlens_q=bounds, attention_mask=pair), module(x, x, x, cu_seqlens_q=bounds)
+    )
+    with pytest.raises(ValueError, match=r"cu_seqlens_kv_padded is .* give both"):
+        module(x, x, x, attention_mask=pair[0], cu_seqlens_kv_padded=bounds)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_packed_equals_padded(mask, backend, device):
     lengths, size = [3, 5], 5

@@ -353,6 +353,26 @@ def test_a_captured_call_needs_ids_that_were_checked_before():
     torch.testing.assert_close(got, want)
 
 
+def test_inference_tensors_cannot_be_captured_and_the_error_names_them(monkeypatch):
+    class OnDevice(torch.Tensor):
+        is_cuda = True  # pyright: ignore[reportAssignmentType]
+
+    counted = torch.tensor([0]).as_subclass(OnDevice)
+    with torch.inference_mode():
+        uncounted = torch.tensor([1]).as_subclass(OnDevice)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    module.check_coverage([counted, uncounted], 2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        RuntimeError, match=r"policies \[1\] are inference tensors.* outside of torch.inference_mode"
+    ):
+        module.check_coverage([counted, uncounted], 2)
+    with pytest.raises(
+        RuntimeError, match="call the attention with the same tensors once before the capture"
+    ):
+        module.check_coverage([counted], 1)
+
+
 @pytest.mark.any_device
 @pytest.mark.parametrize("members", [((0, 1, 2),), ((1,), (), (0,), (2,))], ids=str)
 def test_a_compiled_call_is_one_graph(members, device):

@@ -14,6 +14,7 @@ import torch
 import transformer_engine
 import transformer_engine.pytorch as te
 from transformer_engine import common
+from transformer_engine.pytorch import router
 from transformer_engine.pytorch.router import check_histogram, mark_qb_bin_bounds_validated
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -128,6 +129,33 @@ def test_marked_bounds_are_not_read_again():
         check_histogram(*arguments)
     with pytest.raises(ValueError, match=r"give contiguous float32 \[2\]"):
         mark_qb_bin_bounds_validated(torch.zeros(3))
+
+
+def test_bounds_that_are_marked_during_a_capture_are_read_again_outside_of_captures(monkeypatch):
+    bounds, histogram = torch.tensor([1.0, -1.0]), torch.zeros(4, 8, dtype=torch.int32)
+    arguments = (histogram, bounds, "two_kernel", torch.randn(2, 4))
+    monkeypatch.setattr(router, "is_capturing", lambda device: True)
+    mark_qb_bin_bounds_validated(bounds)
+    assert check_histogram(*arguments) is not None
+    monkeypatch.setattr(router, "is_capturing", lambda device: False)
+    with pytest.raises(ValueError, match="the lower one first"):
+        check_histogram(*arguments)
+    mark_qb_bin_bounds_validated(bounds)
+    monkeypatch.setattr(router, "is_capturing", lambda device: True)
+    assert check_histogram(*arguments) is not None
+
+
+def test_bounds_that_are_inference_tensors_are_read_in_each_call():
+    with torch.inference_mode():
+        bounds, histogram = torch.tensor([-1.0, 1.0]), torch.zeros(4, 8, dtype=torch.int32)
+    arguments = (histogram, bounds, "two_kernel", torch.randn(2, 4))
+    assert check_histogram(*arguments) is not None
+    with torch.inference_mode():
+        bounds.neg_()
+    with pytest.raises(ValueError, match="the lower one first"):
+        check_histogram(*arguments)
+    with pytest.raises(ValueError, match=r"inference tensor.*outside of torch\.inference_mode"):
+        mark_qb_bin_bounds_validated(bounds)
 
 
 def test_versions_of_cudnn_are_decoded_and_compared(monkeypatch):

@@ -149,6 +149,14 @@ def test_ones_of_inference_mode_can_be_saved_for_a_backward_pass():
     assert torch.equal(x.grad, torch.ones(13))
 
 
+def test_ones_of_a_capture_are_not_those_of_later_calls(capturing):
+    capturing.append(True)
+    of_graph = get_cached_ones_tensor(17, torch.float32, CPU)
+    capturing.clear()
+    ones = get_cached_ones_tensor(17, torch.float32, CPU)
+    assert ones is not of_graph and ones is get_cached_ones_tensor(17, torch.float32, CPU)
+
+
 def test_steps_of_ragged_offsets_are_never_evicted():
     first = cudnn_graph._steps(CPU, (64,))
     for step in range(1000):

@@ -17,6 +17,7 @@ from ..common.checks import check_option, described
 from ..common.numbers import to_bool, to_float, to_int, with_article
 from .functions.router import BalancingLoss, ChosenExperts
 from .primitives.router import BITS, BYTES, INDICES, SOFTMAX, SOFTMAX_AFTER, Choice, count_margins
+from .runtime.capture import is_capturing
 from .runtime.checks import floating, same_device, tensor
 from .runtime.device_checks import demand
 
@@ -316,25 +317,40 @@ def check_histogram(
         raise ValueError(f"qb_bin_bounds is {bounds.dtype} {list(bounds.shape)}; give float32 [2]")
     same_device("qb_histogram", histogram, "logits", logits.device)
     same_device("qb_bin_bounds", bounds, "logits", logits.device)
-    if _validated.get(bounds) != bounds._version:
+    if not _is_validated(bounds):
         demand(_check_bounds, (bounds,))
     return histogram, bounds
 
 
-# Bounds versions that a caller has validated on the device.
+# Bounds -> (version that a caller has validated on the device, whether during the capture of a CUDA graph).
 _validated: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _is_validated(bounds: Tensor) -> bool:
+    """Whether a caller has validated the current values.
+
+    Validation during a capture holds during captures only: the update on the device runs in each replay.
+    """
+    if bounds.is_inference():  # torch does not count writes to it
+        return False
+    found = _validated.get(bounds)
+    if found is None:
+        return False
+    version, captured = found
+    return version == bounds._version and (not captured or is_capturing(bounds.device))
 
 
 def mark_qb_bin_bounds_validated(bin_bounds: Tensor) -> None:
     """Promise that the current values of `qb_bin_bounds` are finite and in order, as after an update on the device.
 
-    The values are not read, so the call can be captured in a CUDA graph. A later write to the tensor ends the promise.
+    The values are not read, so the call can be captured in a CUDA graph; the promise then holds during captures. A
+    later write to the tensor ends the promise.
 
     Args:
         bin_bounds: float32 [2], contiguous.
 
     Raises:
-        ValueError: The tensor has another dtype, shape or layout.
+        ValueError: The tensor has another dtype, shape or layout, or is an inference tensor.
     """
     tensor("bin_bounds", bin_bounds)
     if bin_bounds.dtype != torch.float32 or tuple(bin_bounds.shape) != (2,) or not bin_bounds.is_contiguous():
@@ -342,7 +358,12 @@ def mark_qb_bin_bounds_validated(bin_bounds: Tensor) -> None:
             f"bin_bounds is {bin_bounds.dtype} {list(bin_bounds.shape)} with strides {bin_bounds.stride()}; give "
             "contiguous float32 [2]"
         )
-    _validated[bin_bounds] = bin_bounds._version
+    if bin_bounds.is_inference():
+        raise ValueError(
+            "bin_bounds is an inference tensor, whose later writes torch does not count; make it outside of "
+            "torch.inference_mode()"
+        )
+    _validated[bin_bounds] = bin_bounds._version, is_capturing(bin_bounds.device)
 
 
 def _check_bounds(bounds: list[float]) -> None:

@@ -6,7 +6,6 @@ may be reused by the stream that allocated it. Every stream therefore has its ow
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
@@ -83,14 +82,22 @@ def keep_if_captured(value: V, device: torch.device) -> V:
 
 
 def get_cached_ones_tensor(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an all-ones tensor [num_elements], the same object for the same arguments; do not write to it."""
+    """Return an all-ones tensor [num_elements], the same object for the same arguments and stream; do not write to it.
+
+    A graph that is captured before the first call gets a tensor of its own, which each replay fills.
+    """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())  # another GPU has another tensor
-    return keep_if_captured(_ones(num_elements, dtype, device), device)
+    key = num_elements, dtype, device
+    ones = _ONES.get(key, device)
+    return _make_ones(key) if ones is None else ones
 
 
-@functools.lru_cache(maxsize=64)
-def _ones(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _make_ones(key: tuple[int, torch.dtype, torch.device]) -> Tensor:
+    num_elements, dtype, device = key
     with torch.inference_mode(False):  # later calls may save the tensor for a backward pass
         return torch.ones(num_elements, dtype=dtype, device=device)
+
+
+_ONES = DeviceTables(_make_ones, 64)

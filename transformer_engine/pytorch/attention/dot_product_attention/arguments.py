@@ -116,6 +116,8 @@ def settle_arguments(config: AttentionConfig, a: AttentionArguments) -> Attentio
         a = a._replace(num_splits=to_int("num_splits", a.num_splits, 0))
     if a.softcap is not None and (type(a.softcap) is not float or not 0.0 <= a.softcap < math.inf):
         a = a._replace(softcap=limit("softcap", specialized(a.softcap)))
+    if a.cu_seqlens_kv is None and a.cu_seqlens_kv_padded is not None and config.attention_type == "self":
+        a = a._replace(cu_seqlens_kv=a.cu_seqlens_q)  # keys have the queries' lengths by default
     if a.score_mod is not None:
         function("score_mod", a.score_mod)
     if a.core_attention_bias is not None or a.alibi_slopes is not None:

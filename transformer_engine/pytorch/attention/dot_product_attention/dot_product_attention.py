@@ -239,10 +239,11 @@ class DotProductAttention(TransformerEngineBaseModule):
             attention_mask: True = masked out: padding masks [b, 1, 1, s] (a pair for cross attention), or a mask
                 broadcastable to [b, h, s_q, s_kv] for "arbitrary".
             cu_seqlens_q: Cumulative query sequence lengths, int32 [b + 1], instead of padding masks.
-            cu_seqlens_kv: The same for keys and values.
+            cu_seqlens_kv: The same for keys and values, in self attention the queries' by default.
             cu_seqlens_q_padded: Sequence starts in a thd query tensor, int32 [b + 1], if there are
                 tokens between them that belong to no sequence.
-            cu_seqlens_kv_padded: The same for keys and values. Context-parallel ranks pass whole sequence bounds.
+            cu_seqlens_kv_padded: The same for keys and values; the queries' if cu_seqlens_kv is None too. Context-parallel
+                ranks pass whole sequence bounds.
             max_seqlen_q: Longest query sequence length (thd); by default read from the device.
             max_seqlen_kv: The same for keys and values.
             core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".

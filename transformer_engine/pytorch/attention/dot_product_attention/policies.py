@@ -80,6 +80,8 @@ def check_policies(
         (a.window_size is not None, f"window_size={a.window_size!r}", "policies have windows"),
         (tensor_format != "thd", f"qkv_format={tensor_format!r}", "give packed sequences, 'thd'"),
         (a.cu_seqlens_q is None, "cu_seqlens_q=None", "give the bounds of the sequences"),
+        (config.attention_type == "cross" and a.cu_seqlens_kv is None, "cu_seqlens_kv=None of a cross attention",
+         "give the bounds of the keys' sequences"),
         (a.attention_mask is not None, "attention_mask", "leave it None"),
         (a.core_attention_bias is not None or a.core_attention_bias_type != "no_bias",
          f"core_attention_bias_type={a.core_attention_bias_type!r}", "use 'no_bias'"),
@@ -155,9 +157,16 @@ def check_coverage(ids: list[Tensor], batch: int) -> None:
         if same and facts == [versions, batch]:
             return
     if ids[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        remedy = "call the attention with the same tensors once before the capture"
+        if versions is None:
+            inference = [index for index, x in enumerate(ids) if x.is_inference()]
+            remedy = (
+                f"those of policies {inference} are inference tensors, whose writes torch does not count, so no "
+                "earlier call helps; make sequence_ids outside of torch.inference_mode(), or copy them there by clone()"
+            )
         raise RuntimeError(
-            "sequence_ids of thd_attention_policies are read on the host, which a CUDA graph cannot capture; call the "
-            "attention with the same tensors once before the capture"
+            "sequence_ids of thd_attention_policies are read on the host, which a CUDA graph cannot capture; "
+            + remedy
         )
     covered: list[int] = []
     for index, x in enumerate(ids):
@@ -246,7 +255,8 @@ def attend_by_policies(
     queries = _Packed(
         (q,), sequence_lengths(cu_q), cu_q if a.cu_seqlens_q_padded is None else a.cu_seqlens_q_padded
     )
-    keys = _Packed((k, v), queries.lengths, queries.starts)
+    # The identity of `starts` and `lengths` shows that keys have the queries' bounds.
+    keys = _Packed((k, v), queries.lengths, queries.starts if padded_kv is None else padded_kv)
     if cu_kv is not None and not (cu_kv is cu_q and padded_kv is a.cu_seqlens_q_padded):
         keys = _Packed((k, v), sequence_lengths(cu_kv), cu_kv if padded_kv is None else padded_kv)
     if a.thd_attention_policy_dispatch == "grouped":

@@ -95,7 +95,7 @@ def parse_sequences(
         )
     _check_masks(a.attention_mask)
     _, cu_q, cu_kv, starts_q, starts_kv = a[:5]
-    if padding and cu_kv is None and attention_type == "self":
+    if padding and cu_kv is starts_kv is None and attention_type == "self":
         cu_kv, starts_kv = cu_q, starts_q
     masked: Any = a.attention_mask if is_pair(a.attention_mask) else (a.attention_mask,) * 2
     if not padding or cu_q is not None:
@@ -126,12 +126,12 @@ def parse_sequences(
 
 
 def are_same(a: AttentionArguments) -> bool:
-    """Return whether query and key lengths and masks, where both are given, are the same memory."""
+    """Return whether query and key lengths, where both are given, are the same memory; masks count without lengths."""
     cu_q, cu_kv = a.cu_seqlens_q, a.cu_seqlens_kv
     if cu_q is not cu_kv and not (cu_q is None or cu_kv is None or _same(cu_q, cu_kv)):
         return False
     mask: Any = a.attention_mask
-    return mask is None or not is_pair(mask) or len(mask) != 2 or _same(mask[0], mask[1])
+    return mask is None or cu_q is not None or not is_pair(mask) or len(mask) != 2 or _same(mask[0], mask[1])
 
 
 def sequence_tensors(s: Sequences, a: AttentionArguments) -> SequenceTensors:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ...runtime.float32_products import float32_product, solve_unit_triangular
 from .gates import Gated
 from .request import ALL_FEATURES, DeltaRequest, binder
 from .sequences import run_rows
@@ -64,8 +65,8 @@ def _scan_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
     erased = erase * k
     system = _pairs(erased, k, between).tril(-1)
     right_side = torch.cat((write * v, from_start * erased), -1)
-    # The identity, r_i itself, is the diagonal that unitriangular=True implies.
-    solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
+    # The identity, r_i itself, is the implied diagonal.
+    solved = solve_unit_triangular(system, right_side)
     from_values, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
     parts = (
         from_values,
@@ -77,9 +78,9 @@ def _scan_chunks(chunks: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
     )
     outputs: list[Tensor] = []
     for from_value, factor, query, scores, key, total in zip(*(x.unbind(2) for x in parts), strict=True):
-        update = from_value - factor @ state
-        outputs.append(query @ state + scores @ update)
-        state = total * state + key.transpose(-1, -2) @ update
+        update = from_value - float32_product(factor, state)
+        outputs.append(float32_product(query, state) + float32_product(scores, update))
+        state = total * state + float32_product(key.mT, update)
     return torch.stack(outputs, 2), state
 
 
@@ -95,8 +96,10 @@ def _sums_between(decay: Tensor) -> Tensor:
 def _pairs(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
     """left_i^T (between_ij right_j) [.., C, C]."""
     if between.shape[-1] == 1:
-        return (left @ right.transpose(-1, -2)) * between.squeeze(-1)
-    return torch.einsum("...id,...jd,...ijd->...ij", left, right, between)
+        return float32_product(left, right.mT) * between.squeeze(-1)
+    products = left.unsqueeze(-2) * right.unsqueeze(-3)
+    # The sum over channels as a product, which saves no third tensor [C, C, dk].
+    return float32_product(products.unsqueeze(-2), between.unsqueeze(-1)).squeeze(-1).squeeze(-1)
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
@@ -105,7 +108,6 @@ def _chunks(x: Tensor, size: int) -> Tensor:
     return x.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4)
 
 
-BIND = binder(partial(run_rows, recurrence))
 BACKEND: Backend[DeltaRequest] = Backend(
     "chunked",
     takes=ALL_FEATURES,

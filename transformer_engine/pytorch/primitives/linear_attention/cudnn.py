@@ -6,11 +6,9 @@ options itself, without `gates`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ....common import optional
 from ....common.dispatch import Backend
@@ -20,7 +18,7 @@ from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, Delta
 MODULE = "cudnn.linear_attention.ops"
 FUNCTIONS = {Rule.GDN: "gated_delta_net", Rule.GDN2: "gated_delta_net_v2", Rule.GDP: "gated_delta_product"}
 _SIZES = (64, 128)
-_MINIMUM = (1, 29)
+_RELEASES = (1, 29), (2, 0)  # from the first release with the module to the bound of the extra `cuda`
 
 
 def unsupported_reason(request: DeltaRequest) -> str | None:
@@ -34,10 +32,8 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
         return f"heads have sizes {sizes[0]} and {sizes[1]}; it takes 64 and 128"
     if not optional.installed("cudnn"):
         return f"nvidia-cudnn-frontend is not installed ({optional.install_command('cuda')})"
-    release = optional.release("nvidia-cudnn-frontend")
-    if release < _MINIMUM:
-        found = ".".join(map(str, release))
-        return f"nvidia-cudnn-frontend {found} < 1.29; pip install --upgrade 'nvidia-cudnn-frontend>=1.29,<2'"
+    if (reason := optional.release_problem("nvidia-cudnn-frontend", *_RELEASES)) is not None:
+        return reason
     return optional.failure(MODULE, FUNCTIONS[request.spec.rule])
 
 
@@ -56,7 +52,8 @@ def library_arguments(inputs: DeltaInputs, spec: DeltaSpec) -> dict[str, Any]:
     batch, length = inputs.q.shape[:2]
     bounds = inputs.cu_seqlens
     if bounds is None:
-        bounds = _equal_bounds(batch, length, inputs.q.device)
+        # Not cached: autograd saves the bounds, and a captured graph writes them in each replay.
+        bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=inputs.q.device)
     tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
     if spec.rule == Rule.GDN2:
         tensors["w"] = inputs.w
@@ -82,11 +79,6 @@ def library_arguments(inputs: DeltaInputs, spec: DeltaSpec) -> dict[str, Any]:
             "dt_bias": inputs.dt_bias,
         }
     return arguments
-
-
-@functools.lru_cache(maxsize=64)
-def _equal_bounds(batch: int, length: int, device: torch.device) -> Tensor:
-    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
 
 
 BACKEND: Backend[DeltaRequest] = Backend(

@@ -16,7 +16,7 @@ from .library import differentiable_once, finish_results, unsupported_by_kernels
 from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, DeltaSpec, Option, Rule, binder
 
 _SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
-_MINIMUM = (0, 6)  # first release with Gated DeltaNet 2
+_RELEASES = (0, 6), (0, 7)  # from the first release with Gated DeltaNet 2 to the last tested one
 # Module and function of each rule.
 _FUNCTIONS = {
     Rule.GDN: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
@@ -40,9 +40,8 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
         )
     if not optional.installed("fla"):
         return f"fla-core is not installed ({optional.install_command('linear-attention')})"
-    release = optional.release("fla-core")
-    if (0, 0) < release < _MINIMUM:
-        return f"fla-core {'.'.join(map(str, release))} < 0.6; pip install --upgrade 'fla-core>=0.6,<0.7'"
+    if (reason := optional.release_problem("fla-core", *_RELEASES)) is not None:
+        return reason
     if (
         request.needs_gradient
         and request.spec.rule != Rule.GDN2
@@ -56,11 +55,14 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
 
 def run(inputs: DeltaInputs, spec: DeltaSpec) -> DeltaResult:
     """Compute a call, on any device for which Triton compiles, or that its interpreter serves."""
+    bounds = inputs.cu_seqlens
     options: dict[str, Any] = {
         "scale": spec.factor,
         "output_final_state": Option.FINAL_STATE in spec.options,
         "use_qk_l2norm_in_kernel": Option.L2_NORM in spec.options,
-        "cu_seqlens": inputs.cu_seqlens,
+        # The library caches chunk indices by the identity of this tensor. A new alias per call has no entry: the caller
+        # may have written to the tensor, or called in inference mode, whose tensors autograd cannot save.
+        "cu_seqlens": None if bounds is None else bounds.detach(),
     }
     gates = {"g": log_decay(inputs, spec), "beta": erase_gate(inputs, spec)}
     inputs = inputs._replace(**gates, a_log=None, dt_bias=None)
