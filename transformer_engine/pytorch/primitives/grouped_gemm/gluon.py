@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....common import optional
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
 from ....common.kernels import launch
@@ -18,18 +17,10 @@ from . import triton
 from .groups import Matrices
 from .request import GroupedGemmRequest, GroupedProduct
 
-_LANGUAGE = "triton.experimental.gluon.language.nvidia.hopper"
-
 
 def missing() -> str | None:
     """Return the reason why kernels in Gluon for Hopper do not run on the current GPU, or None."""
-    if (reason := launch.missing(current_hardware())) is not None:
-        return reason
-    if (reason := current_hardware().lacks("hopper instructions")) is not None:
-        return reason
-    if (reason := optional.gluon_problem(optional.release("triton"))) is not None:
-        return reason
-    return optional.failure(_LANGUAGE, "warpgroup_mma", "tma", "mbarrier")
+    return launch.gluon_missing(current_hardware())
 
 
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:
