@@ -128,8 +128,9 @@ JAX = (
     (
         10,
         "transformer_engine.jax.explain transformer_engine.jax.checkpoint_policies "
-        "transformer_engine.jax.version_utils transformer_engine.jax.debug transformer_engine.jax.cpp_extensions",
-        "`explain`, checkpoint policies, functions on arrays that the original has in `cpp_extensions`",
+        "transformer_engine.jax.version_utils transformer_engine.jax.debug transformer_engine.jax.cpp_extensions "
+        "transformer_engine.jax.self_test",
+        "`explain`, checkpoint policies, the self-test, functions on arrays that the original has in `cpp_extensions`",
     ),
     (9, "transformer_engine.jax.nnx", "the Flax modules as modules of `flax.nnx`"),
     (8, "transformer_engine.jax.flax", "Flax modules"),

@@ -278,7 +278,9 @@ def test_strong_decays_are_finite():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_linear_gates_below_zero_are_floored(backend):
-    case = Case("gdp", sizes=(64, 64), updates=2, options={"gate_domain": "linear", "output_final_state": True})
+    case = Case(
+        "gdp", sizes=(64, 64), updates=2, options={"gate_domain": "linear", "output_final_state": True}
+    )
     tensors = case.tensors()
     with torch.no_grad():
         tensors["g"][:, 3] = -0.5

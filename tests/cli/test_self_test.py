@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
 
 from tests.support.command import te
 from transformer_engine.common.dispatch import Backend, Table, tables
+from transformer_engine.common.self_test import EMULATING, SelfTest, SelfTestResult, SelfTestSizes
 from transformer_engine.pytorch.inspect import self_test as testing
 from transformer_engine.pytorch.inspect import self_test_compile as compiling
-from transformer_engine.pytorch.inspect.self_test import SelfTest, SelfTestResult, self_test
-from transformer_engine.pytorch.inspect.self_test_products import SelfTestCase, SelfTestSizes
+from transformer_engine.pytorch.inspect.self_test import self_test
+from transformer_engine.pytorch.inspect.self_test_products import SelfTestCase
+from transformer_engine.pytorch.primitives.gemm import DEQUANTIZING
 from transformer_engine.pytorch.runtime import self_tested
+from transformer_engine_tools.doctor import self_tests
 from transformer_engine_tools.doctor.checks import run_self_test
 
 
@@ -196,16 +200,92 @@ def test_the_command_exits_with_1_after_a_failure(monkeypatch, capsys):
     result = SelfTestResult("mxfp8 products", "4096", "triton", "failed", reason="relative error 1.0")
     for results, code in (((), 0), ((result,), 1)):
         test = SelfTest({"gpu": "NVIDIA B200"}, results, 3.0)
-        monkeypatch.setattr(testing, "self_test", lambda test=test, **options: test)
+        monkeypatch.setattr(self_tests, "run_all", lambda progress, test=test: test)
         assert te("doctor", "--self-test").exit_code == run_self_test(False) == code
         assert "gpu: NVIDIA B200" in capsys.readouterr().out
     assert run_self_test(True) == 1
     assert json.loads(capsys.readouterr().out)["paths"] == {"mxfp8 products": False}
 
 
+def test_emulating_backends_of_products_do_not_count_as_native():
+    assert set(DEQUANTIZING) <= set(EMULATING)
+
+
+@pytest.fixture
+def pytorch_test(monkeypatch):
+    """A self-test of PyTorch that has passed in three seconds."""
+    result = SelfTestResult("fp8 casts", "8 x 8", "triton", "passed", equal=1.0)
+    test = SelfTest({"gpu": "NVIDIA H200", "torch": "2.14.1"}, (result,), 3.0)
+    monkeypatch.setattr(testing, "self_test", lambda sizes, seconds, progress: test)
+    return test
+
+
+def test_without_jax_the_report_says_so(monkeypatch, pytorch_test):
+    monkeypatch.setitem(sys.modules, "jax", None)
+    test = self_tests.run_all(lambda line: None)
+    assert test.results == pytorch_test.results
+    assert test.machine["JAX"] == "not installed" and "JAX: not installed" in test.report()
+
+
+def test_without_frameworks_the_command_names_both_extras(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jax", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert run_self_test(False) == 2
+    assert "[pytorch]" in (error := capsys.readouterr().err) and "[jax]" in error
+
+
+def jax_process(tmp_path, monkeypatch, program: str) -> None:
+    """Run a program in place of the self-test of JAX."""
+    (tmp_path / "jax_program.py").write_text(program, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(self_tests, "JAX_MODULE", "jax_program")
+
+
+PRINTING = """
+import dataclasses, json, os, sys
+from transformer_engine.common.self_test import SelfTestResult
+print("testing jax fp8 casts", file=sys.stderr)
+memory = os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]
+results = [SelfTestResult(" ".join(sys.argv[1:]), memory, "triton", "failed", "wrong bits")]
+print(json.dumps({"machine": {"JAX": "0.10.2"}, "results": list(map(dataclasses.asdict, results))}))
+"""
+
+
+def test_results_of_jax_are_rows_of_the_same_table(tmp_path, monkeypatch, pytorch_test):
+    jax_process(tmp_path, monkeypatch, PRINTING)
+    lines = []
+    test = self_tests.run_all(lines.append, SelfTestSizes(8, 4, 2), 10.0)
+    assert lines == ["testing jax fp8 casts"]
+    # PyTorch has taken 3 of 10 seconds, and JAX allocates no more of the GPU's memory than it needs.
+    assert (test.results[1].path, test.results[1].case) == ("7.0 8 4 2", "false")
+    assert test.failed == test.results[1:] and test.machine["JAX"] == "0.10.2"
+    assert [line.split("  ")[0] for line in test.report().splitlines() if "triton  " in line] == [
+        "fp8 casts",
+        "7.0 8 4 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "machine", "reason"),
+    [
+        ("raise ImportError('jax 0.4 is too old')", "ImportError: jax 0.4 is too old", None),
+        ("import os; os.write(2, b'no kernel image'); os._exit(3)", "failed", "exit code 3: no kernel image"),
+        ("import time; print('x', flush=True); time.sleep(60)", "failed", "exit code -9"),
+    ],
+)
+def test_a_process_without_results_is_a_failure_unless_jax_cannot_be_imported(
+    tmp_path, monkeypatch, program, machine, reason
+):
+    jax_process(tmp_path, monkeypatch, program)
+    monkeypatch.setattr(self_tests, "START_SECONDS", 5.0)
+    test = self_tests.jax_self_test(lambda line: None, None, 0.0)
+    assert test.machine["JAX"] == machine
+    assert [reason in result.reason for result in test.failed] == ([] if reason is None else [True])
+
+
 @pytest.mark.gpu
 def test_every_backend_of_this_gpu_passes_within_two_minutes(cache):
-    test = self_test()
+    test = self_tests.run_all(lambda line: None)
     assert test.failed == (), test.report()
-    assert test.seconds < 130
+    assert test.seconds < 120
     assert self_tested.untested_reason("fp8 casts") is None

@@ -17,7 +17,9 @@ from jax.sharding import AxisType, PartitionSpec
 from tests.jax.compiled import array, zeros
 from tests.support import forked
 from tests.support.programs import search_path
+from transformer_engine.common import optional
 from transformer_engine.common.formats import E4M3
+from transformer_engine.common.hardware import ROWS
 from transformer_engine.jax.primitives import launching
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,6 +146,23 @@ def test_integers_equal_to_one_become_constants():
     assert [s.value for s in kernel.scalars] == [v for v in launch.scalars if v != 1]
     assert ".target sm_90" in kernel.ptx
     assert compiled(launch, dtypes, 90) is kernel
+
+
+@needs_bridge
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.vendor == "nvidia"], ids=lambda row: row.architecture
+)
+def test_ptx_is_as_old_as_the_assembler_of_a_supported_jax_may_be(row):
+    from transformer_engine.common.kernels.compiled import compiled
+    from transformer_engine.common.kernels.transpose import transpose
+
+    if optional.triton_problem(row, optional.release("triton")) is not None:
+        pytest.skip(f"Triton has no assembler for {row.title}")
+    assert isinstance(row.target, int)
+    kernel = compiled(transpose((64, 64)), ("uint8", "uint8"), row.target)
+    match = re.search(r"^\.version (\d+)\.(\d+)$", kernel.ptx, re.MULTILINE)
+    assert match is not None
+    assert (8, 6) <= (int(match[1]), int(match[2])) <= row.portable_ptx
 
 
 def test_a_jaxlib_without_its_triton_classes_is_a_reason(monkeypatch):

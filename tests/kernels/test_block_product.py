@@ -15,14 +15,14 @@ SHARED_MEMORY = 232448  # bytes that a program on Hopper may have
 
 
 def assembled(folder: Path, launch, dtypes: tuple[str | None, ...]):
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
     from transformer_engine.common.kernels.compiled import compiled
 
     kernel = compiled(launch, dtypes, 90)
     source = folder / "kernel.ptx"
     source.write_text(kernel.ptx)
-    assembler = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "ptxas"
+    assembler = get_ptxas(kernel.capability).path
     command = [assembler, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return kernel, done.stderr

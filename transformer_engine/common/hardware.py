@@ -92,6 +92,7 @@ class Hardware:
         cudnn_fp8: First cuDNN version whose FP8 attention supports it; zeros likewise.
         triton: First Triton release whose assembler has the architecture; zeros without a GPU.
         scaled_dot: First Triton release whose tl.dot_scaled becomes the native instruction.
+        portable_ptx: Newest PTX version, (major, minor), of kernels that XLA's assembler reads instead of Triton's.
         backward_head: Largest head size in cuDNN's attention gradient.
         likeness: Architecture whose capabilities an unlisted one is assumed to have; "" for a row in the table.
         remark: Why it lacks the formats of recipes, for messages.
@@ -109,6 +110,7 @@ class Hardware:
     scaled_dot: tuple[int, int] = (3, 6)
     cudnn: tuple[int, int, int] = (0, 0, 0)
     cudnn_fp8: tuple[int, int, int] = (0, 0, 0)
+    portable_ptx: tuple[int, int] = (8, 8)
     likeness: str = ""
     remark: str = ""
 
@@ -226,10 +228,12 @@ def _nvidia(
     scaled_dot: tuple[int, int] = (3, 6),
     cudnn: tuple[int, int, int] = (0, 0, 0),
     cudnn_fp8: tuple[int, int, int] = (0, 0, 0),
+    portable_ptx: tuple[int, int] = (8, 8),  # of CUDA 12.9
 ) -> Hardware:
     names = tuple(sorted(capabilities))
     sizes = shared_memory, threads, tensor_memory, backward_head
-    return Hardware("nvidia", architecture, gpus, names, *sizes, triton, scaled_dot, cudnn, cudnn_fp8)
+    versions = triton, scaled_dot, cudnn, cudnn_fp8, portable_ptx
+    return Hardware("nvidia", architecture, gpus, names, *sizes, *versions)
 
 
 # fmt: off
@@ -241,9 +245,9 @@ ROWS: tuple[Hardware, ...] = (
     _nvidia("9.0", ("H100", "H200", "H800", "H20", "GH200"), _HOPPER, _LARGE, 2048),
     _nvidia("10.0", ("B200", "GB200"), _B200, _LARGE, 2048, 512),
     _nvidia("10.3", ("B300", "GB300"), _B200, _LARGE, 2048, 512),
-    # The assembler of Triton 3.6 has no sm_110a.
+    # The assembler of Triton 3.6 has no sm_110a, which PTX 9.0 of CUDA 13.0 introduced.
     _nvidia("11.0", ("Thor",), _DATA_CENTER, _LARGE, 1536, 512, backward_head=128, triton=(3, 7),
-            scaled_dot=(3, 7), cudnn_fp8=(9, 24, 0)),
+            scaled_dot=(3, 7), cudnn_fp8=(9, 24, 0), portable_ptx=(9, 0)),
     _nvidia("12.0", ("RTX 5090", "RTX 5080", "RTX 5070", "RTX 5060", "RTX PRO 6000", "RTX PRO 5000", "RTX PRO 4500"),
             _WORKSTATION, _SMALL, 1536, backward_head=128, cudnn=(9, 18, 1)),
     _nvidia("12.1", ("DGX Spark", "GB10"), _WORKSTATION, _SMALL, 1536, backward_head=128, scaled_dot=(3, 8),

@@ -31,6 +31,9 @@ BLOCK = gl.constexpr(128)  # along K, and columns per tile
 TILE_ROWS = 256
 ROWS = gl.constexpr(TILE_ROWS)
 HALF = gl.constexpr(64)  # rows per instruction: a warp group multiplies its 128 rows in two steps
+# Triton 3.8 renamed the copies, and 3.9 removed their former names.
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 REGISTERS = 168  # per thread at launch; later 24 in the warps that load, 240 in the warps that multiply
 
 
@@ -65,13 +68,11 @@ def fetch(
             mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
             arrived = full.index(stage)
             mbarrier.expect(arrived, SIZE)
-            tma.async_copy_global_to_shared(a, [m, block * BLOCK], arrived, a_stages.index(stage))
-            tma.async_copy_global_to_shared(b, [n, block * BLOCK], arrived, b_stages.index(stage))
-            tma.async_copy_global_to_shared(scale_a, [block * M + m], arrived, scale_a_stages.index(stage))
+            load_tile(a, [m, block * BLOCK], arrived, a_stages.index(stage))
+            load_tile(b, [n, block * BLOCK], arrived, b_stages.index(stage))
+            load_tile(scale_a, [block * M + m], arrived, scale_a_stages.index(stage))
             if BY_ROW:
-                tma.async_copy_global_to_shared(
-                    scale_b, [block * N + n], arrived, scale_b_stages.index(stage)
-                )
+                load_tile(scale_b, [block * N + n], arrived, scale_b_stages.index(stage))
             step += 1
 
 
@@ -107,7 +108,7 @@ def write(out, total, m, n, buffer):
     """Write total [64, 128] to out[m:, n:] through shared memory; the copy engine omits elements outside out."""
     buffer.store(total.to(buffer.dtype))
     hopper.fence_async_shared()
-    tma.async_copy_shared_to_global(out, [m, n], buffer)
+    store_tile(out, [m, n], buffer)
 
 
 @gluon.jit

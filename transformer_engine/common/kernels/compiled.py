@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ..hardware import nvidia
@@ -158,7 +159,8 @@ def _compile(key: KernelKey) -> Compiled:
     binary = triton.compile(
         _source(key.kernel)(key.kernel, signature, constants, aligned),
         target=GPUTarget("cuda", key.capability, 32),
-        options=compile_options(key.warps, key.registers, key.fuses),
+        options=compile_options(key.warps, key.registers, key.fuses)
+        | {"ptx_version": _ptx_version(key.capability)},
     )
     return Compiled(
         binary.metadata.name,
@@ -169,6 +171,20 @@ def _compile(key: KernelKey) -> Compiled:
         getattr(binary.metadata, "global_scratch_size", 0) or 0,
         tuple(index for index, dtype in enumerate(key.dtypes) if dtype is not None),
         tuple(Scalar(value, kinds[name]) for name, value in values.items() if name not in constants),
+    )
+
+
+def _ptx_version(capability: int) -> int:
+    """PTX version of a kernel as an integer, such as 88 for 8.8: Triton's own, or a lower one that XLA can assemble.
+
+    XLA assembles PTX with its own CUDA libraries, which may be older than Triton's assembler: Triton 3.9 writes PTX 9.4
+    from CUDA 13.4 on, where JAX accepts CUDA 12.
+    """
+    from triton.backends.nvidia.compiler import get_ptx_version_from_options
+
+    major, minor = nvidia(*divmod(capability, 10)).portable_ptx
+    return min(
+        get_ptx_version_from_options(SimpleNamespace(ptx_version=None), capability), 10 * major + minor
     )
 
 

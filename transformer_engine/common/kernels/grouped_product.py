@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..formats import ceil_div
-from .block_product import REGISTERS, tile_position
+from .block_product import REGISTERS, load_tile, store_tile, tile_position
 from .grouped_gemm import SLOT
 from .grouped_layout import TILE_ROWS, tiles_at_most
 from .launch import WRITTEN, AddressTable, Launch, Output
@@ -83,11 +83,9 @@ def fetch(
                 row_a, row_b, column = (first_tile + block) * M + row, (first_tile + block) * N + n, 0
             else:
                 row_a, row_b, column = row, group * N + n, block * SIDE
-            tma.async_copy_global_to_shared(a, [row_a, column], arrived, a_stages.index(place))
-            tma.async_copy_global_to_shared(b, [row_b, column], arrived, b_stages.index(2 * place))
-            tma.async_copy_global_to_shared(
-                b, [row_b + SIDE, column], arrived, b_stages.index(2 * place + 1), pred=both
-            )
+            load_tile(a, [row_a, column], arrived, a_stages.index(place))
+            load_tile(b, [row_b, column], arrived, b_stages.index(2 * place))
+            load_tile(b, [row_b + SIDE, column], arrived, b_stages.index(2 * place + 1), pred=both)
             step += 1
 
 
@@ -127,7 +125,7 @@ def write(
                 gl.store(places, buffer.slice(part * PART, PART).load(WIDE), mask=inside)
     else:
         hopper.fence_async_shared()
-        tma.async_copy_shared_to_global(results, [first + m, n], buffer)
+        store_tile(results, [first + m, n], buffer)
 
 
 @gluon.jit

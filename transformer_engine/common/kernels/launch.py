@@ -45,6 +45,7 @@ LARGEST_EXTENT = 1 << 23
 MEASURED_MEMORY = 227 << 10  # shared memory on an H200, on which plans were measured
 MEASURED_THREADS = 2048  # threads per H200 multiprocessor
 _EXCHANGE_BYTES = 20 << 10  # 16 KiB of codes, and buffers for reductions
+_GLUON = "triton.experimental.gluon.language.nvidia.hopper"
 ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers that are not multiples of this
 
 
@@ -67,6 +68,32 @@ def missing(hardware: Hardware) -> str | None:
     if reason is not None:
         return reason
     return optional.triton_problem(hardware, optional.release("triton"))
+
+
+def gluon_missing(hardware: Hardware) -> str | None:
+    """Reason why kernels in Gluon, which are for Hopper, do not run on a GPU, or None."""
+    if (reason := _gluon_reason(hardware, MISSING, optional.release("triton"))) is not None:
+        return reason
+    return "TRITON_INTERPRET=1: Gluon has no interpreter" if _is_interpreted() else None
+
+
+@functools.cache  # each cast of grouped rows asks
+def _gluon_reason(hardware: Hardware, triton_missing: str | None, release: tuple[int, int]) -> str | None:
+    if (reason := missing(hardware) or hardware.lacks("hopper instructions")) is not None:
+        return reason
+    if (reason := optional.gluon_problem(release)) is not None:
+        return reason
+    return optional.failure(_GLUON, "warpgroup_mma", "tma", "mbarrier")
+
+
+def _is_interpreted() -> bool:
+    """Whether Triton interprets kernels instead of compiling them."""
+    from triton import knobs
+
+    return knobs.runtime.interpret
+
+
+_is_interpreted._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class Machine(NamedTuple):

@@ -4,109 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ...common.dispatch import Table, tables, use_backend
 from ...common.kernels import launch
-from ..primitives.gemm import DEQUANTIZING
+from ...common.self_test import (
+    SAMPLE,
+    SECONDS,
+    SelfTest,
+    SelfTestResult,
+    SelfTestSizes,
+    difference_reason,
+    failure_message,
+    progress_line,
+)
 from ..quantization import emulate
 from ..runtime import self_tested
 from ..runtime.device import current_hardware, has_cuda
 from .self_test_cases import cases
 from .self_test_compile import LEFT_OUT, compile_ahead, first_request
-from .self_test_products import SAMPLE, SelfTestCase, SelfTestSizes, Tensors
+from .self_test_products import SelfTestCase, Tensors
+
+__all__ = ["SelfTest", "SelfTestResult", "SelfTestSizes", "self_test"]
 
 # The backend of the operation that the others are compared with.
 REFERENCES = {"gemm_epilogue": "composed", "fp8_attention": "emulated"}
-# Backends that compute in wider arithmetic than the operands have: correct, but without low-precision instructions.
-EMULATING = (*DEQUANTIZING, "emulated", "composed")
 MOST_RUNS, TIMED_SECONDS = 20, 0.02
-SECONDS = 110.0
 CYCLES = 1.9e9  # torch.cuda._sleep cycles per second; a GPU with a slower clock sleeps longer
-
-
-@dataclass(frozen=True)
-class SelfTestResult:
-    """A case with one backend.
-
-    Attributes:
-        status: "passed", "failed", "unsupported" (for the reason), "left out" (see `LEFT_OUT`), or "not run" (out of
-            time).
-        equal: Equal-byte share, for codes and scales.
-        error: Largest relative result error in the Frobenius norm.
-        reason: Why it failed, is unsupported or was left out.
-        milliseconds: Median call time.
-        ratio: This time over torch's time in bfloat16; for casts, over a copy's time.
-    """
-
-    path: str
-    case: str
-    backend: str
-    status: Literal["passed", "failed", "unsupported", "left out", "not run"]
-    reason: str = ""
-    equal: float | None = None
-    error: float | None = None
-    milliseconds: float | None = None
-    ratio: float | None = None
-
-
-@dataclass(frozen=True)
-class SelfTest:
-    """Self-test results, and the machine."""
-
-    machine: dict[str, str]
-    results: tuple[SelfTestResult, ...]
-    seconds: float
-
-    @property
-    def failed(self) -> tuple[SelfTestResult, ...]:
-        """Results that differ from the reference, and calls that raised."""
-        return tuple(result for result in self.results if result.status == "failed")
-
-    @property
-    def paths(self) -> dict[str, bool]:
-        """Whether each path has passed: all cases ran, none failed, and one backend was native."""
-        by_path: dict[str, list[SelfTestResult]] = {}
-        for result in self.results:
-            by_path.setdefault(result.path, []).append(result)
-        return {
-            path: all(result.status in ("passed", "unsupported", "left out") for result in found)
-            and any(result.status == "passed" and result.backend not in EMULATING for result in found)
-            for path, found in by_path.items()
-        }
-
-    def as_dict(self) -> dict[str, Any]:
-        """The test as plain data."""
-        return {
-            "machine": self.machine,
-            "seconds": self.seconds,
-            "paths": self.paths,
-            "results": [asdict(result) for result in self.results],
-        }
-
-    def report(self) -> str:
-        """Text to paste into a report: versions, a table, and failure reasons."""
-        lines = [f"{name}: {value}" for name, value in self.machine.items()]
-        if self.machine["gpu"] == "none":
-            lines.append("There is no GPU: the reference and torch's backends on the CPU were tested.")
-        lines += ["", *_table(self.results), ""]
-        for result in self.results:
-            if result.status == "failed":
-                lines.append(f"FAILED {result.path}, {result.case}, {result.backend}: {result.reason}")
-        without = [path for path, passed in self.paths.items() if not passed]
-        if without and self.machine["gpu"] != "none":
-            lines.append(f"no native backend has passed: {', '.join(without)}")
-        left_out = {f"{r.path}, {r.backend}: {r.reason}" for r in self.results if r.status == "left out"}
-        lines += [f"left out: {line}" for line in sorted(left_out)]
-        skipped = {result.path for result in self.results if result.status == "not run"}
-        if skipped:
-            lines.append(f"not run for lack of time, run again: {', '.join(sorted(skipped))}")
-        count = sum(result.status == "passed" for result in self.results)
-        lines.append(f"{count} passed, {len(self.failed)} failed in {self.seconds:.0f} s")
-        return "\n".join(lines)
 
 
 def self_test(
@@ -137,7 +63,8 @@ def self_test(
         for case in cases(device, sizes):
             elapsed = time.perf_counter() - start
             if case.path != path:
-                _report_path(results[first:], elapsed, progress)
+                if results[first:]:
+                    progress(progress_line(results[first:], elapsed))
                 path, first = case.path, len(results)
                 progress(f"testing {case.path}")
             if elapsed > seconds:
@@ -145,19 +72,13 @@ def self_test(
             else:
                 with self_tested.testing(case.path):
                     results += _examine_case(case, device, times)
-    _report_path(results[first:], time.perf_counter() - start, progress)
+    if results[first:]:
+        progress(progress_line(results[first:], time.perf_counter() - start))
     test = SelfTest(self_tested.machine_facts(), tuple(results), time.perf_counter() - start)
     if has_cuda():
         self_tested.save(test.paths)
+        torch.cuda.empty_cache()  # JAX allocates next, in another process
     return test
-
-
-def _report_path(results: list[SelfTestResult], elapsed: float, progress: Callable[[str], None]) -> None:
-    """Report how many results a path has by status."""
-    if results:
-        statuses = [result.status for result in results]
-        counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
-        progress(f"{elapsed:6.1f} s  {results[0].path}: {counts}")
 
 
 def _examine_case(case: SelfTestCase, device: torch.device, times: dict[Any, float]) -> list[SelfTestResult]:
@@ -166,7 +87,7 @@ def _examine_case(case: SelfTestCase, device: torch.device, times: dict[Any, flo
     try:
         request = first_request(case)
     except Exception as error:  # a fault in the backend that the table chooses is a result in this test
-        return [SelfTestResult(case.path, case.name, "chosen", "failed", reason=_message(error))]
+        return [SelfTestResult(case.path, case.name, "chosen", "failed", reason=failure_message(error))]
     if request is None:
         reason = f"{case.operation} is not used on this machine"
         return [SelfTestResult(case.path, case.name, reference, "unsupported", reason=reason)]
@@ -185,7 +106,7 @@ def _examine_case(case: SelfTestCase, device: torch.device, times: dict[Any, flo
             results.append(_compare_results(case, table, backend.name, expected, device, times))
         except Exception as error:  # every library fault is a result in this test
             results.append(
-                SelfTestResult(case.path, case.name, backend.name, "failed", reason=_message(error))
+                SelfTestResult(case.path, case.name, backend.name, "failed", reason=failure_message(error))
             )
     return results
 
@@ -223,12 +144,8 @@ def _compare_results(
         if key not in times:
             times[key] = _milliseconds(case.baseline, device)
         ratio = elapsed / times[key]
-    passed = equal == 1.0 if case.bound is None else error is not None and error <= case.bound
-    reason = ""
-    if not passed:
-        limit = "all bits must be equal" if case.bound is None else f"the limit is {case.bound:g}"
-        reason = f"{equal:.6f} of the bytes are equal, relative error {error}; {limit}"
-    status = "passed" if passed else "failed"
+    reason = difference_reason(equal, error, case.bound)
+    status = "failed" if reason else "passed"
     reported = equal if case.bound is None else None
     return SelfTestResult(case.path, case.name, backend, status, reason, reported, error, elapsed, ratio)
 
@@ -278,32 +195,3 @@ def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
         last.synchronize()
         times.append(first.elapsed_time(last))
     return sorted(times)[runs // 2]
-
-
-def _message(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-
-
-def _table(results: tuple[SelfTestResult, ...]) -> list[str]:
-    """Table lines for the backends that ran."""
-    rows = [("path", "case", "backend", "", "bits", "error", "ms", "x bf16")]
-    for result in results:
-        if result.status in ("passed", "failed"):
-            rows.append(
-                (
-                    result.path,
-                    result.case,
-                    result.backend,
-                    "ok" if result.status == "passed" else "FAIL",
-                    _number(result.equal, ".4%"),
-                    _number(result.error, ".1e"),
-                    _number(result.milliseconds, ".3f"),
-                    _number(result.ratio, ".2f"),
-                )
-            )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

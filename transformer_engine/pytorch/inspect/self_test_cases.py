@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...common.self_test import SelfTestSizes
 from ..attention import DotProductAttention, GatedDeltaNet2Attention, GatedDeltaNetAttention
 from ..quantization import autocast
 from .self_test_products import (
     Draw,
     SelfTestCase,
-    SelfTestSizes,
     Tensors,
     draw_values,
     fp8_attention_recipes,

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from ...common.dispatch import observing, tables, use_backend
+from ...common.self_test import SelfTestSizes
 from ..quantization import emulate
 from ..runtime import self_tested
 from .self_test_cases import cases
-from .self_test_products import SelfTestCase, SelfTestSizes
+from .self_test_products import SelfTestCase
 
 # Backends whose first call takes longer than all other cases together, with an empty cache.
 LEFT_OUT = {

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...common import recipe as recipes
 from ...common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from ...common.self_test import ROUNDING_BOUNDS, SelfTestSizes
 from ..module import GroupedLinear
 from ..primitives.activation import DEFAULT_PARAMS, activation_backward, activation_forward
 from ..primitives.column_sums import column_sums
@@ -32,8 +33,6 @@ PRODUCT_BOUND = 4e-3
 CODES_BOUND = 3e-2
 # The composed product is rounded to bfloat16 before GELU too.
 GELU_BOUND = 8e-3
-# Half a unit in the last place of E4M3, E5M2 and E2M1, relative to a value, averaged over all values.
-ROUNDING_BOUNDS = {"e4m3": 0.05, "e5m2": 0.1, "e2m1": 0.2}
 
 
 @dataclass(frozen=True)
@@ -59,16 +58,6 @@ class SelfTestCase:
     baseline: Callable[[], object] | None = None
 
 
-@dataclass(frozen=True)
-class SelfTestSizes:
-    """Case extents: `large` for a matrix, `small` for few rows, `tokens` for attention."""
-
-    large: int = 4096
-    small: int = 16
-    tokens: int = 1024
-
-
-SAMPLE = SelfTestSizes(large=256, small=16, tokens=64)
 SPECS = {
     "fp8": QuantizeSpec(FLOAT8, E4M3, columnwise=True),
     "fp8 e5m2": QuantizeSpec(FLOAT8, E5M2, columnwise=True),

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ....common import optional
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, ceil_div
+from ....common.kernels.launch import gluon_missing
 from ...runtime.platform import hardware, processors
 from ..kernels import Kernel
 from ..launching import platform_failure, run
@@ -32,8 +32,6 @@ from .request import GemmRequest
 _BLOCK = 128
 _RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _BLOCK_FORMATS = ((BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D))
-_GLUON = "triton.experimental.gluon.language.nvidia.hopper"
-_GLUON_VERSIONS = ("3.6", "3.7")  # Triton releases; Gluon is experimental and changes between them
 
 
 def multiply_codes(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, by_groups: bool = False) -> Array:
@@ -196,7 +194,7 @@ TRITON = Backend[GemmRequest]("triton", unsupported_reason=unsupported_reason, b
 def gluon_unsupported_reason(request: GemmRequest) -> str | None:
     if (reason := platform_failure(request.platform, "GemmPrimitive")) is not None:
         return reason
-    if (reason := request.hardware.lacks("hopper instructions")) is not None:
+    if (reason := gluon_missing(request.hardware)) is not None:
         return reason
     if (request.a_format, request.b_format) not in _BLOCK_FORMATS:
         return "it takes 1x128 blocks times 128x128 or 1x128 blocks"
@@ -206,13 +204,7 @@ def gluon_unsupported_reason(request: GemmRequest) -> str | None:
         return reason
     if request.dtype not in _RESULTS:
         return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
-    if (reason := optional.failure(_GLUON, "warpgroup_mma", "tma", "mbarrier")) is not None:
-        return reason
-    from triton import __version__, knobs
-
-    if not __version__.startswith(_GLUON_VERSIONS):
-        return f"triton {__version__}; the Gluon of {' and '.join(_GLUON_VERSIONS)} is known"
-    return "TRITON_INTERPRET=1: Gluon has no interpreter" if knobs.runtime.interpret else None
+    return None
 
 
 # One object for all requests: equal functions are traced once.

@@ -242,8 +242,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             cu_seqlens_kv: The same for keys and values, in self attention the queries' by default.
             cu_seqlens_q_padded: Sequence starts in a thd query tensor, int32 [b + 1], if there are
                 tokens between them that belong to no sequence.
-            cu_seqlens_kv_padded: The same for keys and values; the queries' if cu_seqlens_kv is None too. Context-parallel
-                ranks pass whole sequence bounds.
+            cu_seqlens_kv_padded: The same for keys and values; the queries' if cu_seqlens_kv is None too.
+                Context-parallel ranks pass whole sequence bounds.
             max_seqlen_q: Longest query sequence length (thd); by default read from the device.
             max_seqlen_kv: The same for keys and values.
             core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".

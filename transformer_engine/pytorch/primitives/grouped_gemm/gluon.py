@@ -8,10 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....common import optional
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
-from ....common.hardware import Hardware
 from ....common.kernels import launch
 from ...runtime.device import current_hardware
 from ...runtime.launching import DTYPE_NAMES, processors
@@ -19,26 +17,13 @@ from . import triton
 from .groups import Matrices
 from .request import GroupedGemmRequest, GroupedProduct
 
-_LANGUAGE = "triton.experimental.gluon.language.nvidia.hopper"
-
 
 def missing() -> str | None:
     """Return the reason why kernels in Gluon for Hopper do not run on the current GPU, or None."""
-    return _missing_on(current_hardware())
+    return launch.gluon_missing(current_hardware())
 
 
 missing._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  # as in `common/optional.py`
-
-
-@functools.cache  # every cast of grouped rows asks
-def _missing_on(hardware: Hardware) -> str | None:
-    if (reason := launch.missing(hardware)) is not None:
-        return reason
-    if (reason := hardware.lacks("hopper instructions")) is not None:
-        return reason
-    if (reason := optional.gluon_problem(optional.release("triton"))) is not None:
-        return reason
-    return optional.failure(_LANGUAGE, "warpgroup_mma", "tma", "mbarrier")
 
 
 def unsupported_reason(request: GroupedGemmRequest) -> str | None:
