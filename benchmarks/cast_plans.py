@@ -18,7 +18,6 @@ import torch
 from record import GPU, chosen_of, machine, options, parser, write
 from torch import Tensor
 
-from transformer_engine.cli.bench.measure import measure_in_turns
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.kernels import block_cast, block_fused, grouped_block_cast
@@ -27,6 +26,7 @@ from transformer_engine.common.kernels.launch import Launch, Machine
 from transformer_engine.pytorch.primitives.grouped_gemm import make_groups
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
 from transformer_engine.pytorch.runtime.launching import processors, run
+from transformer_engine_tools.bench.measure import measure_in_turns
 
 SCALING = {"power_of_two": True, "epsilon": 0.0, "value_for_inf": formats.FLOAT32_MAX}
 NO_CONSTANTS = (7.0, 1.7, 1.0)

@@ -30,7 +30,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import transformer_engine
-from transformer_engine.cli.demo.config import (
+from transformer_engine_tools.demo.config import (
     FRAMEWORKS,
     HIGH_PRECISION,
     RECIPES,
@@ -38,9 +38,9 @@ from transformer_engine.cli.demo.config import (
     learning_rate,
     resolve,
 )
-from transformer_engine.cli.demo.data import Corpus, load_corpus
-from transformer_engine.cli.demo.plot import smooth
-from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES, ModelRun, framework_runs
+from transformer_engine_tools.demo.data import Corpus, load_corpus
+from transformer_engine_tools.demo.plot import smooth
+from transformer_engine_tools.demo.trainer import EVALUATION_BATCHES, ModelRun, framework_runs
 
 SIZES = {
     "cpu": {"steps": 400, "batch": 8, "sequence": 64, "layers": 2, "hidden": 128, "heads": 4},

@@ -18,7 +18,6 @@ from record import GPU, copy_rate, options, parser, write
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from transformer_engine.cli.bench.measure import measure
 from transformer_engine.pytorch.primitives.attention import mask
 from transformer_engine.pytorch.primitives.attention.backends import triton
 from transformer_engine.pytorch.primitives.attention.call import (
@@ -26,6 +25,7 @@ from transformer_engine.pytorch.primitives.attention.call import (
     AttentionInputs,
     Switches,
 )
+from transformer_engine_tools.bench.measure import measure
 
 HEADS, GROUPS, SIZE = 32, 8, 128
 BATCHES = (1, 4, 16, 64, 128)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from record import chosen_of, options, parser, write
 
-from transformer_engine.cli.bench.measure import measure_in_turns
 from transformer_engine.common.formats import E4M3, E5M2, FLOAT8, Element
 from transformer_engine.pytorch.primitives.gemm import (
     Epilogue,
@@ -27,6 +26,7 @@ from transformer_engine.pytorch.primitives.gemm import (
 )
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, quantize
+from transformer_engine_tools.bench.measure import measure_in_turns
 
 TOKENS, HIDDEN, INNER = 8192, 4096, 14336
 DTYPE = torch.bfloat16

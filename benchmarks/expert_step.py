@@ -19,12 +19,12 @@ import torch
 from record import GPU, chosen_of, options, parser, write
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.bench.measure import measure
-from transformer_engine.cli.demo.config import RECIPES, RunConfig
-from transformer_engine.cli.demo.experts import CHOSEN, MixtureOfExperts
-from transformer_engine.cli.demo.model import parameter_dtype
 from transformer_engine.pytorch.module.row_groups import alignment
 from transformer_engine.pytorch.quantization import check_recipe_support, family_named
+from transformer_engine_tools.bench.measure import measure
+from transformer_engine_tools.demo.config import RECIPES, RunConfig
+from transformer_engine_tools.demo.experts import CHOSEN, MixtureOfExperts
+from transformer_engine_tools.demo.model import parameter_dtype
 
 # Hidden and tokens: the demonstration's large preset, and two larger models'.
 SIZES = ((768, 16384), (2048, 8192), (4096, 16384))

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from record import GPU, chosen_of, options, parser, write
 
-from transformer_engine.cli.bench.measure import measure
 from transformer_engine.common.formats import BLOCK_1D, E4M3, E5M2, FLOAT8
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
 from transformer_engine.pytorch.primitives import activation, norm
@@ -34,6 +33,7 @@ from transformer_engine.pytorch.primitives.rope import (
     rope_qkv_forward,
 )
 from transformer_engine.pytorch.primitives.softmax import scaled_softmax_backward, scaled_softmax_forward
+from transformer_engine_tools.bench.measure import measure
 
 DTYPE = torch.bfloat16
 PARAMS = activation.DEFAULT_PARAMS

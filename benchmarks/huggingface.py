@@ -24,10 +24,10 @@ from record import chosen_of, machine, parser, write
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.bench.measure import QUICK, Effort, measure, peak_mib
 from transformer_engine.common import optional
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.integrations.huggingface import inject_te_attention
+from transformer_engine_tools.bench.measure import QUICK, Effort, measure, peak_mib
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EFFORT = Effort(warmup=4, budget_ms=1500.0, fewest=4, most=10)

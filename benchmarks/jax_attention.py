@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from transformer_engine.cli.bench.jax_workload import JaxWorkload
-from transformer_engine.cli.bench.measure import FULL, QUICK
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.jax import attention
+from transformer_engine_tools.bench.jax_workload import JaxWorkload
+from transformer_engine_tools.bench.measure import FULL, QUICK
 
 HEADS, GROUPS, DIM, SEGMENTS = 32, 8, 128, 8
 VANILLA, SINKS = attention.AttnSoftmaxType.VANILLA_SOFTMAX, attention.AttnSoftmaxType.LEARNABLE_SOFTMAX

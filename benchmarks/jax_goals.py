@@ -18,9 +18,9 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from transformer_engine.cli.bench.cases import cases
-from transformer_engine.cli.bench.plot import plot_families
-from transformer_engine.cli.bench.run import Row
+from transformer_engine_tools.bench.cases import cases
+from transformer_engine_tools.bench.plot import plot_families
+from transformer_engine_tools.bench.run import Row
 
 # {case: work a second over that of plain Flax and jnp in bfloat16, at least}
 OVER_XLA = {

@@ -32,7 +32,7 @@ from jax import Array
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe as recipes
-from transformer_engine.jax import products
+from transformer_engine.jax.functions import products
 
 RECIPES: dict[str, recipes.Recipe | None] = {
     "bf16": None,

@@ -15,8 +15,8 @@ import torch
 from record import GPU, chosen_of, options, parser, write
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.bench.measure import Effort, Timing, measure
 from transformer_engine.pytorch.primitives.kv_cache import append
+from transformer_engine_tools.bench.measure import Effort, Timing, measure
 
 HEADS, GROUPS, SIZE, HIDDEN = 32, 8, 128, 4096
 BATCH, LENGTH, PAGE = 64, 8192, 64

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from record import GPU, chosen_of, copy_rate, options, parser, write
 
-from transformer_engine.cli.bench.measure import measure
 from transformer_engine.pytorch import LayerNorm, RMSNorm
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from transformer_engine.pytorch.functions.activation import activation
 from transformer_engine.pytorch.primitives.activation import ACTIVATIONS
+from transformer_engine_tools.bench.measure import measure
 
 DTYPE = torch.bfloat16
 

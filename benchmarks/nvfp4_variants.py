@@ -52,8 +52,8 @@ def train_here(device: str, steps: int, seeds: int) -> list[dict[str, Any]]:
     import torch
     from convergence import train
 
-    from transformer_engine.cli.demo.config import resolve
-    from transformer_engine.cli.demo.data import load_corpus
+    from transformer_engine_tools.demo.config import resolve
+    from transformer_engine_tools.demo.data import load_corpus
 
     torch.set_num_threads(1)
     curves = []

@@ -14,8 +14,8 @@ from llama_layers import BF16, MODELS, TOKENS
 from record import parser, write
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.bench.measure import measure
 from transformer_engine.common import recipe as recipes
+from transformer_engine_tools.bench.measure import measure
 
 EVERY = 10
 RECIPES: dict[str, recipes.Recipe] = {

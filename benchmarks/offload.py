@@ -17,8 +17,8 @@ import torch
 from record import GPU, chosen_of, options, parser, write
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.bench.measure import measure, peak_mib
 from transformer_engine.common import recipe as recipes
+from transformer_engine_tools.bench.measure import measure, peak_mib
 
 BF16 = torch.bfloat16
 LAYERS, OFFLOADED, TOKENS, WIDTH = 8, 6, 8192, 4096

@@ -17,9 +17,9 @@ from record import GPU, parser, write
 from torch import nn
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.bench.measure import peak_mib
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.attention import RotaryPositionEmbedding
+from transformer_engine_tools.bench.measure import peak_mib
 
 MIB = 2**20
 RECIPES: dict[str, recipes.Recipe | None] = {

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from record import GPU, chosen_of, machine, options, parser, write
 
-from transformer_engine.cli.bench.measure import Effort, measure, measure_in_turns
 from transformer_engine.common import formats
 from transformer_engine.pytorch.primitives.gemm import (
     TABLE,
@@ -35,6 +34,7 @@ from transformer_engine.pytorch.primitives.gemm import (
 )
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+from transformer_engine_tools.bench.measure import Effort, measure, measure_in_turns
 
 LAYERS = ((8192, 4096, 4096), (8192, 4096, 28672), (8192, 14336, 4096), (128, 1024, 4096), (2048, 2048, 2048))
 KINDS = ("bf16", "fp8 fast", "fp8 split", "block")

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from record import GPU, copy_rate, options, parser, write
 
-from transformer_engine.cli.bench.measure import measure
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+from transformer_engine_tools.bench.measure import measure
 
 # name: (spec, whether the scale is given, bytes moved per element: 2 read in each pass, and the bytes written)
 CASES: dict[str, tuple[QuantizeSpec, bool, float]] = {

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from transformer_engine import __version__
-from transformer_engine.cli.bench.measure import measure
+from transformer_engine_tools.bench.measure import measure
 
 GPU = torch.device("cuda")
 

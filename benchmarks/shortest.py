@@ -1,6 +1,6 @@
 """Microseconds of the shortest of many calls: the host time without disturbances.
 
-It does not use transformer_engine.cli.bench.measure, because it also times checkouts that lack this module.
+It does not use transformer_engine_tools.bench.measure, because it also times checkouts that lack this module.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import torch
 from record import chosen_of, parser, write
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.demo.config import (
+from transformer_engine_tools.demo.config import (
     HIGH_PRECISION,
     RECIPES,
     Execution,
@@ -33,8 +33,8 @@ from transformer_engine.cli.demo.config import (
     learning_rate,
     resolve,
 )
-from transformer_engine.cli.demo.data import Corpus, load_corpus
-from transformer_engine.cli.demo.run import Run
+from transformer_engine_tools.demo.data import Corpus, load_corpus
+from transformer_engine_tools.demo.run import Run
 
 SIZES = {
     "cuda": {"steps": 200, "batch": 8, "sequence": 1024, "layers": 6, "hidden": 1024, "heads": 16},

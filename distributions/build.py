@@ -24,7 +24,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SHIM = Path(__file__).with_name("shim")
 ORIGINAL = "transformer-engine"
 NAME = "transformer-engine-python"
-PACKAGES = ("transformer_engine", "transformer_engine_jax", "transformer_engine_torch")
+PACKAGES = (
+    "transformer_engine",
+    "transformer_engine_jax",
+    "transformer_engine_tools",
+    "transformer_engine_torch",
+)
 FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
 
 

@@ -16,8 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from performance_table import HIGHLIGHTS, RECIPES
 
-from transformer_engine.cli.bench.plot import COLOURS, DOTS_PER_INCH, LABELS, WIDTH, plot_families
-from transformer_engine.cli.bench.run import Row
+from transformer_engine_tools.bench.plot import COLOURS, DOTS_PER_INCH, LABELS, WIDTH, plot_families
+from transformer_engine_tools.bench.run import Row
 
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"

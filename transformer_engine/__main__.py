@@ -1,6 +1,6 @@
 """`python -m transformer_engine` is the `te` command."""
 
-from .cli import main
+from transformer_engine_tools import main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformer_engine.jax.platform import compute_capability, library_version
+from transformer_engine.jax.runtime.platform import compute_capability, library_version
 
 
 def get_device_compute_capability(gpu_id: int = 0) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 # Rows of a framework: layer, dotted names of modules and packages, contents. The longest matching name applies.
 SHARED = (
     (12, "transformer_engine", "the root package, which imports a framework on first access"),
-    (11, "transformer_engine.cli", "the `te` command"),
+    (11, "transformer_engine_tools", "the `te` command"),
     (0, "transformer_engine._version transformer_engine.jax.requirements", "versions"),
     (
         0,
@@ -135,13 +135,11 @@ JAX = (
     (8, "transformer_engine.jax.flax", "Flax modules"),
     (
         7,
-        "transformer_engine.jax.products transformer_engine.jax.sources transformer_engine.jax.quantized_mlp "
-        "transformer_engine.jax.dense transformer_engine.jax.grouped_dense "
-        "transformer_engine.jax.router transformer_engine.jax.permutation transformer_engine.jax.ragged_exchange "
-        "transformer_engine.jax.ep transformer_engine.jax.ep_exchange transformer_engine.jax.moe "
-        "transformer_engine.jax.moe_experts transformer_engine.jax.activation transformer_engine.jax.layernorm "
-        "transformer_engine.jax.layernorm_dense transformer_engine.jax.layernorm_mlp transformer_engine.jax.softmax "
-        "transformer_engine.jax.attention transformer_engine.jax.collective",
+        "transformer_engine.jax.functions transformer_engine.jax.dense transformer_engine.jax.router "
+        "transformer_engine.jax.permutation transformer_engine.jax.ep transformer_engine.jax.moe "
+        "transformer_engine.jax.activation transformer_engine.jax.layernorm transformer_engine.jax.layernorm_dense "
+        "transformer_engine.jax.layernorm_mlp transformer_engine.jax.softmax transformer_engine.jax.attention "
+        "transformer_engine.jax.collective",
         "differentiable functions",
     ),
     (
@@ -153,10 +151,7 @@ JAX = (
     (2, "transformer_engine.jax.primitives", "stateless operations, one table of backends for each"),
     (
         1,
-        "transformer_engine.jax.platform transformer_engine.jax.sharding transformer_engine.jax.checks "
-        "transformer_engine.jax.blocks transformer_engine.jax.manual_axes "
-        "transformer_engine.jax.undifferentiated transformer_engine.jax.residual "
-        "transformer_engine.jax.code_bits transformer_engine.jax.explicit_axes",
+        "transformer_engine.jax.runtime transformer_engine.jax.sharding",
         "the platform, sharding, checks of values",
     ),
 )

@@ -8,7 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("transformer_engine", "transformer_engine_jax", "transformer_engine_torch")
+PACKAGES = (
+    "transformer_engine",
+    "transformer_engine_jax",
+    "transformer_engine_tools",
+    "transformer_engine_torch",
+)
 
 
 @functools.cache

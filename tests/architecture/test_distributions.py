@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.architecture.source import ROOT
+from tests.architecture.source import PACKAGES, ROOT
 from transformer_engine import __version__
 
 BUILD = ROOT / "distributions" / "build.py"
@@ -59,11 +59,11 @@ def test_wheel_has_the_packages_under_its_own_name(built: tuple[Path, Path]):
     folders = {name.partition("/")[0] for name in wheel.namelist()}
     release = __version__.partition("+py")[2]
     info = f"transformer_engine_python-{release}.dist-info"
-    assert folders == {"transformer_engine", "transformer_engine_jax", "transformer_engine_torch", info}
+    assert folders == {*PACKAGES, info}
     text = wheel.read(f"{info}/METADATA").decode()
     assert f"Name: {OWN}\nVersion: {release}\n" in text
     assert f"Requires-Dist: {OWN}[" in text and "Requires-Dist: transformer-engine[" not in text
-    assert "te = transformer_engine.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "te = transformer_engine_tools:main" in wheel.read(f"{info}/entry_points.txt").decode()
 
 
 def test_shim_has_the_version_that_clients_read_and_requires_the_packages(

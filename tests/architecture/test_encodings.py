@@ -6,7 +6,12 @@ import ast
 
 from tests.architecture.source import ROOT
 
-PACKAGES = ("transformer_engine", "transformer_engine_torch", "transformer_engine_jax")
+PACKAGES = (
+    "transformer_engine",
+    "transformer_engine_jax",
+    "transformer_engine_tools",
+    "transformer_engine_torch",
+)
 
 
 def _opens_text(call: ast.Call) -> bool:

@@ -14,7 +14,7 @@ NAMES = {
     *("architecture", "gcnArchName", "likeness", "capability_number"),
 }
 # The getters split or encode the number or the name that a library reports.
-GETTERS = ("transformer_engine.pytorch.runtime.device", "transformer_engine.jax.platform")
+GETTERS = ("transformer_engine.pytorch.runtime.device", "transformer_engine.jax.runtime.platform")
 PARTS = {"major", "minor"}  # attributes of the properties of a device
 # Functions that return a row of the table. Code compares no rows either.
 ROWS = {"nvidia", "hardware_named", "hardware_of_gpu"}

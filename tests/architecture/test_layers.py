@@ -21,12 +21,24 @@ def test_a_module_imports_nothing_above_its_layer():
     assert not upward, "\n".join(upward)
 
 
+def test_the_engine_imports_no_tools():
+    importing = [
+        f"{name}:{line} imports {target}"
+        for name in modules()
+        for target, line in imports(name)
+        if target.startswith("transformer_engine_tools") and not name.startswith("transformer_engine_tools")
+    ]
+    assert [line.partition(":")[0] for line in importing] == ["transformer_engine.__main__"], "\n".join(
+        importing
+    )
+
+
 # Modules that import by names from a table or from the user.
 IMPORTS_BY_A_TABLE = {
     "transformer_engine": "frameworks and aliases, on first access",
-    "transformer_engine.cli": "the module of a command, when it runs",
-    "transformer_engine.cli.bench.providers.in_jax": "one builder for each framework",
-    "transformer_engine.cli.demo.trainer": "one loop for each framework",
+    "transformer_engine_tools": "the module of a command, when it runs",
+    "transformer_engine_tools.bench.providers.in_jax": "one builder for each framework",
+    "transformer_engine_tools.demo.trainer": "one loop for each framework",
     "transformer_engine.common.absent": "public modules of a framework, when they are first used as attributes",
     "transformer_engine.common.folder": "the modules of the caller's own folder",
     "transformer_engine.common.optional": "other libraries",

@@ -33,6 +33,7 @@ def test_every_package_is_marked_as_typed_and_git_keeps_the_mark():
     assert {path.name for path in packages()} == {
         "transformer_engine",
         "transformer_engine_jax",
+        "transformer_engine_tools",
         "transformer_engine_torch",
     }
     marks = [str(path / "py.typed") for path in packages()]

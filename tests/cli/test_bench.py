@@ -14,16 +14,16 @@ import torch
 from rich.console import Console
 
 from tests.support.command import te as run_te
-from transformer_engine.cli.bench import measurement
-from transformer_engine.cli.bench.cases import FAMILIES, QUANTIZATIONS, RECIPES, Case, cases
-from transformer_engine.cli.bench.compare import geometric_mean, pairs, read
-from transformer_engine.cli.bench.measure import Effort, measure, measure_in_turns, peak_mib
-from transformer_engine.cli.bench.plot import plot_families
-from transformer_engine.cli.bench.providers import ENGINE, PROVIDERS, Provider
-from transformer_engine.cli.bench.report import print_rows
-from transformer_engine.cli.bench.roofs import Roofs
-from transformer_engine.cli.bench.run import Row, run
-from transformer_engine.cli.bench.workload import Workload
+from transformer_engine_tools.bench import measurement
+from transformer_engine_tools.bench.cases import FAMILIES, QUANTIZATIONS, RECIPES, Case, cases
+from transformer_engine_tools.bench.compare import geometric_mean, pairs, read
+from transformer_engine_tools.bench.measure import Effort, measure, measure_in_turns, peak_mib
+from transformer_engine_tools.bench.plot import plot_families
+from transformer_engine_tools.bench.providers import ENGINE, PROVIDERS, Provider
+from transformer_engine_tools.bench.report import print_rows
+from transformer_engine_tools.bench.roofs import Roofs
+from transformer_engine_tools.bench.run import Row, run
+from transformer_engine_tools.bench.workload import Workload
 
 BRIEF = Effort(warmup=1, budget_ms=1.0, fewest=1, most=2)
 ROOFS = Roofs(copy=1e12, bf16=1e14, fp8=2e14)
@@ -369,7 +369,7 @@ def test_calls_in_turns_are_each_timed_by_itself():
 
 
 def test_names_in_the_help_are_the_names_of_the_tables():
-    from transformer_engine.cli.bench import cases, distributed_cases, options, providers
+    from transformer_engine_tools.bench import cases, distributed_cases, options, providers
 
     assert options.RECIPES == cases.RECIPES
     assert tuple(cases.FAMILIES) == options.FAMILIES

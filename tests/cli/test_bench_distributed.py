@@ -12,11 +12,11 @@ from rich.console import Console
 from tests.support import forked
 from tests.support.command import te as run_te
 from tests.support.programs import search_path
-from transformer_engine.cli.bench.cases import RECIPES
-from transformer_engine.cli.bench.compare import pairs, read
-from transformer_engine.cli.bench.distributed import RanksRow, exposure
-from transformer_engine.cli.bench.distributed_cases import RANKS_FAMILIES, ranks_cases
-from transformer_engine.cli.bench.distributed_report import print_rows
+from transformer_engine_tools.bench.cases import RECIPES
+from transformer_engine_tools.bench.compare import pairs, read
+from transformer_engine_tools.bench.distributed import RanksRow, exposure
+from transformer_engine_tools.bench.distributed_cases import RANKS_FAMILIES, ranks_cases
+from transformer_engine_tools.bench.distributed_report import print_rows
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -92,7 +92,7 @@ FORKED_RANKS = """
 from functools import partial
 import torch.distributed.launcher.api as api
 api.LaunchConfig = partial(api.LaunchConfig, start_method="fork")
-from transformer_engine.cli import main
+from transformer_engine_tools import main
 main()
 """
 

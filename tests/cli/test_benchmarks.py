@@ -56,7 +56,7 @@ def test_only_selects_cases_whose_name_contains_the_text():
 
 
 def test_no_script_times_by_itself():
-    """Only transformer_engine.cli.bench.measure and `shortest` take times; `shortest` takes those of any checkout."""
+    """Only transformer_engine_tools.bench.measure and `shortest` take times; `shortest` takes those of any checkout."""
     folder = Path(record.__file__).parent
     timing = {
         *("convergence", "convert", "model_step", "train_switches"),  # training runs

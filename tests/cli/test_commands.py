@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+import transformer_engine_tools as tools
 from tests.support.command import te
-from transformer_engine import __version__, cli
-from transformer_engine.cli.demo import config
-from transformer_engine.cli.demo.records import read_metrics
-from transformer_engine.cli.demo.trainer import Trainer
+from transformer_engine import __version__
+from transformer_engine_tools.demo import config
+from transformer_engine_tools.demo.records import read_metrics
+from transformer_engine_tools.demo.trainer import Trainer
 
 TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
 
@@ -98,9 +99,9 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], me
 
 
 def test_without_torch_a_command_prints_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(tools, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["info"])
+        tools.main(["info"])
     assert (
         stopped.value.code
         == 'te info needs torch; install with pip install ".[cli]" in a checkout of this package'
@@ -110,10 +111,10 @@ def test_without_torch_a_command_prints_how_to_install_it(monkeypatch: pytest.Mo
 def test_help_of_every_command_works_without_torch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
-    for name, command in cli.COMMANDS.items():
+    monkeypatch.setattr(tools, "find_spec", lambda name: None)
+    for name, command in tools.COMMANDS.items():
         with pytest.raises(SystemExit) as end:
-            cli.main([name, "--help"])
+            tools.main([name, "--help"])
         assert not end.value.code
         assert command.summary[:40] in capsys.readouterr().out
 
@@ -128,14 +129,14 @@ def test_jax_is_the_default_framework_only_where_it_is_the_only_one(
     assert config.default_framework() == framework
 
 
-HELP = [["--help"], ["--version"], *([command, "--help"] for command in cli.COMMANDS)]
+HELP = [["--help"], ["--version"], *([command, "--help"] for command in tools.COMMANDS)]
 
 
 @pytest.mark.parametrize("arguments", HELP, ids=" ".join)
 def test_help_and_version_import_no_framework(arguments: list[str]):
     program = (
         "import sys\n"
-        "from transformer_engine.cli import main\n"
+        "from transformer_engine_tools import main\n"
         "try:\n"
         "    main()\n"
         "except SystemExit as end:\n"
@@ -150,7 +151,7 @@ def test_help_and_version_import_no_framework(arguments: list[str]):
     if arguments == ["--version"]:
         assert shown[0] == __version__
     elif arguments == ["--help"]:
-        assert all(name in done.stdout for name in cli.COMMANDS)
+        assert all(name in done.stdout for name in tools.COMMANDS)
     else:
         assert shown[0].startswith("usage: ") and arguments[0] in shown[0]
 
@@ -158,23 +159,23 @@ def test_help_and_version_import_no_framework(arguments: list[str]):
 def test_version_is_printed_without_any_library(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(tools, "find_spec", lambda name: None)
     monkeypatch.setattr("sys.argv", ["te", "--version"])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        tools.main()
     assert end.value.code == 0
     assert capsys.readouterr().out == f"{__version__}\n"
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", tools.COMMANDS)
 def test_summary_of_a_command_is_the_first_paragraph_of_its_documentation(name: str):
-    command = cli.COMMANDS[name]
-    module = importlib.import_module(command.module, cli.__name__)
+    command = tools.COMMANDS[name]
+    module = importlib.import_module(command.module, tools.__name__)
     assert " ".join(inspect.getdoc(module.run).split("\n\n")[0].split()) == command.summary
     assert command.summary.split(",")[0] in " ".join(te(name, "--help").output.split())
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", tools.COMMANDS)
 def test_help_states_the_type_or_the_choices_of_every_value(name: str):
     """argparse's own placeholder repeats the name of the option."""
     shown = re.findall(r"^  --([a-z-]+) (\S+)", te(name, "--help").output, re.MULTILINE)

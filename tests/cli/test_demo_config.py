@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from transformer_engine.cli.demo.config import (
+from transformer_engine_tools.demo.config import (
     CPU_SIZES,
     HIGH_PRECISION,
     RECIPES,
@@ -20,7 +20,7 @@ from transformer_engine.cli.demo.config import (
     resolve,
     restore,
 )
-from transformer_engine.cli.demo.optimizer import MasterAdamW
+from transformer_engine_tools.demo.optimizer import MasterAdamW
 
 
 def config(**changes: Any) -> RunConfig:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from transformer_engine.cli.demo.data import VALIDATION_SHARE, _place_evenly, load_corpus
+from transformer_engine_tools.demo.data import VALIDATION_SHARE, _place_evenly, load_corpus
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.demo.config import RECIPES, RunConfig, resolve
-from transformer_engine.cli.demo.data import Corpus, load_corpus
-from transformer_engine.cli.demo.experts import MixtureOfExperts
-from transformer_engine.cli.demo.model import ByteGPT
-from transformer_engine.cli.demo.run import Run
-from transformer_engine.cli.demo.sample import generate
+from transformer_engine_tools.demo.config import RECIPES, RunConfig, resolve
+from transformer_engine_tools.demo.data import Corpus, load_corpus
+from transformer_engine_tools.demo.experts import MixtureOfExperts
+from transformer_engine_tools.demo.model import ByteGPT
+from transformer_engine_tools.demo.run import Run
+from transformer_engine_tools.demo.sample import generate
 
 SIZES = {"steps": 12, "batch": 2, "sequence": 64, "layers": 1, "hidden": 128, "heads": 2, "experts": 4}
 # Nats a byte, mean of the last four steps: the standard deviation over four seeds in high precision.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from transformer_engine.cli.demo.config import RunConfig, resolve
-from transformer_engine.cli.demo.model import ByteGPT
-from transformer_engine.cli.demo.sample import generate
+from transformer_engine_tools.demo.config import RunConfig, resolve
+from transformer_engine_tools.demo.model import ByteGPT
+from transformer_engine_tools.demo.sample import generate
 
 PROMPT = b"def f(x):"
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.demo import checkpoint
-from transformer_engine.cli.demo import optimizer as optimizers
-from transformer_engine.cli.demo import trainer as trainers
-from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Execution, RunConfig, resolve
-from transformer_engine.cli.demo.data import Corpus, load_corpus
-from transformer_engine.cli.demo.plot import plot_losses, smooth
-from transformer_engine.cli.demo.records import Progress, read_metrics, summarize
-from transformer_engine.cli.demo.trainer import Trainer
+from transformer_engine_tools.demo import checkpoint
+from transformer_engine_tools.demo import optimizer as optimizers
+from transformer_engine_tools.demo import trainer as trainers
+from transformer_engine_tools.demo.config import HIGH_PRECISION, RECIPES, Execution, RunConfig, resolve
+from transformer_engine_tools.demo.data import Corpus, load_corpus
+from transformer_engine_tools.demo.plot import plot_losses, smooth
+from transformer_engine_tools.demo.records import Progress, read_metrics, summarize
+from transformer_engine_tools.demo.trainer import Trainer
 
 SIZES: dict[str, Any] = {"steps": 6, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "heads": 1}
 

@@ -16,11 +16,11 @@ from tests.support import forked
 from tests.support.command import te as run_te
 from tests.support.programs import search_path
 from transformer_engine import __version__
-from transformer_engine.cli.doctor import environment as gathering
-from transformer_engine.cli.doctor.checks import CHECKS, Finding, as_dict, as_text, examine, healthy
-from transformer_engine.cli.doctor.clients import CLIENTS, installed, pins
-from transformer_engine.cli.doctor.environment import Distribution, Gpu, Installation, gather
 from transformer_engine.common.hardware import hardware_named, nvidia
+from transformer_engine_tools.doctor import environment as gathering
+from transformer_engine_tools.doctor.checks import CHECKS, Finding, as_dict, as_text, examine, healthy
+from transformer_engine_tools.doctor.clients import CLIENTS, installed, pins
+from transformer_engine_tools.doctor.environment import Distribution, Gpu, Installation, gather
 
 
 def having(**versions: str) -> dict[str, tuple[Distribution, ...]]:
@@ -322,10 +322,10 @@ def test_text_and_json_have_the_same_findings():
 
 
 def test_the_command_prints_json_and_exits_with_1_on_problems(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("transformer_engine.cli.doctor.checks.gather", lambda: CPU)
+    monkeypatch.setattr("transformer_engine_tools.doctor.checks.gather", lambda: CPU)
     sound = run_te("doctor", "--json")
     assert sound.exit_code == 0 and json.loads(sound.output)["healthy"] is True
-    monkeypatch.setattr("transformer_engine.cli.doctor.checks.gather", lambda: PROBLEMS["a variable"][0])
+    monkeypatch.setattr("transformer_engine_tools.doctor.checks.gather", lambda: PROBLEMS["a variable"][0])
     broken = run_te("doctor")
     assert broken.exit_code == 1 and "NVTE_DEBUG='x'" in broken.output
 

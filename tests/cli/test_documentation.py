@@ -13,9 +13,9 @@ import torch
 from tests.conversion.tiny_models import write_checkpoint
 from tests.support import forked
 from tests.support.programs import ROOT
-from transformer_engine.cli.demo.config import CPU_SIZES, CUDA_SIZES
-from transformer_engine.cli.doctor.checks import Finding
 from transformer_engine.common import env
+from transformer_engine_tools.demo.config import CPU_SIZES, CUDA_SIZES
+from transformer_engine_tools.doctor.checks import Finding
 
 OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
 

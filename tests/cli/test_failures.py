@@ -17,7 +17,7 @@ import torch
 
 from tests.support.command import te
 from tests.support.programs import search_path
-from transformer_engine.cli.demo import checkpoint, records
+from transformer_engine_tools.demo import checkpoint, records
 
 TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
 
@@ -201,7 +201,7 @@ def test_a_full_disk_under_other_files_is_a_sentence(
     what: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if what == "plot":
-        monkeypatch.setattr("transformer_engine.cli.demo.plot.plot_losses", full)
+        monkeypatch.setattr("transformer_engine_tools.demo.plot.plot_losses", full)
     else:
         monkeypatch.setattr(records.Progress, "as_json", full)
     out = ["--data", text, "--device", "cpu", "--out", str(tmp_path), "--recipe", "none"]

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.support.command import te as run_te
-from transformer_engine.cli.demo.config import RunConfig, resolve
-from transformer_engine.cli.demo.data import load_corpus
-from transformer_engine.cli.demo.model import ByteGPT
-from transformer_engine.cli.demo.sample import CachedStep, create_cache
-from transformer_engine.cli.demo.trainer import Trainer
-from transformer_engine.cli.generate import load
+from transformer_engine_tools.demo.config import RunConfig, resolve
+from transformer_engine_tools.demo.data import load_corpus
+from transformer_engine_tools.demo.model import ByteGPT
+from transformer_engine_tools.demo.sample import CachedStep, create_cache
+from transformer_engine_tools.demo.trainer import Trainer
+from transformer_engine_tools.generate import load
 
 PROMPT = "line 3"
 

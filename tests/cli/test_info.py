@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.support.command import te as run_te
-from transformer_engine.cli.demo.config import RECIPES
-from transformer_engine.cli.machine import _row, fp8_route, jax_machine
-from transformer_engine.cli.survey import Survey, survey
 from transformer_engine.common import optional
 from transformer_engine.common.dispatch import is_undisturbed, tables
 from transformer_engine.common.hardware import NO_GPU, Hardware, nvidia
+from transformer_engine_tools.demo.config import RECIPES
+from transformer_engine_tools.machine import _row, fp8_route, jax_machine
+from transformer_engine_tools.survey import Survey, survey
 
 
 @pytest.fixture(scope="module")

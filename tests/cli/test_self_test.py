@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.support.command import te
-from transformer_engine.cli.doctor.checks import run_self_test
 from transformer_engine.common.dispatch import Backend, Table, tables
 from transformer_engine.pytorch.inspect import self_test as testing
 from transformer_engine.pytorch.inspect import self_test_compile as compiling
 from transformer_engine.pytorch.inspect.self_test import SelfTest, SelfTestResult, self_test
 from transformer_engine.pytorch.inspect.self_test_products import SelfTestCase, SelfTestSizes
 from transformer_engine.pytorch.runtime import self_tested
+from transformer_engine_tools.doctor.checks import run_self_test
 
 
 @pytest.fixture

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from tests.distributed.ranks import run_on_ranks
 from tests.support.command import te as run_te
 from tests.support.programs import search_path
-from transformer_engine.cli.demo import sharded_checkpoint
-from transformer_engine.cli.demo import trainer as trainers
-from transformer_engine.cli.demo.config import HIGH_PRECISION, Execution, RunConfig, resolve
-from transformer_engine.cli.demo.data import load_corpus
-from transformer_engine.cli.demo.parallel import Parallelism, Ranks
-from transformer_engine.cli.demo.records import read_metrics
-from transformer_engine.cli.demo.run import Run
-from transformer_engine.cli.demo.trainer import Trainer
-from transformer_engine.cli.devices import join_group
+from transformer_engine_tools.demo import sharded_checkpoint
+from transformer_engine_tools.demo import trainer as trainers
+from transformer_engine_tools.demo.config import HIGH_PRECISION, Execution, RunConfig, resolve
+from transformer_engine_tools.demo.data import load_corpus
+from transformer_engine_tools.demo.parallel import Parallelism, Ranks
+from transformer_engine_tools.demo.records import read_metrics
+from transformer_engine_tools.demo.run import Run
+from transformer_engine_tools.demo.trainer import Trainer
+from transformer_engine_tools.devices import join_group
 
 SIZES: dict[str, Any] = {
     "steps": 12, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "heads": 2, "optimizer": "fused_adam",

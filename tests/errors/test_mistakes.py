@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.demo.config import resolve
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch import conversion
 from transformer_engine.pytorch.quantization.extra_state import ExtraStateError
+from transformer_engine_tools.demo.config import resolve
 
 CURRENT = recipes.Float8CurrentScaling()
 

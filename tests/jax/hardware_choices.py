@@ -21,11 +21,11 @@ from transformer_engine.common import formats, optional
 from transformer_engine.common.dispatch import Table
 from transformer_engine.common.hardware import ROWS, Capability, Hardware
 from transformer_engine.common.quantize_spec import QuantizeSpec
-from transformer_engine.jax import platform
 from transformer_engine.jax.primitives import gemm, grouped_gemm, grouped_quantize, launching, quantize
 from transformer_engine.jax.primitives.gemm.request import GemmRequest
 from transformer_engine.jax.primitives.grouped_gemm import GroupedBlockRequest, GroupedGemmRequest
 from transformer_engine.jax.primitives.grouped_quantize import RowsRequest
+from transformer_engine.jax.runtime import platform
 
 E4M3, E5M2, E2M1, BFLOAT16 = (
     jnp.dtype(element) for element in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn, jnp.bfloat16)

@@ -30,10 +30,10 @@ from transformer_engine.jax.cpp_extensions.misc import get_cudnn_version, get_xl
 from transformer_engine.jax.cpp_extensions.normalization import NormFwdPrimitive
 from transformer_engine.jax.debug.experimental import inspect_array, load_array_dump
 from transformer_engine.jax.nnx import bridged, state_type, value_and_grad
-from transformer_engine.jax.platform import has_gpu
 from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.primitives.gemm import float8
 from transformer_engine.jax.primitives.launching import disabled_reason
+from transformer_engine.jax.runtime.platform import has_gpu
 from transformer_engine.jax.version_utils import jax_version_meet_requirement
 
 DELAYED = recipe.DelayedScaling(amax_history_len=4)

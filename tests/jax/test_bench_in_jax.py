@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from transformer_engine.cli.bench import jax_workload
-from transformer_engine.cli.bench.cases import RECIPES, Case, cases
-from transformer_engine.cli.bench.compare import pairs, print_comparison, read
-from transformer_engine.cli.bench.measure import Effort
-from transformer_engine.cli.bench.measurement import _providers
-from transformer_engine.cli.bench.providers import ENGINE
-from transformer_engine.cli.bench.providers.in_jax import JAX, XLA
-from transformer_engine.cli.bench.report import as_dict
-from transformer_engine.cli.bench.roofs import Roofs
-from transformer_engine.cli.bench.run import run
 from transformer_engine.jax.primitives import launching
+from transformer_engine_tools.bench import jax_workload
+from transformer_engine_tools.bench.cases import RECIPES, Case, cases
+from transformer_engine_tools.bench.compare import pairs, print_comparison, read
+from transformer_engine_tools.bench.measure import Effort
+from transformer_engine_tools.bench.measurement import _providers
+from transformer_engine_tools.bench.providers import ENGINE
+from transformer_engine_tools.bench.providers.in_jax import JAX, XLA
+from transformer_engine_tools.bench.report import as_dict
+from transformer_engine_tools.bench.roofs import Roofs
+from transformer_engine_tools.bench.run import run
 
 BRIEF = Effort(warmup=1, budget_ms=1.0, fewest=1, most=2)
 ROOFS = Roofs(copy=1e12, bf16=1e14, fp8=2e14)

@@ -16,11 +16,11 @@ import pytest
 from tests.support import forked
 from tests.support.command import te
 from tests.support.programs import ROOT, search_path
-from transformer_engine.cli.demo import flax_checkpoint, flax_run, trainer
-from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, RunConfig, resolve
-from transformer_engine.cli.demo.data import Corpus, load_corpus
-from transformer_engine.cli.demo.records import Progress, read_metrics
-from transformer_engine.cli.demo.trainer import Trainer
+from transformer_engine_tools.demo import flax_checkpoint, flax_run, trainer
+from transformer_engine_tools.demo.config import HIGH_PRECISION, RECIPES, RunConfig, resolve
+from transformer_engine_tools.demo.data import Corpus, load_corpus
+from transformer_engine_tools.demo.records import Progress, read_metrics
+from transformer_engine_tools.demo.trainer import Trainer
 
 SIZES = {"steps": 8, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "heads": 1, "framework": "jax"}
 BATCHES = 4  # of an evaluation
@@ -130,8 +130,8 @@ import sys
 from pathlib import Path
 sys.modules["torch"] = None
 from tests.jax.compiled import compile_quickly
-from transformer_engine.cli import main
-from transformer_engine.cli.demo import trainer
+from transformer_engine_tools import main
+from transformer_engine_tools.demo import trainer
 
 def te_train(*arguments):
     sys.argv = ["te", "train", *arguments]

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.jax.test_sharding import printed_by
-from transformer_engine.jax.explicit_axes import explicit_axes, unique_axes, with_automatic_axes
+from transformer_engine.jax.runtime.explicit_axes import explicit_axes, unique_axes, with_automatic_axes
 
 PROGRAM = Path(__file__).with_name("host_explicit.py")
 

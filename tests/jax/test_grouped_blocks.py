@@ -10,11 +10,11 @@ import transformer_engine.jax as te
 from transformer_engine.common import optional, recipe
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, NVFP4_ROWS
 from transformer_engine.common.hardware import nvidia
-from transformer_engine.jax import platform
 from transformer_engine.jax.dense import grouped_dense
 from transformer_engine.jax.primitives import launching, platforms
 from transformer_engine.jax.primitives.grouped_gemm import BLOCK_TABLE, GroupedBlockRequest
 from transformer_engine.jax.quantize import QuantizerFactory
+from transformer_engine.jax.runtime import platform
 
 UNSUPPORTED = launching.kernels_unsupported_reason()
 pytestmark = pytest.mark.skipif(

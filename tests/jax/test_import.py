@@ -33,7 +33,7 @@ def test_the_package_alone_imports_no_framework():
 
 def train(framework: str, folder: Path) -> str:
     arguments = ["te", "train", "--framework", framework, "--steps", "1", "--out", str(folder)]
-    return f"from transformer_engine.cli import main; import sys; sys.argv = {arguments!r}; main()\n"
+    return f"from transformer_engine_tools import main; import sys; sys.argv = {arguments!r}; main()\n"
 
 
 # As an attribute of the package, with a flax.nnx that jax is too new for.
@@ -114,7 +114,7 @@ def test_an_import_without_torch_names_the_package_to_install(module):
 
 def test_a_command_without_its_framework_names_the_package_to_install():
     called = (
-        "from transformer_engine.cli import main\n"
+        "from transformer_engine_tools import main\n"
         "def call(*arguments):\n"
         "    sys.argv = ['te', *arguments]\n"
         "    try:\n"
@@ -153,7 +153,7 @@ def test_a_run_without_jax_names_the_package_to_install(tmp_path):
 def test_training_with_jax_alone_does_not_suggest_torch(tmp_path):
     done = run(
         "".join(BLOCK.format(name=name) for name in ("matplotlib", "torch"))
-        + f"from transformer_engine.cli import main; main(['train', '--out', {str(tmp_path)!r}])"
+        + f"from transformer_engine_tools import main; main(['train', '--out', {str(tmp_path)!r}])"
     )
     assert done.returncode == 1
     remedy = 'install with pip install ".[cli-jax]" in a checkout of this package'

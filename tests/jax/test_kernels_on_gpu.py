@@ -22,10 +22,10 @@ from transformer_engine.common.formats import E4M3, FLOAT8
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.jax.activation import activation
 from transformer_engine.jax.layernorm import layernorm
-from transformer_engine.jax.platform import has_gpu
 from transformer_engine.jax.primitives import launching, quantize, rope, softmax
 from transformer_engine.jax.primitives.operand import Operand
-from transformer_engine.jax.residual import bypass
+from transformer_engine.jax.runtime.platform import has_gpu
+from transformer_engine.jax.runtime.residual import bypass
 from transformer_engine.pytorch.primitives import quantize as theirs
 from transformer_engine.pytorch.primitives.operand import Operand as TorchOperand
 

@@ -19,10 +19,10 @@ from tests.jax.test_bad_calls import attend, ones
 from transformer_engine.common import recipe
 from transformer_engine.jax import permutation, quantize, sharding
 from transformer_engine.jax.attention import SequenceDescriptor
-from transformer_engine.jax.checks import check_sizes
 from transformer_engine.jax.debug.experimental import inspect_array
 from transformer_engine.jax.flax.kv_cache import KeyValueCache
 from transformer_engine.jax.quantize import DelayedScaleQuantizer, GroupedQuantizer, QuantizerFactory
+from transformer_engine.jax.runtime.checks import check_sizes
 
 E4M3, DELAYED_MODE = jnp.float8_e4m3fn, quantize.ScalingMode.DELAYED_TENSOR_SCALING
 MANY = 10**9

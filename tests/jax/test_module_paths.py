@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from transformer_engine.jax import cpp_extensions, ep, permutation, router
-from transformer_engine.jax import platform as gpu_platform
 from transformer_engine.jax.cpp_extensions import ep as ep_extension
 from transformer_engine.jax.cpp_extensions import flex_attention
 from transformer_engine.jax.cpp_extensions import router as router_extension
@@ -20,6 +19,7 @@ from transformer_engine.jax.primitives import launching, platforms
 from transformer_engine.jax.primitives.launching import kernels_unsupported_reason
 from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, ScalingMode, dequantizer
 from transformer_engine.jax.quantize.helper import apply_padding_to_scale_inv, remove_padding_from_scale_inv
+from transformer_engine.jax.runtime import platform as gpu_platform
 from transformer_engine.jax.triton_extensions import permutation as triton_permutation
 from transformer_engine.jax.triton_extensions import utils
 

@@ -14,15 +14,15 @@ import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import normal, ones, unboxed_variables, values_and_gradients, variables_of, zeros
 from transformer_engine.common import recipe
-from transformer_engine.jax import products
 from transformer_engine.jax.activation import activation
+from transformer_engine.jax.functions import products
+from transformer_engine.jax.functions.sources import ActivationSource
 from transformer_engine.jax.layernorm import layernorm
 from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.primitives.activation import ActivationParams, activation_backward
 from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
-from transformer_engine.jax.residual import bypass
-from transformer_engine.jax.sources import ActivationSource
+from transformer_engine.jax.runtime.residual import bypass
 
 RECIPES = {
     "none": (None, 2e-5),

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from transformer_engine.jax.platform import has_gpu
+from transformer_engine.jax.runtime.platform import has_gpu
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import drawn_variables, normal
 from transformer_engine.common import recipe
-from transformer_engine.jax.code_bits import bits_to_codes, codes_to_bits, name_leaves
+from transformer_engine.jax.runtime.code_bits import bits_to_codes, codes_to_bits, name_leaves
 
 RECIPES = {
     "delayed": recipe.DelayedScaling(amax_history_len=2),

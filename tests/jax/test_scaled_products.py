@@ -13,11 +13,11 @@ import pytest
 from transformer_engine.common import optional
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8, NVFP4, NVFP4_ROWS
 from transformer_engine.common.hardware import nvidia
-from transformer_engine.jax import platform
 from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.primitives.gemm import TABLE, decoded, gemm, scaled_codes
 from transformer_engine.jax.primitives.gemm.request import GemmRequest
 from transformer_engine.jax.primitives.operand import Operand
+from transformer_engine.jax.runtime import platform
 
 UNSUPPORTED = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from transformer_engine.jax.layernorm import layernorm
 from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
-from transformer_engine.jax.undifferentiated import like
+from transformer_engine.jax.runtime.undifferentiated import like
 
 RECIPES = [
     recipe.DelayedScaling(), recipe.Float8CurrentScaling(), recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling(),

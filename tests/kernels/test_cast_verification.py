@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from transformer_engine.cli import main
 from transformer_engine.common.formats import E2M1, E4M3, E5M2
 from transformer_engine.pytorch.inspect import cast_kernels, cast_oracle, cast_verification
 from transformer_engine.pytorch.inspect.cast_verification import verify_casts
+from transformer_engine_tools import main
 
 DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 

@@ -8,7 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
 from unittest.mock import patch
 
-from transformer_engine import cli
+import transformer_engine_tools as tools
 
 
 class Result(NamedTuple):
@@ -28,7 +28,7 @@ def te(*arguments: object, columns: int = 200) -> Result:
         redirect_stderr(printed),
     ):
         try:
-            cli.main([str(argument) for argument in arguments])
+            tools.main([str(argument) for argument in arguments])
         except SystemExit as end:
             code = end.code or 0
             if isinstance(code, str):  # a message, which the interpreter prints

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("transformer_engine", "transformer_engine_jax", "transformer_engine_torch")
+PACKAGES = (
+    "transformer_engine",
+    "transformer_engine_jax",
+    "transformer_engine_tools",
+    "transformer_engine_torch",
+)
 # Libraries whose types no program here needs, or that may be absent. mypy reads every file that torch imports, and two
 # thirds of them are these.
 UNREAD = (

@@ -3,7 +3,7 @@
 Python raises its own message for a failed import and drops the message from a module's `__getattr__`. Two hooks replace
 it: a finder at the end of `sys.meta_path` (`import transformer_engine.paddle`), and a `__getattr__` that recognizes
 `from module import name`. All other look-ups behave as without the hooks: `hasattr` sees an AttributeError, `find_spec`
-returns None, and callers catch the same exception types.
+returns None, and callers catch the same exception types. Another finder loads modules that have moved.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ def _imports(frame: Any) -> bool:
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
-# Old path of a module that has moved: its present path.
-moved: dict[str, str] = {}
+# Old path of a module that has moved: its present path. The modules of a package move with it.
+moved: dict[str, str] = {"transformer_engine.cli": "transformer_engine_tools"}
 
 
 class _MovedLoader:
@@ -243,13 +243,33 @@ class _MovedLoader:
         module.__spec__ = self.spec  # importlib has replaced it
 
 
+class MovedFinder:
+    """The first finder, which loads modules from their present paths.
+
+    The search path of a package that has moved leads to its modules' files: later finders would load them twice.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The spec of a module that has moved, or None."""
+        if not name.startswith(PACKAGES):
+            return None
+        old, rest = name, ""
+        while old not in moved:
+            old, _, last = old.rpartition(".")
+            if not old:
+                return None
+            rest = f".{last}{rest}"
+        present = moved[old] + rest
+        if rest and find_spec(present) is None:
+            return None
+        return ModuleSpec(name, _MovedLoader(present))  # pyright: ignore[reportArgumentType]
+
+
 class Finder:
-    """The last finder, which loads modules that have moved, and reports modules that all other finders miss."""
+    """The last finder, which reports modules that all other finders miss."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return None, or raise ModuleNotFoundError if the caller imports the module instead of looking for it."""
-        if name in moved:
-            return ModuleSpec(name, _MovedLoader(moved[name]))  # pyright: ignore[reportArgumentType]
         asker = sys._getframe(2).f_code.co_name if name.startswith(PACKAGES) else ""
         if asker != "_find_and_load_unlocked" or name.partition(".")[0] not in PACKAGES:
             return None
@@ -257,6 +277,7 @@ class Finder:
 
 
 def install() -> None:
-    """Append the finder to `sys.meta_path`, once per process."""
+    """Add the finders to both ends of `sys.meta_path`, once per process."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, MovedFinder())
         sys.meta_path.append(Finder())

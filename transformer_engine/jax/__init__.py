@@ -1,6 +1,6 @@
 """transformer_engine.jax: layers, recipes and quantized tensors for JAX and Flax, on a GPU or a CPU."""
 
-from . import requirements  # isort: skip
+from . import _old_paths, requirements  # isort: skip
 from .. import common
 from ..common import absent
 from . import (

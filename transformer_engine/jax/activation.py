@@ -10,12 +10,12 @@ import jax
 from jax import Array
 
 from ..common.checks import described
-from .checks import check_optional, check_values
-from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
+from .functions.products import quantized_identity
 from .primitives.activation import ACTIVATIONS, ActivationParams, activation_backward, activation_forward
-from .products import quantized_identity
 from .quantize.quantizers import Quantizer
 from .quantize.sharing import align_mesh_axes
+from .runtime.checks import check_optional, check_values
+from .runtime.explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 
 __all__ = ["ActivationParams", "activation", "is_known"]
 

@@ -11,12 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..common.checks import switch
-from .checks import check_axis_names, check_axis_pairs, check_bias, check_instance, check_values
-from .code_bits import bits_to_codes, codes_to_bits
 from .collective import CollectiveOpSet, noop_collective_op_set
-from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
-from .grouped_dense import grouped_dense
-from .products import (
+from .functions.grouped_dense import grouped_dense
+from .functions.products import (
     biased,
     column_operand,
     encode,
@@ -25,13 +22,16 @@ from .products import (
     gradient_quantizer,
     row_operand,
 )
+from .functions.sources import OperandSource, ValuesSource
 from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
 from .quantize.sharing import align_mesh_axes
-from .residual import store_returned_input
+from .runtime.checks import check_axis_names, check_axis_pairs, check_bias, check_instance, check_values
+from .runtime.code_bits import bits_to_codes, codes_to_bits
+from .runtime.explicit_axes import explicit_entries, unique_axes, with_automatic_axes
+from .runtime.residual import store_returned_input
+from .runtime.undifferentiated import constant, like, undifferentiated
 from .sharding import with_sharding_constraint_by_logical_axes
-from .sources import OperandSource, ValuesSource
-from .undifferentiated import constant, like, undifferentiated
 
 __all__ = ["dense", "grouped_dense"]
 

@@ -14,9 +14,9 @@ from jax import Array
 
 from ..common.checks import described, integer, switch, whole
 from ..common.numbers import with_article
-from .checks import check_dtype, check_instance, check_integers, check_sizes, check_values
-from .ep_exchange import EpConfig, EpHandle, check_routed, dispatch_tokens, planned, returned
+from .functions.ep_exchange import EpConfig, EpHandle, check_routed, dispatch_tokens, planned, returned
 from .permutation import aligned
+from .runtime.checks import check_dtype, check_instance, check_integers, check_sizes, check_values
 from .sharding import (
     get_mesh_axis_size,
     is_mesh_available,

@@ -10,13 +10,13 @@ from jax import Array
 
 from ..common.checks import accepts_former_keywords, described, switch
 from ..common.checks import epsilon as check_epsilon
-from .checks import check_optional, check_shaped, check_values
-from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
+from .functions.products import quantized_identity
 from .primitives.norm import norm_backward, norm_forward
-from .products import quantized_identity
 from .quantize.quantizers import Quantizer
 from .quantize.sharing import align_mesh_axes
-from .residual import is_bypassed, store_returned_input
+from .runtime.checks import check_optional, check_shaped, check_values
+from .runtime.explicit_axes import explicit_entries, unique_axes, with_automatic_axes
+from .runtime.residual import is_bypassed, store_returned_input
 
 __all__ = ["canonicalize_norm_type", "layernorm"]
 

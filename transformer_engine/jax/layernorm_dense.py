@@ -5,15 +5,15 @@ from __future__ import annotations
 from jax import Array
 
 from ..common.checks import switch
-from .checks import check_axis_names, check_bias, check_values
 from .dense import check_contraction, dense, multiply_source
+from .functions.products import biased
+from .functions.sources import NormSource
 from .layernorm import check_norm, layernorm
-from .products import biased
 from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
-from .residual import is_bypassed
+from .runtime.checks import check_axis_names, check_bias, check_values
+from .runtime.residual import is_bypassed
 from .sharding import with_sharding_constraint_by_logical_axes
-from .sources import NormSource
 
 __all__ = ["layernorm_dense"]
 

@@ -11,17 +11,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..common.checks import described, switch, text_or_none
 from .activation import ActivationParams, activation, check_activation
-from .checks import check_axis_names, check_bias, check_instance, check_values
 from .collective import CollectiveOpSet, noop_collective_op_set
 from .dense import check_contraction, dense
+from .functions.products import biased
+from .functions.quantized_mlp import MLPSpec, quantized_mlp
+from .functions.sources import ActivationSource, NormSource
 from .layernorm import check_norm, layernorm
-from .products import biased
 from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
-from .quantized_mlp import MLPSpec, quantized_mlp
-from .residual import is_bypassed
+from .runtime.checks import check_axis_names, check_bias, check_instance, check_values
+from .runtime.residual import is_bypassed
 from .sharding import with_sharding_constraint_by_logical_axes
-from .sources import ActivationSource, NormSource
 
 __all__ = ["layernorm_mlp"]
 

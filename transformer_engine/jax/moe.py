@@ -19,16 +19,16 @@ from jax.sharding import PartitionSpec
 from ..common.checks import described, number, switch, text_or_none, whole
 from ..common.formats import ceil_div, round_up
 from .activation import check_activation
-from .checks import check_axis_names, check_floating, check_instance, check_shaped, check_values
 from .ep import bootstrap_capacity, check_sizes_of_bootstrap
-from .ep_exchange import EpConfig, dispatch_tokens, returned
-from .explicit_axes import explicit_entries, unique_axes, with_automatic_axes
-from .moe_experts import ALIGN_SIZE, Experts, Routing
+from .functions.ep_exchange import EpConfig, dispatch_tokens, returned
+from .functions.moe_experts import ALIGN_SIZE, Experts, Routing
 from .permutation import aligned, routing_map_to_selected_experts, token_combine, token_dispatch
 from .quantize.grouped import GroupedQuantizer
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .quantize.settings import random_key
 from .quantize.sharing import share_over_devices
+from .runtime.checks import check_axis_names, check_floating, check_instance, check_shaped, check_values
+from .runtime.explicit_axes import explicit_entries, unique_axes, with_automatic_axes
 from .sharding import (
     automatic_axes,
     check_axis,

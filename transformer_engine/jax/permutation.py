@@ -10,7 +10,12 @@ import numpy as np
 from jax import Array
 
 from ..common.checks import accepts_former_keywords, whole
-from .checks import (
+from .functions.ragged_exchange import (
+    compute_ragged_all_to_all_params,
+    compute_reverse_ragged_all_to_all_params,
+    rows_by_shard,
+)
+from .runtime.checks import (
     check_array,
     check_instance,
     check_integer,
@@ -21,12 +26,7 @@ from .checks import (
     is_known,
     is_symbolic,
 )
-from .explicit_axes import replicating_results
-from .ragged_exchange import (
-    compute_ragged_all_to_all_params,
-    compute_reverse_ragged_all_to_all_params,
-    rows_by_shard,
-)
+from .runtime.explicit_axes import replicating_results
 
 __all__ = [
     "PureJaxPermState",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..common.checks import described, integer, number, switch, whole
-from .checks import check_array, check_shaped, check_values
+from .runtime.checks import check_array, check_shaped, check_values
 
 __all__ = ["RoutingMapFormat", "ScoreFunction", "fused_moe_aux_loss", "fused_topk_with_score_function"]
 

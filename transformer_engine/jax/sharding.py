@@ -21,9 +21,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..common.checks import accepts_former_keywords, described, suggests_keywords, text_or_none
 from ..common.numbers import with_article
-from .blocks import reusable
-from .checks import check_array, check_axis_names
-from .explicit_axes import explicit_axes, explicit_entries
+from .runtime.blocks import reusable
+from .runtime.checks import check_array, check_axis_names
+from .runtime.explicit_axes import explicit_axes, explicit_entries
 
 _PREFIX = "nvte_"  # prefix for this module's logical axis names
 BATCH_AXES = "nvte_batch"

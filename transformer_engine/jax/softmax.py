@@ -9,8 +9,8 @@ from jax import Array
 
 from ..common.checks import member, number
 from ..common.warning import warn_once
-from .checks import check_mask, check_values
 from .primitives.softmax import masked_softmax
+from .runtime.checks import check_mask, check_values
 
 __all__ = ["SoftmaxFusionType", "softmax"]
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...common.checks import described, drop_rate, member, number
-from ..checks import broadcasts, check_key, check_shaped, check_values
 from ..primitives.attention.enums import AttnBiasType, AttnSoftmaxType, QKVLayout
+from ..runtime.checks import broadcasts, check_key, check_shaped, check_values
 
 
 def separated(qkv: tuple[Array, ...], layout: QKVLayout) -> tuple[Array, Array, Array]:

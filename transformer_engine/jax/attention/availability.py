@@ -10,11 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...common.checks import drop_rate, switch, whole
-from ..checks import check_dtype, is_symbolic
-from ..platform import has_gpu
 from ..primitives.attention import TABLE, AttentionRequest
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
 from ..primitives.attention.masks import Window, check_window
+from ..runtime.checks import check_dtype, is_symbolic
+from ..runtime.platform import has_gpu
 
 __all__ = ["is_fused_attn_kernel_available"]
 

@@ -15,18 +15,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from ...common.checks import member, switch, text_or_none
-from ..checks import is_symbolic
 from ..context_parallel.parts import attention_in_parts
 from ..context_parallel.plan import ContextParallel, make_plan
 from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
-from ..manual_axes import varying_axes
 from ..primitives.attention import AttentionOperands, AttentionRequest, attention
 from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
 from ..primitives.attention.masks import Window, check_tokens, check_window, hidden_keys, reads_mask
 from ..primitives.attention.reference import largest_logits
 from ..primitives.attention.score_mod import check_score_mod, modifier
+from ..runtime.checks import is_symbolic
+from ..runtime.manual_axes import varying_axes
 from ..sharding import automatic_axes, is_mesh_available, with_sharding_constraint
 from .arguments import check_attention, dropout_function, separated, sink_logit
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from ...common.checks import integer, member, whole, whole_or_none
-from ..checks import check_array
+from ..runtime.checks import check_array
 
 
 class ReorderStrategy(enum.Enum):

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from ..manual_axes import cast_varying, varying_axes
 from ..primitives.attention.descriptor import Segments
 from ..primitives.attention.enums import AttnMaskType
 from ..primitives.attention.masks import Window, hidden_keys
+from ..runtime.manual_axes import cast_varying, varying_axes
 from ..sharding import mesh_in_use
 from .plan import ContextParallel
 

@@ -8,9 +8,9 @@ from typing import Any
 from jax import Array
 
 from ..activation import check_activation
-from ..checks import check_shaped, check_values
 from ..primitives.activation import ActivationParams, activation_backward, activation_forward
 from ..quantize.quantizers import Quantizer
+from ..runtime.checks import check_shaped, check_values
 from .amax import AmaxScope
 from .base import BasePrimitive
 from .quantization import by_reference, quantize_dbias, quantize_result

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...common.checks import member, switch
-from ..checks import check_values
 from ..primitives import exact
 from ..primitives.operand import turned
 from ..primitives.quantize import absolute_maximum, hadamard_transform
 from ..quantize.tensors import positive_axis
+from ..runtime.checks import check_values
 from ..sharding import automatic_axes, is_mesh_available, mesh_resource_or_default
 
 __all__ = ["AmaxScope", "calculate_amax", "calculate_post_rht_amax"]

@@ -14,9 +14,9 @@ from jax import Array
 from ...common.checks import described
 from ..attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, is_fused_attn_kernel_available
 from ..attention.fused import fused_attn
-from ..checks import check_shaped
 from ..primitives.attention.descriptor import SequenceDescriptor
 from ..primitives.attention.score_mod import check_functions
+from ..runtime.checks import check_shaped
 from .base import BasePrimitive
 
 __all__ = [

@@ -12,7 +12,6 @@ from jax import Array
 
 from ...common import absent
 from ...common.checks import whole
-from ..checks import check_instance, check_shaped, check_sizes, check_values
 from ..ep import (
     EpConfig,
     EpLayerConfig,
@@ -26,7 +25,8 @@ from ..ep import (
     reset_ep_config,
     set_ep_config,
 )
-from ..ep_exchange import EpHandle, check_routed, returned, send_tokens, send_weights
+from ..functions.ep_exchange import EpHandle, check_routed, returned, send_tokens, send_weights
+from ..runtime.checks import check_instance, check_shaped, check_sizes, check_values
 
 __all__ = [
     "EpConfig",

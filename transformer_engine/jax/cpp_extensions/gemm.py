@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...common.checks import described, integers, member, switch, whole
-from ..checks import (
+from ..collective import CollectiveOp, CollectiveOpSet, collective_gemm_bootstrap, noop_collective_op_set
+from ..dense import dense, grouped_dense
+from ..explain import explain
+from ..primitives.grouped_gemm import KERNELS, grouped_contraction
+from ..quantize.grouped import GroupedQuantizer
+from ..quantize.quantizers import Quantizer, QuantizerSet, noop_quantizer_set
+from ..quantize.tensors import AbstractBaseTensor, NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x
+from ..runtime.checks import (
     check_axis_pairs,
     check_floating,
     check_instance,
@@ -20,13 +27,6 @@ from ..checks import (
     check_sizes,
     check_values,
 )
-from ..collective import CollectiveOp, CollectiveOpSet, collective_gemm_bootstrap, noop_collective_op_set
-from ..dense import dense, grouped_dense
-from ..explain import explain
-from ..primitives.grouped_gemm import KERNELS, grouped_contraction
-from ..quantize.grouped import GroupedQuantizer
-from ..quantize.quantizers import Quantizer, QuantizerSet, noop_quantizer_set
-from ..quantize.tensors import AbstractBaseTensor, NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x
 from .base import BasePrimitive
 
 __all__ = [

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from ...common.checks import described, member
 from ...common.enums import DType
 from ...common.numbers import with_article
-from ..checks import check_dtype
-from ..platform import compute_capability, library_version, xla_flag
+from ..runtime.checks import check_dtype
+from ..runtime.platform import compute_capability, library_version, xla_flag
 
 __all__ = [
     "get_cudnn_version",

@@ -8,11 +8,11 @@ from typing import Any
 
 from jax import Array
 
-from ..checks import check_shaped
 from ..layernorm import canonicalize_norm_type, check_norm
 from ..primitives.norm import norm_backward, norm_forward
 from ..quantize.quantizers import Quantizer
 from ..quantize.scaling_modes import ScalingMode
+from ..runtime.checks import check_shaped
 from .amax import AmaxScope
 from .base import BasePrimitive
 from .quantization import by_reference, quantize_result

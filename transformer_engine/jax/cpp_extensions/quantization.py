@@ -12,10 +12,10 @@ from jax import Array
 
 from ...common.checks import member, switch
 from ...common.dispatch import use_backend
-from ..checks import check_optional, check_sizes, check_values
 from ..quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer, group_of_rows
 from ..quantize.quantizers import Quantizer
 from ..quantize.tensors import NoScaleTensor, positive_axis
+from ..runtime.checks import check_optional, check_sizes, check_values
 from .amax import AmaxScope, calculate_amax
 from .base import BasePrimitive
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...common.checks import accepts_former_keywords, member, number, whole
-from ..checks import check_dtype, check_shaped, check_values
 from ..primitives.attention.enums import AttnSoftmaxType
+from ..runtime.checks import check_dtype, check_shaped, check_values
 from ..softmax import SoftmaxFusionType, softmax
 
 _THREADS, _WARP = 128, 32

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ...common.checks import whole
-from ..checks import check_array
+from ..runtime.checks import check_array
 
 __all__ = ["topk"]
 

@@ -17,7 +17,6 @@ from ...common.checks import described, drop_rate, member, suggests_keywords, sw
 from ..attention.arguments import check_attention, dropout_function, separated, sink_logit
 from ..attention.availability import is_fused_attn_kernel_available
 from ..attention.fused import fused_attn, hidden_keys_mask
-from ..checks import broadcasts, check_values
 from ..context_parallel.plan import make_plan
 from ..context_parallel.reorder import CPStrategy
 from ..primitives.attention import reference
@@ -31,6 +30,7 @@ from ..primitives.attention.enums import (
 )
 from ..primitives.attention.masks import Window, check_tokens, check_window
 from ..primitives.attention.score_mod import check_functions
+from ..runtime.checks import broadcasts, check_values
 from ..sharding import HEAD_AXES
 from ..softmax import SoftmaxFusionType, check_scores, scaled_softmax
 from .base import check_call, parameter

@@ -17,11 +17,11 @@ from jax import Array
 
 from ...common.checks import described, function, function_or_none, number_or_none, switch, text_or_none
 from ...common.recipe import Recipe
-from ..checks import check_axis_names, check_floating, check_values
 from ..quantize.config import QuantizeConfig, get_global_quantize_recipe
 from ..quantize.factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 from ..quantize.quantizers import QuantizerSet, noop_quantizer_set
 from ..quantize.sharing import one_and_rest
+from ..runtime.checks import check_axis_names, check_floating, check_values
 from ..sharding import get_sharding_map_logic_axis_to_mesh_axis
 
 Initializer = Callable[..., Array]

@@ -11,7 +11,7 @@ from jax import Array
 
 from ...common.checks import integers, suggests_keywords, whole
 from ..dense import dense
-from ..products import biased
+from ..functions.products import biased
 from .base import Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
 from .low_rank import _canonicalize_tuple, _normalize_axes, low_rank_term
 

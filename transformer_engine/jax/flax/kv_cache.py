@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array, lax
 
-from ..checks import is_known
+from ..runtime.checks import is_known
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from jax import Array
 
 from ...common.checks import positive, suggests_keywords, whole
 from ..dense import dense
+from ..functions.products import biased
 from ..layernorm_dense import layernorm_dense
-from ..products import biased
 from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
 from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter

@@ -13,12 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import described, suggests_keywords, switch, whole
 from ..activation import ActivationParams, activation, is_known
-from ..checks import check_rate
 from ..dense import dense
+from ..functions.products import biased
 from ..layernorm_mlp import layernorm_mlp
-from ..products import biased
 from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
+from ..runtime.checks import check_rate
 from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
 from .dense_general import check_shared_axes, normalize_axes
 from .low_rank import low_rank_term

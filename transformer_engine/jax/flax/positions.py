@@ -12,8 +12,8 @@ from flax import linen as nn
 from jax import Array, lax
 
 from ...common.checks import described, number, suggests_keywords, switch, whole
-from ..checks import check_extent, check_values
 from ..primitives.rope import rotate, rotate_packed
+from ..runtime.checks import check_extent, check_values
 from .base import check_call, parameter
 
 _METHODS = ("consecutive", "alternate")

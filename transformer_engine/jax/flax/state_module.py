@@ -15,7 +15,7 @@ from ...common.checks import described, suggests_keywords, text_or_none
 from ...common.numbers import with_article
 from ...common.recipe import Recipe
 from ..dense import dense
-from ..grouped_dense import grouped_dense
+from ..functions.grouped_dense import grouped_dense
 from ..quantize.quantizers import QuantizerSet
 from .base import TransformerEngineBase
 

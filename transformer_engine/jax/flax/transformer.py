@@ -13,8 +13,8 @@ from jax import Array
 from ...common.checks import drop_rate, function_or_none, member, suggests_keywords, switch, whole
 from ...common.warning import warn_once
 from ..activation import ActivationParams
-from ..checks import check_rate
-from ..residual import bypass
+from ..runtime.checks import check_rate
+from ..runtime.residual import bypass
 from ..sharding import (
     HIDDEN_AXES,
     HIDDEN_TP_AXES,

@@ -24,8 +24,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from ..manual_axes import align_manual_axes, manual_axes
-from ..platform import has_gpu
+from ..runtime.manual_axes import align_manual_axes, manual_axes
+from ..runtime.platform import has_gpu
 from ..sharding import mesh_of_devices
 from . import exact
 from .partitioning import (

@@ -24,7 +24,7 @@ from ...common import env, optional
 from ...common.checks import switch as check_switch
 from ...common.kernels.launch import Launch, missing
 from ...common.kernels.program import Program
-from ..platform import compute_capability, hardware, has_gpu
+from ..runtime.platform import compute_capability, hardware, has_gpu
 
 if TYPE_CHECKING:
     from ...common.kernels.compiled import Compiled

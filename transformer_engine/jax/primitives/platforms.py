@@ -24,8 +24,8 @@ from jax.interpreters import ad, batching, mlir
 
 from ...common import env
 from ...common.dispatch import Table, Unsupported, forced_backend
-from ..checks import is_symbolic
-from ..platform import has_gpu
+from ..runtime.checks import is_symbolic
+from ..runtime.platform import has_gpu
 
 Request = TypeVar("Request")
 PLATFORMS = ("cpu", "cuda")

@@ -27,8 +27,8 @@ from ...common.checks import (
 from ...common.numbers import with_article
 from ...common.recipe import DelayedScaling, Recipe, reject_recipe_as_enabled
 from .. import sharding
-from ..blocks import Arguments, ReusableContext, reusable
-from ..platform import compute_capability, hardware
+from ..runtime.blocks import Arguments, ReusableContext, reusable
+from ..runtime.platform import compute_capability, hardware
 from ..sharding import MeshResource
 from . import recipes
 from .lifted import merge_lifted_calls

@@ -10,7 +10,7 @@ from jax import Array
 
 from ...common.checks import member, reject_keywords, switch, whole
 from ...common.recipe import Recipe
-from ..checks import check_dtype
+from ..runtime.checks import check_dtype
 from . import recipes
 from .config import get_global_quantize_recipe, is_fp8_gemm_with_all_layouts_supported
 from .grouped import GroupedQuantizer

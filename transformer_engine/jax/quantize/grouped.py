@@ -17,13 +17,13 @@ import numpy as np
 from jax import Array
 
 from ...common.checks import integer, switch
-from ..checks import check_floating, check_instance, check_sizes, check_values
-from ..code_bits import name_leaves
 from ..primitives import exact
 from ..primitives.grouped_quantize import group_of_rows, quantize_rows, quantize_stack
 from ..primitives.quantize import scale_from_amax
 from ..primitives.quantize.tiles import settle_scales
-from ..undifferentiated import constant, undifferentiated
+from ..runtime.checks import check_floating, check_instance, check_sizes, check_values
+from ..runtime.code_bits import name_leaves
+from ..runtime.undifferentiated import constant, undifferentiated
 from .grouped_blocks import encode_rows
 from .grouped_tensors import GroupedNoScaleTensor, GroupedScaledTensor1x
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, advanced_together

@@ -15,11 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ..code_bits import name_leaves
 from ..primitives import exact
 from ..primitives.grouped_gemm import row_multiple
 from ..primitives.grouped_quantize import group_of_rows
 from ..primitives.quantize import hadamard_transform
+from ..runtime.code_bits import name_leaves
 from .grouped_tensors import GroupedScaledTensor1x, RowLayout, row_layout, to_rows
 from .quantizers import Quantizer
 from .tensors import ScaledTensor2x

@@ -7,9 +7,9 @@ import numpy as np
 from jax import Array
 
 from ...common.checks import switch
-from ..checks import check_values
 from ..primitives.quantize import hadamard_transform, inverse_transform
 from ..primitives.quantize.hadamard import GROUP, SIGNS
+from ..runtime.checks import check_values
 
 
 def apply_rht(x: Array, inverse: bool = False) -> Array:

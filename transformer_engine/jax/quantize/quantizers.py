@@ -22,12 +22,12 @@ from jax import Array
 from ...common import env
 from ...common.checks import integer, switch
 from ...common.quantize_spec import FAST_ERRORS, QuantizeSpec
-from ..checks import check_floating, check_values
 from ..primitives import quantize as primitive
 from ..primitives.operand import turned
 from ..primitives.quantize import Cast
 from ..primitives.scale_update import ScaleState, advance_states
-from ..undifferentiated import constant, undifferentiated
+from ..runtime.checks import check_floating, check_values
+from ..runtime.undifferentiated import constant, undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 from .settings import check_settings, find_element, random_key
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis

@@ -15,7 +15,7 @@ from ...common import recipe as recipes
 from ...common.checks import described
 from ...common.hardware import Capability, capability_limits, is_older
 from ...common.numbers import with_article
-from ..platform import hardware, is_emulating
+from ..runtime.platform import hardware, is_emulating
 from .quantizers import (
     BlockScaleQuantizer,
     CurrentScaleQuantizer,

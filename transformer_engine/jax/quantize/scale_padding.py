@@ -13,7 +13,7 @@ from jax import Array
 
 from ...common.checks import member, switch
 from ...common.formats import ceil_div, round_up
-from ..checks import check_array
+from ..runtime.checks import check_array
 from .scaling_modes import ScalingMode
 
 _ROWS, _BLOCKS = 128, 4

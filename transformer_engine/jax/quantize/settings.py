@@ -13,8 +13,8 @@ from jax import Array
 
 from ...common.checks import check_option, described, epsilon, exponent, member, switch, text_or_none
 from ...common.formats import E2M1, E4M3, E5M2, Element
-from ..checks import check_array, check_dtype
 from ..primitives.scale_update import advance_scales
+from ..runtime.checks import check_array, check_dtype
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 
 _ELEMENTS: dict[Any, Element] = {

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ...common.checks import described, whole
 from ...common.numbers import with_article
-from ..manual_axes import cast_varying, varying_axes
+from ..runtime.manual_axes import cast_varying, varying_axes
 from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, as_cotangent
 

@@ -17,11 +17,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ...common.checks import member
-from ..checks import check_array, check_floating, check_instance
-from ..code_bits import name_leaves
 from ..primitives.operand import Operand, turned
 from ..primitives.quantize import dequantize
 from ..primitives.quantize.hadamard import inverse_transform
+from ..runtime.checks import check_array, check_floating, check_instance
+from ..runtime.code_bits import name_leaves
 from ..sharding import with_sharding_constraint_by_logical_axes
 from .scaling_modes import QuantizeLayout, ScalingMode, TensorUsage
 

@@ -16,7 +16,7 @@ from jax import Array
 
 from ....common import absent
 from ....common.checks import described
-from ...checks import check_array
+from ...runtime.checks import check_array
 
 __all__ = ["inspect_array", "load_array_dump"]
 

@@ -20,7 +20,7 @@ from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, ceil_div
 from ....common.kernels.launch import LARGEST_EXTENT, Machine
 from ....common.kernels.program import Program
-from ...platform import hardware, processors
+from ...runtime.platform import hardware, processors
 from ..activation import triton as activation
 from ..activation.triton import ActivationKernel
 from ..launching import perform, run

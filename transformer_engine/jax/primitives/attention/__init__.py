@@ -10,7 +10,7 @@ from typing import Any
 from jax import Array, lax
 
 from ....common.dispatch import Table
-from ...checks import is_symbolic
+from ...runtime.checks import is_symbolic
 from ..platforms import bind_by_platform, differentiable_by_platform
 from . import cudnn, reference, triton
 from .enums import AttnBiasType

@@ -11,7 +11,7 @@ from jax import Array
 
 from ....common import env
 from ....common.dispatch import Backend
-from ...platform import hardware
+from ...runtime.platform import hardware
 from ..launching import disabled_reason
 from . import cudnn_packed
 from .alignment import align, isolate

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from ....common.checks import described
-from ...checks import is_known
+from ...runtime.checks import is_known
 from .enums import AttnMaskType, QKVLayout
 
 Pair = tuple[Array, Array]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.checks import described, whole
-from ...checks import check_array, check_dtype, check_integers, check_mask
+from ...runtime.checks import check_array, check_dtype, check_integers, check_mask
 from .descriptor import Segments, SequenceDescriptor
 from .enums import AttnMaskType
 

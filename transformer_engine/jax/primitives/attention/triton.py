@@ -14,7 +14,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.kernels.launch import LARGEST_GRID
-from ...manual_axes import align_manual_axes
+from ...runtime.manual_axes import align_manual_axes
 from ..kernels import call as call_kernel
 from ..launching import platform_failure
 from .enums import AttnBiasType, AttnMaskType

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...platform import processors
+from ...runtime.platform import processors
 from ..kernels import Kernel
 from ..launching import perform
 from ..launching import run as run_launch

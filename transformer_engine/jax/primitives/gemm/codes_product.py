@@ -20,7 +20,7 @@ from jax import Array, lax
 from ....common import optional
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, ceil_div
-from ...platform import hardware, processors
+from ...runtime.platform import hardware, processors
 from ..kernels import Kernel
 from ..launching import platform_failure, run
 from ..operand import Operand

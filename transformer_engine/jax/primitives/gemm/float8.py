@@ -24,7 +24,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
-from ...platform import has_gpu, xla_flag
+from ...runtime.platform import has_gpu, xla_flag
 from ..launching import disabled_reason
 from ..operand import Operand
 from ..partitioning import ShardingRule

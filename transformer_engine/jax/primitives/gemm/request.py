@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ....common.formats import TensorFormat
 from ....common.hardware import Capability, Hardware
-from ...platform import hardware
+from ...runtime.platform import hardware
 from ..operand import Operand
 
 

@@ -24,7 +24,7 @@ from ....common import optional
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, SWIZZLED_NAMES, TensorFormat
 from ....common.kernels import launch
-from ...platform import hardware
+from ...runtime.platform import hardware
 from ..launching import disabled_reason, platform_failure, run
 from ..operand import Operand
 from ..quantize import unpack_e2m1

@@ -21,7 +21,7 @@ from ....common import optional
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, SWIZZLED_NAMES, TensorFormat
 from ....common.kernels.launch import LARGEST_EXTENT
-from ...platform import hardware, processors
+from ...runtime.platform import hardware, processors
 from ..kernels import Kernel, call
 from ..launching import platform_failure, run
 from ..operand import Operand

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ....common.dispatch import Backend
-from ...manual_axes import align_manual_axes
+from ...runtime.manual_axes import align_manual_axes
 from ..kernels import batch_in_turn, result_like, run_compiled
 
 # Both operands' code scales, one per group; None for values.

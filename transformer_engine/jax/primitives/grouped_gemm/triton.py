@@ -12,7 +12,7 @@ from jax import Array
 from ....common.dispatch import Backend
 from ....common.formats import E4M3, E5M2
 from ....common.kernels.launch import LARGEST_EXTENT
-from ...platform import hardware, processors
+from ...runtime.platform import hardware, processors
 from ..kernels import Kernel, call
 from ..launching import platform_failure, run
 from ..partitioning import ShardingRule

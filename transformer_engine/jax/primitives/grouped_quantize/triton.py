@@ -13,7 +13,7 @@ from jax import Array
 from ....common.dispatch import Backend
 from ....common.formats import Element
 from ....common.kernels.launch import LARGEST_EXTENT
-from ...platform import hardware
+from ...runtime.platform import hardware
 from .. import exact
 from ..kernels import Kernel, call
 from ..launching import platform_failure, run

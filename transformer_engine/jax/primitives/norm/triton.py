@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
-from ...platform import processors
+from ...runtime.platform import processors
 from ..kernels import Kernel
 from ..launching import perform, platform_failure, run
 from ..partitioning import ShardingRule

@@ -16,7 +16,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, ceil_div
-from ...platform import processors
+from ...runtime.platform import processors
 from ..kernels import Kernel
 from ..launching import perform, run
 from ..norm import triton as norm

@@ -15,7 +15,7 @@ from jax import Array
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ....common.kernels.launch import LARGEST_EXTENT
-from ...platform import hardware
+from ...runtime.platform import hardware
 from ..launching import platform_failure
 from .elements import value_for_inf
 from .formats import FORMATS

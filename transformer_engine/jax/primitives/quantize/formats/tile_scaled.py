@@ -21,8 +21,8 @@ from jax import Array, lax
 from .....common.formats import BLOCK_1D, BLOCK_2D, MXFP8, ceil_div
 from .....common.kernels.launch import Machine
 from .....common.warning import warn_once
-from ....checks import is_symbolic
-from ....platform import hardware, processors
+from ....runtime.checks import is_symbolic
+from ....runtime.platform import hardware, processors
 from ... import exact
 from ...kernels import Kernel
 from ...launching import run

@@ -1,0 +1,1 @@
+"""Parts of the differentiable functions: products of operands, experts and their exchange between devices."""

@@ -1,0 +1,1 @@
+"""The platform, axes of devices, and checks of values, below all computation."""

@@ -1,0 +1,128 @@
+"""Hardware, library versions and XLA flags; the only module that queries them from JAX.
+
+Importing the module queries nothing, because the first query initializes the backends of JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+from packaging.version import Version
+
+from ...common import env
+from ...common.checks import whole
+from ...common.hardware import Hardware, capability_number, hardware_named, nvidia
+
+WITHOUT_GPU = nvidia(9, 0)  # its rules apply on a CPU, which emulates all formats
+
+
+@functools.cache
+def _gpus() -> tuple[Any, ...]:
+    return tuple(device for device in jax.local_devices() if device.platform == "gpu")
+
+
+def has_gpu() -> bool:
+    """Whether JAX computes on a GPU by default."""
+    return bool(_gpus())
+
+
+def compute_capability(gpu_id: int = 0) -> int:
+    """Ten times the compute capability of a local GPU, 90 for Hopper; also 90 on a CPU.
+
+    Raises:
+        TypeError: gpu_id is not an integer.
+        ValueError: The process has no GPU with that number.
+    """
+    return capability_number(hardware(gpu_id))
+
+
+def hardware(gpu_id: int = 0) -> Hardware:
+    """Row for a local GPU in the hardware table; Hopper's on a CPU, which emulates all formats.
+
+    Raises:
+        TypeError: gpu_id is not an integer.
+        ValueError: The process has no GPU with that number.
+    """
+    whole("gpu_id", gpu_id, 0)
+    gpus = _gpus()
+    if not gpus:
+        return WITHOUT_GPU
+    if gpu_id >= len(gpus):
+        raise ValueError(f"gpu_id={gpu_id}; this process has GPUs 0 to {len(gpus) - 1}, choose one of them")
+    return _hardware(gpu_id)
+
+
+@functools.cache
+def _hardware(gpu_id: int) -> Hardware:
+    architecture = str(_gpus()[gpu_id].compute_capability)
+    return hardware_named("amd" if architecture.startswith("gfx") else "nvidia", architecture.split(":")[0])
+
+
+def is_emulating() -> bool:
+    """Whether the reference computes formats that the hardware lacks: TE_EMULATE, or True without a GPU."""
+    setting = env.get("TE_EMULATE")
+    return not has_gpu() if setting is None else bool(setting)
+
+
+def xla_flag(name: str) -> str | None:
+    """Value for --name in XLA_FLAGS, "true" for a flag without a value; None if the flag is not set."""
+    found = None
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        key, _, value = flag.lstrip("-").partition("=")
+        if key == name:
+            found = value or "true"
+    return found
+
+
+_LIBRARIES = {
+    "cuda": "cuda_runtime_get_version",
+    "cudnn": "cudnn_get_version",
+    "cublas": "cublas_get_version",
+}
+
+
+def library_version(name: str) -> int:
+    """Query a library version as an integer.
+
+    Args:
+        name: "cuda", "cudnn" or "cublas" for the library that XLA uses, or "cudnn_frontend" for the Python package.
+
+    Returns:
+        The number in the library's own format; 0 without a GPU, or if the Python package is not installed.
+    """
+    if name == "cudnn_frontend":
+        try:
+            numbers = Version(version("nvidia-cudnn-frontend")).release
+        except PackageNotFoundError:
+            return 0
+        major, minor, patch = (*numbers, 0, 0)[:3]
+        return 10000 * major + 100 * minor + patch
+    if not has_gpu():
+        return 0
+    # A private module, since jax has no public function for these versions.
+    versions: Any = importlib.import_module("jax._src.lib").cuda_versions
+    return int(getattr(versions, _LIBRARIES[name])())
+
+
+@dataclass(frozen=True)
+class Processors:
+    """Number of multiprocessors on a GPU, and the bytes of shared memory that one program may use."""
+
+    count: int
+    shared_memory: int
+
+
+_H100 = 132  # multiprocessors; used to plan programs on a machine without a GPU
+
+
+def processors() -> Processors:
+    """Processors of the first GPU; on a CPU the processors of an H100, for programs lowered for CUDA there."""
+    gpus = _gpus()
+    count = _H100 if not gpus else int(getattr(gpus[0], "core_count", None) or _H100)
+    return Processors(count, hardware().shared_memory)

@@ -1,0 +1,225 @@
+"""`te bench --distributed`: collectives and layers on several ranks against one device, in one run.
+
+* one_ms: a one-device step without communication, the mean over all ranks.
+* eager_ms: a step on the ranks, in a step loop, on the slowest rank.
+* compute_ms: the same with a process group whose collectives return at once.
+* exposed: fraction of a step in which a rank only communicates, from a trace of the GPU's kernels, or otherwise
+  (eager_ms - compute_ms) / eager_ms.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from .distributed_cases import RanksCase
+from .distributed_steps import build_step
+from .measure import Effort, peak_mib, span_length
+
+MEANING = (
+    "one_ms: a step of one device (mean over the ranks); eager_ms: a step of the ranks in a loop of steps (the slowest "
+    "rank); compute_ms: eager_ms with collectives that transfer nothing; speedup: work of all ranks per time relative "
+    "to one device; exposed: part of the step in which a rank only communicates, from a trace on GPUs; rate: bytes "
+    "that a rank sends per second; peak_mib, one_mib: additional memory of a step per rank"
+)
+# Long-sequence steps take a second, and every case has three variants.
+FULL_ON_RANKS = Effort(warmup=2, budget_ms=400.0, fewest=3, most=30)
+QUICK_ON_RANKS = Effort(warmup=2, budget_ms=20.0, fewest=2, most=10)
+ROUNDS = 2  # each variant is measured in turns, so that a clock change affects all variants
+TRACED_STEPS = 3
+Group = Any  # dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class RanksRow:
+    """The figures of a case; None if not applicable. The module's docstring defines them."""
+
+    case: str
+    family: str
+    recipe: str
+    ranks: int
+    provider: str = "te"
+    one_ms: float | None = None
+    eager_ms: float | None = None
+    compute_ms: float | None = None
+    speedup: float | None = None
+    exposed: float | None = None
+    rate: float | None = None
+    unit: str | None = None
+    one_mib: float | None = None
+    peak_mib: float | None = None
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields that are not None, with rounded figures."""
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        return {
+            name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()
+        }
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups in a run.
+
+    Attributes:
+        world: The ranks, whose communication is measured.
+        silent: The same ranks; collectives return at once without transferring data.
+        control: The same ranks on gloo, which agree on repetitions and exchange figures.
+    """
+
+    world: Group
+    silent: Group
+    control: Group
+
+    @classmethod
+    def create_groups(cls) -> Groups:
+        """Create the groups; every rank calls this once."""
+        # Importing this module registers torch's backend "fake".
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+        return cls(dist.group.WORLD, dist.new_group(backend="fake"), dist.new_group(backend="gloo"))
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Gather the value from every rank."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+
+def run_on_ranks(
+    cases: Iterable[RanksCase], groups: Groups, device: torch.device, effort: Effort = FULL_ON_RANKS
+) -> Iterator[RanksRow]:
+    """Measure the cases one by one; every rank calls this with the same cases."""
+    for case in cases:
+        torch.manual_seed(0)
+        FP8GlobalStateManager.reset()  # later steps would update the scales of earlier cases too
+        error = None
+        figures: dict[str, Any] = {}
+        try:
+            figures = _figures(case, groups, device, effort)
+        except Exception as raised:  # the error of a case is its result
+            error = f"{type(raised).__name__}: {raised}".splitlines()[0][:300]
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+        errors = [found for found in groups.gathered(error) if found is not None]
+        if errors:
+            figures = {"error": errors[0]}
+        yield RanksRow(case.name, case.family, case.recipe, dist.get_world_size(), **figures)
+
+
+def _figures(case: RanksCase, groups: Groups, device: torch.device, effort: Effort) -> dict[str, Any]:
+    if case.family == "collective":
+        step = build_step(case, groups.world, device)
+        (times,) = _time_in_turns([step], groups, device, effort)
+        slowest = max(groups.gathered(times))
+        return {"eager_ms": slowest, "rate": case.moved / slowest / 1e6, "unit": "GB/s"}
+    steps = [build_step(case, group, device) for group in (None, groups.world, groups.silent)]
+    times = _time_in_turns(steps, groups, device, effort)
+    peaks = [peak_mib(step, device) for step in steps[:2]]
+    traced = traced_exposure(steps[1]) if device.type == "cuda" else None
+    gathered = groups.gathered((times, peaks, traced))
+    one = statistics.mean(row[0][0] for row in gathered)
+    several, compute = (max(row[0][index] for row in gathered) for index in (1, 2))
+    exposures = [row[2] for row in gathered if row[2] is not None]
+    figures: dict[str, Any] = {
+        "one_ms": one,
+        "eager_ms": several,
+        "compute_ms": compute,
+        "speedup": case.work * one / several,
+        "exposed": max(exposures) if exposures else max(0.0, several - compute) / several,
+    }
+    if device.type == "cuda":
+        figures |= {"one_mib": peaks[0], "peak_mib": max(row[1][1] for row in gathered)}
+    return figures
+
+
+def _time_in_turns(
+    steps: Sequence[Callable[[], object]], groups: Groups, device: torch.device, effort: Effort
+) -> list[float]:
+    """Measure this rank's median milliseconds per step; all ranks run the same number of steps."""
+    runs = []
+    for step in steps:
+        for _ in range(effort.warmup):
+            step()
+        # Ranks compare their settings before each collective until an optimizer step, see `pytorch.distributed.faults`.
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=0.0).step()
+        one_ms = statistics.median(_intervals(step, 3, groups, device))
+        runs.append(effort.runs(max(groups.gathered(one_ms))))
+    samples: list[list[float]] = [[] for _ in steps]
+    for _ in range(ROUNDS):
+        for step, times, count in zip(steps, samples, runs, strict=True):
+            times += _intervals(step, count, groups, device)
+    return [statistics.median(times) for times in samples]
+
+
+def _intervals(step: Callable[[], object], count: int, groups: Groups, device: torch.device) -> list[float]:
+    """Measure the milliseconds between the ends of consecutive steps; the ranks start together."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier(group=groups.control)
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(count):
+            step()
+            marks.append(time.perf_counter())
+        return [1e3 * (last - first) for first, last in pairwise(marks)]
+    step()  # fills the stream's queue
+    stream = torch.cuda.current_stream(device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record(stream)
+    for event in events[1:]:
+        step()
+        event.record(stream)
+    torch.cuda.synchronize()
+    return [first.elapsed_time(last) for first, last in pairwise(events)]
+
+
+def traced_exposure(step: Callable[[], object]) -> float | None:
+    """Measure the fraction of a step in which the GPU only communicates; None if the trace has no kernels."""
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        for _ in range(TRACED_STEPS):
+            step()
+        torch.cuda.synchronize()
+    kernels = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        # Host ranges, such as "nccl:all_reduce", are not kernels.
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("nccl:")
+    ]
+    return exposure(kernels)
+
+
+# Name parts of kernels that communicate, in lower case.
+_COMMUNICATION = ("nccl", "memcpy ptop", "symmetric_memory::barrier")
+
+
+def exposure(kernels: Iterable[tuple[str, float, float]]) -> float | None:
+    """Compute the fraction of the time in which only communication runs, or None without kernels.
+
+    Args:
+        kernels: Name, start and end of each kernel, on any stream. NCCL's kernels, copies between GPUs and
+            symmetric-memory barriers communicate.
+    """
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for name, start, end in kernels:
+        spans[any(part in name.lower() for part in _COMMUNICATION)].append((start, end))
+    everything = spans[True] + spans[False]
+    if not everything:
+        return None
+    total = max(end for _, end in everything) - min(start for start, _ in everything)
+    return (span_length(everything) - span_length(spans[False])) / total
