@@ -1,4 +1,4 @@
-"""MkDocs hooks: a footer with the version of the package, and names in cells of tables that wrap."""
+"""MkDocs hooks: a footer with the version, colors for all Python programs, and names in table cells that wrap."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION_FILE = Path(__file__).resolve().parent.parent / "transformer_engine" / "_version.py"
+PROGRAM = re.compile(r"^```python-\w[\w-]*$", re.MULTILINE)  # python-clients: a program that needs a client
 CELL = re.compile(r"<(t[dh])\b.*?</\1>", re.DOTALL)
 TEXT = re.compile(r"(?<=>)[^<]+")
 BREAK = re.compile(r"([._/,=(\[:]+|(?<=[a-z])(?=[A-Z][a-z]))(?=\w)")
@@ -18,6 +19,11 @@ def on_config(config: Any) -> Any:
     assert version is not None, f"{VERSION_FILE} defines no __version__"
     config.copyright = f"{config.site_name} {version[1]}"
     return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Highlight programs that need a client or a GPU as all other programs."""
+    return PROGRAM.sub("```python", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

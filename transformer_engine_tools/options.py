@@ -5,13 +5,15 @@ their arguments only.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from transformer_engine.common.checks import nearest
 
 if TYPE_CHECKING:
     import torch
 
-USAGE = "%(prog)s [options] [arguments]"
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -29,12 +31,33 @@ class Parser(argparse.ArgumentParser):
     """A parser that accepts no abbreviated options and reports an error in one line."""
 
     def __init__(self, prog: str, description: str, **settings: Any):
-        shared: dict[str, Any] = {"allow_abbrev": False, "usage": USAGE, "formatter_class": TypedHelp}
+        shared: dict[str, Any] = {"allow_abbrev": False, "formatter_class": TypedHelp}
         super().__init__(prog=prog, description=description, **shared, **settings)
 
+    def format_help(self) -> str:
+        """Format the help with one line of usage: the positional arguments, and "[options]" for all options."""
+        names = [
+            f"[{action.dest}]" if action.nargs == "?" else str(action.metavar or action.dest)
+            for action in self._get_positional_actions()
+        ]
+        self.usage = " ".join(["%(prog)s", "[options]", *names])
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
-        """Print the message and the command that prints the help, and exit with code 2."""
-        self.exit(2, f"error: {message.removeprefix('argument ')}; {self.prog} --help lists all options\n")
+        """Print the message, a similar option or choice, and the command that prints the help; exit with code 2."""
+        similar = _similar(message, self._option_string_actions)
+        remedy = f"did you mean {similar}? " if similar else ""
+        message = message.removeprefix("argument ")
+        self.exit(2, f"error: {message}; {remedy}{self.prog} --help lists all options\n")
+
+
+def _similar(message: str, options: Collection[str]) -> str | None:
+    """The option, or the choice, that is most similar to the wrong one in a message of argparse."""
+    if option := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+        return nearest(option[1], options)
+    if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+        return nearest(choice[1], [name.strip("' ") for name in choice[2].split(",")])
+    return None
 
 
 def minimum_converter(minimum: int) -> Callable[[str], int]:

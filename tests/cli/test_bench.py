@@ -249,6 +249,14 @@ def test_the_command_reports_figures_of_a_cpu():
         (["--family", "novel"], "family 'novel' does not exist; choose from quantize, norm"),
         (["--recipe", "fp7"], "recipe 'fp7' does not exist; choose from bf16, delayed"),
         (["--only", "absent"], "no benchmark matches"),
+        (
+            ["--family", "norm", "--recipe", "delayed"],
+            "--recipe delayed has no benchmark in --family norm; choose from bf16",
+        ),
+        (
+            ["--family", "quantize", "--recipe", "none"],
+            "--recipe bf16 has no benchmark in --family quantize; choose from delayed, current",
+        ),
         (["--provider", "other"], "provider 'other' does not exist; choose from te, torch"),
         (
             ["--json", "/absent/a.json"],
@@ -262,6 +270,12 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], me
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_high_precision_has_the_name_of_the_other_commands_too():
+    result = te("--family", "norm", "--only", "norm_f/RMSNorm", "--recipe", "none", "--provider", "te")
+    assert result.exit_code == 0
+    assert "RMSNorm/256x512" in result.output
 
 
 def figures(**cases: float) -> list[dict[str, Any]]:

@@ -182,3 +182,28 @@ def test_help_states_the_type_or_the_choices_of_every_value(name: str):
     assert [
         f"--{option} {value}" for option, value in shown if value == option.upper().replace("-", "_")
     ] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "positional"),
+    [([], " COMMAND"), (["plan"], ""), (["convert"], " source folder"), (["generate"], " [prompt]")],
+)
+def test_usage_lists_the_positional_arguments(arguments: list[str], positional: str):
+    usage = te(*arguments, "--help").output.splitlines()[0]
+    assert usage.endswith(f"[options]{positional}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["bnech"], "did you mean bench?"),
+        (["bench", "--famly", "linear"], "did you mean --family?"),
+        (["bench", "--famly=linear"], "did you mean --family?"),
+        (["train", "--recipe", "delay"], "did you mean delayed?"),
+        (["bench", "--zzz"], "unrecognized arguments: --zzz; "),
+    ],
+)
+def test_a_misspelt_option_or_choice_is_answered_with_the_right_one(arguments: list[str], remedy: str):
+    result = te(*arguments)
+    assert result.exit_code == 2
+    assert remedy in result.output and result.output.rstrip().endswith("--help lists all options")

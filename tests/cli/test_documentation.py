@@ -18,6 +18,50 @@ from transformer_engine_tools.demo.config import CPU_SIZES, CUDA_SIZES
 from transformer_engine_tools.doctor.checks import Finding
 
 OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
+PAGES = (
+    "../README.md",
+    "attention.md",
+    "benchmarks.md",
+    "checkpoints.md",
+    "debug.md",
+    "index.md",
+    "inference.md",
+    "install.md",
+    "jax_backends.md",
+    "linear_attention.md",
+    "megatron.md",
+    "numerics.md",
+    "observe.md",
+    "ops.md",
+    "plan.md",
+    "training.md",
+    "your_gpu.md",
+)
+# {page: test that runs its programs}: they need several ranks or a client, or their output is compared.
+PAGES_ELSEWHERE = {
+    "accelerate.md": "clients/test_small_clients.py",
+    "context_parallel.md": "distributed/test_pages_on_two_ranks.py",
+    "convert.md": "integrations/test_convert.py",
+    "diverged.md": "cli/test_guides.py",
+    "experts.md": "cli/test_experts_page.py",
+    "export.md": "export/test_mode.py",
+    "first_principles.md": "cli/test_guides.py",
+    "from_the_original.md": "cli/test_guides.py",
+    "graphs.md": "graphs/test_page.py",
+    "huggingface.md": "clients/test_huggingface_attention.py",
+    "jax.md": "jax/test_documentation.py",
+    "jax_devices.md": "jax/test_documentation.py",
+    "jax_examples.md": "jax/test_documentation.py",
+    "lightning.md": "clients/test_small_clients.py",
+    "memory.md": "offload/test_page.py",
+    "other_clients.md": "clients/test_small_clients.py",
+    "peft.md": "clients/test_small_clients.py",
+    "quickstart.md": "cli/test_documentation.py",
+    "several_devices.md": "distributed/test_several_devices_page.py",
+    "troubleshooting.md": "cli/test_guides.py",
+    "verify.md": "distributed/test_pages_on_two_ranks.py",
+    "which_recipe.md": "cli/test_guides.py",
+}
 
 
 @pytest.mark.parametrize(
@@ -123,24 +167,21 @@ def test_the_examples_of_the_quickstart_in_torch_run(capsys):
         assert shapes in printed and backends in printed
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "attention.md",
-        "checkpoints.md",
-        "debug.md",
-        "install.md",
-        "megatron.md",
-        "numerics.md",
-        "observe.md",
-        "ops.md",
-        "plan.md",
-        "training.md",
-    ],
-)
+@pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_checkpoint(tmp_path / "Llama-3.2-1B", "llama-3.1")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for example in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL):
         exec(compile(example, page, "exec"), names)
+
+
+def test_the_programs_of_every_page_are_run_by_a_test():
+    pages = {"../README.md"} | {
+        path.name for path in (ROOT / "docs").glob("*.md") if "```python" in path.read_text()
+    }
+    assert pages == {*PAGES, *PAGES_ELSEWHERE}
+    for page, test in PAGES_ELSEWHERE.items():
+        assert re.search(rf"\b{page[:-3]}\b", (ROOT / "tests" / test).read_text()), (
+            f"{test} does not run {page}"
+        )

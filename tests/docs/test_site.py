@@ -110,6 +110,10 @@ def test_page_adapts_to_the_screen(site: Path, page: str):
     assert {"default", "slate"} <= set(schemes) and 'class="md-header__option"' in text
 
 
+def test_programs_that_need_a_client_are_highlighted(site: Path):
+    assert '<span class="kn">import</span>' in html(site, "peft")
+
+
 def test_repository_and_version_are_shown(site: Path):
     text = html(site, "")
     assert f"Transformer Engine in Python {__version__}" in text

@@ -342,6 +342,8 @@ class TransformerLayer(CheckedLoading):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+        def fast_setattr(self, name: str, value: Any) -> None: ...
+
     def _check_cross(
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:

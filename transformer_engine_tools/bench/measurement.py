@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from transformer_engine.common import optional
+from transformer_engine.common.planning import HIGH_PRECISION
 from transformer_engine.pytorch.quantization import format_support
 
 from ..devices import default_devices, is_torchrun_rank, launch
@@ -127,8 +128,12 @@ def _check_distributed(devices: int | None, provider: list[str] | None, plot_dir
 
 
 def _recipes(names: list[str] | None, device: torch.device) -> tuple[str, ...]:
-    """Recipes for --recipe, by default all that the hardware supports; on a CPU, the FP8 recipes."""
-    for name in names or ():
+    """Recipes for --recipe, by default all that the hardware supports; on a CPU, the FP8 recipes.
+
+    "none" is another name for "bf16": `te train` and `te plan` call high precision so.
+    """
+    names = [RECIPES[0] if name == HIGH_PRECISION else name for name in names or ()]
+    for name in names:
         if name not in RECIPES:
             raise ValueError(f"recipe {name!r} does not exist; choose from {', '.join(RECIPES)}")
         support = format_support(KINDS[name]) if name in KINDS else None
@@ -158,11 +163,17 @@ def _choose_cases(recipes: tuple[str, ...], quick: bool, family: list[str] | Non
         for case in cases(recipes, quick, family or ())
         if not parts or any(part in case.name for part in parts)
     ]
-    if not found:
+    if found:
+        return found
+    if not parts:  # without --only every family has cases
+        measured = [recipe for recipe in RECIPES if cases((recipe,), quick, family or ())]
         raise ValueError(
-            "no benchmark matches --family, --recipe and --only together; remove one of these options"
+            f"--recipe {', '.join(recipes)} has no benchmark in --family {', '.join(family or ())}; choose from "
+            f"{', '.join(measured)}"
         )
-    return found
+    raise ValueError(
+        "no benchmark matches --family, --recipe and --only together; remove one of these options"
+    )
 
 
 def _measure(

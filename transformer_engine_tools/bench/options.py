@@ -58,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(FAMILIES)}; with --distributed one of {', '.join(RANKS_FAMILIES)}; repeatable",
     )
     parser.add_argument(
-        "--recipe", action="append", metavar="NAME", help=f"one of {', '.join(RECIPES)}; repeatable"
+        "--recipe",
+        action="append",
+        metavar="NAME",
+        help=f"one of {', '.join(RECIPES)}; bf16, or none, is bfloat16 without a recipe; repeatable",
     )
     parser.add_argument(
         "--only", default="", help="only cases whose name contains one of these comma-separated texts"

@@ -138,7 +138,8 @@ def _framework(e: Installation, framework: frameworks.Framework) -> Results:
         yield "note", words, f"make an environment with a newer Python, and {remedy}"
         return
     if missing:
-        words = f"{', '.join(missing)} not installed; transformer_engine.{framework.module} needs it"
+        pronoun = "them" if len(missing) > 1 else "it"
+        words = f"{', '.join(missing)} not installed; transformer_engine.{framework.module} needs {pronoun}"
         yield "note", words, remedy
         return
     for package in framework.packages:

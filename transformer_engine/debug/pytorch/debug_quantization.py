@@ -200,8 +200,15 @@ class DebugQuantizer(Observing):
         """Quantize by another quantizer from now on."""
         self.quantizer = IdentityQuantizer() if quantizer is None else quantizer
 
-    layer_name = property(lambda self: self.location.layer_name, doc="Name of the layer.")
-    tensor_name = property(lambda self: self.location.tensor_name, doc="Name of the tensor.")
+    @property
+    def layer_name(self) -> str:
+        """Name of the layer."""
+        return self.location.layer_name
+
+    @property
+    def tensor_name(self) -> str:
+        """Name of the tensor."""
+        return self.location.tensor_name
 
     def any_feature_enabled(self) -> bool:
         """Whether the plan differs from quantization by the layer's own quantizer."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from ...common.checks import member
 from ..primitives.operand import Operand, turned
@@ -156,7 +157,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
             values = inverse_transform(values.reshape(operand.rows, operand.depth)).reshape(values.shape)
         return turned(values, operand.axis) if self.is_colwise and not self.transposed else values
 
-    def values(self, dtype: jnp.dtype = jnp.float32) -> Array:
+    def values(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Compute the values in a dtype, in the original axis order."""
         values = replace(self, dq_dtype=jnp.dtype(dtype)).dequantize()
         return turned(values, positive_axis(self.flatten_axis, self.ndim)) if self.transposed else values
@@ -328,7 +329,7 @@ class ScaledTensorFactory:
         scale_inv: Array,
         amax: Array | None = None,
         scaling_mode: ScalingMode = ScalingMode.NO_SCALING,
-        dq_dtype: jnp.dtype = jnp.bfloat16,
+        dq_dtype: DTypeLike = jnp.bfloat16,
         is_colwise: bool = False,
         data_layout: str = "N",
         flatten_axis: int = -1,

@@ -271,6 +271,8 @@ class MultiheadAttention(CheckedLoading):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+        def fast_setattr(self, name: str, value: Any) -> None: ...
+
     def attend(
         self,
         hidden_states: Tensor,

@@ -124,7 +124,12 @@ def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
     return True
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Compile the part that the command line names; `compile_ahead` starts these processes."""
     part, parts, gpu, large, small, tokens = map(int, sys.argv[1:])
     torch.cuda.set_device(gpu)
     compile_part(part, parts, SelfTestSizes(large, small, tokens))
+
+
+if __name__ == "__main__":
+    main()

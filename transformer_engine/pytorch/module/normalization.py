@@ -198,6 +198,8 @@ class Normalization(NormalizationOperation):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
+        def fast_setattr(self, name: str, value: Any) -> None: ...
+
     _own_forward = forward
 
     def _compute_output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,32 @@ from .family import all_families
 
 class StateAttributes(type):
     """Read-only class attributes from earlier releases; `autocast` and `quantized_model_init` write their values."""
+
+    if TYPE_CHECKING:  # The loop below this class defines them.
+
+        @property
+        def fp8_available(cls) -> bool: ...
+
+        @property
+        def reason_for_no_fp8(cls) -> str: ...
+
+        @property
+        def fp8_block_scaling_available(cls) -> bool: ...
+
+        @property
+        def reason_for_no_fp8_block_scaling(cls) -> str: ...
+
+        @property
+        def mxfp8_available(cls) -> bool: ...
+
+        @property
+        def reason_for_no_mxfp8(cls) -> str: ...
+
+        @property
+        def nvfp4_available(cls) -> bool: ...
+
+        @property
+        def reason_for_no_nvfp4(cls) -> str: ...
 
     @property
     def FP8_ENABLED(cls) -> bool:

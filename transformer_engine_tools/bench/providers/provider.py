@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,13 +23,14 @@ class Measurable(Protocol):
 
 # Returns None for a case that the library lacks in a family that it supports.
 Builder = Callable[[Case, torch.device], Any]
+B = TypeVar("B", bound=Builder)
 
 
 class Builders(dict[str, Builder]):
     """{family: builder}, filled by the builders themselves: `@BUILDERS.of("layer", "layer_small")`."""
 
-    def of(self, *families: str) -> Callable[[Builder], Builder]:
-        def register(build: Builder) -> Builder:
+    def of(self, *families: str) -> Callable[[B], B]:
+        def register(build: B) -> B:
             self.update(dict.fromkeys(families, build))
             return build
 

@@ -267,8 +267,13 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         return self._dtype
 
     # Otherwise `GroupedTensor.amax` would be the method of torch.Tensor.
-    amax = property(lambda self: self._amax)
-    columnwise_amax = property(lambda self: self._columnwise_amax)
+    @property
+    def amax(self) -> Tensor | None:
+        return self._amax
+
+    @property
+    def columnwise_amax(self) -> Tensor | None:
+        return self._columnwise_amax
 
     def has_data(self) -> bool:
         return self.rowwise_data is not None
@@ -341,9 +346,17 @@ class GroupedTensorStorage(GroupExtents, QuantizedTensorStorage):  # pyright: ig
         return max(prod(self.shape[:-1]), 1)
 
     # Quantizer settings under the constructor's argument names.
-    row_scaled_nvfp4 = property(lambda self: getattr(self.quantizer, "row_scaled_nvfp4", False))
-    nvfp4_use_4over6 = property(lambda self: getattr(self.quantizer, "nvfp4_use_4over6", False))
-    nvfp4_e4m3_max = property(lambda self: getattr(self.quantizer, "nvfp4_e4m3_max", 448))
+    @property
+    def row_scaled_nvfp4(self) -> bool:
+        return getattr(self.quantizer, "row_scaled_nvfp4", False)
+
+    @property
+    def nvfp4_use_4over6(self) -> bool:
+        return getattr(self.quantizer, "nvfp4_use_4over6", False)
+
+    @property
+    def nvfp4_e4m3_max(self) -> int:
+        return getattr(self.quantizer, "nvfp4_e4m3_max", 448)
 
     @property
     def quantized_tensors(self) -> list[Tensor]:

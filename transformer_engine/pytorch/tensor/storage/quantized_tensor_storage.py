@@ -383,7 +383,9 @@ class QuantizedTensorStorage:
     def device(self) -> torch.device:
         return self._first_tensor().device
 
-    is_cuda = property(lambda self: self.device.type == "cuda")
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
     def _first_tensor(self) -> Tensor:
         for tensor in self._tensors_by_name().values():

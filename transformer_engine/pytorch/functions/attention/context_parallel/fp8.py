@@ -56,7 +56,9 @@ class FP8ContextAttention:
     requested: bool | None
     state: AutocastState
 
-    quantizers = property(lambda self: self.fp8.quantizers)
+    @property
+    def quantizers(self) -> AttentionQuantizers:
+        return self.fp8.quantizers
 
     def with_quantizers(self, quantizers: AttentionQuantizers) -> FP8ContextAttention:
         """Return the attention with other quantizers."""
