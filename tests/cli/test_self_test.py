@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.command import te
-from transformer_engine.common.dispatch import Backend, Table, tables
+from transformer_engine.common.dispatch import Backend, Table, Unsupported, tables
 from transformer_engine.common.self_test import EMULATING, SelfTest, SelfTestResult, SelfTestSizes
 from transformer_engine.pytorch.inspect import self_test as testing
 from transformer_engine.pytorch.inspect import self_test_compile as compiling
@@ -72,6 +72,40 @@ def test_backends_with_wrong_bits_or_errors_fail(monkeypatch, doubling):
     assert "CUDA error: invalid argument" in found["raising"].reason
     assert test.paths == {"doubled numbers": False}
     assert "2 failed" in test.report() and "FAILED doubled numbers, 8, wrong" in test.report()
+
+
+def test_a_backend_without_one_request_of_a_case_is_unsupported(monkeypatch, doubling):
+    x = torch.arange(1.0, 9.0)
+    odd = Backend(
+        "odd",
+        unsupported_reason=lambda size: "it needs 8 numbers" if size != 8 else None,
+        bind=lambda size: lambda x: x * 2,
+    )
+    monkeypatch.setattr(doubling, "backends", (odd, *doubling.backends))
+
+    def compute():
+        return doubling.bound((8,))(x), doubling.bound((4,))(x[:4])
+
+    case = SelfTestCase("doubled numbers", "8 and 4", "doubling", compute, None)
+    monkeypatch.setattr(testing, "cases", lambda device, sizes: [case])
+    found = {result.backend: result for result in self_test().results}
+    assert (found["odd"].status, found["native"].status) == ("unsupported", "passed")
+    assert "it needs 8 numbers" in found["odd"].reason
+
+
+def test_an_operation_without_a_backend_fails_a_case(monkeypatch, doubling):
+    def compute():
+        raise Unsupported("no backend of another operation takes this request")
+
+    x = torch.arange(1.0, 9.0)
+    case = SelfTestCase(
+        "doubled numbers", "8", "doubling", lambda: (doubling.bound((8,))(x),), None, expected=None
+    )
+    monkeypatch.setattr(testing, "cases", lambda device, sizes: [case])
+    monkeypatch.setattr(testing, "_expected_results", lambda *arguments: (x * 2,))
+    monkeypatch.setattr(testing, "first_request", lambda case: 8)
+    object.__setattr__(case, "compute", compute)
+    assert {result.status for result in self_test().results if result.backend != "other"} == {"failed"}
 
 
 def test_a_backend_that_tunes_for_minutes_is_left_out_with_its_reason(monkeypatch, doubling):

@@ -22,7 +22,15 @@ Request = TypeVar("Request")
 
 
 class Unsupported(RuntimeError):
-    """No backend supports a request; the message contains the reason of every backend."""
+    """No backend supports a request; the message contains the reason of every backend.
+
+    Attributes:
+        forced: Operation whose forced backend does not support the request, or None.
+    """
+
+    def __init__(self, message: str, forced: str | None = None) -> None:
+        super().__init__(message)
+        self.forced = forced
 
 
 class PlanFailure(NamedTuple):
@@ -315,7 +323,8 @@ class Table(Generic[Request]):
             return Unsupported(
                 f"{self.operation}: backend {forced!r} is forced but does not support this request: "
                 f"{self._find_reason_before_planning(self.named(forced), request)}; "
-                f"remove use_backend({self.operation}={forced!r}) to choose another backend"
+                f"remove use_backend({self.operation}={forced!r}) to choose another backend",
+                forced=self.operation,
             )
         reasons = "; ".join(
             f"{b.name}: {self._find_reason_before_planning(b, request)}" for b in self.candidates(request)
