@@ -71,11 +71,11 @@ class _PassWatcher:
     _asked: list[str] = field(default_factory=list)
 
     def run(
-        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], results: int | None
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], count: int | None
     ) -> Any:
         """Run a pass that is a plain function; the arguments are as in `PassTrace.run`."""
         self.trace.asked = self._asked
-        return self.trace.run(name, function, arguments, results)
+        return self.trace.run(name, function, arguments, count)
 
     def ask(self, operation: str, request: Any) -> None:
         """Note the backend that an operation chooses during the step that runs."""
