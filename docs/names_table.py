@@ -1,18 +1,25 @@
-"""Write the status of each name into docs/names.csv, and a summary into docs/support.md; --check only compares them.
+"""Write the status of each public name of the original into docs/names.csv, and a summary into docs/support.md.
 
 python docs/names_table.py [--check] [--original DIRECTORY [--signatures]]
 
-The file lists the public names of release 2.20 of the original: name, kind, status, source, section and weight. A name
-is "served" if it exists here, "raises" if a call of it raises an error with the replacement, and "absent" otherwise.
-The reasons of absent names are rows of transformer_engine/common/absent.py. The source is clients (published packages
-that import the name), documentation, tests (code written against the original), reference, or installed. Names that a
-release added have the section of its description, and a weight: A for any user, B for a documented feature or a
-client's branch, C for authors of extensions.
+The columns of names.csv:
+    name, kind: Dotted name; module, class, function or value.
+    status: "served" if the name exists here, "raises" if a call of it raises an error with the replacement, otherwise
+        "absent".
+    source: Where the name is used: clients (published packages that import it), documentation, tests (code written
+        against the original), reference, or installed (found by --original).
+    section, weight: For names that a release added: the subject, a key of `SECTIONS`, and A for any user, B for a
+        documented feature or a client's branch, C for authors of extensions.
+    reason: Why a name is absent or raises, from transformer_engine/common/absent.py or the function's docstring.
 
---original reads an installed original, whose packages are in DIRECTORY: another process imports its public modules and
-prints names and signatures, no source. Names that the file lacks become rows of source "installed". Absent methods and
-the differences of signatures from this package, methods included, are printed. --signatures also enters the signatures
-that differ into docs/signatures.json, so that a test fails until they are equal; see CONTRIBUTING.md.
+--original compares with an original that is installed in DIRECTORY, whose public modules another process imports; no
+source is printed. Names that names.csv lacks become rows of source "installed". Printed are signatures that differ from
+this package (methods included), absent methods, and the names in both files that the original has removed.
+
+--signatures also enters the signatures that differ into docs/signatures.json; a test fails until they are equal.
+
+--check writes nothing; the exit status is 1 if a file would change. CONTRIBUTING.md describes how to take in a new
+release.
 """
 
 from __future__ import annotations
@@ -21,23 +28,44 @@ import argparse
 import csv
 import functools
 import importlib
-import inspect
 import io
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import installed_names
 from generated import ROOT, write
+from installed_names import OTHER, Parameter, parameters
 
 NAMES = ROOT / "docs" / "names.csv"
 SIGNATURES = ROOT / "docs" / "signatures.json"
 PAGE = ROOT / "docs" / "support.md"
 USED = ("documentation", "clients")
+NO_REASON = "no reason is stated; add a row to transformer_engine/common/absent.py"
+# Subjects of the sections, which the columns "section" of both files name by their numbers.
+SECTIONS = {
+    "1": "softcap of attention",
+    "2": "Newton-Schulz iteration",
+    "3": "parallel cross-entropy",
+    "4": "linear attention",
+    "5": "policies of packed sequences",
+    "6": "load balancing of context parallelism",
+    "7": "fusible operations and the router",
+    "8": "fused query projection of MLA",
+    "9": "grouped tensors",
+    "10": "torch.compile of quantized tensors",
+    "11": "other functions of the extension",
+    "12": "sharded weights and debug features",
+    "13": "changed signatures",
+    "14": "JAX",
+    "15": "recipes and environment variables",
+    "16": "deprecations",
+}
 
 
 class Name(NamedTuple):
@@ -49,6 +77,7 @@ class Name(NamedTuple):
     source: str
     section: str = ""
     weight: str = ""
+    reason: str = ""
 
     @property
     def package(self) -> str:
@@ -105,26 +134,43 @@ def status(name: str) -> str:
     return "served"
 
 
+def settled(row: Name) -> Name:
+    """The row with the present status, and the reason of an absent name or a name that raises."""
+    current = status(row.name)
+    reason = ""
+    if current == "absent":
+        reasons = importlib.import_module("transformer_engine.common.absent")
+        reason = reasons._find_reason(row.name) or NO_REASON
+    if current == "raises":
+        first_line = str(resolved(row.name).__doc__).partition("\n")[0]
+        reason = first_line.removeprefix("Raise NotImplementedError: ").removesuffix(".")
+    return row._replace(status=current, reason=reason)
+
+
 def weights(names: list[Name]) -> list[str]:
-    """Return the counts of the names of release 2.20 by section and weight, as lines of Markdown."""
+    """Return the counts of the names that a release added, by section and weight, as lines of Markdown."""
     counts = Counter((row.section, row.weight, row.status) for row in names if row.weight)
-    lines = ["| section of release 2.20 | weight | names | served | raise | absent |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
-    for section, weight in sorted({key[:2] for key in counts}, key=lambda key: (int(key[0]), key[1])):
+    lines = ["| section | subject | weight | names | served | raise | absent |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+    for section, weight in sorted({key[:2] for key in counts}, key=lambda key: (_number(key[0]), key)):
         served, raises, absent = (counts[section, weight, word] for word in ("served", "raises", "absent"))
-        lines.append(
-            f"| {section} | {weight} | {served + raises + absent} | {served} | {raises} | {absent} |"
-        )
+        total = served + raises + absent
+        subject = SECTIONS.get(section, "")
+        lines.append(f"| {section} | {subject} | {weight} | {total} | {served} | {raises} | {absent} |")
     return lines
+
+
+def _number(section: str) -> float:
+    """Sort key: numbered sections in order, then the others."""
+    return int(section) if section.isdecimal() else float("inf")
 
 
 def summary(names: list[Name]) -> str:
     """Return the counts by package, and the reasons of absent names, as Markdown."""
-    reason_for = importlib.import_module("transformer_engine.common.absent")._find_reason
     counts = Counter((row.package, row.status) for row in names)
     lines = ["| package | names | served | raise | absent |", "| --- | --- | --- | --- | --- |"]
     for package in sorted({row.package for row in names}):
-        served, raises, absent = (counts[package, kind] for kind in ("served", "raises", "absent"))
+        served, raises, absent = (counts[package, word] for word in ("served", "raises", "absent"))
         lines.append(f"| `{package}` | {served + raises + absent} | {served} | {raises} | {absent} |")
     lines += ["", *weights(names)]
     used = [row for row in names if row.source in USED]
@@ -132,109 +178,56 @@ def summary(names: list[Name]) -> str:
     lines += [
         "",
         f"Of the {len(used)} names that the original's documentation or published packages use, {share:.1f} % are",
+        "served.",
     ]
-    lines += ["served.", "", *_reasons(names, "absent", reason_for)]
-    lines += ["", *_reasons(names, "raises", _error)]
+    for word in ("absent", "raises"):
+        lines += ["", *_reasons(names, word)]
     return "\n".join(lines) + "\n"
 
 
-def _reasons(names: list[Name], status: str, reason_for: Callable[[str], Any]) -> list[str]:
+def _reasons(names: list[Name], word: str) -> list[str]:
     """Return the names of a status by reason, as a table of Markdown."""
     by_reason: dict[str, list[str]] = {}
     for row in names:
-        if row.status == status:
-            by_reason.setdefault(str(reason_for(row.name)), []).append(f"`{row.name}`")
-    lines = [f"| {status} | reason and replacement |", "| --- | --- |"]
+        if row.status == word:
+            by_reason.setdefault(row.reason, []).append(f"`{row.name}`")
+    lines = [f"| {word} | reason and replacement |", "| --- | --- |"]
     return lines + [f"| {', '.join(group)} | {reason} |" for reason, group in by_reason.items()]
 
 
-def _error(name: str) -> str:
-    """Return the reason in the docstring of a function that raises."""
-    first_line = str(resolved(name).__doc__).partition("\n")[0]
-    return first_line.removeprefix("Raise NotImplementedError: ").removesuffix(".")
+class Original(NamedTuple):
+    """Public names of an installed original.
+
+    Attributes:
+        found: {name: [kind, parameters]} of its public names; see `installed_names`.
+        removed: The names in the two files that it lacks.
+    """
+
+    found: dict[str, list[Any]]
+    removed: list[str]
 
 
-def kind(value: Any) -> str:
-    """Return the kind of a row: module, class, function or value."""
-    if inspect.ismodule(value):
-        return "module"
-    if isinstance(value, type):
-        return "class"
-    return "function" if callable(value) else "value"
-
-
-# Prints {name: [kind, parameters or null]} of the public names that modules of the packages define, as JSON. Functions
-# of a class have the kind "method", and are listed with the first name of their class.
-_WALK = """
-import importlib, inspect, json, os, pkgutil, sys
-found = {}
-classes = set()
-def parameters(value):
-    try:
-        signature = inspect.signature(value)
-    except (TypeError, ValueError):
-        return None
-    kept = []
-    for p in signature.parameters.values():
-        plain = p.default is None or isinstance(p.default, (bool, int, float, str))
-        default = None if p.default is p.empty else repr(p.default) if plain else "..."
-        kept.append([p.name, p.kind.name, default])
-    return kept
-def visit(module):
-    found[module.__name__] = ["module", None]
-    for name, value in list(vars(module).items()):
-        home = getattr(value, "__module__", module.__name__)
-        if name.startswith("_") or inspect.ismodule(value) or not str(home).startswith(PACKAGES):
-            continue
-        word = "class" if isinstance(value, type) else "function" if callable(value) else "value"
-        found[module.__name__ + "." + name] = [word, parameters(value) if callable(value) else None]
-        if isinstance(value, type) and value not in classes:
-            classes.add(value)
-            for attribute, held in list(vars(value).items()):
-                plain = getattr(held, "__func__", held)  # of static and class methods
-                if not attribute.startswith("_") and inspect.isroutine(plain):
-                    method = parameters(getattr(value, attribute))
-                    found[module.__name__ + "." + name + "." + attribute] = ["method", method]
-PACKAGES = tuple(sys.argv[2:])
-DIRECTORY = os.path.realpath(sys.argv[1])
-for package in PACKAGES:
-    try:
-        root = importlib.import_module(package)
-    except ImportError as error:
-        print(f"{package}: {error}", file=sys.stderr)
-        continue
-    if not os.path.realpath(root.__path__[0]).startswith(DIRECTORY + os.sep):
-        print(f"{package} is in {root.__path__[0]}, not in {DIRECTORY}", file=sys.stderr)
-        continue
-    visit(root)
-    for info in pkgutil.walk_packages(getattr(root, "__path__", ()), package + ".", onerror=lambda name: None):
-        try:
-            visit(importlib.import_module(info.name))
-        except Exception as error:
-            print(f"{info.name}: {error}", file=sys.stderr)
-print(json.dumps(found))
-"""
-
-
-def installed(directory: Path) -> dict[str, list[Any]]:
-    """Return {name: [kind, parameters]} of the original that is installed in a directory.
+def installed(directory: Path, names: Iterable[str]) -> Original:
+    """Return the names of the original that is installed in a directory, and which of `names` it lacks.
 
     Modules that cannot be imported are reported on the error stream.
 
     Raises:
         RuntimeError: The process found no name; its errors are in the message.
     """
+    directory = directory.resolve()
     environment = os.environ | {"PYTHONPATH": str(directory)}
     packages = ("transformer_engine", "transformer_engine_torch", "transformer_engine_jax")
-    command = [sys.executable, "-c", _WALK, str(directory), *packages]
+    command = [sys.executable, installed_names.__file__, str(directory), *packages]
     process = subprocess.run(
-        command, env=environment, cwd=directory, capture_output=True, text=True, check=False
+        command, env=environment, input=json.dumps(list(names)), capture_output=True, text=True, check=False
     )
-    found = json.loads(process.stdout.splitlines()[-1]) if process.returncode == 0 and process.stdout else {}
-    if not found:
+    lines = process.stdout.splitlines() if process.returncode == 0 else []
+    original = Original(**json.loads(lines[-1])) if lines else Original({}, [])
+    if not original.found:
         raise RuntimeError(f"no public name was found in {directory}: {process.stderr.strip()[-2000:]}")
     sys.stderr.write(process.stderr)
-    return found
+    return original
 
 
 def with_installed(names: list[Name], found: dict[str, list[Any]]) -> list[Name]:
@@ -255,16 +248,17 @@ def signature_differences(found: dict[str, list[Any]]) -> dict[str, str]:
     """
     lines = {}
     for name, (_, theirs) in sorted(found.items()):
+        if theirs is None:
+            continue
         try:
-            own = list(inspect.signature(resolved(name)).parameters.values()) if theirs is not None else None
-        except (AttributeError, TypeError, ValueError, ImportError):
+            ours = parameters(resolved(name))
+        except (AttributeError, ImportError):
             continue
-        if own is None:
+        if ours is None:
             continue
-        ours = [[p.name, p.kind.name, None if p.default is p.empty else repr(p.default)] for p in own]
-        for place, wanted in enumerate(theirs or ()):
+        for place, wanted in enumerate(theirs):
             match = ours[place] if place < len(ours) else None
-            same_default = match is not None and (wanted[2] in (None, "...") or wanted[2] == match[2])
+            same_default = match is not None and (wanted[2] in (None, OTHER) or wanted[2] == match[2])
             if match is None or match[:2] != wanted[:2] or not same_default:
                 lines[name] = f"{name}[{place}]: {wanted} in the original, {match} here"
                 break
@@ -283,10 +277,10 @@ def absent_methods(found: dict[str, list[Any]]) -> list[str]:
     return missing
 
 
-def parameters_text(parameters: list[list[Any]]) -> str:
+def parameters_text(callable_parameters: Iterable[Parameter]) -> str:
     """Return parameters as the text of a row of signatures.json, "a, b=1, *, c=None"; other defaults are left out."""
     words, keyword_only = [], False
-    for name, kind_name, default in parameters:
+    for name, kind_name, default in callable_parameters:
         if kind_name in ("VAR_POSITIONAL", "VAR_KEYWORD"):
             words.append(f"{'*' if kind_name == 'VAR_POSITIONAL' else '**'}{name}")
             keyword_only = keyword_only or kind_name == "VAR_POSITIONAL"
@@ -294,7 +288,7 @@ def parameters_text(parameters: list[list[Any]]) -> str:
         if kind_name == "KEYWORD_ONLY" and not keyword_only:
             words.append("*")
             keyword_only = True
-        words.append(name if default in (None, "...") else f"{name}={default}")
+        words.append(str(name) if default in (None, OTHER) else f"{name}={default}")
     return ", ".join(words)
 
 
@@ -308,7 +302,7 @@ def signature_rows(text: str, found: dict[str, list[Any]], names: Iterable[str])
         kept: list[list[Any]] = []
         defaults = False
         for parameter in found[name][1]:
-            literal = parameter[2] not in (None, "...")
+            literal = parameter[2] not in (None, OTHER)
             if defaults and not literal and parameter[1] == "POSITIONAL_OR_KEYWORD":
                 break
             defaults = defaults or literal
@@ -319,30 +313,38 @@ def signature_rows(text: str, found: dict[str, list[Any]], names: Iterable[str])
 
 
 def main() -> int:
-    """Update both files, or compare them."""
+    """Update the files and the page, or compare them."""
     parser = argparse.ArgumentParser(description="names of the original and how they stand")
     parser.add_argument("--check", action="store_true", help="compare the files instead of writing them")
     parser.add_argument("--original", type=Path, help="directory with an installed original")
     parser.add_argument("--signatures", action="store_true", help="enter its signatures that differ")
     options = parser.parse_args()
-    names = listed()
+    names, signatures = listed(), SIGNATURES.read_text()
     if options.original is not None:
-        found = installed(options.original)
-        names = with_installed(names, found)
-        different = signature_differences(found)
-        print("\n".join(different.values()))
-        print("\n".join(f"{name}: absent here" for name in absent_methods(found)))
+        original = installed(options.original, [*(row.name for row in names), *json.loads(signatures)])
+        names = with_installed(names, original.found)
+        different = signature_differences(original.found)
+        lines = [*different.values(), *(f"{name}: absent here" for name in absent_methods(original.found))]
+        lines += [f"{name}: the original has removed it" for name in original.removed]
+        print("\n".join(lines))
         if options.signatures:
-            SIGNATURES.write_text(signature_rows(SIGNATURES.read_text(), found, different))
-    names = [row._replace(status=status(row.name)) for row in names]
+            signatures = signature_rows(signatures, original.found, different)
+    elif options.signatures:
+        parser.error("--signatures needs --original, whose signatures it enters")
+    names = [settled(row) for row in names]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([Name._fields, *names])
-    if options.check and text.getvalue() != NAMES.read_text():
-        print(f"{NAMES.relative_to(ROOT)} is out of date; run python docs/{Path(__file__).name}")
-        return 1
-    NAMES.write_text(text.getvalue())
-    return write(__file__, {PAGE: {"table of names": summary(names)}})
+    stale = 0
+    for path, content in ((NAMES, text.getvalue()), (SIGNATURES, signatures)):
+        if content == path.read_text():
+            continue
+        if options.check:
+            print(f"{path.relative_to(ROOT)} is out of date; run python docs/{Path(__file__).name}")
+            stale = 1
+        else:
+            path.write_text(content)
+    return write(__file__, {PAGE: {"table of names": summary(names)}}) or stale
 
 
 if __name__ == "__main__":

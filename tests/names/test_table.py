@@ -11,7 +11,6 @@ from types import ModuleType
 import pytest
 
 from tests.clients.walk_surface import SURFACE
-from transformer_engine.common import absent
 
 pytest.importorskip("jax")
 pytest.importorskip("flax")
@@ -33,14 +32,6 @@ def table() -> ModuleType:
     return module
 
 
-def kind(value: object) -> str:
-    if isinstance(value, ModuleType):
-        return "module"
-    if isinstance(value, type):
-        return "class"
-    return "function" if callable(value) else "value"
-
-
 def test_the_file_states_the_status_of_each_name(table):
     stale = [(row, table.status(row.name)) for row in table.listed() if table.status(row.name) != row.status]
     assert not stale, f"run python docs/names_table.py: {stale}"
@@ -54,18 +45,11 @@ def test_names_are_listed_once_in_order(table):
 
 def test_a_served_name_has_its_kind(table):
     wrong = [
-        (row.name, row.kind, kind(table.resolved(row.name)))
+        (row.name, row.kind, table.installed_names.kind(table.resolved(row.name)))
         for row in table.listed()
-        if row.status == "served" and kind(table.resolved(row.name)) != row.kind
+        if row.status == "served" and table.installed_names.kind(table.resolved(row.name)) != row.kind
     ]
     assert not wrong
-
-
-def test_an_absent_name_has_a_reason_and_a_replacement(table):
-    missing = [
-        row.name for row in table.listed() if row.status == "absent" and absent._find_reason(row.name) is None
-    ]
-    assert not missing
 
 
 def test_used_names_are_served(table):
@@ -113,32 +97,47 @@ def test_parameters_have_the_form_of_the_signatures(table):
     assert table.parameters_text([["a", "KEYWORD_ONLY", None]]) == "*, a"
 
 
-def test_an_installed_original_adds_its_names_and_differences(table, tmp_path, capsys):
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    """A directory with a small package under the name of the original."""
     package = tmp_path / "transformer_engine"
-    (package / "pytorch").mkdir(parents=True)
+    (package / "pytorch" / "_private").mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "pytorch" / "__init__.py").write_text(
+        "import enum\n"
+        "class Way(enum.IntEnum):\n    FIRST = 0\n"
         "def brand_new(a, b=1):\n    pass\n\n\ndef checkpoint(function, other=None):\n    pass\n\n\n_private = 1\n"
+        "def defaults(a, b=float('inf'), c=Way.FIRST, d=(1,)): pass\n"
         "class Linear:\n"
         "    def __init__(self, in_features, out_features): pass\n"
         "    def forward(self, inp, first=None): pass\n"
         "    @classmethod\n    def made(cls, x): pass\n"
     )
+    (package / "pytorch" / "_private" / "__init__.py").write_text("def hidden(): pass\n")
+    (package / "pytorch" / "_private" / "inside.py").write_text("def hidden(): pass\n")
+    (package / "__main__.py").write_text("raise SystemExit(3)\n")
     (package / "broken.py").write_text("raise RuntimeError('no library')\n")
-    found = table.installed(tmp_path)
-    assert "transformer_engine.broken: no library" in capsys.readouterr().err
-    forward = "transformer_engine.pytorch.Linear.forward"
-    assert found[forward][0] == "method" and [p[0] for p in found[forward][1]] == ["self", "inp", "first"]
+    (package / "needy.py").write_text("import a_library_that_is_not_installed\n")
+    return tmp_path
+
+
+FORWARD = "transformer_engine.pytorch.Linear.forward"
+
+
+def test_an_installed_original_adds_its_names_and_differences(table, original, capsys):
+    found = table.installed(original, []).found
+    assert "transformer_engine.broken: RuntimeError: no library" in capsys.readouterr().err
+    assert found[FORWARD][0] == "method" and [p[0] for p in found[FORWARD][1]] == ["self", "inp", "first"]
     assert table.absent_methods(found) == ["transformer_engine.pytorch.Linear.made"]
     assert found["transformer_engine.pytorch.brand_new"] == [
         "function", [["a", "POSITIONAL_OR_KEYWORD", None], ["b", "POSITIONAL_OR_KEYWORD", "1"]]
     ]  # fmt: skip
     rows = {row.name: row for row in table.with_installed(table.listed(), found)}
     assert rows["transformer_engine.pytorch.brand_new"].source == "installed"
-    assert "transformer_engine.pytorch._private" not in found and len(rows) > len(table.listed())
+    assert len(rows) > len(table.listed())
     assert not any(name.startswith("transformer_engine.pytorch.Linear.") for name in rows)
     method, line = table.signature_differences(found).values()
-    assert method.startswith(f"{forward}[2]: ['first', 'POSITIONAL_OR_KEYWORD', 'None']")
+    assert method.startswith(f"{FORWARD}[2]: ['first', 'POSITIONAL_OR_KEYWORD', 'None']")
     assert line.startswith(
         "transformer_engine.pytorch.checkpoint[1]: ['other', 'POSITIONAL_OR_KEYWORD', 'None']"
     )
@@ -147,8 +146,100 @@ def test_an_installed_original_adds_its_names_and_differences(table, tmp_path, c
     assert rows.pop("transformer_engine.pytorch.checkpoint") == {
         "section": 0, "parameters": "function, other=None"
     }  # fmt: skip
-    assert rows.pop(forward) == {"section": 0, "parameters": "self, inp, first=None"}
+    assert rows.pop(FORWARD) == {"section": 0, "parameters": "self, inp, first=None"}
     assert list(rows) == sorted(rows)
     assert rows == json.loads(text) and table.signature_rows(text, found, []) == text
     with pytest.raises(RuntimeError, match="no public name was found"):
-        table.installed(tmp_path / "transformer_engine")
+        table.installed(original / "transformer_engine", [])
+
+
+def test_private_modules_of_an_original_are_not_listed(table, original):
+    names = table.installed(original, []).found
+    assert "transformer_engine.pytorch.Way" in names
+    assert not [name for name in names if any(part.startswith("_") for part in name.split("."))]
+
+
+def test_defaults_are_written_as_literals(table, original):
+    parameters = table.installed(original, []).found["transformer_engine.pytorch.defaults"][1]
+    assert [default for *_, default in parameters] == [None, "...", "0", "..."]
+
+
+def test_names_that_an_original_has_removed_are_reported(table, original):
+    here = ["transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.Linear", FORWARD]
+    unknown = [  # of a package or in a module that cannot be imported
+        "transformer_engine_jax.anything",
+        "transformer_engine.broken.Thing",
+        "transformer_engine.needy",
+        "transformer_engine.needy.Thing.method",
+    ]
+    removed = [
+        "transformer_engine.common",
+        "transformer_engine.common.recipe.Format",
+        "transformer_engine.pytorch.gone",
+        "transformer_engine.pytorch.Linear.reset",
+        "transformer_engine.pytorch.module.linear",
+    ]
+    assert table.installed(original, [*here, *unknown, *removed]).removed == removed
+
+
+@pytest.fixture
+def files(table, tmp_path, monkeypatch) -> dict[str, Path]:
+    """Copies of the files that the script writes."""
+    copies = {}
+    (tmp_path / "docs").mkdir()
+    for name in ("NAMES", "SIGNATURES", "PAGE"):
+        copies[name] = tmp_path / "docs" / getattr(table, name).name
+        copies[name].write_text(getattr(table, name).read_text())
+        monkeypatch.setattr(table, name, copies[name])
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    monkeypatch.setattr(sys.modules["generated"], "ROOT", tmp_path)
+    return copies
+
+
+def run(table, monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["names_table.py", *arguments])
+    return table.main()
+
+
+def test_a_check_writes_no_file(table, files, original, monkeypatch, capsys):
+    before = {name: path.read_text() for name, path in files.items()}
+    assert run(table, monkeypatch, "--check") == 0
+    arguments = ("--original", str(original), "--signatures")
+    assert run(table, monkeypatch, "--check", *arguments) == 1
+    printed = capsys.readouterr().out
+    assert "docs/names.csv is out of date" in printed and "docs/signatures.json is out of date" in printed
+    assert "transformer_engine.pytorch.Linear.made: absent here" in printed
+    assert "transformer_engine.pytorch.optimizers.FusedAdam: the original has removed it" in printed
+    assert {name: path.read_text() for name, path in files.items()} == before
+    assert run(table, monkeypatch, *arguments) == 0
+    assert all(path.read_text() != before[name] for name, path in files.items())
+    assert run(table, monkeypatch, "--check", *arguments) == 0
+    (row,) = [line for line in files["PAGE"].read_text().splitlines() if table.NO_REASON in line]
+    assert "`transformer_engine.pytorch.brand_new`" in row
+
+
+def test_signatures_without_an_original_are_an_error(table, files, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(table, monkeypatch, "--signatures")
+    assert "--signatures needs --original" in capsys.readouterr().err
+
+
+def test_sections_may_be_empty_numbers_or_words(table):
+    rows = [
+        table.Name(f"transformer_engine.x{number}", "function", "served", "reference", section, weight)
+        for number, (section, weight) in enumerate([("10", "C"), ("", "A"), ("2", "B"), ("2.21", "A")])
+    ]
+    sections = [line.split(" | ")[0].strip("| ") for line in table.weights(rows)[2:]]
+    assert sections == ["2", "10", "", "2.21"]
+
+
+def test_sections_of_both_files_have_a_subject(table):
+    numbers = {row.section for row in table.listed() if row.section}
+    numbers |= {str(row["section"]) for row in json.loads(table.SIGNATURES.read_text()).values()}
+    assert numbers <= set(table.SECTIONS)
+
+
+def test_each_absent_name_has_its_reason_in_the_file(table):
+    rows = table.listed()
+    assert [row.name for row in rows if bool(row.reason) != (row.status in ("absent", "raises"))] == []
+    assert not [row.name for row in rows if row.reason == table.NO_REASON]
