@@ -120,6 +120,41 @@ def test_reasons_name_the_library_and_the_remedy(machine):
     assert "heads have sizes 96 and 64" in cudnn.unsupported_reason(BASE._replace(q=(2, 8, 4, 96)))
 
 
+@pytest.mark.parametrize(
+    ("backend", "distribution", "first", "end"),
+    [(fla, "fla-core", (0, 6), (0, 7)), (cudnn, "nvidia-cudnn-frontend", (1, 29), (2, 0))],
+    ids=["fla", "cudnn"],
+)
+def test_releases_outside_of_the_tested_ones_are_unsupported(machine, backend, distribution, first, end):
+    """One rule for both libraries; (0, 0), a development build without metadata, is supported."""
+    bounds = f"pip install '{distribution}>={first[0]}.{first[1]},<{end[0]}.{end[1]}'"
+    for release, reason in (
+        (
+            (first[0], first[1] - 1),
+            f"{distribution} {first[0]}.{first[1] - 1} < {first[0]}.{first[1]}; {bounds}",
+        ),
+        (first, None),
+        (end, f"{distribution} {end[0]}.{end[1]} >= {end[0]}.{end[1]}, which is not tested; {bounds}"),
+    ):
+        machine("10.0", **{distribution.replace("-", "_"): release})
+        assert backend.unsupported_reason(BASE) == reason
+    machine("10.0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optional, "release", lambda name: (0, 0))
+        assert backend.unsupported_reason(BASE) is None
+
+
+def test_the_bounds_of_releases_are_those_of_the_extras():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    (library,) = [text for text in extras["linear-attention"] if text.startswith("fla-core")]
+    first, end = (".".join(map(str, release)) for release in fla._RELEASES)
+    assert library == f"fla-core>={first},<{end}"
+    (frontend,) = [text for text in extras["cuda"] if text.startswith("nvidia-cudnn-frontend")]
+    assert frontend.endswith(f",<{cudnn._RELEASES[1][0]}")
+
+
 def test_gradients_on_hopper_need_a_triton_that_computes_them(machine):
     machine("9.0", triton=(3, 6))
     assert "triton 3.6" in fla.unsupported_reason(BASE)

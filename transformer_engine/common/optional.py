@@ -134,6 +134,22 @@ def _release(distribution: str) -> tuple[int, int]:
     return major, minor
 
 
+def release_problem(distribution: str, first: tuple[int, int], end: tuple[int, int]) -> str | None:
+    """Reason why the installed release of a distribution is unsupported, or None; (0, 0), see `release`, is supported.
+
+    Args:
+        distribution: Name of the distribution.
+        first: First supported release.
+        end: First release after it that is not supported.
+    """
+    found = release(distribution)
+    if found <= (0, 0) or first <= found < end:  # torch 2.11 does not trace `==` between tuples
+        return None
+    text, first_text, end_text = (".".join(map(str, each)) for each in (found, first, end))
+    limit = f"< {first_text}" if found < first else f">= {end_text}, which is not tested"
+    return f"{distribution} {text} {limit}; pip install '{distribution}>={first_text},<{end_text}'"
+
+
 def install_command(extra: str) -> str:
     """Command that installs an extra from pyproject.toml.
 

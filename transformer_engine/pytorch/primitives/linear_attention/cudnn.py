@@ -18,7 +18,7 @@ from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, Delta
 MODULE = "cudnn.linear_attention.ops"
 FUNCTIONS = {Rule.GDN: "gated_delta_net", Rule.GDN2: "gated_delta_net_v2", Rule.GDP: "gated_delta_product"}
 _SIZES = (64, 128)
-_MINIMUM = (1, 29)
+_RELEASES = (1, 29), (2, 0)  # from the first release with the module to the bound of the extra `cuda`
 
 
 def unsupported_reason(request: DeltaRequest) -> str | None:
@@ -32,10 +32,8 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
         return f"heads have sizes {sizes[0]} and {sizes[1]}; it takes 64 and 128"
     if not optional.installed("cudnn"):
         return f"nvidia-cudnn-frontend is not installed ({optional.install_command('cuda')})"
-    release = optional.release("nvidia-cudnn-frontend")
-    if release < _MINIMUM:
-        found = ".".join(map(str, release))
-        return f"nvidia-cudnn-frontend {found} < 1.29; pip install --upgrade 'nvidia-cudnn-frontend>=1.29,<2'"
+    if (reason := optional.release_problem("nvidia-cudnn-frontend", *_RELEASES)) is not None:
+        return reason
     return optional.failure(MODULE, FUNCTIONS[request.spec.rule])
 
 

@@ -16,7 +16,7 @@ from .library import differentiable_once, finish_results, unsupported_by_kernels
 from .request import ALL_FEATURES, DeltaInputs, DeltaRequest, DeltaResult, DeltaSpec, Option, Rule, binder
 
 _SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
-_MINIMUM = (0, 6)  # first release with Gated DeltaNet 2
+_RELEASES = (0, 6), (0, 7)  # from the first release with Gated DeltaNet 2 to the last tested one
 # Module and function of each rule.
 _FUNCTIONS = {
     Rule.GDN: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
@@ -40,9 +40,8 @@ def unsupported_reason(request: DeltaRequest) -> str | None:
         )
     if not optional.installed("fla"):
         return f"fla-core is not installed ({optional.install_command('linear-attention')})"
-    release = optional.release("fla-core")
-    if (0, 0) < release < _MINIMUM:
-        return f"fla-core {'.'.join(map(str, release))} < 0.6; pip install --upgrade 'fla-core>=0.6,<0.7'"
+    if (reason := optional.release_problem("fla-core", *_RELEASES)) is not None:
+        return reason
     if (
         request.needs_gradient
         and request.spec.rule != Rule.GDN2
