@@ -55,11 +55,19 @@ def test_a_placement_is_set_read_and_reset():
     assert layer.dispatch_output_per_expert_alignment == 0
     with pytest.raises(RuntimeError, match="largest number of tokens is unknown"):
         ep_extension.ep_handle_mem_size(layer)
-    with pytest.raises(RuntimeError, match="ep_finalize first"):
+    with pytest.raises(
+        RuntimeError, match=r"set_ep_config does not set it: call ep_finalize, then ep_bootstrap"
+    ):
+        ep.ep_prepare(layer, jnp.zeros((4, 2), jnp.int32))
+    with pytest.raises(RuntimeError, match=r"set_ep_config has set EpConfig\(.*\); call ep_finalize first"):
         ep.ep_bootstrap(2, 0, 8, 16, 64, 32)
     ep_extension.reset_ep_config()
     assert ep.ep_bootstrap(2, 0, 8, 16, 64, 32) == ep_extension.get_ep_config() == config
     assert ep_extension.ep_handle_mem_size(layer) > 0
+    with pytest.raises(
+        RuntimeError, match=r"ep_bootstrap was called with \{'tokens': 16, .*\}; call ep_finalize first"
+    ):
+        ep.ep_bootstrap(2, 0, 8, 16, 64, 32)
 
 
 @pytest.mark.parametrize("mode", [ScalingMode.MXFP8_1D_SCALING, ScalingMode.NVFP4_1D_SCALING])

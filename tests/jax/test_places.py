@@ -58,7 +58,7 @@ def test_passes_of_dispatch_and_combine_equal_the_gradients_of_jax(facts, capaci
 
 def test_experts_are_dispatched_inside_shard_map_alone(facts):
     assert "axis='ep' of the EpConfig is not manual here" in facts["outside"]
-    assert "axis 'ep' has 2 devices; ep_bootstrap was called for 4" in facts["fewer"]
+    assert "axis 'ep' has 2 devices, the placement of experts 4;" in facts["fewer"]
 
 
 def test_the_axis_of_experts_is_that_of_the_mesh_resource(facts):

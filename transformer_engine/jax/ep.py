@@ -57,7 +57,7 @@ class EpLayerConfig:
 
 @dataclass(frozen=True)
 class _Bootstrap:
-    """`Expert placement, and the limits that later calls are checked against; none after `set_ep_config`."""
+    """Expert placement, and the limits that later calls are checked against; none after `set_ep_config`."""
 
     config: EpConfig
     limits: dict[str, int]
@@ -129,7 +129,10 @@ def ep_bootstrap(
         raise TypeError(f"max_token_dtype={described(max_token_dtype)}; pass float32, bfloat16 or float16")
     global _bootstrap
     if _bootstrap is not None:
-        raise RuntimeError(f"ep_bootstrap was called with {_bootstrap.limits}; call ep_finalize first")
+        earlier = f"ep_bootstrap was called with {_bootstrap.limits}"
+        if not _bootstrap.limits:
+            earlier = f"set_ep_config has set {_bootstrap.config}"
+        raise RuntimeError(f"{earlier}; call ep_finalize first")
     config = EpConfig(num_experts, world_size, axis)
     limits = {"tokens": max_tokens_per_rank, "capacity": recv_capacity_per_rank, "hidden": hidden_dim}
     _bootstrap = _Bootstrap(config, limits)
@@ -161,6 +164,13 @@ def get_ep_config() -> EpConfig:
 def bootstrap_capacity() -> int | None:
     """Receive-buffer rows passed to `ep_bootstrap`; None without a call."""
     return None if _bootstrap is None else _bootstrap.limits.get("capacity")
+
+
+def _bootstrap_command() -> str:
+    """Remedy for missing limits."""
+    if _bootstrap is None:
+        return "call ep_bootstrap first"
+    return "set_ep_config does not set it: call ep_finalize, then ep_bootstrap"
 
 
 def ep_finalize() -> None:
@@ -230,7 +240,7 @@ def ep_prepare(cfg: EpLayerConfig | EpConfig, topk_idx: Array) -> tuple[Array, A
     capacity = bootstrap_capacity()
     if capacity is None:
         raise RuntimeError(
-            "ep_prepare requires the rows of the receive buffer; call ep_bootstrap first, or ep_dispatch with them"
+            f"ep_prepare requires the rows of the receive buffer; {_bootstrap_command()}, or ep_dispatch with them"
         )
     check_sizes_of_bootstrap(topk_idx.shape[0], capacity, 1)
     handle, counts = planned(placement, topk_idx, align_size)
@@ -250,9 +260,7 @@ def ep_handle_mem_size(cfg: EpLayerConfig) -> int:
     placement = placement_of(cfg)
     assert _bootstrap is not None
     if "tokens" not in _bootstrap.limits:
-        raise RuntimeError(
-            "the largest number of tokens is unknown; call ep_bootstrap instead of set_ep_config"
-        )
+        raise RuntimeError(f"the largest number of tokens is unknown; {_bootstrap_command()}")
     tokens = _bootstrap.limits["tokens"]
     slots = placement.devices * tokens * min(cfg.top_k, placement.local_experts)
     return jnp.dtype(jnp.int32).itemsize * (tokens * cfg.top_k + slots + 2 * placement.devices)
@@ -285,7 +293,9 @@ def placement_of(cfg: EpLayerConfig | EpConfig) -> EpConfig:
     if not isinstance(cfg, EpLayerConfig):
         raise TypeError(f"cfg={described(cfg)} is {with_article(type(cfg))}; pass an EpLayerConfig")
     if _bootstrap is None:
-        raise RuntimeError(f"{cfg} requires the placement of experts; call ep_bootstrap first")
+        raise RuntimeError(
+            f"{cfg} requires the placement of experts; call ep_bootstrap or set_ep_config first"
+        )
     return _bootstrap.config
 
 

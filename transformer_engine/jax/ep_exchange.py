@@ -215,4 +215,6 @@ def _check_axis(cfg: EpConfig) -> None:
             "or bootstrap within autocast(mesh_resource=MeshResource(ep_resource=..)), which names it"
         ) from error
     if found != cfg.devices:
-        raise ValueError(f"axis {cfg.axis!r} has {found} devices; ep_bootstrap was called for {cfg.devices}")
+        raise ValueError(
+            f"axis {cfg.axis!r} has {found} devices, the placement of experts {cfg.devices}; choose one number for both"
+        )
