@@ -26,7 +26,7 @@ _ROUNDED = ("tf32", "bf16")
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """Compute a [.., M, K] @ b [.., K, N] with equal leading axes, without rounding float32 operands."""
-    return _Product.apply(a, b) if _is_rounded(a) else a @ b
+    return _apply(_Product, a, b) if _is_rounded(a) else a @ b
 
 
 def solve_unit_triangular(a: Tensor, b: Tensor, upper: bool = False) -> Tensor:
@@ -38,7 +38,7 @@ def solve_unit_triangular(a: Tensor, b: Tensor, upper: bool = False) -> Tensor:
         upper: The matrix is upper instead of lower triangular.
     """
     if _is_rounded(a):
-        return _Solution.apply(a, b, upper)
+        return _apply(_Solution, a, b, upper)
     return torch.linalg.solve_triangular(a, b, upper=upper, unitriangular=True)
 
 
@@ -77,19 +77,15 @@ def _unrounded(device_type: str) -> Iterator[None]:
                 _write(library, "matmul", "none" if inherited else _before[library])
 
 
-class _Unrounded(Function):
-    """Base class: the passes compute by the functions of this file, which makes them differentiable."""
+def _apply(function: type[Function], *args: Any) -> Tensor:
+    """Compute a function; unlike others of the package, those of this file support the transforms of torch.func."""
+    return super(Function, function).apply(*args)
+
+
+class _Product(Function):
+    """a @ b."""
 
     generate_vmap_rule = True
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Compute the function; unlike other functions of the package, it supports the transforms of torch.func."""
-        return super(Function, cls).apply(*args)
-
-
-class _Product(_Unrounded):
-    """a @ b."""
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -114,8 +110,10 @@ class _Product(_Unrounded):
         return float32_product(tangent_a, b) + float32_product(a, tangent_b)
 
 
-class _Solution(_Unrounded):
+class _Solution(Function):
     """Solution x of a x = b for a unitriangular matrix."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, upper: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
