@@ -277,6 +277,18 @@ def test_strong_decays_are_finite():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_linear_gates_below_zero_are_floored(backend):
+    case = Case("gdp", sizes=(64, 64), updates=2, options={"gate_domain": "linear", "output_final_state": True})
+    tensors = case.tensors()
+    with torch.no_grad():
+        tensors["g"][:, 3] = -0.5
+        zero = {**tensors, "g": tensors["g"].clamp(min=0.0)}
+        with use_backend(linear_attention=backend):
+            for found, want in zip(call_of(case)(**tensors), call_of(case)(**zero), strict=True):
+                assert torch.equal(found, want) and found.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
 def test_linear_gates_near_zero_have_the_gradient_of_the_recurrence(backend, dtype):
     gates = torch.float64 if dtype == torch.float64 else torch.float32

@@ -26,7 +26,7 @@ _ROUNDED = ("tf32", "bf16")
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """Compute a [.., M, K] @ b [.., K, N] with equal leading axes, without rounding float32 operands."""
-    return _apply(_Product, a, b) if _is_rounded(a) else a @ b
+    return _apply(_UnroundedProduct, a, b) if _is_rounded(a) else a @ b
 
 
 def solve_unit_triangular(a: Tensor, b: Tensor, upper: bool = False) -> Tensor:
@@ -38,7 +38,7 @@ def solve_unit_triangular(a: Tensor, b: Tensor, upper: bool = False) -> Tensor:
         upper: The matrix is upper instead of lower triangular.
     """
     if _is_rounded(a):
-        return _apply(_Solution, a, b, upper)
+        return _apply(_UnroundedSolution, a, b, upper)
     return torch.linalg.solve_triangular(a, b, upper=upper, unitriangular=True)
 
 
@@ -82,7 +82,7 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
     return super(Function, function).apply(*args)
 
 
-class _Product(Function):
+class _UnroundedProduct(Function):
     """a @ b."""
 
     generate_vmap_rule = True
@@ -110,7 +110,7 @@ class _Product(Function):
         return float32_product(tangent_a, b) + float32_product(a, tangent_b)
 
 
-class _Solution(Function):
+class _UnroundedSolution(Function):
     """Solution x of a x = b for a unitriangular matrix."""
 
     generate_vmap_rule = True

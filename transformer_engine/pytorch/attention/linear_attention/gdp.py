@@ -71,7 +71,7 @@ class GatedDeltaProductAttention(LinearAttentionBase):
             use_beta_sigmoid_in_kernel: `beta` contains logits; the strengths are their sigmoid.
             allow_neg_eigval: Strengths are 2 * sigmoid(beta).
             safe_gate: alpha = exp(-exp(a_log) * softplus(g + dt_bias)).
-            gate_domain: "log", or "linear": alpha = g + 1e-10.
+            gate_domain: "log", or "linear": alpha = max(g, 0) + 1e-10.
             a_log: Log amplitude of a safe gate [h], zeros by default.
             dt_bias: Safe gate bias [h], zeros by default.
 

@@ -64,11 +64,11 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def log_decay(inputs: DeltaInputs, spec: DeltaSpec) -> Tensor:
-    """Log decay: g, log(g + 1e-10) for a linear gate, -exp(a_log) softplus(g + dt_bias) for a safe one."""
+    """Log decay: g, log(max(g, 0) + 1e-10) for a linear gate, -exp(a_log) softplus(g + dt_bias) for a safe one."""
     dtype = compute_dtype(inputs)
     g = inputs.g.to(dtype)
     if Option.LINEAR_GATE in spec.options:
-        return torch.log(g + DECAY_FLOOR)
+        return torch.log(g.clamp(min=0.0) + DECAY_FLOOR)
     if Option.SAFE_GATE not in spec.options:
         return g
     if inputs.dt_bias is not None:
