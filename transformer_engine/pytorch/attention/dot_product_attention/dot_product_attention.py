@@ -63,7 +63,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     Args:
         num_attention_heads: Query heads on all ranks of tp_group.
-        kv_channels: Head size, or (of queries and keys, of values).
+        kv_channels: Head size, or a pair (query and key size, value size).
         num_gqa_groups: Key and value heads, by default all heads; query head i reads i // (heads / groups).
         attention_dropout: Softmax dropout rate; get_rng_state_tracker is forked unless sequence_parallel.
         qkv_format: "sbhd", "bshd" or "thd" (packed sequences, with a padding mask and cu_seqlens).
@@ -242,8 +242,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             cu_seqlens_kv: The same for keys and values, in self attention the queries' by default.
             cu_seqlens_q_padded: Sequence starts in a thd query tensor, int32 [b + 1], if there are
                 tokens between them that belong to no sequence.
-            cu_seqlens_kv_padded: The same for keys and values; the queries' if cu_seqlens_kv is None too. Context-parallel
-                ranks pass whole sequence bounds.
+            cu_seqlens_kv_padded: The same for keys and values; the queries' if cu_seqlens_kv is None too.
+                Context-parallel ranks pass whole sequence bounds.
             max_seqlen_q: Longest query sequence length (thd); by default read from the device.
             max_seqlen_kv: The same for keys and values.
             core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
