@@ -278,7 +278,9 @@ def test_strong_decays_are_finite():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_linear_gates_below_zero_are_floored(backend):
-    case = Case("gdp", sizes=(64, 64), updates=2, options={"gate_domain": "linear", "output_final_state": True})
+    case = Case(
+        "gdp", sizes=(64, 64), updates=2, options={"gate_domain": "linear", "output_final_state": True}
+    )
     tensors = case.tensors()
     with torch.no_grad():
         tensors["g"][:, 3] = -0.5
@@ -393,6 +395,20 @@ def test_modules_compile_without_graph_breaks(rule, layout):
     compare(case, lambda **x: compiled(**x, cu_seqlens=bounds, **case.options))
     without_state = replace(case, has_state=False, options={})
     compare(without_state, lambda **x: compiled(**x, cu_seqlens=bounds))
+
+
+@pytest.mark.any_device
+def test_one_tensor_for_several_arguments_compiles(device):
+    torch._dynamo.reset()
+    module = te.GatedDeltaNetAttention(2, 16, qkv_format="bshd")
+    x, gate = torch.randn(1, 9, 2, 16, device=device), -torch.rand(1, 9, 2, device=device)
+    results = []
+    for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        leaves = [y.clone().requires_grad_() for y in (x, gate)]
+        out = call(leaves[0], leaves[0], leaves[0], leaves[1], leaves[1], use_qk_l2norm_in_kernel=True)
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.any_device

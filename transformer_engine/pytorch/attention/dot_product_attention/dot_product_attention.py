@@ -15,7 +15,7 @@ from ....common.numbers import to_bool
 from ...compat.argument_orders import accepts_older_orders, declare_call
 from ...constants import AttentionType, CPLoadBalancingStrategy, SoftmaxType, TensorFormat
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
-from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, view_aliases
+from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend
 from ...functions.attention.context_parallel.groups import context_groups
 from ...functions.attention.fp8 import RecomputedFP8Attention
 from ...module.arguments import accepts, head_sizes
@@ -27,7 +27,7 @@ from ...primitives.attention.call import AttentionInputs
 from ...quantization import QuantizerRole
 from ...quantization.autocast import current, eager_thread_state
 from ...runtime.device import canonical_device, cast_to_autocast_dtype, is_meta
-from ...runtime.tracing import export_mode
+from ...runtime.tracing import distinct_tensors, export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpack_qkv
@@ -358,7 +358,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if tracing:
             state = current()
             if call.needs_gradient:
-                inputs = view_aliases(inputs)
+                inputs = AttentionInputs(*distinct_tensors(inputs))  # pyright: ignore[reportArgumentType]
         else:
             state = eager_thread_state().state
             before = self.numerics.state_without_gradients

@@ -77,15 +77,6 @@ def attention_backward(call: AttentionCall, saved: SavedAttention, grad_output: 
     return passes.backward(call, inputs, attended, grad_output.contiguous().view(shape))
 
 
-def view_aliases(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the tensors with views for repeated ones: Dynamo traces no autograd function with a repeated tensor."""
-    tensors: list[Tensor | None] = []
-    for x in inputs:
-        repeated = any(x is other for other in tensors)
-        tensors.append(x.view_as(x) if x is not None and repeated else x)
-    return AttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
-
-
 class Projection(NamedTuple):
     """A projection x [.., (h + 2 g) d] whose heads are q, k and v, and whether heads are interleaved by group."""
 
