@@ -398,6 +398,20 @@ def test_modules_compile_without_graph_breaks(rule, layout):
 
 
 @pytest.mark.any_device
+def test_one_tensor_for_several_arguments_compiles(device):
+    torch._dynamo.reset()
+    module = te.GatedDeltaNetAttention(2, 16, qkv_format="bshd")
+    x, gate = torch.randn(1, 9, 2, 16, device=device), -torch.rand(1, 9, 2, device=device)
+    results = []
+    for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        leaves = [y.clone().requires_grad_() for y in (x, gate)]
+        out = call(leaves[0], leaves[0], leaves[0], leaves[1], leaves[1], use_qk_l2norm_in_kernel=True)
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.any_device
 def test_checkpoints_compile_without_graph_breaks():
     case = PLAIN["gdn"]
     compiled = torch.compile(case.module(), fullgraph=True, backend="aot_eager")

@@ -143,11 +143,14 @@ def release_problem(distribution: str, first: tuple[int, int], end: tuple[int, i
         end: First release after it that is not supported.
     """
     found = release(distribution)
-    if found <= (0, 0) or first <= found < end:  # torch 2.11 does not trace `==` between tuples
+    if found == (0, 0) or first <= found < end:
         return None
     text, first_text, end_text = (".".join(map(str, each)) for each in (found, first, end))
     limit = f"< {first_text}" if found < first else f">= {end_text}, which is not tested"
     return f"{distribution} {text} {limit}; pip install '{distribution}>={first_text},<{end_text}'"
+
+
+release_problem._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def install_command(extra: str) -> str:

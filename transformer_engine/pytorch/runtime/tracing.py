@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -124,3 +124,12 @@ def specialized(value: Any) -> Any:
     if isinstance(value, (bool, int, float)):
         return torch.fx.experimental.symbolic_shapes.guard_scalar(value)  # pyright: ignore[reportAttributeAccessIssue]
     return value
+
+
+def distinct_tensors(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Return the tensors with views for repeated ones: Dynamo traces no autograd function with a repeated tensor."""
+    distinct: list[Tensor | None] = []
+    for x in tensors:
+        repeated = any(x is other for other in distinct)
+        distinct.append(x.view_as(x) if x is not None and repeated else x)
+    return distinct

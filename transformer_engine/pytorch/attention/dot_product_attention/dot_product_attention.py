@@ -15,7 +15,7 @@ from ....common.numbers import to_bool
 from ...compat.argument_orders import accepts_older_orders, declare_call
 from ...constants import AttentionType, CPLoadBalancingStrategy, SoftmaxType, TensorFormat
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
-from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, view_aliases
+from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend
 from ...functions.attention.context_parallel.groups import context_groups
 from ...functions.attention.fp8 import RecomputedFP8Attention
 from ...module.arguments import accepts, head_sizes
@@ -27,7 +27,7 @@ from ...primitives.attention.call import AttentionInputs
 from ...quantization import QuantizerRole
 from ...quantization.autocast import current, eager_thread_state
 from ...runtime.device import canonical_device, cast_to_autocast_dtype, is_meta
-from ...runtime.tracing import export_mode
+from ...runtime.tracing import distinct_tensors, export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpack_qkv
@@ -63,7 +63,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     Args:
         num_attention_heads: Query heads on all ranks of tp_group.
-        kv_channels: Head size, or (of queries and keys, of values).
+        kv_channels: Head size, or a pair (query and key size, value size).
         num_gqa_groups: Key and value heads, by default all heads; query head i reads i // (heads / groups).
         attention_dropout: Softmax dropout rate; get_rng_state_tracker is forked unless sequence_parallel.
         qkv_format: "sbhd", "bshd" or "thd" (packed sequences, with a padding mask and cu_seqlens).
@@ -358,7 +358,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if tracing:
             state = current()
             if call.needs_gradient:
-                inputs = view_aliases(inputs)
+                inputs = AttentionInputs(*distinct_tensors(inputs))  # pyright: ignore[reportArgumentType]
         else:
             state = eager_thread_state().state
             before = self.numerics.state_without_gradients

@@ -1,9 +1,11 @@
 """thd_attention_policies: a mask and a window for each sequence of a packed batch.
 
-A policy is {"sequence_ids": ids, "mask_type": a padding type, "window_size": pair or None}, optionally with
-"bottom_right_diagonal". Together, policies contain every sequence once. Each policy is an attention over its sequences
-in the whole buffer, where the others are padding; or, where no backend supports that or the dispatch is "grouped", its
-tokens are gathered first. The outputs of all policies are added.
+A policy is a dictionary: "sequence_ids" (int32 or int64 [n], ascending), "mask_type" (a padding type), "window_size" (a
+pair or None) and optionally "bottom_right_diagonal". The policies of a call contain every sequence exactly once.
+
+The attention runs once per policy. With the dispatch "auto" it reads the whole buffer, where the sequences of other
+policies count as padding. With "grouped", or if no backend supports padding between sequences, it reads the gathered
+tokens of the policy. The output is zero for the other tokens, so that the outputs of all policies are added.
 """
 
 from __future__ import annotations
@@ -136,7 +138,7 @@ def _check_policy(index: int, policy: Any, a: AttentionArguments, device: torch.
     )
 
 
-# Passed checks: ids of the first policy -> (weak references to all ids, their versions, number of sequences).
+# Checked ids: ids of the first policy -> (weak references to the ids of all policies, their versions, sequence count).
 _COVERED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -152,9 +154,9 @@ def check_coverage(ids: list[Tensor], batch: int) -> None:
     versions = None if any(x.is_inference() for x in ids) else tuple(x._version for x in ids)
     cached = _COVERED.get(ids[0])
     if cached is not None and versions is not None:
-        references, *facts = cached
+        references, cached_versions, cached_batch = cached
         same = len(references) == len(ids) and all(r() is x for r, x in zip(references, ids, strict=True))
-        if same and facts == [versions, batch]:
+        if same and (cached_versions, cached_batch) == (versions, batch):
             return
     if ids[0].is_cuda and torch.cuda.is_current_stream_capturing():
         remedy = "call the attention with the same tensors once before the capture"
@@ -233,7 +235,7 @@ def attend_by_policies(
     if a.softcap is not None:
         warn_once(
             "softcap with thd_attention_policies",
-            "softcap has no effect with thd_attention_policies, which read the constructor's; leave it None",
+            "softcap of a call has no effect with thd_attention_policies; set the softcap of the constructor",
         )
     cu_q = a.cu_seqlens_q
     assert cu_q is not None

@@ -35,7 +35,7 @@ class DeltaRule(torch.nn.Module):
         super().__init__()
         self.rule = rule
         self.scale = scale
-        # Compiled graphs take the number as text.
+        # `DeltaSpec` has the scale as text, which compiled graphs store as a constant.
         self._scale = float(scale).hex()
 
     def forward(self, options: tuple[str, ...], *tensors: Tensor | None) -> DeltaResult:
@@ -172,7 +172,7 @@ def missing_gates(**gates: Tensor | None) -> None:
     """Raise ValueError if a gate is None."""
     missing = [name for name, gate in gates.items() if gate is None]
     if missing:
-        raise ValueError(f"{' and '.join(f'{name}=None' for name in missing)}; give the gates of each token")
+        raise ValueError(f"{' and '.join(f'{name}=None' for name in missing)}; pass the gates of each token")
 
 
 def flags(**values: Any) -> dict[str, bool]:

@@ -20,7 +20,7 @@ class GatedDeltaNetAttention(LinearAttentionBase):
 
     Args:
         num_attention_heads: Heads on all ranks of `tp_group`.
-        kv_channels: Head size, or (of queries and keys, of values).
+        kv_channels: Head size, or a pair (query and key size, value size).
         qkv_format: "sbhd" [s, b, h, d], "bshd" [b, s, h, d] or "thd" [t, h, d] (packed sequences).
         tp_size: Tensor-parallel rank count; the ranks share the heads.
         tp_group: Tensor-parallel process group; sets `tp_size`.

@@ -20,7 +20,7 @@ class GatedDeltaNet2Attention(LinearAttentionBase):
 
     Args:
         num_attention_heads: Heads on all ranks of `tp_group`.
-        kv_channels: Head size, or (of queries and keys, of values); each 64 or 128.
+        kv_channels: Head size, or a pair (query and key size, value size); each 64 or 128.
 
     The other arguments are as in `GatedDeltaNetAttention`.
 

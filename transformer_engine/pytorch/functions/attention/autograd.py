@@ -88,15 +88,6 @@ def attention_backward(
     return passes.backward_into(call, inputs, attended, grad_output, into)
 
 
-def view_aliases(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the tensors with views for repeated ones: Dynamo traces no autograd function with a repeated tensor."""
-    tensors: list[Tensor | None] = []
-    for x in inputs:
-        repeated = any(x is other for other in tensors)
-        tensors.append(x.view_as(x) if x is not None and repeated else x)
-    return AttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
-
-
 class Projection(NamedTuple):
     """A projection x [.., (h + 2 g) d] whose heads are q, k and v, and whether heads are interleaved by group."""
 

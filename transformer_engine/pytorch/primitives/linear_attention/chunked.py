@@ -43,7 +43,7 @@ def recurrence(rows: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the output [B, T, H, dv] and the state after the last token [B, H, dk, dv]."""
     updates, length = rows.k.shape[2], rows.q.shape[1]
     if length == 0:
-        return rows.v.flatten(1, 2), state
+        return rows.v.flatten(1, 2), state  # no tokens: [B, 0, H, dv]
     decay, q = rows.decay, rows.q
     if updates > 1:
         # A token decays before its first update and is read after its last one.

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...runtime.autograd import Function
 from ...runtime.double_backward import once_differentiable
 from ...runtime.operator_definition import define_operator
+from ...runtime.tracing import distinct_tensors
 from .request import Compute, DeltaInputs, DeltaResult, DeltaSpec, Option, compute_dtype
 
 _INPUTS = (
@@ -45,7 +46,8 @@ class TracedLinearAttention:
 
     def __call__(self, spec: DeltaSpec, *tensors: Tensor | None) -> DeltaResult:
         """Compute a call, differentiable once."""
-        output, state = _TracedPasses.apply(self, *spec[:2], ",".join(spec.options), *tensors)  # pyright: ignore
+        distinct = distinct_tensors(tensors)
+        output, state = _TracedPasses.apply(self, *spec[:2], ",".join(spec.options), *distinct)  # pyright: ignore
         return output, state if Option.FINAL_STATE in spec.options else None
 
     def _forward(self, *args) -> tuple[Tensor, Tensor]:

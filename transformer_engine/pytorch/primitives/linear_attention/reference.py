@@ -34,7 +34,7 @@ def recurrence(rows: Gated, state: Tensor) -> tuple[Tensor, Tensor]:
             state = state + k.unsqueeze(-1) * update.unsqueeze(-2)
         outputs.append(_read(state, q))
     if not outputs:
-        return rows.v.flatten(1, 2), state
+        return rows.v.flatten(1, 2), state  # no tokens: [B, 0, H, dv]
     return torch.stack(outputs, 1), state
 
 

@@ -32,11 +32,11 @@ def run_rows(recurrence: Recurrence, inputs: DeltaInputs, spec: DeltaSpec) -> De
     output, state = recurrence(rows, state)
     if token_index is not None:
         output = _packed(output, token_index, inputs.q.shape[1])
-    final = state.transpose(-1, -2).contiguous() if Option.FINAL_STATE in spec.options else None
-    if (
-        final is not None and not rows.q.shape[1]
-    ):  # no token has changed the state: a copy, not the caller's tensor
-        final = final.clone()
+    final: Tensor | None = None
+    if Option.FINAL_STATE in spec.options:
+        final = state.transpose(-1, -2).contiguous()
+        if rows.q.shape[1] == 0:  # `final` may be the caller's initial state
+            final = final.clone()
     return output.to(inputs.q.dtype), final
 
 
