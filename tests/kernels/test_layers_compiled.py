@@ -185,12 +185,13 @@ def test_weight_gradients_of_groups_have_tiles_that_fit_the_registers(
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", NVIDIA)
 def test_every_kernel_of_a_training_step_compiles_as_planned(architecture):
+    row, release = NVIDIA[architecture], optional.release("triton")
+    if (reason := optional.triton_problem(row, release)) is not None:
+        pytest.skip(reason)
     found = compiled(architecture)
     assert len(found) > 30
-    release = optional.release("triton")
     check(architecture, found, release)
     kernels = {TITLE.match(title)[2] for title in found}  # pyright: ignore[reportOptionalSubscript]
-    row = NVIDIA[architecture]
     # Blocks with power-of-two scales are multiplied by exponents where the instruction reads them.
     exponents = row.has("mxfp8 products") and release >= row.scaled_dot
     assert ("promoted_product.block_kernel" in kernels) == (row.has("fp8 products") and not exponents)
