@@ -123,6 +123,7 @@ def test_a_gpu_is_found_by_its_name(name, architecture):
 def test_an_unlisted_architecture_has_the_capabilities_of_its_nearest_older_relative(architecture, likeness):
     row = hardware_named("nvidia", architecture)
     assert set(row.capabilities) >= set(hardware_named("nvidia", likeness).capabilities)
+    assert row.portable_ptx > (90, 0), "kernels of an unlisted architecture may need a newer version"
     assert f"compute capability {architecture} (not in the table, treated as {likeness})" in str(
         row.lacks("hopper instructions")
     )
@@ -137,6 +138,11 @@ def test_the_number_that_rocm_reports_is_no_compute_capability():
         "NVIDIA GPUs of compute capability 8.9 and higher have"
     )
     assert hardware_named("amd", "gfx90a").likeness == "gfx942"
+    # Only gfx942 is known to have codes of another format.
+    assert "no kernel of FP8 codes was run on it" in str(
+        hardware_named("amd", "gfx1201").lacks("fp8 products")
+    )
+    assert "fnuz" in str(hardware_named("amd", "gfx942").lacks("fp8 products"))
 
 
 @pytest.mark.parametrize(

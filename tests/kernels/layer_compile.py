@@ -137,6 +137,12 @@ def recorded_launches(simulation: Simulation) -> list[RecordedLaunch]:
             with forced(name, simulation.hardware) if by_force else nullcontext():
                 for _ in hardware_layers.train(layer, recipe):
                     pass
+    for name, make in hardware_layers.RECIPES.items():
+        recipe = None if make is None else make()
+        with forced(name, simulation.hardware):
+            for layer in hardware_layers.ACCUMULATING:
+                for _ in hardware_layers.train(layer, recipe, accumulates=True):
+                    pass
     cast_shapes.run()
     return list(simulation.launches.values())
 
@@ -153,6 +159,7 @@ def sample(every: list[RecordedLaunch]) -> list[RecordedLaunch]:
         values = constants(launch)
         options = tuple(values.get(name) for name in ("EVEN", "PAIRS", "POWER_OF_TWO", "SQUARE"))
         options += (values.get("CURVE") == "identity",)  # its launches have other numbers of warps
+        options += (values.get("ACCUMULATE"), values.get("ADDS"))
         found.setdefault((launch.kernel, codes, options), recorded)
     return list(found.values())
 

@@ -38,18 +38,24 @@ ODD_ROWS = {**PREDICATED, "PAIRS": "False"}
 BLOCKS_1D, SQUARES = {"SQUARE": "False"}, {"SQUARE": "True"}
 FLOAT32_SCALES, IDENTITY = {"POWER_OF_TWO": "False"}, {"CURVE": "identity"}
 
+OLDEST, NEWEST = ((3, 6),), ((3, 9),)
 AMPERE, BLACKWELL, CONSUMER_BLACKWELL = ("8.0", "8.6"), ("10.0", "10.3", "11.0"), ("12.0", "12.1")
 
 # Kernels without tiles that can be predicated, and whole tiles.
 WHOLE_SPILLS = (
     Spill("attention.attend", 128),
     Spill("attention_backward.grad_keys", 144),
-    Spill("grouped_gemm.columns_kernel", 96),
+    # Tiles that were measured on an H200, with the sum of the result in registers too.
+    Spill("grouped_gemm.columns_kernel", 248, {"ACCUMULATE": "True", "SCALING": "0"}, ("9.0",)),
+    Spill("grouped_gemm.columns_kernel", 200, {"ACCUMULATE": "True", "SCALING": "1"}, ("9.0",)),
     Spill("delayed_scaling._advance", 8),
     Spill("activation_cast.backward_kernel", 8, WHOLE),
     Spill("activation_recompute.recompute_kernel", 8, WHOLE, ("10.0", "10.3")),
     Spill("block_cast.both_blocks_kernel", 16, WHOLE),
+    Spill("block_cast.square_block_kernel", 8, {**WHOLE, **FLOAT32_SCALES}, ("8.0",), NEWEST),
     Spill("block_fused.backward_kernel", 256, WHOLE, ("8.0",)),
+    # Three tiles in flight, which Triton 3.7 and newer hold without stack; two need none with 3.6.
+    Spill("block_fused.backward_kernel", 336, {**WHOLE, **SQUARES, **IDENTITY}, ("8.6",), OLDEST),
     # 4 warps, the fastest of 1 x 128 blocks on an H200. 8 warps need no stack on 9.0; squares were not timed.
     Spill("block_fused.backward_kernel", 296, {**WHOLE, **SQUARES, **IDENTITY}, ("9.0",)),
     Spill("block_fused.backward_kernel", 120, {**WHOLE, **BLOCKS_1D, **IDENTITY}, ("9.0",), ((3, 9),)),
@@ -89,7 +95,37 @@ PREDICATED_SPILLS = (
     Spill("activation_cast.forward_kernel", 8, PREDICATED, ("8.0",)),
     Spill("mxfp8.matrices_kernel", 8, PREDICATED, ("8.6", "9.0", "11.0")),
 )
-SPILLS = WHOLE_SPILLS + PREDICATED_SPILLS
+# The same with the oldest and the newest release of Triton alone.
+RELEASE_SPILLS = (
+    Spill("activation_cast.backward_kernel", 8, PREDICATED, ("8.0",), OLDEST),
+    Spill("block_fused.forward_kernel", 40, {**ODD_ROWS, **BLOCKS_1D}, ("8.0",), OLDEST),
+    Spill(
+        "block_fused.backward_kernel",
+        40,
+        {**PREDICATED, **SQUARES, **IDENTITY, **FLOAT32_SCALES},
+        ("8.0",),
+        OLDEST,
+    ),
+    Spill("block_fused.backward_kernel", 296, {**ODD_ROWS, **BLOCKS_1D, **IDENTITY}, ("8.6",), OLDEST),
+    Spill("block_cast.square_block_kernel", 32, {**PREDICATED, **FLOAT32_SCALES}, AMPERE, OLDEST),
+    Spill("block_cast.square_block_kernel", 8, {**PREDICATED, **FLOAT32_SCALES}, CONSUMER_BLACKWELL, OLDEST),
+    Spill("block_cast.both_blocks_kernel", 32, ODD_ROWS, ("11.0",), ((3, 7),)),
+    Spill("grouped_block_cast.row_block_kernel", 16, PREDICATED, ("8.6",), OLDEST),
+    Spill("grouped_block_cast.row_block_kernel", 16, PREDICATED, ("11.0",), ((3, 7),)),
+    Spill("grouped_block_cast.square_block_kernel", 16, {**PREDICATED, **FLOAT32_SCALES}, ("8.9",), OLDEST),
+    Spill(
+        "grouped_block_cast.square_block_kernel",
+        120,
+        {**PREDICATED, **FLOAT32_SCALES},
+        CONSUMER_BLACKWELL,
+        OLDEST,
+    ),
+    Spill("nvfp4.block_kernel", 24, {**PREDICATED, "SQUARE": "False"}, ("10.0", "10.3"), OLDEST),
+    Spill("block_cast.square_block_kernel", 16, {**PREDICATED, **FLOAT32_SCALES}, ("8.0",), NEWEST),
+    Spill("block_fused.backward_kernel", 16, {**ODD_ROWS, **SQUARES, **IDENTITY}, ("8.0",), NEWEST),
+    Spill("transpose.transpose_kernel", 8, ODD_ROWS, ("8.0",), NEWEST),
+)
+SPILLS = WHOLE_SPILLS + PREDICATED_SPILLS + RELEASE_SPILLS
 
 
 def stack_limit(kernel: str, constants: Mapping[str, str], row: str, release: tuple[int, ...]) -> int:

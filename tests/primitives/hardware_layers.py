@@ -90,6 +90,29 @@ LAYERS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
 }
 
 
+def _accumulating(layer: torch.nn.Module) -> torch.nn.Module:
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.empty_like(parameter, dtype=torch.float32)  # pyright: ignore
+    return layer
+
+
+def _accumulating_linear() -> tuple[Any, tuple[Any, ...]]:
+    layer = te.Linear(WIDTH, WIDTH, bias=False, params_dtype=BF16, fuse_wgrad_accumulation=True)
+    return _accumulating(layer), (_input(TOKENS, WIDTH),)
+
+
+def _accumulating_grouped_linear() -> tuple[Any, tuple[Any, ...]]:
+    options = {"bias": False, "params_dtype": BF16, "fuse_wgrad_accumulation": True}
+    return _accumulating(te.GroupedLinear(GROUPS, WIDTH, WIDTH, **options)), (_input(sum(ROWS), WIDTH), ROWS)
+
+
+# Their products are those of the layers above, added to float32 gradients: kernels of their own, equal backends.
+ACCUMULATING: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
+    "Linear": _accumulating_linear,
+    "GroupedLinear": _accumulating_grouped_linear,
+}
+
+
 def cases() -> Iterator[tuple[str, str, recipes.Recipe | None]]:
     """(layer, recipe, its object)."""
     for layer in LAYERS:
@@ -101,10 +124,10 @@ def cases() -> Iterator[tuple[str, str, recipes.Recipe | None]]:
                 yield layer, name, None if make is None else make()
 
 
-def train(layer: str, recipe: recipes.Recipe | None) -> Iterator[None]:
+def train(layer: str, recipe: recipes.Recipe | None, accumulates: bool = False) -> Iterator[None]:
     """Run the forward pass of a training step, yield, and run its backward pass."""
     FP8GlobalStateManager.reset()
-    module, inputs = LAYERS[layer]()
+    module, inputs = (ACCUMULATING if accumulates else LAYERS)[layer]()
     with _emulation(recipe):
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = module(*inputs)

@@ -214,6 +214,8 @@ _WORKSTATION = (_BLACKWELL | {"current scaling by default"}) - {
 }
 
 _SMALL, _LARGE = 101376, 232448  # shared memory in bytes
+_ANY_PTX = (99, 0)
+_NOT_RUN = "no kernel of FP8 codes was run on it"
 
 
 def _nvidia(
@@ -269,7 +271,7 @@ ROWS: tuple[Hardware, ...] = (
         tuple(sorted(_AMD_ANY)),
         160 << 10,
         2048,
-        remark="no kernel of FP8 codes was run on it",
+        remark=_NOT_RUN,
     ),
 )
 # fmt: on
@@ -315,6 +317,8 @@ def _relative(vendor: str, architecture: str) -> Hardware:
         gpus=(),
         capabilities=tuple(sorted(capabilities)),
         likeness=near.architecture,
+        portable_ptx=_ANY_PTX,  # its first version is unknown
+        remark=_NOT_RUN if vendor == "amd" else "",
     )
 
 
