@@ -107,11 +107,10 @@ def _mlp() -> torch.nn.Module:
     )
 
 
-def _layer(**more: Any) -> torch.nn.Module:
-    options = {"fuse_qkv_params": True} | more
+def _layer(fused: bool = True, groups: int | None = None) -> torch.nn.Module:
     return te.TransformerLayer(
         WIDTH, WIDTH, 4, bias=False, activation="swiglu", normalization="RMSNorm", attention_dropout=0.0,
-        hidden_dropout=0.0, params_dtype=torch.bfloat16, **options,
+        hidden_dropout=0.0, fuse_qkv_params=fused, num_gqa_groups=groups, params_dtype=torch.bfloat16,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from transformer_engine.pytorch.primitives.gemm import cublaslt_library
 
 
 def _separate_layer() -> torch.nn.Module:
-    return host_calls._layer(fuse_qkv_params=False, num_gqa_groups=2)
+    return host_calls._layer(fused=False, groups=2)
 
 
 LAYERS = {

@@ -65,14 +65,9 @@ class NormByName:
         return y, NormStatistics(mean, rstdev)
 
     def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        statistics: NormStatistics,
-        gamma: Tensor,
-        add: Tensor | None = None,
+        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, add: Tensor | None = None,
         rounds_first: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         return self.norm.backward(dy, x, statistics, gamma, add, rounds_first)
 
 

@@ -61,14 +61,9 @@ class Norm:
         return reference.rmsnorm_forward(x, gamma, self.eps, self.zero_centered)[0]
 
     def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        statistics: NormStatistics,
-        gamma: Tensor,
-        add: Tensor | None = None,
+        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, add: Tensor | None = None,
         rounds_first: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """(dx + add, dgamma, dbeta), from one kernel on a GPU.
 
         With `rounds_first`, and in every LayerNorm, dx is rounded to x's dtype before `add` is added. Otherwise an

@@ -51,14 +51,9 @@ def layernorm_forward(
 
 
 def layernorm_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstdev: Tensor,
-    weight: Tensor,
-    zero_centered: bool,
+    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool,
     add: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dx [M, H] + add in x's dtype, dweight [H], dbias [H] in weight's dtype; sums are float32.
 
     dx is rounded to x's dtype before `add` is added.
@@ -95,14 +90,9 @@ def rmsnorm_forward(
 
 
 def rmsnorm_backward(
-    dy: Tensor,
-    x: Tensor,
-    rstdev: Tensor,
-    weight: Tensor,
-    zero_centered: bool,
-    add: Tensor | None = None,
+    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None,
     rounds_first: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dx [M, H] + add in x's dtype, dweight [H] in weight's dtype; sums are float32.
 
     With `rounds_first`, dx is rounded to x's dtype before `add` is added, as a separate sum would.
@@ -128,10 +118,9 @@ _OPERATORS: dict[str, TorchOperator] = {
         lambda dy, x, mean, rstdev, weight, add, zero_centered: layernorm_backward(
             dy, x, mean, rstdev, weight, zero_centered, add
         ),
-        lambda dy, x, mean, rstdev, weight, add, zero_centered: (
+        lambda dy, x, mean, rstdev, weight, *_, **__: (
             x.new_empty(x.shape),
-            weight.new_empty(weight.shape),
-            weight.new_empty(weight.shape),
+            *(weight.new_empty(weight.shape) for _ in ("gamma", "beta")),
         ),
     ),
     "rmsnorm_forward": operator(
@@ -145,10 +134,7 @@ _OPERATORS: dict[str, TorchOperator] = {
         lambda dy, x, rstdev, weight, add, zero_centered, rounds_first: rmsnorm_backward(
             dy, x, rstdev, weight, zero_centered, add, rounds_first
         ),
-        lambda dy, x, rstdev, weight, add, zero_centered, rounds_first: (
-            x.new_empty(x.shape),
-            weight.new_empty(weight.shape),
-        ),
+        lambda dy, x, rstdev, weight, *_, **__: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
     ),
 }
 

@@ -128,14 +128,9 @@ def layernorm_forward(
 
 
 def layernorm_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstdev: Tensor,
-    weight: Tensor,
-    zero_centered: bool,
+    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool,
     add: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dx [M, H] = rstdev * (g - E[g] - xhat * E[g * xhat]) + add, g = dy * gamma; dweight = Σ dy * xhat.
 
     dx is rounded to x's dtype before `add` is added.
@@ -162,14 +157,9 @@ def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) 
 
 
 def rmsnorm_backward(
-    dy: Tensor,
-    x: Tensor,
-    rstdev: Tensor,
-    weight: Tensor,
-    zero_centered: bool,
-    add: Tensor | None = None,
+    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None,
     rounds_first: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx [M, H] = rstdev * (g - xhat * E[g * xhat]) + add, g = dy * gamma; dweight = Σ dy * xhat.
 
     With `rounds_first`, dx is rounded to x's dtype before `add` is added.

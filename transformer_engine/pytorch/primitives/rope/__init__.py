@@ -29,14 +29,9 @@ def rope_backward(dy: Tensor, angles: Tensor, positions: Positions, spec: RopeSp
 
 
 def rope_qkv_forward(
-    qkv: Tensor,
-    q_angles: Tensor,
-    k_angles: Tensor,
-    positions: Positions,
-    sizes: tuple[int, int, int],
-    spec: RopeSpec,
-    separate: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor, q_angles: Tensor, k_angles: Tensor, positions: Positions, sizes: tuple[int, int, int],
+    spec: RopeSpec, separate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return q [.., g * n, d], k [.., g, d], v [.., g, dv] from qkv [.., g, n * d + d + dv]; q and k rotated,
     contiguous.
 

@@ -109,14 +109,9 @@ def backward(dy: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -
 
 
 def qkv_forward(
-    qkv: Tensor,
-    q_angles: Tensor,
-    k_angles: Tensor,
-    positions: Positions,
-    sizes: tuple[int, int, int],
-    spec: RopeSpec,
-    separate: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor, q_angles: Tensor, k_angles: Tensor, positions: Positions, sizes: tuple[int, int, int],
+    spec: RopeSpec, separate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return contiguous q and k from the joint tensor, rotated, and a copy of v."""
     if separate:
         each = sizes[0] // sizes[1]

@@ -327,6 +327,19 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     return Attended(output, lse.t() if packed and lse is not None else lse, rng_state, max_logit)
 
 
+def _allocate_gradients(
+    call: AttentionCall, inputs: AttentionInputs, addressable: _Addressable
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate contiguous gradients of q, k and v."""
+    starts_q = inputs.starts_q if call.q_format == "thd" else None
+    starts_kv = inputs.starts_kv if call.kv_format == "thd" else None
+    return (
+        _fresh(call, addressable.q, call.head_dim_qk, starts_q),
+        _fresh(call, addressable.k, call.head_dim_qk, starts_kv),
+        _fresh(call, addressable.v, call.head_dim_v, starts_kv),
+    )
+
+
 def backward(
     call: AttentionCall,
     inputs: AttentionInputs,
@@ -352,15 +365,7 @@ def backward(
     output = attended.output.contiguous()
     strided = addressable.strided._replace(grad_output=grad_output.stride(), gradients=of_result)
     plan = _plan(describe_backward, device.index, call, strided)
-    if into is None:
-        starts_kv = inputs.starts_kv if call.kv_format == "thd" else None
-        grad_q = _fresh(
-            call, addressable.q, call.head_dim_qk, inputs.starts_q if call.q_format == "thd" else None
-        )
-        grad_k = _fresh(call, addressable.k, call.head_dim_qk, starts_kv)
-        grad_v = _fresh(call, addressable.v, call.head_dim_v, starts_kv)
-    else:
-        grad_q, grad_k, grad_v = into
+    grad_q, grad_k, grad_v = _allocate_gradients(call, inputs, addressable) if into is None else into
     pointers = _common(call, inputs, addressable)
     pointers.update(
         output=output.data_ptr(),
