@@ -9,10 +9,12 @@ import pytest
 
 from tests.types import checkers, programs
 from tests.types.checkers import Report
+from tests.types.right_programs import right_programs
 from tests.types.wrong_programs import wrong_line, wrong_programs
 
 CHECKERS = ("mypy strict", "pyright strict", "pyright basic")
 WRONG = wrong_programs()
+RIGHT = right_programs()
 NAMES = "names"
 
 # What other libraries declare, or do not: JAX's, Flax's and torch's functions have unknown types in places,
@@ -42,6 +44,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]
         programs.documented()
         | programs.examples()
         | {NAMES: programs.names(), "results": programs.RESULTS}
+        | RIGHT
         | WRONG
     )
     checkers.write(texts, folder / "programs")
@@ -65,14 +68,14 @@ def is_of_a_library(report: Report) -> bool:
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_documented_programs_and_examples_have_the_right_types(of_checker: list[Report]):
+def test_documented_and_other_right_programs_are_accepted(of_checker: list[Report]):
     ours = [
         report
         for report in of_checker
         if report.program not in WRONG
         and report.program != NAMES
         and not is_of_a_library(report)
-        and not (report.rule in OF_PAGES and not report.program.startswith("example_"))
+        and not (report.rule in OF_PAGES and not report.program.startswith(("example_", "right_")))
     ]
     assert not ours, "\n".join(map(str, ours))
 
@@ -93,8 +96,15 @@ def test_each_wrong_program_is_reported_at_its_line(of_checker: list[Report]):
 
 
 def test_programs_cover_the_readme_the_quickstart_and_all_examples():
-    assert len(WRONG) >= 30
+    assert len(WRONG) >= 80 and len(RIGHT) >= 15
     assert {name.partition("_")[0] for name in programs.documented()} == {"readme", "quickstart"}
     assert len(programs.documented()) == 3
     folder = Path(__file__).resolve().parents[2] / "examples"
     assert len(programs.examples()) == len(list(folder.glob("*.py"))) >= 10
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_runs(name: str):
+    if "jax" in name and importlib.util.find_spec("flax") is None:
+        pytest.skip("flax is not installed; pip install '.[jax]'")
+    exec(compile(RIGHT[name], name, "exec"), {"__name__": name})

@@ -6,7 +6,7 @@ module with several products repeats them.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -280,3 +280,43 @@ class FormatChecks:
     is_fp8_block_scaling_available = staticmethod(check_fp8_block_scaling_support)
     is_mxfp8_available = staticmethod(check_mxfp8_support)
     is_nvfp4_available = staticmethod(check_nvfp4_support)
+
+
+class FormatAttributes(type):
+    """The results of the checks as `FP8GlobalStateManager` class attributes, read-only."""
+
+    if TYPE_CHECKING:  # the loop below defines them
+
+        @property
+        def fp8_available(cls) -> bool: ...
+
+        @property
+        def reason_for_no_fp8(cls) -> str: ...
+
+        @property
+        def fp8_block_scaling_available(cls) -> bool: ...
+
+        @property
+        def reason_for_no_fp8_block_scaling(cls) -> str: ...
+
+        @property
+        def mxfp8_available(cls) -> bool: ...
+
+        @property
+        def reason_for_no_mxfp8(cls) -> str: ...
+
+        @property
+        def nvfp4_available(cls) -> bool: ...
+
+        @property
+        def reason_for_no_nvfp4(cls) -> str: ...
+
+
+def _support(kind: str, part: int) -> property:
+    return property(lambda cls: support.check(kind)()[part])
+
+
+# <kind>_available and reason_for_no_<kind>, for every kind that a recipe needs.
+for _kind in dict.fromkeys(row.kind for row in all_families() if row.kind is not None):
+    setattr(FormatAttributes, f"{_kind}_available", _support(_kind, 0))
+    setattr(FormatAttributes, f"reason_for_no_{_kind}", _support(_kind, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,38 +17,11 @@ from . import delayed_scaling, model_init, recompute_states, support
 from .autocast import AutocastState, autocast, current, here, reinstate, snapshot
 from .autocast import reset as close_all_blocks
 from .extra_state import BUFFER_INFO
-from .families import FormatChecks
-from .family import all_families
+from .families import FormatAttributes, FormatChecks
 
 
-class StateAttributes(type):
+class StateAttributes(FormatAttributes):
     """Read-only class attributes from earlier releases; `autocast` and `quantized_model_init` write their values."""
-
-    if TYPE_CHECKING:  # The loop below this class defines them.
-
-        @property
-        def fp8_available(cls) -> bool: ...
-
-        @property
-        def reason_for_no_fp8(cls) -> str: ...
-
-        @property
-        def fp8_block_scaling_available(cls) -> bool: ...
-
-        @property
-        def reason_for_no_fp8_block_scaling(cls) -> str: ...
-
-        @property
-        def mxfp8_available(cls) -> bool: ...
-
-        @property
-        def reason_for_no_mxfp8(cls) -> str: ...
-
-        @property
-        def nvfp4_available(cls) -> bool: ...
-
-        @property
-        def reason_for_no_nvfp4(cls) -> str: ...
 
     @property
     def FP8_ENABLED(cls) -> bool:
@@ -110,16 +83,6 @@ class StateAttributes(type):
 
 def _read_pools(read: Callable[[Any], Tensor]) -> dict[str, list[Tensor]]:
     return {key: list(map(read, pool.states)) for key, pool in delayed_scaling.registry.pools.items()}
-
-
-def _support(kind: str, part: int) -> property:
-    return property(lambda cls: support.check(kind)()[part])
-
-
-# <kind>_available and reason_for_no_<kind>, for every kind that a recipe needs.
-for _kind in dict.fromkeys(row.kind for row in all_families() if row.kind is not None):
-    setattr(StateAttributes, f"{_kind}_available", _support(_kind, 0))
-    setattr(StateAttributes, f"reason_for_no_{_kind}", _support(_kind, 1))
 
 
 _RECOMPUTE_POSITION = "global_fp8_buffer_pos_fwd_recompute"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from .inner_tensors import DescribesTensors
 from .padded_groups import EncodesGroups
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
+
+if TYPE_CHECKING:
+    from .quantized_tensor import QuantizedTensor
 
 is_compiling = torch.compiler.is_compiling
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -125,7 +128,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
 
     def adopted(
         self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor | QuantizedTensorStorage:
+    ) -> QuantizedTensor | QuantizedTensorStorage:
         """Return the tensor with these codes, this shape and nominal dtype."""
         raise TypeError(f"{type(self).__name__} cannot run inside another kernel")
 
@@ -149,7 +152,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
 
     def quantize(
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor | QuantizedTensorStorage:
+    ) -> QuantizedTensor | QuantizedTensorStorage:
         """Return the quantized tensor; the gradient passes through the quantization.
 
         Args:
@@ -194,10 +197,12 @@ class Quantizer(EncodesGroups, DescribesTensors):
 
     def __call__(
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor | QuantizedTensorStorage:
+    ) -> QuantizedTensor | QuantizedTensorStorage:
         return self.quantize(tensor, out=out, dtype=dtype)
 
-    def multi_quantize(self, list_of_tensors: Sequence[Tensor]) -> list[Tensor | QuantizedTensorStorage]:
+    def multi_quantize(
+        self, list_of_tensors: Sequence[Tensor]
+    ) -> list[QuantizedTensor | QuantizedTensorStorage]:
         """Quantize each tensor in a list with this quantizer, in order."""
         return [self.quantize(tensor) for tensor in list_of_tensors]
 

@@ -193,6 +193,7 @@ class Recomputed(torch.nn.Module):
 @BUILDERS.of("layer_graphed", "layer_recomputed", "layer_observed")
 def _layer_variant(case: Case, device: torch.device) -> Workload:
     eager = _layer(case, device)
+    assert isinstance(eager.function, torch.nn.Module)
     if case.family == "layer_observed":
         assert isinstance(eager.function, torch.nn.Module)
         te.observe(eager.function)  # a step without an end
