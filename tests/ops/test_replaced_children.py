@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +117,98 @@ def test_a_changed_sequential_runs_the_modules_that_it_holds(way: str, kind: str
             for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs)
             assert before is None or not torch.equal(found[0], before)  # pyright: ignore[reportArgumentType]
+
+
+class Wrapper(nn.Module):
+    """A module around an operation, such as FSDP."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.calls = base, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.base(x)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_linear_calls_the_modules_that_replace_its_operations(alone: bool, warm: bool):
+    torch.manual_seed(0)
+    linear, x = ops.Linear(16, 16, **PLACE), torch.randn(4, 16)
+    module = linear if alone else ops.Sequential(ops.Identity(), linear, ops.GELU())
+    expected = module(x) if warm else copy.deepcopy(module)(x)
+    wrappers = [Wrapper(op) for op in linear.basic_ops]
+    for index, wrapper in enumerate(wrappers):
+        linear.set_submodule(f"basic_ops.{index}", wrapper)
+    y = module(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, expected)
+    assert [wrapper.calls for wrapper in wrappers] == [1, 1]
+    assert linear.weight.grad is not None and linear.bias.grad is not None
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_linear_adds_the_bias_of_the_operation_that_replaces_its_bias(warm: bool):
+    chain = ops.Sequential(ops.Linear(16, 16, **PLACE), ops.GELU())
+    x = torch.randn(4, 16)
+    if warm:
+        chain(x)
+    chain.set_submodule("0.basic_ops.1", ops.Bias(16, **PLACE))
+    nn.init.ones_(chain.get_parameter("0.basic_ops.1.bias"))
+    product = nn.functional.linear(x, chain[0].weight) + 1
+    torch.testing.assert_close(chain(x), nn.functional.gelu(product, approximate="tanh"))
+    state = chain.state_dict()
+    assert state["0.basic_ops.1.bias"].eq(1).all()
+    chain.load_state_dict({key: value.clone() for key, value in state.items()})
+
+
+def test_explain_names_the_module_that_replaces_an_operation():
+    chain = ops.Sequential(ops.Linear(16, 16, **PLACE), ops.GELU())
+    chain[0].basic_ops[0] = Wrapper(chain[0].basic_ops[0])
+    (note,) = te.explain(chain, torch.randn(4, 16)).notes
+    assert note == "Linear (0 of Sequential) is not fused: a Wrapper replaces one of its operations"
+
+
+class Called(ops.ReLU):
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return -super().__call__(*args, **kwargs)
+
+
+def test_an_operation_with_another_call_method_is_called_as_a_module():
+    chain, x = ops.Sequential(ops.Linear(16, 16, **PLACE), Called(), ops.SiLU()), torch.randn(4, 16)
+    expected = nn.functional.silu(-nn.functional.linear(x, chain[0].weight, chain[0].bias).relu())
+    torch.testing.assert_close(chain(x), expected)
+    (note,) = te.explain(chain, x).notes
+    assert note.endswith("is not fused: Called.__call__ is not the method of torch.nn.Module")
+
+
+def test_a_symbolic_trace_calls_each_operation():
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, ops.Linear | ops.GELU)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chain = ops.Sequential(ops.Linear(16, 16, **PLACE), ops.GELU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.chain(x) + 1
+
+    model, x = Model(), torch.randn(4, 16)
+    graph = Tracer().trace(model)
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["chain.0", "chain.1"]
+    torch.testing.assert_close(torch.fx.GraphModule(model, graph)(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ops.BasicLinear(16, 16, **PLACE), lambda: ops.Linear(16, 16, **PLACE)]
+)
+def test_a_parametrized_operation_can_be_copied(make: Callable[[], nn.Module]):
+    chain, x = ops.Sequential(make(), ops.GELU()), torch.randn(4, 16)
+    nn.utils.parametrizations.weight_norm(chain[0])
+    copied = copy.deepcopy(chain)
+    torch.testing.assert_close(copied(x), chain(x))
+    nn.init.zeros_(chain[0].parametrizations.weight.original0)
+    assert copied(x).abs().sum() > 0

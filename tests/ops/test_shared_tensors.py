@@ -317,3 +317,57 @@ def test_a_users_forward_fusion_of_a_dropout_names_the_missing_state(_fused_by_a
     chain = ops.Sequential(ops.Linear(16, 16, bias=False), ops.Dropout(0.5))
     with pytest.raises(RuntimeError, match=r"LinearSiLU saved no state .* Dropout cannot run again"):
         chain(torch.randn(4, 16, requires_grad=True))
+
+
+class Doubled(ops.BasicOperation):
+    """y = 2x, an operation with methods of a user."""
+
+    def op_forward(self, ctx, input_, **others):
+        return input_ * 2
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output * 2, ()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("user", [False, True], ids=["prepared", "segments"])
+@pytest.mark.parametrize("form", ["input", "result", "view of the result"])
+def test_an_in_place_write_to_an_output_that_shares_memory_raises_an_error(form: str, user: bool, place: int):
+    if form == "input":
+        members: list[Any] = [ops.MakeExtraOutput()]
+    elif form == "result":
+        members = [ops.Linear(16, 16), ops.MakeExtraOutput()]
+    else:
+        members = [ops.Linear(16, 16), ops.MakeExtraOutput(), ops.Reshape((-1, 8))]
+    chain = ops.Sequential(Doubled(), *members) if user else ops.Sequential(*members)
+    x = torch.randn(4, 16, requires_grad=True)
+    outputs = chain(x)
+    before = x.detach().clone()
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        outputs[place].mul_(2)
+    assert torch.equal(x.detach(), before)
+
+
+def test_an_in_place_write_to_the_output_of_an_identity_leaves_its_input():
+    x = torch.randn(4, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        ops.Sequential(ops.Identity())(x).add_(1)
+
+
+def test_an_output_that_shares_no_memory_may_be_written_in_place():
+    chain = ops.Sequential(ops.MakeExtraOutput(), ops.Linear(16, 16))
+    x = torch.randn(4, 16, requires_grad=True)
+    y, residual = chain(x)
+    (y.mul_(3).sum() + residual.sum()).backward()
+    weight = chain[1].weight.detach()
+    torch.testing.assert_close(x.grad, (1 + 3 * weight.sum(0)).expand(4, 16))
+
+
+@pytest.mark.parametrize("user", [False, True], ids=["prepared", "segments"])
+def test_a_residual_of_a_constant_input_requires_no_gradient(user: bool):
+    members = [ops.MakeExtraOutput(), ops.Linear(16, 16), ops.MakeExtraOutput()]
+    chain = ops.Sequential(Doubled(), *members) if user else ops.Sequential(*members)
+    outputs = chain(torch.randn(4, 16))
+    assert [output.requires_grad for output in outputs] == [True, False, True]
+    (outputs[0].sum() + outputs[2].sum()).backward()
+    torch.testing.assert_close(chain[-2].bias.grad, torch.full((16,), 8.0))  # 4 rows, 2 outputs

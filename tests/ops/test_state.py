@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -279,3 +280,78 @@ def test_a_quantized_weight_follows_the_state_of_a_new_recipe(name, change, emul
         assert state.amax_history[0].tolist() == [
             group + 1.25 if i == place else 0.0 for i in range(len(state.scale))
         ]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A process group of one rank."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def _linear_keys(state: dict[str, Any]) -> list[str]:
+    return [key for key in state if key.endswith(("weight", "bias"))]
+
+
+ORIGINAL_KEYS = ["0.basic_ops.0.weight", "0.basic_ops.1.bias"]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_distributed_checkpoints_load_full_state_dicts(plain: bool, sharded: bool):
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        set_model_state_dict,
+    )
+    from torch.distributed.fsdp import fully_shard
+
+    options = StateDictOptions(full_state_dict=True)
+    source, chain = [ops.Sequential(ops.Linear(16, 16, device="cpu"), ops.GELU()) for _ in range(2)]
+    state = get_model_state_dict(source, options=options)
+    assert _linear_keys(state) == ORIGINAL_KEYS
+    if plain:
+        state = {"0.weight": source[0].weight.detach(), "0.bias": source[0].bias.detach()}
+    if sharded:
+        fully_shard(chain, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    set_model_state_dict(chain, dict(state), options=options)
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(chain(x), source(x))
+    again = get_model_state_dict(chain, options=options)
+    assert _linear_keys(again) == ORIGINAL_KEYS
+    set_model_state_dict(chain, again, options=options)
+    torch.testing.assert_close(chain(x), source(x))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize(
+    "wrapped", [(), (ops.Linear,), (ops.BasicLinear, ops.Bias)], ids=["root", "layer", "ops"]
+)
+def test_fully_sharded_1_saves_parameters_by_name(wrapped: tuple[type, ...], use_orig_params: bool):
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    source = ops.Sequential(ops.Linear(16, 16, device="cpu"), ops.GELU())
+    x = torch.randn(4, 16)
+    expected = source(x)
+    chain = FullyShardedDataParallel(
+        copy.deepcopy(source),
+        device_id=torch.device("cpu"),
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=ModuleWrapPolicy(wrapped) if wrapped else None,
+    )
+    torch.testing.assert_close(chain(x), expected)
+    with FullyShardedDataParallel.state_dict_type(chain, StateDictType.FULL_STATE_DICT):
+        state = chain.state_dict()
+        assert _linear_keys(state) == ["0.weight", "0.bias"]
+        for parameter in chain.parameters():
+            torch.nn.init.zeros_(parameter)
+        chain.load_state_dict(state)
+    torch.testing.assert_close(chain(x), expected)
+    source.load_state_dict(
+        {key.replace("._checkpoint", ""): value for key, value in state.items()}, strict=False
+    )
+    torch.testing.assert_close(source(x), expected)

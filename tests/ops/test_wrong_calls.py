@@ -22,8 +22,9 @@ def sample() -> torch.Tensor:
     "value", [3, None, [1.0], numpy.zeros((8, 32))], ids=["int", "None", "list", "numpy"]
 )
 def test_inputs_that_are_not_tensors_are_named(value):
+    message = rf"main input of BasicLinear \(operation 0\) is an? {type(value).__name__}; give a torch.Tensor"
     for chain in (ops.Linear(32, 32), ops.Sequential(ops.Linear(32, 32), torch.nn.ReLU(), ops.Identity())):
-        with pytest.raises(TypeError, match=f"main input is an? {type(value).__name__}; give a torch.Tensor"):
+        with pytest.raises(TypeError, match=message):
             chain(value)
     with pytest.raises(TypeError, match=r"extra input 0 of AddExtraInput \(operation 2\) is an? "):
         ops.Sequential(ops.Linear(32, 32), ops.AddExtraInput())(sample(), value)
@@ -34,6 +35,28 @@ def test_inputs_that_are_not_tensors_are_named(value):
         ops.Sequential(ops.Linear(32, 32), ops.AddExtraInput())(sample())
     with pytest.raises(ValueError, match=missing.format(0)):
         ops.Sequential(torch.nn.ReLU(), ops.AddExtraInput())(sample())
+
+
+def test_extra_inputs_that_no_operation_reads_are_named():
+    with pytest.raises(
+        ValueError, match="1 given, but BasicLinear, Bias read none; pass the main input alone"
+    ):
+        ops.Linear(32, 32)(sample(), sample())
+
+
+@pytest.mark.parametrize("op_kwargs", [3, {0: 3}, {0: None}], ids=["int", "value", "None"])
+def test_keyword_arguments_that_are_no_dict_are_named(op_kwargs: Any):
+    with pytest.raises(TypeError, match=r"op_kwargs contains (3|None); give a dict \{operation or its index"):
+        ops.Sequential(ops.Identity())(sample(), op_kwargs=op_kwargs)
+
+
+@pytest.mark.parametrize(
+    "op", [ops.GELU(), ops.SwiGLU(), ops.ScaledSReLU()], ids=lambda op: type(op).__name__
+)
+def test_an_activation_of_a_number_names_the_operation(op: Any):
+    extra = [torch.randn(())] * op.num_extra_inputs
+    with pytest.raises(ValueError, match=f"{type(op).__name__} takes inputs with at least one dimension"):
+        op(torch.randn(()), *extra)
 
 
 class Returning(ops.BasicOperation):
@@ -84,7 +107,10 @@ WRONG = {
     "fuser_forward returned a Tensor in place of a sequence": ReturningExtra(lambda x: (x, [x])),
     "fuser_forward returned 2 groups": ReturningExtra(lambda x: (x, [(x,), (x,)])),
     "returned an int for extra output 0": ReturningExtra(lambda x: (x, [(3,)])),
-    "fuser_backward returned a tuple; return a tuple": ReturningExtra(None, lambda dy: (dy, [()])),
+    "op_backward returned a tuple of 1 values; return a tuple": Returning(None, lambda dy: (dy,)),
+    "fuser_backward returned a tuple of 2 values; return a tuple": ReturningExtra(
+        None, lambda dy: (dy, [()])
+    ),
     "returned 0 gradients for the 1 extra inputs": ReturningExtra(None, lambda dy: (dy, [()], [()])),
     "returned an int; return a tensor or None": ReturningExtra(None, lambda dy: (dy, [()], [(3,)])),
 }

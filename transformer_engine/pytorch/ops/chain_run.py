@@ -22,7 +22,7 @@ from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from .applied_recipe import scale_update
 from .chain import run_backward, run_forward
-from .links import Links
+from .links import Links, share_memory
 from .operation import BasicOperation, FusibleOperation, OperationContext
 from .pass_operation import PassOperation, has_backward_pass, has_forward_pass
 from .shard_places import places_of_shards
@@ -331,7 +331,10 @@ class SegmentedChain(Function):
         ctx.call = call
         ctx.scale_update = scale_update(call.basic_ops, call.state)
         outputs = distinct(results, (x, *tensors))
-        ctx.mark_non_differentiable(*[y for y in outputs if not y.is_floating_point()])
+        constant = sum(slot.op < call.first for slot in call.links.public_outputs)
+        ctx.mark_non_differentiable(
+            *[y for i, y in enumerate(outputs) if 0 < i <= constant or not y.is_floating_point()]
+        )
         ctx.set_materialize_grads(torch.compiler.is_compiling())
         ctx.output = (outputs[0].shape, outputs[0].dtype, outputs[0].device)
         return outputs
@@ -367,13 +370,29 @@ def clone_shared_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> 
 
 
 def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return results that are different objects, and no input, for autograd to attach its history to."""
-    unique: list[Tensor] = []
-    for result in results:
-        for earlier in (*inputs, *unique):
-            if result is earlier:
-                clones = _CLONES_SHARED_RESULTS and torch.compiler.is_compiling()
-                result = result.clone() if clones else result.detach()
-                break
-        unique.append(result)
-    return tuple(unique)
+    """Return results that are different objects, and no input, for autograd to attach its history to.
+
+    A result that shares memory with an input or another result is a view. Autograd therefore raises an error if the
+    caller writes to it in place, which would change the other tensor without its gradient.
+    """
+    if torch.compiler.is_compiling():
+        unique: list[Tensor] = []
+        for result in results:
+            for earlier in (*inputs, *unique):
+                if result is earlier:
+                    result = result.clone() if _CLONES_SHARED_RESULTS else result.detach()
+                    break
+            unique.append(result)
+        return tuple(unique)
+    shared = [
+        any(result is other for other in inputs)
+        or any(i != j and share_memory(result, other) for j, other in enumerate(results))
+        for i, result in enumerate(results)
+    ]
+    return tuple(
+        [
+            # A quantized tensor has no view of the same class.
+            result if not alias else result.view_as(result) if type(result) is Tensor else result.detach()
+            for result, alias in zip(results, shared, strict=True)
+        ]
+    )

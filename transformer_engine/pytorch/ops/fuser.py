@@ -174,7 +174,7 @@ class OperationFuser:
         if len(extra_inputs) != self.num_extra_inputs:
             raise extra_inputs_error(len(extra_inputs), self._basic_ops)
         if type(x) is not Tensor:
-            check_tensor("the main input", x)
+            check_tensor(f"the main input of {type(self._basic_ops[0]).__name__} (operation 0)", x)
         if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
             raise ValueError(
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries for {self._num_basic_ops} basic operations; give "

@@ -1,31 +1,50 @@
-"""Operations that are called as modules, because fusion would skip their hooks, `compile()` or a replaced `forward`."""
+"""Operations that are called as modules, because fusion would skip their hooks, `compile()`, or a replaced method."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.nn.modules import module as every_module
 
+from ...common.numbers import with_article
 from ..runtime.checks import MODULE_HOOKS
+
+# Runs the hooks and `forward`. Tracers such as torch.fx replace it in torch.nn.Module.
+_MODULE_CALL = torch.nn.Module.__call__
+
+
+def with_basic_operations(operations: Sequence[Any]) -> list[Any]:
+    """Operations, and the basic operations of the fused ones or the modules that replace them."""
+    parts = list(operations)
+    for operation in operations:
+        if getattr(operation, "is_fused_op", False):
+            parts += operation.basic_operations()
+    return parts
 
 
 def are_unintercepted(operations: Sequence[Any]) -> bool:
-    """Whether operation calls run no hook, no `compile()` graph and no replaced `forward`, in any part.
+    """Whether operation calls run no hook, no `compile()` graph and no replaced method, in any part.
 
-    It runs in each chain call: loops, because a generator would enter a function for each operation.
+    A module that replaces a basic operation of a fused one, such as a wrapper around it, is not bare.
+    """
+    return calls_are_unintercepted(with_basic_operations(operations))
+
+
+def calls_are_unintercepted(parts: Sequence[Any]) -> bool:
+    """`are_unintercepted` for operations with their basic operations (`with_basic_operations`).
+
+    It runs in each chain call: a loop, because a generator would enter a function for each operation.
     """
     if (
         every_module._global_forward_hooks
         or every_module._global_forward_pre_hooks
         or every_module._global_backward_hooks
         or every_module._global_backward_pre_hooks
+        or torch.nn.Module.__call__ is not _MODULE_CALL
     ):
         return False
-    parts = list(operations)
-    for operation in operations:
-        if operation.is_fused_op:
-            parts += operation.basic_operations()
     for part in parts:
         if (
             part._forward_hooks
@@ -34,7 +53,7 @@ def are_unintercepted(operations: Sequence[Any]) -> bool:
             or part._backward_pre_hooks
             or part._compiled_call_impl is not None
             or "forward" in part.__dict__
-            or type(part).forward is not type(part)._own_forward
+            or type(part).forward is not getattr(type(part), "_own_forward", None)
         ):
             return False
     return True
@@ -47,6 +66,10 @@ def unfused_reason(operation: Any) -> str | None:
     parts = [operation, *(operation.basic_operations() if operation.is_fused_op else ())]
     for part in parts:
         name = "it" if part is operation else f"its {type(part).__name__}"
+        if not hasattr(type(part), "_own_forward"):
+            return f"{with_article(type(part))} replaces one of its operations"
+        if type(part).__call__ is not _MODULE_CALL:
+            return f"{type(part).__name__}.__call__ is not the method of torch.nn.Module"
         for attribute in MODULE_HOOKS:
             if getattr(part, attribute):
                 return f"{name} has {attribute[1:].replace('pre_', 'pre-').replace('_', ' ')}"

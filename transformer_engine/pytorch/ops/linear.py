@@ -22,19 +22,24 @@ from typing import Any
 import torch
 
 from ...common.numbers import to_bool
+from ..runtime.checks import is_distributed
 from .basic import AllReduce, BasicLinear, Bias, ReduceScatter
 from .basic.basic_linear import tensor_parallel_boundary
 from .operation import BasicOperation
 from .pass_operation import PassFusedOperation
 
-# {parameter name: key in state dicts}
-_SAVED_KEYS = {"weight": "basic_ops.0.weight", "bias": "basic_ops.1.bias"}
+# {parameter name: (index of the operation that reads it, key in state dicts)}
+_SAVED_KEYS = {"weight": (0, "basic_ops.0.weight"), "bias": (1, "basic_ops.1.bias")}
+# Part of the prefix of modules below torch.distributed.fsdp.FullyShardedDataParallel.
+_FSDP_PREFIX = "_fsdp_wrapped_module."
 
 
 class Linear(PassFusedOperation):
     """y = x @ weight.T + bias over the last dimension of x.
 
-    State dicts have the keys "basic_ops.0.weight" and "basic_ops.1.bias"; "weight" and "bias" are loaded too.
+    State dicts have the keys "basic_ops.0.weight" and "basic_ops.1.bias"; "weight" and "bias" are loaded too. Below
+    torch.distributed.fsdp.FullyShardedDataParallel, which looks parameters up by their names, the keys are "weight"
+    and "bias".
 
     In a row-parallel layer each rank has a bias [out_features] and adds it before the reduction, so
     y contains the sum over all ranks' biases. `te.Linear` adds one bias, after the reduction.
@@ -134,12 +139,24 @@ class Linear(PassFusedOperation):
             raise ValueError("this Linear has no bias; construct it with bias=True")
         super().__setattr__(name, value)
 
+    def _saved_keys(self, prefix: str) -> dict[str, str]:
+        """Keys {parameter name: key that names the basic operation} of parameters that the operations read here."""
+        operations = list(self.basic_ops)
+        return {
+            prefix + name: prefix + key
+            for name, (index, key) in _SAVED_KEYS.items()
+            # An operation that replaces one of the constructor's has parameters of its own.
+            if index < len(operations) and name not in operations[index]._parameters
+        }
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the parameters under keys that name the basic operations."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, key in _SAVED_KEYS.items():
-            if prefix + name in destination:
-                destination[prefix + key] = destination.pop(prefix + name)
+        if _FSDP_PREFIX in prefix:
+            return
+        for name, key in self._saved_keys(prefix).items():
+            if name in destination:
+                destination[key] = destination.pop(name)
 
     def _load_from_state_dict(
         self,
@@ -156,21 +173,32 @@ class Linear(PassFusedOperation):
         Raises:
             RuntimeError: The state dict has a parameter under both keys.
         """
-        for name, key in _SAVED_KEYS.items():
-            if prefix + key not in state_dict:
+        saved_keys = self._saved_keys(prefix)
+        for name, key in saved_keys.items():
+            if key not in state_dict:
                 continue
-            if prefix + name in state_dict:
+            parameter = self._parameters.get(name.removeprefix(prefix))
+            # torch.distributed.checkpoint.state_dict adds each parameter itself under its name.
+            if name in state_dict and state_dict[name] is not parameter:
                 raise RuntimeError(
-                    f"the state dict has {prefix + name} and {prefix + key}, which are the same parameter of Linear; "
-                    "remove one of them"
+                    f"the state dict has {name} and {key}, which are the same parameter of Linear; remove one of them"
                 )
-            state_dict[prefix + name] = state_dict.pop(prefix + key)
+            state_dict[name] = _sharded_as(parameter, state_dict.pop(key))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         # Report missing parameters under the keys that `state_dict` returns.
-        saved_keys = {prefix + name: prefix + key for name, key in _SAVED_KEYS.items()}
         missing_keys[:] = [saved_keys.get(key, key) for key in missing_keys]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"
+
+
+def _sharded_as(parameter: Any, value: Any) -> Any:
+    """Shard a full value as a DTensor parameter; torch does so only for values under the parameter's name."""
+    if not is_distributed(parameter) or is_distributed(value) or not isinstance(value, torch.Tensor):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = parameter.device_mesh
+    return distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)

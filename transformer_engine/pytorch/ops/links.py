@@ -13,7 +13,8 @@ from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 from .channels import Channels
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are views of the same memory; in a compiled graph, whether they are the same."""
     return a is b or (not torch.compiler.is_compiling() and torch._C._is_alias_of(a, b))  # pyright: ignore
 
 
@@ -41,10 +42,14 @@ def extra_inputs_error(count: int, ops: Sequence[Channels]) -> ValueError:
     readers: list[str] = []
     for index, op in enumerate(ops):
         readers += [f"{type(op).__name__} (operation {index})"] * op._extra_input_channels.count(None)
-    named = ", ".join(readers) or "no operation"
+    if not readers:
+        names = ", ".join([type(op).__name__ for op in ops])
+        return ValueError(
+            f"number of extra inputs: {count} given, but {names} read none; pass the main input alone"
+        )
     return ValueError(
-        f"number of extra inputs: {count} given, {len(readers)} read by {named}; give one tensor for each extra input, "
-        "in the order of the operations"
+        f"number of extra inputs: {count} given, {len(readers)} read by {', '.join(readers)}; give one tensor for each "
+        "extra input, in the order of the operations"
     )
 
 
@@ -147,7 +152,7 @@ class Links:
         for position in self._written:
             tensor, rest = tensors[position], (x, *tensors[:position], *tensors[position + 1 :])
             if (tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()) or any(
-                _share_memory(tensor, other) for other in rest
+                share_memory(tensor, other) for other in rest
             ):
                 tensors[position] = tensor.clone()
         return tuple(tensors)

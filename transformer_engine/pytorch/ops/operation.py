@@ -72,6 +72,8 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = suggests_keywords(cls.__init__)
+        if "__call__" in vars(cls):
+            cls._own_forward = None  # a fused chain would not run `__call__`
 
     @property
     @abstractmethod
@@ -167,9 +169,13 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
                 f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
         if self.is_fused_op and not are_unintercepted(members):
-            channels = connecting_channels([[member] for member in members], self._channels)
+            # A module that replaces a basic operation has no extra tensors.
+            groups = [[member] if isinstance(member, BasicOperation) else [] for member in members]
             parts = [
-                ChainPart(member, [member], names) for member, names in zip(members, channels, strict=True)
+                ChainPart(member, group, names)
+                for member, group, names in zip(
+                    members, groups, connecting_channels(groups, self._channels), strict=True
+                )
             ]
             return call_parts(parts, input, extra_inputs, {}, self._channels)
         fuser: Any = self.__dict__.get("_own_fuser")
@@ -190,7 +196,7 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
             )  # no change to the operation's settings (`_revision`)
 
     # The `forward` of this class that computes the same as a fused chain; a user's class may have another one.
-    _own_forward: ClassVar[Callable[..., Any]] = forward
+    _own_forward: ClassVar[Callable[..., Any] | None] = forward
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the state without the fuser, which a copy recreates."""
@@ -346,8 +352,11 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
         pair = isinstance(returned, (tuple, list)) and len(returned) == 2
         if not pair or not isinstance(returned[1], Iterable) or isinstance(returned[1], Tensor):
             found = returned[1] if pair else returned
+            of_values = (
+                f" of {len(returned)} values" if isinstance(returned, (tuple, list)) and not pair else ""
+            )
             raise TypeError(
-                f"{type(self).__name__}.op_backward returned {with_article(type(found))}"
+                f"{type(self).__name__}.op_backward returned {with_article(type(found))}{of_values}"
                 f"{' as the gradients of the parameters' if pair else ''}; return a tuple (grad_input, gradients of "
                 "the parameters), with () for no parameters"
             )

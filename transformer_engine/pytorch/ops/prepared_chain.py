@@ -67,6 +67,7 @@ class PreparedChain:
         "_binds",
         "checks",
         "compiled",
+        "constant_outputs",
         "counts",
         "first",
         "fuses",
@@ -93,6 +94,8 @@ class PreparedChain:
         self.updates_scales, self.fuses = updates_scales, fuses
         self.fusions, self.checks, self.shards = fusions, checks, shards
         self.outputs = 1 + sum([count.extra_outputs for count in counts])
+        # Extra outputs, the first ones, from operations that the backward pass does not reach.
+        self.constant_outputs = sum([count.extra_outputs for count in counts[:first]])
         self.compiled = self._compiled(device) if compiles_on(device) else None
         self._binds = any(type(entry).bound is not OperationPasses.bound for entry in passes)
 
@@ -269,7 +272,9 @@ class _PreparedChain(Function):
             chain.compiled.save_kind(ctx, kind)
         keep(ctx, results[chain.outputs :])
         outputs = distinct(results[: chain.outputs], tensors)
-        constant = [y for y in outputs if not y.is_floating_point()]
+        constant = [
+            y for i, y in enumerate(outputs) if 0 < i <= chain.constant_outputs or not y.is_floating_point()
+        ]
         if constant:
             ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from ...common.recipe import Recipe, is_unchanged, recipe_revision
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
@@ -68,7 +69,9 @@ class RecipeSlots:
         """Copy under a new name."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        state: dict[str, Any] = self.__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
+        # In the class that `parametrize` derives, `__getstate__` raises an error.
+        original: Any = parametrize.type_before_parametrizations(self)  # pyright: ignore[reportArgumentType]
+        state: dict[str, Any] = original.__getstate__(self)
         copied.__dict__.update(copy.deepcopy(state, memo))
         copied._register_name()
         return copied

@@ -26,7 +26,12 @@ from ...common.explanation import is_explaining, note
 from ...common.numbers import to_int, with_article
 from ..quantization.resizable_state import CheckedLoading
 from .fuser import OperationFuser
-from .intercepted_calls import are_unintercepted, unfused_reason
+from .intercepted_calls import (
+    are_unintercepted,
+    calls_are_unintercepted,
+    unfused_reason,
+    with_basic_operations,
+)
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 
@@ -38,12 +43,14 @@ class _Parts(NamedTuple):
         modules: The values of `_modules`, by which a later call sees whether the modules have changed.
         operations: The modules that are operations.
         fusible: The operations that may fuse, because nothing intercepts their calls (`are_unintercepted`).
+        called: The operations and the basic operations of the fused ones, which a user may also replace.
         parts: Fused chains and single modules, in order.
     """
 
     modules: list[torch.nn.Module | None]
     operations: list[FusibleOperation]
     fusible: list[FusibleOperation]
+    called: list[FusibleOperation]
     parts: list[ChainPart]
 
 
@@ -111,10 +118,13 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
         cached = self._cached_parts
-        if cached is not None and cached.modules != modules:
-            cached = None
+        called: list[FusibleOperation] = []
+        if cached is not None:
+            called = with_basic_operations(cached.operations)
+            if cached.modules != modules or cached.called != called:
+                cached = None
         # Fast path, taken by nearly every call: no module has changed, and all operations still fuse.
-        if cached and len(cached.fusible) == len(cached.operations) and are_unintercepted(cached.operations):
+        if cached and len(cached.fusible) == len(cached.operations) and calls_are_unintercepted(called):
             return cached.parts
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
         fusible = [operation for operation in operations if are_unintercepted([operation])]
@@ -129,7 +139,13 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             else:
                 part_modules.append([module])
         basic_ops = [
-            [basic for module in group if module in operations for basic in module.basic_operations()]
+            [
+                basic
+                for module in group
+                if module in operations
+                for basic in module.basic_operations()
+                if isinstance(basic, BasicOperation)  # not a module that replaces one
+            ]
             for group in part_modules
         ]
         parts: list[ChainPart] = []
@@ -143,7 +159,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                     op.connect(NO_CHANNELS)
                 module = OperationFuser(group, channels)
             parts.append(ChainPart(module, group_ops, channels))
-        self._cached_parts = _Parts(modules, operations, fusible, parts)
+        self._cached_parts = _Parts(modules, operations, fusible, with_basic_operations(operations), parts)
         return parts
 
     @property
@@ -169,8 +185,14 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """Keyword arguments by id of the operation; indices are replaced by the operations.
 
         Raises:
+            TypeError: `op_kwargs`, or the value of a key, is not a dict.
             ValueError: A key is not a basic operation in this container.
         """
+        for value in (op_kwargs or {}, *(op_kwargs.values() if isinstance(op_kwargs, Mapping) else ())):
+            if not isinstance(value, Mapping):
+                raise TypeError(
+                    f"op_kwargs contains {value!r}; give a dict {{operation or its index: dict of keyword arguments}}"
+                )
         result: dict[int, dict[str, Any]] = {}
         module_ids = {id(module) for module in self}
         for target, kwargs in (op_kwargs or {}).items():

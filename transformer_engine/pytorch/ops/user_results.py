@@ -86,8 +86,11 @@ def backward_results(
 
 
 def _parts(op: FusibleOperation, method: str, returned: Any, count: int, expected: str) -> Sequence[Any]:
-    if not isinstance(returned, (tuple, list)) or len(returned) != count:
+    if not isinstance(returned, (tuple, list)):
         raise _error(op, method, returned, expected)
+    if len(returned) != count:
+        found = f"{with_article(type(returned))} of {len(returned)} values"
+        raise TypeError(f"{type(op).__name__}.{method} returned {found}; return {expected}")
     return returned
 
 

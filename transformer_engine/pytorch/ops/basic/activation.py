@@ -59,6 +59,8 @@ class ActivationOperation(PassOperation):
             raise RuntimeError(
                 f"{kind} takes float32, float16 or bfloat16 inputs, not {dtype}; convert the input"
             )
+        if not x.shape:
+            raise ValueError(f"{kind} takes inputs with at least one dimension; use x.reshape(1)")
         gated = self.kind == _SITU or ACTIVATIONS[self.kind].gated
         width = x.shape[-1]
         if gated and width % (2 * (self.glu_interleave_size or 1)):
