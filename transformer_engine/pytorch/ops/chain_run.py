@@ -316,7 +316,8 @@ def _keep_storage(tensors: Sequence[Any]) -> None:
             tensor._do_not_clear = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# A graph that torch 2.11 compiles does not add gradients for two results that share memory, so they are cloned.
+# A graph that torch 2.11 compiles loses the gradients for results that share memory, also as different views, so each
+# of several results is cloned.
 _CLONES_SHARED_RESULTS = TorchVersion(torch.__version__) < "2.13"
 
 
@@ -368,12 +369,11 @@ def clone_shared_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> 
 
 def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return results that are different objects, and no input, for autograd to attach its history to."""
+    if _CLONES_SHARED_RESULTS and torch.compiler.is_compiling() and len(results) > 1:
+        return tuple([result.clone() for result in results])
     unique: list[Tensor] = []
     for result in results:
-        for earlier in (*inputs, *unique):
-            if result is earlier:
-                clones = _CLONES_SHARED_RESULTS and torch.compiler.is_compiling()
-                result = result.clone() if clones else result.detach()
-                break
+        if any(result is earlier for earlier in (*inputs, *unique)):
+            result = result.detach()
         unique.append(result)
     return tuple(unique)
