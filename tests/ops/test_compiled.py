@@ -70,6 +70,23 @@ def test_a_compiled_activation_saves_the_codes_of_eager_mode():
     assert 0 < relative_error(seen[3], exact.grad) <= 2**-4  # the rounding of the saved input
 
 
+@pytest.mark.parametrize("first", [ops.Linear, ops.RMSNorm])
+def test_a_compiled_chain_has_gradients_for_its_result_as_an_extra_output(first):
+    torch._dynamo.reset()
+    sizes = (64, 64) if first is ops.Linear else (64,)
+    module = ops.Sequential(first(*sizes, **PLACE), ops.MakeExtraOutput())
+    gradients: list[list[torch.Tensor]] = []
+    for run in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        module.zero_grad()
+        x = torch.linspace(-1, 2, 32 * 64, device=PLACE["device"]).view(32, 64).requires_grad_()
+        y, extra = run(x)
+        (y.square().sum() + (3 * extra).sum()).backward()
+        assert x.grad is not None
+        gradients.append([x.grad, *[p.grad.clone() for p in module.parameters()]])  # pyright: ignore
+    for ours, eager in zip(gradients[1], gradients[0], strict=True):
+        assert eager.norm() > 0 and relative_error(ours, eager) <= 1e-6
+
+
 @pytest.mark.parametrize("layout", ["transposed", "expanded"])
 def test_a_compiled_backward_pass_has_the_bits_of_a_contiguous_gradient(layout):
     torch._dynamo.reset()

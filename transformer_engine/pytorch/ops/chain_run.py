@@ -316,7 +316,8 @@ def _keep_storage(tensors: Sequence[Any]) -> None:
             tensor._do_not_clear = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# A graph that torch 2.11 compiles does not add gradients for two results that share memory, so they are cloned.
+# A graph that torch 2.11 compiles loses the gradients for results that share memory, also as different views, so each
+# of several results is cloned.
 _CLONES_SHARED_RESULTS = TorchVersion(torch.__version__) < "2.13"
 
 
@@ -376,11 +377,13 @@ def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, 
     caller writes to it in place, which would change the other tensor without its gradient.
     """
     if torch.compiler.is_compiling():
+        if _CLONES_SHARED_RESULTS and len(results) > 1:
+            return tuple([result.clone() for result in results])
         unique: list[Tensor] = []
         for result in results:
             for earlier in (*inputs, *unique):
                 if result is earlier:
-                    result = result.clone() if _CLONES_SHARED_RESULTS else result.detach()
+                    result = result.detach()
                     break
             unique.append(result)
         return tuple(unique)

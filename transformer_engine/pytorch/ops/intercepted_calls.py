@@ -27,7 +27,7 @@ def with_basic_operations(operations: Sequence[Any]) -> list[Any]:
 def are_unintercepted(operations: Sequence[Any]) -> bool:
     """Whether operation calls run no hook, no `compile()` graph and no replaced method, in any part.
 
-    A module that replaces a basic operation of a fused one, such as a wrapper around it, is not bare.
+    A module that replaces a basic operation of a fused one, such as a wrapper around it, intercepts its calls.
     """
     return calls_are_unintercepted(with_basic_operations(operations))
 
