@@ -383,7 +383,7 @@ def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, 
         for result in results:
             for earlier in (*inputs, *unique):
                 if result is earlier:
-                    result = result.detach()
+                    result = result.clone() if _CLONES_SHARED_RESULTS else result.detach()
                     break
             unique.append(result)
         return tuple(unique)
