@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import pytest
 
-from tests.kernels.test_block_product import SHARED_MEMORY, assembled
+from tests.kernels.test_block_product import SHARED_MEMORY, UNKNOWN, assembled
+from transformer_engine.common import optional
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = UNKNOWN
+STACK = {(3, 8): 8}  # bytes per thread by release of Triton: exact products with float32 results
 
 GRADIENTS, CODES, SCALES = "float8_e5m2", "float8_e4m3fn", ("float32", "float32")
 
 
 def check(kernel, output: str) -> None:
-    assert "0 bytes spill stores, 0 bytes spill loads" in output, output
+    match = re.search(r"(\d+) bytes stack frame", output)
+    assert match is not None and int(match[1]) <= STACK.get(optional.release("triton"), 0), output
     assert not re.search(r"C75\d\d|serialized", output), output
     assert kernel.shared_memory <= SHARED_MEMORY
     assert kernel.warps == 12, "two groups that multiply, and a warp that fetches, rounded up to a group"
