@@ -29,10 +29,10 @@ def are_bare(operations: Sequence[Any]) -> bool:
 
     A module that replaces a basic operation of a fused one, such as a wrapper around it, is not bare.
     """
-    return run_operations_alone(with_basic_operations(operations))
+    return nothing_intercepts(with_basic_operations(operations))
 
 
-def run_operations_alone(parts: Sequence[Any]) -> bool:
+def nothing_intercepts(parts: Sequence[Any]) -> bool:
     """`are_bare` for operations with their basic operations (`with_basic_operations`).
 
     It runs in each chain call: a loop, because a generator would enter a function for each operation.

@@ -25,7 +25,7 @@ from torch import Tensor
 from ...common.explanation import is_explaining, note
 from ...common.numbers import to_int, with_article
 from ..quantization.resizable_state import CheckedLoading
-from .bare_calls import are_bare, run_operations_alone, unfused_reason, with_basic_operations
+from .bare_calls import are_bare, nothing_intercepts, unfused_reason, with_basic_operations
 from .fuser import OperationFuser
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
@@ -119,7 +119,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             if cached.modules != modules or cached.called != called:
                 cached = None
         # Fast path, taken by nearly every call: no module has changed, and all operations still fuse.
-        if cached and len(cached.fusible) == len(cached.operations) and run_operations_alone(called):
+        if cached and len(cached.fusible) == len(cached.operations) and nothing_intercepts(called):
             return cached.parts
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
         fusible = [operation for operation in operations if are_bare([operation])]
