@@ -178,7 +178,7 @@ def digest(value: Any) -> str:
 
 
 def laid_out(grad: Tensor, draw: random.Random) -> Tensor:
-    """The gradient with other strides, expanded, or as it is."""
+    """The gradient with other strides, expanded, or unchanged."""
     way = draw.random()
     if way < 0.25:
         wide = torch.empty(*grad.shape[:-1], 2 * grad.shape[-1], dtype=grad.dtype)[..., ::2]

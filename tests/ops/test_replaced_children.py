@@ -120,7 +120,7 @@ def test_a_changed_sequential_runs_the_modules_that_it_holds(way: str, kind: str
 
 
 class Wrapper(nn.Module):
-    """A module around an operation, such as FSDP."""
+    """Wraps an operation, as FSDP does."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()

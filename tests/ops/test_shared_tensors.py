@@ -320,7 +320,7 @@ def test_a_users_forward_fusion_of_a_dropout_names_the_missing_state(_fused_by_a
 
 
 class Doubled(ops.BasicOperation):
-    """y = 2x, an operation with methods of a user."""
+    """y = 2x by user-defined methods."""
 
     def op_forward(self, ctx, input_, **others):
         return input_ * 2

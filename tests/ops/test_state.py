@@ -284,7 +284,7 @@ def test_a_quantized_weight_follows_the_state_of_a_new_recipe(name, change, emul
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """A process group of one rank."""
+    """Single-rank process group."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()

@@ -45,7 +45,7 @@ def test_extra_inputs_that_no_operation_reads_are_named():
 
 
 @pytest.mark.parametrize("op_kwargs", [3, {0: 3}, {0: None}], ids=["int", "value", "None"])
-def test_keyword_arguments_that_are_no_dict_are_named(op_kwargs: Any):
+def test_op_kwargs_that_are_not_dicts_are_named(op_kwargs: Any):
     with pytest.raises(TypeError, match=r"op_kwargs contains (3|None); give a dict \{operation or its index"):
         ops.Sequential(ops.Identity())(sample(), op_kwargs=op_kwargs)
 

@@ -22,9 +22,9 @@ from . import (
     softmax,
 )
 from .explain import explain
-from .platform import expects_gpu as _expects_gpu
 from .primitives.launching import prepare_compiler as _prepare_compiler
 from .quantize import NVTE_FP8_COLLECTION_NAME, autocast, fp8_autocast, update_collections
+from .runtime.platform import expects_gpu as _expects_gpu
 from .sharding import MeshResource
 
 __all__ = [

@@ -38,7 +38,6 @@ from ..common.self_test import (
     progress_line,
 )
 from .attention.fused import fused_attn
-from .platform import has_gpu
 from .primitives.activation import ActivationParams
 from .primitives.activation_codes import activation_codes
 from .primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
@@ -47,6 +46,7 @@ from .primitives.grouped_gemm import grouped_gemm
 from .primitives.norm_codes import norm_codes
 from .primitives.operand import Operand
 from .primitives.quantize import Cast, Quantized, decoded, quantize
+from .runtime.platform import has_gpu
 
 Draw = Callable[..., Array]  # `draw_values`
 # Rounding a bfloat16 result twice, and Hopper's 14-bit sums; relative error in the Frobenius norm.

@@ -1,4 +1,4 @@
-"""Self-test of the command line: PyTorch in this process, then JAX in a process of its own, as one report."""
+"""Self-test of the command line: PyTorch in this process, then JAX in another process, as one report."""
 
 from __future__ import annotations
 
