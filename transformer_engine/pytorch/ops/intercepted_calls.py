@@ -29,19 +29,11 @@ def are_unintercepted(operations: Sequence[Any]) -> bool:
 
     A module that replaces a basic operation of a fused one, such as a wrapper around it, intercepts its calls.
     """
-<<<<<<< HEAD:transformer_engine/pytorch/ops/intercepted_calls.py
     return calls_are_unintercepted(with_basic_operations(operations))
 
 
 def calls_are_unintercepted(parts: Sequence[Any]) -> bool:
     """`are_unintercepted` for operations with their basic operations (`with_basic_operations`).
-=======
-    return nothing_intercepts(with_basic_operations(operations))
-
-
-def nothing_intercepts(parts: Sequence[Any]) -> bool:
-    """`are_bare` for operations with their basic operations (`with_basic_operations`).
->>>>>>> w_h18:transformer_engine/pytorch/ops/bare_calls.py
 
     It runs in each chain call: a loop, because a generator would enter a function for each operation.
     """

@@ -25,10 +25,6 @@ from torch import Tensor
 from ...common.explanation import is_explaining, note
 from ...common.numbers import to_int, with_article
 from ..quantization.resizable_state import CheckedLoading
-<<<<<<< HEAD
-=======
-from .bare_calls import are_bare, nothing_intercepts, unfused_reason, with_basic_operations
->>>>>>> w_h18
 from .fuser import OperationFuser
 from .intercepted_calls import (
     are_unintercepted,
@@ -128,11 +124,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             if cached.modules != modules or cached.called != called:
                 cached = None
         # Fast path, taken by nearly every call: no module has changed, and all operations still fuse.
-<<<<<<< HEAD
         if cached and len(cached.fusible) == len(cached.operations) and calls_are_unintercepted(called):
-=======
-        if cached and len(cached.fusible) == len(cached.operations) and nothing_intercepts(called):
->>>>>>> w_h18
             return cached.parts
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
         fusible = [operation for operation in operations if are_unintercepted([operation])]
