@@ -52,3 +52,15 @@ def test_a_warm_pass_launches_no_more_than_before():
         for case, counts in found.items()
     }
     assert launches == LAUNCHES
+
+
+@needs_fast_path
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_compiled_backward_pass_compares_the_saved_inputs_of_its_layer():
+    found = json.loads(output_without_gpu("tests/module/saved_inputs.py").splitlines()[-1])
+    x, gamma, weight = [128, 1, 512], [512], [512, 512]
+    assert found == {
+        "linear": [x, weight],
+        "layernorm_linear": [x, gamma, weight],
+        "layernorm_mlp": [x, gamma, [1024, 512], weight],
+    }

@@ -47,7 +47,8 @@ class Kind:
         given_up: The pass cannot be compiled; every call runs its functions.
         generated: The compiled pass; None before it is compiled, or if it cannot be.
         metadata: Non-tensor results of the pass: metadata of saved operands.
-        input_results: Positions of results that are pass inputs.
+        input_results: Positions of results that are pass inputs, counted from the end (-1 is the last): the saved
+            tensors, which are the last results, are also the last inputs of the backward pass.
         reason: Why the pass cannot be compiled; None before the first attempt.
     """
 
@@ -153,9 +154,13 @@ class CompiledPass:
             kind.given_up = not (isinstance(error, NotAligned) and attempts_left)
             return
         kind.metadata, kind.generated, kind.reason = metadata, generated, None
-        count = len(instructions.inputs)
+        inputs_count, results_count = len(instructions.inputs), len(results_as_symbols)
         kind.input_results = tuple(
-            [i for i, result in enumerate(results_as_symbols) if result is not None and result.buffer < count]
+            [
+                i - results_count
+                for i, result in enumerate(results_as_symbols)
+                if result is not None and result.buffer < inputs_count
+            ]
         )
 
 
