@@ -13,7 +13,7 @@ import tempfile
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -225,6 +225,46 @@ def trained(run: Run) -> list[float]:
     return Training(run).losses()
 
 
+def gradient_errors(run: Run) -> dict[str, float]:
+    """Relative differences, in the Frobenius norm of all parameters, of the gradients of three models' first steps.
+
+    The models have the same parameters: chains of operations (`run`), layers, and layers in bfloat16.
+    """
+    modules = replace(run, model={name: value for name, value in run.model.items() if name not in FUSER})
+    quantizing = {name for settings in RECIPES.values() for name in settings}
+    plain = {name: value for name, value in modules.model.items() if name not in quantizing}
+    found = [_first_gradients(each) for each in (run, modules, replace(modules, model=plain))]
+    return {
+        "operations against modules": _difference(found[0], found[1]),
+        "operations against bfloat16": _difference(found[0], found[2]),
+        "modules against bfloat16": _difference(found[1], found[2]),
+    }
+
+
+def _first_gradients(run: Run) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters before the first step, and their gradients."""
+    training = Training(run)
+    parameters = list(training.model.parameters())  # chains share them with their modules
+    before = [parameter.detach().clone() for parameter in parameters]
+    training.step()
+    return [(value, p.main_grad.clone()) for value, p in zip(before, parameters, strict=True)]
+
+
+def _difference(first: list[Any], second: list[Any]) -> float:
+    """Match parameters by their initial values, those with equal ones by their order."""
+    assert len(first) == len(second)
+    left = list(second)
+    error = norm = 0.0
+    for value, gradient in first:
+        index = next(
+            i for i, (other, _) in enumerate(left) if other.shape == value.shape and torch.equal(other, value)
+        )
+        _, expected = left.pop(index)
+        error += (gradient - expected).double().square().sum().item()
+        norm += expected.double().square().sum().item()
+    return (error / norm) ** 0.5
+
+
 def engine_layers(run: Run) -> dict[str, int]:
     """How many layers of each class of this engine the model holds."""
     from collections import Counter
@@ -346,6 +386,14 @@ CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
     **{f"op fuser {name}": (operations, Run(model=recipe(name, **FUSER))) for name in RECIPES},
     **{
         f"op fuser llama {name}": (operations, Run(model={**LLAMA, **recipe(name, **FUSER)}))
+        for name in ("bfloat16", "delayed")
+    },
+    **{
+        f"gradients of the op fuser {name}": (gradient_errors, Run(model=recipe(name, **FUSER)))
+        for name in RECIPES
+    },
+    **{
+        f"gradients of the op fuser llama {name}": (gradient_errors, Run(model={**LLAMA, **recipe(name, **FUSER)}))
         for name in ("bfloat16", "delayed")
     },
     "recompute bfloat16": (trained, Run(model=recipe("bfloat16", **FULL_RECOMPUTE))),

