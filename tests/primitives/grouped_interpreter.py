@@ -109,7 +109,7 @@ def measured_casts() -> dict[str, bool]:
 
 def _runs(record: launch.Launch, inputs: tuple[torch.Tensor | None, ...], expected: GroupedQuantized) -> bool:
     codes, codes_t = torch.zeros_like(expected.codes), torch.zeros_like(expected.codes_t)
-    scale, state = torch.zeros_like(expected.scale), torch.zeros(2 * len(expected.scale))
+    scale, state = torch.zeros_like(expected.scale), torch.zeros(2 * len(expected.scale) + 1)
     launch.start(record, (*inputs, codes, codes_t, scale, state), -1)
     equal = interpreter.same_bits(codes, expected.codes) and interpreter.same_bits(codes_t, expected.codes_t)
     return equal and torch.equal(scale[:, 0], expected.scale[:, 0])

@@ -4,8 +4,8 @@ A tile is visited by two programs: one measures it, and a later one casts it wit
 group come `lag` groups after its measurements, so that the second read finds the values in the L2 cache (50 MB on an
 H200). Two launches would read all groups from memory twice.
 
-A casting program waits until all tiles of its group are measured. They are measured by programs with lower numbers,
-which never wait. GPUs start programs in the order of their numbers, so that the wait always ends.
+A program takes the next number from a counter when it starts. A casting program waits until all tiles of its group are
+measured. Programs with lower numbers measure them: these have started and never wait, so that the wait always ends.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ def measured_cast_kernel(
 ):  # fmt: skip
     """Measure or cast one tile; each row's first entry in scale [GROUPS, SLOT] is written.
 
-    state, zeros [2 GROUPS], holds the maximum of every group and the number of its measured tiles.
+    state, zeros [2 GROUPS + 1], holds the maximum of every group, the number of its measured tiles, and the number of
+    programs that have started.
     """
     amax = state.to(tl.pointer_type(tl.int32))
     done = amax + GROUPS
-    program = tl.program_id(0)
+    program = tl.atomic_add(done + GROUPS, 1, sem="relaxed")
     place = program // TILES_K
     parts = tl.cdiv(M, BLOCK_M)
     if BY_ROWS:
@@ -140,7 +141,7 @@ def measured_cast(
     shape: tuple[int, int], groups: int, by_rows: bool, element: Element, power_of_two: bool, epsilon: float,
     rowwise: bool, columnwise: bool, tiled: bool = False, itemsize: int = 2, window: int = _WINDOW,
 ) -> Launch:  # fmt: skip
-    """Launch (x, table | None, layout | None) -> codes, codes_t, scale [groups, 4], state float32 [2 groups].
+    """Launch (x, table | None, layout | None) -> codes, codes_t, scale [groups, 4], state float32 [2 groups + 1].
 
     x is [total, K] or one of the matrices [M, K] with even M; codes is present if rowwise, codes_t if columnwise.
 
@@ -162,7 +163,7 @@ def measured_cast(
         (
             *cast_codes(shape, groups, by_rows, element, rowwise, columnwise),
             Output((groups, SCALE_SLOT), "float32"),
-            Output((2 * groups,), "float32", begins=0.0),
+            Output((2 * groups + 1,), "float32", begins=0.0),
         ),
         scalars,
         (*how, block_m, block_k, even, tiled, NATIVE),
