@@ -1,1 +1,1 @@
-"""Tests of the structure of the code: layers, sizes, names, repeated lines."""
+"""Tests for the code's structure: layers, sizes, names, repeated lines."""

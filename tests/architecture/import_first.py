@@ -1,9 +1,9 @@
-"""Import each given module as the first module of the product in a process; print a JSON object of the failures.
+"""Import each given module as the product's first module in a process; print the failures as a JSON object.
 
     python import_first.py MODULE..
 
 The frameworks are imported once, and modules are imported in forked processes. Python imports a package before its
-submodules, so a process that has just imported a package has the state in which each of its submodules would be
+submodules, so a process that has just imported a package has the state in which each submodule would be
 imported first. It forks again for every submodule not yet loaded.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 FRAMEWORKS = ("torch", "jax", "flax", "triton", "triton.language", "nvdlfw_inspect.api")
 
 
-def installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     return importlib.util.find_spec(name.partition(".")[0]) is not None
 
 
@@ -40,7 +40,7 @@ def visit(name: str, submodules: Mapping[str, Sequence[str]], report: Path) -> N
         for submodule in submodules.get(name, ()):
             visit(submodule, submodules, report)
     except ModuleNotFoundError as error:
-        if error.name is None or installed(error.name):
+        if error.name is None or is_installed(error.name):
             record(report, name)
     except BaseException:
         record(report, name)
@@ -54,11 +54,11 @@ def record(report: Path, name: str) -> None:
 
 
 def failures(names: Sequence[str]) -> dict[str, str]:
-    """{module: traceback} of the modules that cannot be imported first."""
+    """{module: traceback} for modules that cannot be imported first."""
     submodules: dict[str, list[str]] = {}
     for name in names:
         submodules.setdefault(name.rpartition(".")[0], []).append(name)
-    # Packages of the other modules, which are imported with them.
+    # Packages that contain the other modules, which are imported with them.
     roots = [name for name in names if name.rpartition(".")[0] not in names]
     # Each package is also imported after a bare `import transformer_engine`.
     submodules.setdefault("transformer_engine", []).extend(
@@ -73,7 +73,7 @@ def failures(names: Sequence[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for framework in filter(installed, FRAMEWORKS):
+    for framework in filter(is_installed, FRAMEWORKS):
         importlib.import_module(framework)
     gc.freeze()  # a collection in a forked process would visit, and so copy, the frameworks' objects
     gc.disable()

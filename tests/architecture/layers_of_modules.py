@@ -1,11 +1,11 @@
 """The layers of the product: a module imports from its own layer and those below it.
 
-`docs/layers_table.py` writes the tables of docs/architecture.md from these rows.
+`docs/layers_table.py` writes the tables in docs/architecture.md from these rows.
 """
 
 from __future__ import annotations
 
-# Rows of a framework: layer, dotted names of modules and packages, contents. The longest matching name applies.
+# A framework's rows: layer, dotted module and package names, contents. The longest matching name applies.
 SHARED = (
     (12, "transformer_engine", "the root package, which imports a framework on first access"),
     (11, "transformer_engine_tools", "the `te` command"),
@@ -160,7 +160,7 @@ LAYERS = {name: number for number, names, _ in (*SHARED, *PYTORCH, *JAX) for nam
 
 
 def layer(name: str) -> int:
-    """Return the layer of a module, by the longest name in the tables that begins its dotted name."""
+    """A module's layer, by the longest name in the tables that begins its dotted name."""
     while name not in LAYERS:
         name = name.rpartition(".")[0]
     return LAYERS[name]

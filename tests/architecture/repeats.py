@@ -1,8 +1,9 @@
-"""Pairs of files that share six or more lines, to the letter or with other names, strings and numbers.
+"""File pairs that share six or more lines, to the letter or with other names, strings and numbers.
 
-A line counts when it holds more than punctuation, a comment, the edge of a docstring, an import or an entry of
-`__all__`; white space is folded. A run of six such lines in more than eight places is a convention and makes no pair. A
-run that is equal in shape only must have four tokens per line on average and two lines that do work.
+A line counts when it contains more than punctuation, a comment, a docstring's edge, an import or an entry in
+`__all__`; white space is folded. A run of six such lines in more than eight places is a convention and counts
+as no pair. A run that is equal in shape only must have four tokens per line on average and two lines that do
+work.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OPENS_NAMES = re.compile(r"(from \S+ import \(|__all__ = \[)(?: *#.*)?")
 VERBS = re.compile(
     r"(if|for|while|return|elif|else|try|except|with|raise|yield|await|del|assert|continue|break)"
 )
-# "name: value,": an entry of a list, not work.
+# "name: value,": an entry in a list, not work.
 SIDE = r"(?:x )?[sx0_](?: [:.] [:.]? ?x)*(?: \( [sx0_ .:,]*\)?)?"
 ENTRY = re.compile(rf"{SIDE} : {SIDE} ,?")
 
@@ -45,17 +46,17 @@ class Line(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A run of six counted lines, from the number of its first line to that of its last."""
+    """A run of six counted lines, from its first line number to its last."""
 
     file: str
     first: int
     last: int
 
 
-def counted(text: str) -> list[Line]:
-    """The lines of a source that count."""
+def extract_lines(text: str) -> list[Line]:
+    """Lines in a source that count."""
     lines = []
-    in_names = False  # of an import over several lines, or of __all__
+    in_names = False  # within an import over several lines, or within __all__
     for number, raw in enumerate(text.split("\n"), 1):
         line = " ".join(raw.split())
         in_names = (in_names and not line.startswith((")", "]"))) or OPENS_NAMES.fullmatch(line) is not None
@@ -68,7 +69,7 @@ def counted(text: str) -> list[Line]:
 
 
 def works(line: str, shape: tuple[str, ...]) -> bool:
-    """Whether a line begins with a verb, assigns or is long, and neither opens a class nor is an entry of a list."""
+    """Whether a line begins with a verb, assigns or is long, and is neither a class line nor a list entry."""
     if ENTRY.fullmatch(" ".join(shape)):
         return False
     first = re.search(r"[A-Za-z_]\w*", line)
@@ -90,12 +91,12 @@ def _assigns(shape: tuple[str, ...]) -> bool:
 
 @functools.cache
 def runs(file: str, text: str) -> tuple[tuple[tuple, Place], ...]:
-    """Return (key, place) of every run of a file: by its text and, if it is long enough, by its shape."""
+    """(key, place) for every run in a file: keyed by its text and, if it is long enough, by its shape."""
     return tuple(_runs(file, text))
 
 
 def _runs(file: str, text: str) -> Iterator[tuple[tuple, Place]]:
-    lines = counted(text)
+    lines = extract_lines(text)
     for start in range(len(lines) - RUN + 1):
         run = lines[start : start + RUN]
         place = Place(file, run[0].number, run[-1].number)
@@ -105,8 +106,8 @@ def _runs(file: str, text: str) -> Iterator[tuple[tuple, Place]]:
             yield ("shape", *(line.shape for line in run)), place
 
 
-def repeated(sources: Mapping[str, str]) -> dict[tuple[str, str], tuple[Place, Place]]:
-    """{(file, file): one of their shared runs} over {file: text}; a file repeats itself where runs are apart."""
+def find_repeats(sources: Mapping[str, str]) -> dict[tuple[str, str], tuple[Place, Place]]:
+    """{(file, file): one shared run} over {file: text}; a file repeats itself at distinct places."""
     places: dict[tuple, list[Place]] = defaultdict(list)
     for file in sorted(sources):
         for run, place in runs(file, sources[file]):

@@ -18,7 +18,7 @@ PACKAGES = (
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """{dotted name: file} of every module of the product."""
+    """{dotted name: file} for every module in the product."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -39,7 +39,7 @@ def text(path: Path) -> str:
 
 @functools.cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Every node of a file's tree: walking costs more than parsing, and most rules walk."""
+    """Every node in a file's tree: walking costs more than parsing, and most rules walk."""
     return tuple(ast.walk(tree(path)))
 
 
@@ -50,8 +50,8 @@ def is_package(name: str) -> bool:
 def imports(name: str) -> list[tuple[str, int]]:
     """(imported module of ours, line) for every import statement in a module.
 
-    Imports under TYPE_CHECKING, inside of functions and by `import_module` of a constant name count, because a reader
-    follows them too.
+    Imports under TYPE_CHECKING, inside functions and by `import_module` with a constant name count, because a
+    reader follows them too.
     """
     found: list[tuple[str, int]] = []
     for node in nodes(modules()[name]):
@@ -62,30 +62,30 @@ def imports(name: str) -> list[tuple[str, int]]:
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 found.append((full if full in modules() else base, node.lineno))
-        elif isinstance(node, ast.Call) and _called(node) == "import_module":
+        elif isinstance(node, ast.Call) and _callee_name(node) == "import_module":
             target = _constant_target(name, node)
             found += [] if target is None else [(target, node.lineno)]
     return [(target, line) for target, line in found if target.split(".")[0] in PACKAGES]
 
 
-def computed_imports(name: str) -> list[int]:
-    """Return the lines on which a module calls `import_module` with a name that is not a constant."""
+def find_computed_imports(name: str) -> list[int]:
+    """Lines on which a module calls `import_module` with a name that is not a constant."""
     return [
         node.lineno
         for node in nodes(modules()[name])
         if isinstance(node, ast.Call)
-        and _called(node) in ("import_module", "__import__")
+        and _callee_name(node) in ("import_module", "__import__")
         and _constant_target(name, node) is None
     ]
 
 
-def _called(node: ast.Call) -> str:
-    """The last part of the name that a call calls."""
+def _callee_name(node: ast.Call) -> str:
+    """Last part of the name that a call calls."""
     return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
 def _constant_target(name: str, node: ast.Call) -> str | None:
-    """The absolute name of the module that an `import_module` of a constant names; else None."""
+    """Absolute module name in an `import_module` call with a constant; otherwise None."""
     given = node.args[0] if node.args else None
     if not isinstance(given, ast.Constant):
         return None
@@ -99,8 +99,8 @@ def _constant_target(name: str, node: ast.Call) -> str | None:
     return ".".join([*parts[: len(parts) - (above - 1)], target.lstrip(".")])
 
 
-def loaded_by(name: str) -> set[str]:
-    """The modules of ours that Python begins to load while it loads a module, before its own body ends.
+def find_loaded_modules(name: str) -> set[str]:
+    """Our modules that Python begins to load while it loads a module, before its own body ends.
 
     Importing `a.b.c` loads the packages `a` and `a.b` first. A module's own packages are already loading. Imports in
     functions and under TYPE_CHECKING load nothing.
@@ -121,7 +121,7 @@ def loaded_by(name: str) -> set[str]:
 
 
 def _run_on_load(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Return every statement that runs at import of a module, including statements in blocks."""
+    """Every statement that runs when a module is imported, including statements in blocks."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -144,7 +144,7 @@ def _absolute(name: str, node: ast.ImportFrom) -> str:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[frozenset[str]]:
-    """The largest sets of nodes, of two or more, in which every node leads to every other (Tarjan)."""
+    """Maximal node sets, of two or more, in which every node leads to every other (Tarjan)."""
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     path: list[str] = []

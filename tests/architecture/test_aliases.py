@@ -9,7 +9,7 @@ import pytest
 
 from tests.architecture.source import modules, text, tree
 
-# Found without parsing: every process of pytest collects this file, and parsing the package takes two seconds.
+# Found without parsing: every pytest process collects this file, and parsing the package takes two seconds.
 ALIASES = [name for name, path in modules().items() if text(path).startswith('"""Alias of')]
 
 
@@ -19,7 +19,7 @@ def test_the_historic_paths_exist():
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_an_alias_holds_names_only(name):
+def test_an_alias_contains_only_names(name):
     body = tree(modules()[name]).body[1:]
     for node in body:
         assigned = node.targets if isinstance(node, ast.Assign) else ()

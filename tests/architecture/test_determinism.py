@@ -1,4 +1,4 @@
-"""Kernels add in a fixed order; backends of other kernels declare that their results vary."""
+"""Kernels add in a fixed order; other kernels' backends declare that their results vary."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import ast
 from tests.architecture.source import modules, nodes
 from transformer_engine.common import dispatch
 
-# Atomics whose result does not depend on the order of arrival.
+# Atomics whose result does not depend on the arrival order.
 IN_ANY_ORDER = {"atomic_max", "atomic_min", "atomic_or", "atomic_and"}
 # Kernels that add whole numbers alone, which are the same in any order.
 COUNTING = {
     "transformer_engine.common.kernels.grouped_measured_cast",
     "transformer_engine.common.kernels.router_margins",
 }
-# {kernel file: (operation, backend) of the row that declares `varies`}
+# {kernel file: (operation, backend) in the row that declares `varies`}
 VARYING: dict[str, tuple[str, str]] = {}
 KERNELS = [name for name in modules() if name.startswith("transformer_engine.common.kernels.")]
 
@@ -27,14 +27,14 @@ def atomics(name: str) -> set[str]:
     }
 
 
-def unordered_in(name: str) -> set[str]:
+def find_unordered_atomics(name: str) -> set[str]:
     return atomics(name) - IN_ANY_ORDER - ({"atomic_add"} if name in COUNTING else set())
 
 
 def test_a_kernel_adds_in_a_fixed_order_or_its_backend_declares_it():
     import transformer_engine.pytorch  # noqa: F401 - registers the tables
 
-    unordered = {name: found for name in KERNELS if (found := unordered_in(name))}
+    unordered = {name: found for name in KERNELS if (found := find_unordered_atomics(name))}
     assert unordered.keys() == VARYING.keys(), "a row of VARYING for each kernel without a fixed order"
     silent = {
         name: unordered[name]

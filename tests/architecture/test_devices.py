@@ -1,4 +1,4 @@
-"""A tensor is made on a device that is named: callers set a default device, and ours are not theirs."""
+"""A tensor is created on an explicit device: callers set a default device, and ours are not theirs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.architecture.source import modules, nodes
 
-# torch's functions that make a tensor from numbers alone, on the default device.
+# torch's functions that create a tensor from numbers alone, on the default device.
 MAKERS = {
     "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
     "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
@@ -16,7 +16,7 @@ MAKERS = {
 
 
 def nowhere(tree_nodes) -> list[int]:
-    """Lines of calls torch.MAKER(..) without a device."""
+    """Lines with calls torch.MAKER(..) without a device."""
     return [
         node.lineno
         for node in tree_nodes
@@ -38,10 +38,10 @@ def nowhere(tree_nodes) -> list[int]:
         ("x.new_zeros(3)", []),
     ],
 )
-def test_a_maker_without_a_device_is_seen(call, found):
+def test_a_creation_without_a_device_is_found(call, found):
     assert nowhere(ast.walk(ast.parse(call))) == found
 
 
-def test_every_tensor_is_made_on_a_named_device():
+def test_every_tensor_is_created_on_an_explicit_device():
     loose = {name: lines for name in modules() if (lines := nowhere(nodes(modules()[name])))}
     assert not loose

@@ -1,4 +1,4 @@
-"""The distributions for a package index: import packages under an own name, and a shim of metadata."""
+"""Distributions for a package index: import packages under their own name, and a metadata shim."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILD_WHEEL = "import sys; sys.path.insert(0, '.'); import backend; print(backen
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel of the packages and the unpacked source of the shim."""
+    """The packages' wheel and the shim's unpacked source."""
     out = tmp_path_factory.mktemp("distributions")
     environment = os.environ | {"REPOSITORY_URL": ""}
     subprocess.run(
@@ -37,7 +37,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """The Python of a fresh environment without pip."""
+    """Python from a fresh environment without pip."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     return tmp_path / "venv" / "bin" / "python"
 

@@ -1,4 +1,4 @@
-"""No autograd function is differentiated twice silently: it raises an error that names it, or it is proven right."""
+"""No autograd function is differentiated twice silently: it raises with its name, or is proven correct."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.architecture.source import modules, nodes
 
 # Functions whose backward autograd may record; tests/module/test_double_backward.py compares each with float64.
 TWICE = {
-    "attention.mla_projection._QuantizeQuery",  # the gradient of the codes is that of the query
+    "attention.mla_projection._QuantizeQuery",  # the codes' gradient is the query's gradient
     "functions.attention.autograd._CoreAttention",
     "functions.attention.autograd._ProjectedAttention",
     "attention.rope.ApplyPackedRope",
@@ -38,7 +38,7 @@ BASE = "runtime.autograd.Function"  # the package's base class, which has no pas
 
 
 def autograd_functions() -> dict[str, ast.FunctionDef]:
-    """{dotted name without the root: its backward} of every class that derives from an autograd Function."""
+    """{dotted name without the root: its backward} for every class that derives from an autograd Function."""
     found = {}
     for name, path in modules().items():
         for node in nodes(path):
@@ -63,7 +63,7 @@ def test_every_autograd_function_rejects_a_second_derivative_or_has_one():
     assert {name for name, backward in functions.items() if not rejects(backward)} == TWICE
 
 
-def test_decorators_that_reject_are_seen_inside_of_staticmethod():
+def test_rejecting_decorators_are_found_inside_staticmethod():
     """The other way round autograd would call the guard with the descriptor."""
     for name, backward in autograd_functions().items():
         if rejects(backward):

@@ -11,14 +11,15 @@ import pytest
 
 from tests.architecture.source import modules, nodes, text
 
-# common/formats.py, common/hardware.py (capabilities of GPUs named after it), common/recipe, common/env.py (variables
-# named after it), its files under quantize/formats, tensor and tensor/storage, quantization/families.py, its factory
-# for custom recipes, the alias with the names that callers of the original import, and the storage of groups, whose
-# public keywords name it, the cases of the self-test, whose report names formats, the list of absent names, and the
-# layouts of checkpoints for servers, with the page of its public function, and the backend of cuDNN's attention in it.
+# common/formats.py, common/hardware.py (GPU capabilities named after it), common/recipe, common/env.py
+# (variables named after it), its files under quantize/formats, tensor and tensor/storage,
+# quantization/families.py, its factory for custom recipes, the alias with the names that callers of the
+# original import, and the group storage, whose public keywords name it, the self-test cases, whose report
+# names formats, the list of absent names, and the checkpoint layouts for servers, with the page for its
+# public function, and the cuDNN attention backend in it.
 MOST = 16
-# Public names and configurations of the original that hold the name of a format: features of debug sessions, recipe
-# factories and reference quantizers, functions of transformer_engine_torch, the schemas of exported operators.
+# The original's public names and configurations that contain a format's name: debug session features, recipe
+# factories and reference quantizers, transformer_engine_torch functions, exported operators' schemas.
 NAMED_BY_THE_ORIGINAL = (
     "transformer_engine.debug.features",
     "transformer_engine.pytorch.custom_recipes",
@@ -27,8 +28,8 @@ NAMED_BY_THE_ORIGINAL = (
     "transformer_engine.pytorch.primitives.quantize.exported",
     "transformer_engine_torch",
 )
-# Its file under quantize/formats, the enum of modes, the quantizers, the row of its recipe, the public names, the alias
-# of the original's module of quantizers, and the enumeration of transformer_engine_jax.
+# Its file under quantize/formats, the mode enum, the quantizers, its recipe's row, the public names, the
+# alias for the original's quantizer module, and the enumeration in transformer_engine_jax.
 MOST_OF_JAX = 7
 # Lists of public names, written out for type checkers.
 LISTS = {
@@ -52,7 +53,7 @@ PREDICATES = {
 
 
 def names_in_code(module: str, word: str) -> list[int]:
-    """The lines whose code, without comments and docstrings, holds the word."""
+    """Lines whose code, without comments and docstrings, contains the word."""
     path = modules()[module]
     if word not in text(path).lower():
         return []
@@ -88,7 +89,7 @@ def test_few_files_name_a_format(word):
     assert len(of_jax) <= MOST_OF_JAX, of_jax
 
 
-def test_only_the_rows_of_families_ask_which_recipe_it_is():
+def test_only_recipe_family_rows_check_the_recipe_type():
     for name, path in modules().items():
         for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
@@ -99,7 +100,7 @@ def test_only_the_rows_of_families_ask_which_recipe_it_is():
                 )
 
 
-def test_no_name_of_a_format_is_compared():
+def test_no_format_name_is_compared():
     comparison = re.compile(r"[!=]= *(FLOAT8|BLOCK_1D|BLOCK_2D|MXFP8|NVFP4)\.name")
     comparing = {
         name: match.group(0)

@@ -1,4 +1,4 @@
-"""Files, functions and names are not split finer than a reader needs; `test_sizes` holds the other end."""
+"""Files, functions and names are not split finer than a reader needs; `test_sizes` limits the other end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TWINS = ("transformer_engine.pytorch", "transformer_engine.jax")
 
 
 def code_lines(source: str, nodes: Iterable[ast.AST]) -> int:
-    """The number of lines with code: no blank lines, comments and docstrings. Reading tokens takes twice as long."""
+    """Line count with code: no blank lines, comments and docstrings. Reading tokens takes twice as long."""
     documented: set[int] = set()
     strings: set[int] = set()
     for node in nodes:
@@ -54,7 +54,7 @@ def test_functions_are_worth_their_names():
 
 
 def test_few_files_are_small():
-    """Paths of the original that only hold names ("Alias of ..") do not count."""
+    """Original paths that only contain names ("Alias of ..") do not count."""
     own = {name: text(path) for name, path in modules().items() if not text(path).startswith('"""Alias of')}
     small = [name for name, content in own.items() if len(content.splitlines()) <= SMALL_FILE_LINES]
     assert len(small) <= SMALL_FILES * len(own), small
@@ -74,5 +74,5 @@ def test_a_class_name_has_one_meaning():
     assert not twice, twice
 
 
-# Public names of the original: modules of `te` and operations of `te.ops`.
+# The original's public names: modules in `te` and operations in `te.ops`.
 PUBLIC_TWICE = {"GroupedLinear", "L2Normalization", "LayerNorm", "Linear", "RMSNorm"}

@@ -1,4 +1,4 @@
-"""Code queries the table of hardware by the name of a capability; it compares no compute capabilities."""
+"""Code queries the hardware table by capability name; it compares no compute capabilities."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NAMES = {
 }
 # The getters split or encode the number or the name that a library reports.
 GETTERS = ("transformer_engine.pytorch.runtime.device", "transformer_engine.jax.runtime.platform")
-PARTS = {"major", "minor"}  # attributes of the properties of a device
+PARTS = {"major", "minor"}  # attributes among a device's properties
 # Functions that return a row of the table. Code compares no rows either.
 ROWS = {"nvidia", "hardware_named", "hardware_of_gpu"}
 
 
 def _is_row(node: ast.expr) -> bool:
-    """Whether an expression is a call that returns a row by its architecture."""
+    """Whether an expression is a call that returns a row for an architecture."""
     function = node.func if isinstance(node, ast.Call) else None
     return (isinstance(function, ast.Name) and function.id in ROWS) or (
         isinstance(function, ast.Attribute) and function.attr in ROWS
@@ -85,11 +85,11 @@ def comparisons(tree_nodes) -> list[int]:
         ("title = f'{request.capability}'", []),
     ],
 )
-def test_a_comparison_of_compute_capabilities_is_seen(code, found):
+def test_compute_capability_comparisons_are_found(code, found):
     assert comparisons(ast.walk(ast.parse(code))) == found
 
 
-def test_only_the_table_of_hardware_compares_compute_capabilities():
+def test_only_the_hardware_table_compares_compute_capabilities():
     places = {name: comparisons(nodes(modules()[name])) for name in modules() if name != TABLE}
     for getter in GETTERS:
         places.pop(getter, None)

@@ -1,4 +1,4 @@
-"""Importing the package is cheap and does not depend on the order of imports."""
+"""Importing the package is cheap and does not depend on the import order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HEAVY = (
     "transformers",
     "triton",
 )
-# Other modules of torch and the standard library that the package loads beyond `import torch`: 7 with torch 2.13.
+# Other torch and standard library modules that the package loads beyond `import torch`: 7 with torch 2.13.
 OTHERS = 20
 LAZY = ("conversion", "convert_hf", "cpp_extensions", "integrations", "ops", "revert_hf")
 
@@ -66,19 +66,19 @@ for name, program in json.loads(sys.argv[1]).items():
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, set[str]]:
-    """Return, of each program that ends without an error, the modules that it loads in addition to torch's."""
+    """For each program that ends without an error, the modules that it loads in addition to torch's."""
     shown = programs.output(["-c", FORKING, json.dumps(PROGRAMS)], ROOT, os.environ)
     return {name: set(names) for name, *names in map(json.loads, shown.splitlines())}
 
 
-def is_within(name: str, packages: tuple[str, ...]) -> bool:
+def is_in_packages(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
 def test_import_loads_nothing_heavy_beyond_torch(loaded):
     found = loaded["packages"]
     assert "transformer_engine_torch" in found
-    assert not sorted(name for name in found if is_within(name, HEAVY))
+    assert not sorted(name for name in found if is_in_packages(name, HEAVY))
     others = sorted(name for name in found if not name.startswith("transformer_engine"))
     assert len(others) <= OTHERS, others
 
@@ -88,7 +88,7 @@ def test_pytorch_package_does_not_load_its_adapters_or_checkpoint_conversion(loa
     assert "transformer_engine.pytorch" in found
     lazy = ("conversion", "cpp_extensions", "integrations")
     packages = ("transformer_engine_torch", *(f"transformer_engine.pytorch.{name}" for name in lazy))
-    assert not sorted(name for name in found if is_within(name, packages))
+    assert not sorted(name for name in found if is_in_packages(name, packages))
 
 
 def test_lazy_names_are_public_attributes(loaded):
@@ -103,7 +103,7 @@ MEGATRON = "transformer_engine.pytorch.integrations.megatron"  # importing Megat
 @pytest.mark.parametrize("of_megatron", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_module_can_be_imported_first(of_megatron: bool):
     program = Path(__file__).with_name("import_first.py")
-    # The modules of the command's implementation are not public, and most of them import a framework each.
+    # The modules that implement the command are not public, and most of them import a framework each.
     public = [name for name in modules() if not name.startswith("transformer_engine_tools.")]
     names = [name for name in public if name.startswith(MEGATRON) == of_megatron]
     assert names
@@ -114,7 +114,7 @@ def test_every_module_can_be_imported_first(of_megatron: bool):
     assert not failures, "\n".join(f"{name}:\n{text}" for name, text in failures.items())
 
 
-def test_the_tracing_mark_is_the_one_torch_sets():
+def test_the_tracing_mark_equals_torchs_mark():
     def ours():
         return 1
 

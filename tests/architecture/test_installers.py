@@ -15,12 +15,12 @@ INSTRUCTIONS = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "CMD"}
 
 
 def is_supported(version: str) -> bool:
-    """Whether pyproject.toml accepts a minor release of Python, such as 3.12."""
+    """Whether pyproject.toml accepts a Python minor release, such as 3.12."""
     lowest, end = re.findall(r"3\.\d+", re.search(r'requires-python = "(.*)"', PROJECT)[1])  # type: ignore[index]
     return int(lowest[2:]) <= int(version[2:]) < int(end[2:])
 
 
-def requested_extras(text: str) -> set[str]:
+def extract_extras(text: str) -> set[str]:
     """Extras of this package in lines such as `pip install ".[cli,cuda]"`."""
     return {name for extras in re.findall(r"\"\.\[([\w,-]+)\]\"", text) for name in extras.split(",")}
 
@@ -48,15 +48,15 @@ def test_the_conda_environment_has_a_supported_python():
 @pytest.mark.parametrize(
     "path", ["Dockerfile", "environment.yml", "README.md", "docs/install.md", "docs/cli.md"]
 )
-def test_each_extra_of_a_command_exists(path: str):
-    found = requested_extras((ROOT / path).read_text())
+def test_every_extra_in_documented_commands_exists(path: str):
+    found = extract_extras((ROOT / path).read_text())
     assert found and found <= EXTRAS
 
 
 @pytest.mark.parametrize(
     "form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda f: f.stem
 )
-def test_forms_of_problems_request_the_report_of_the_installation(form: Path):
+def test_issue_forms_request_the_installation_report(form: Path):
     text = form.read_text()
     if form.stem in ("bug", "performance", "client", "question"):
         assert "`te doctor`" in text

@@ -8,7 +8,15 @@ import pytest
 
 from tests.architecture import source
 from tests.architecture.layers_of_modules import layer
-from tests.architecture.source import circles, computed_imports, imports, loaded_by, modules, nodes, tree
+from tests.architecture.source import (
+    circles,
+    find_computed_imports,
+    find_loaded_modules,
+    imports,
+    modules,
+    nodes,
+    tree,
+)
 
 
 def test_a_module_imports_nothing_above_its_layer():
@@ -49,7 +57,7 @@ IMPORTS_BY_A_TABLE = {
 
 
 def test_dynamic_imports_name_a_constant():
-    computed = {name: lines for name in modules() if (lines := computed_imports(name))}
+    computed = {name: lines for name in modules() if (lines := find_computed_imports(name))}
     assert computed.keys() == IMPORTS_BY_A_TABLE.keys(), computed
 
 
@@ -67,7 +75,7 @@ def test_dynamic_imports_count_as_imports(tmp_path, monkeypatch):
         ("transformer_engine.inner.other.b", 2),
         ("transformer_engine.inner.c", 3),
     ]
-    assert computed_imports("transformer_engine.inner.a") == [4]
+    assert find_computed_imports("transformer_engine.inner.a") == [4]
 
 
 def _below(*packages: str) -> list[str]:
@@ -75,7 +83,7 @@ def _below(*packages: str) -> list[str]:
 
 
 def test_the_common_layer_imports_no_framework():
-    """At its top: a function that makes a kernel may import Triton's language, which is none."""
+    """At module level: a function that builds a kernel may import Triton's language, no framework."""
     for name in _below("transformer_engine.common"):
         for node in tree(modules()[name]).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -84,7 +92,7 @@ def test_the_common_layer_imports_no_framework():
 
 
 def _top_level_names(name: str) -> set[str]:
-    """The packages of others that any import statement of a module names, also inside of functions."""
+    """Third-party packages that any import statement in a module names, also inside functions."""
     found: set[str] = set()
     for node in nodes(modules()[name]):
         if isinstance(node, ast.Import):
@@ -107,7 +115,7 @@ def test_the_pytorch_side_does_not_import_jax():
 
 
 def files_imported() -> dict[str, set[str]]:
-    """Return {module: modules of this package in its import statements}."""
+    """{module: modules from this package in its import statements}."""
     return {
         name: {target for target, _ in imports(name) if target in modules() and target != name}
         for name in modules()
@@ -121,11 +129,11 @@ def test_no_files_import_each_other_in_a_circle():
 
 def test_no_module_is_loaded_while_it_waits_for_another_to_load():
     """A circular import works or fails depending on which of its modules a program imports first."""
-    standing = [sorted(circle) for circle in circles({name: loaded_by(name) for name in modules()})]
+    standing = [sorted(circle) for circle in circles({name: find_loaded_modules(name) for name in modules()})]
     assert not standing, f"these load each other: {standing}"
 
 
-def test_loading_a_module_loads_the_packages_of_its_imports(tmp_path, monkeypatch):
+def test_loading_a_module_loads_its_imports_packages(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text(
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from transformer_engine.types import T\n"
@@ -140,7 +148,7 @@ def test_loading_a_module_loads_the_packages_of_its_imports(tmp_path, monkeypatc
     names = ("transformer_engine", "transformer_engine.types", "transformer_engine.late", *others)
     found = dict.fromkeys(names, tmp_path / "__init__.py") | {"transformer_engine.a": tmp_path / "a.py"}
     monkeypatch.setattr(source, "modules", lambda: found)
-    assert loaded_by("transformer_engine.a") == set(others)
+    assert find_loaded_modules("transformer_engine.a") == set(others)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +160,11 @@ def test_loading_a_module_loads_the_packages_of_its_imports(tmp_path, monkeypatc
         ({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}, []),
     ],
 )
-def test_circles_of_any_size_are_found(graph, expected):
+def test_import_circles_of_any_size_are_found(graph, expected):
     assert circles(graph) == expected
 
 
-def test_an_import_for_types_and_one_from_the_own_package_are_arrows(tmp_path, monkeypatch):
+def test_type_checking_imports_and_own_package_imports_count(tmp_path, monkeypatch):
     (tmp_path / "__init__.py").write_text("from transformer_engine.inner import b\n")
     (tmp_path / "a.py").write_text(
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import B\ndef f():\n    from . import name\n"

@@ -22,13 +22,13 @@ FILE = re.compile(r"`((?:[\w.]+/)+[\w.]+\.(?:py|md|json))`")
 FILE_AND_NAMES = re.compile(FILE.pattern + r" \((?P<names>`\w+`(?:, `\w+`)*)[):]")
 
 
-def file_of(named: str) -> Path | None:
+def find_file(named: str) -> Path | None:
     found = (folder / named for folder in FOLDERS)
     return next((path for path in found if path.is_file()), None)
 
 
-def defined(path: Path) -> set[str]:
-    """Names of functions, methods, classes and assignments of a file."""
+def find_definitions(path: Path) -> set[str]:
+    """Function, method, class and assignment names in a file."""
     names = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -40,16 +40,16 @@ def defined(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("named", sorted(set(FILE.findall(PAGE.read_text()))))
 def test_a_file_that_the_page_names_exists(named):
-    assert file_of(named) is not None
+    assert find_file(named) is not None
 
 
 @pytest.mark.parametrize(
     ("named", "names"), [(match[1], match["names"]) for match in FILE_AND_NAMES.finditer(PAGE.read_text())]
 )
 def test_a_file_defines_the_names_that_the_page_lists(named, names):
-    path = file_of(named)
+    path = find_file(named)
     assert path is not None
-    assert set(re.findall(r"\w+", names)) <= defined(path)
+    assert set(re.findall(r"\w+", names)) <= find_definitions(path)
 
 
 def test_the_page_is_read():

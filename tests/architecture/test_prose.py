@@ -1,4 +1,4 @@
-"""Pages, docstrings, comments and names of tests read as standard technical English, in short sentences.
+"""Pages, docstrings, comments and test names read as standard technical English, in short sentences.
 
 The patterns are phrases that have a common technical word. A hit is not always wrong, so each folder may have one hit
 per 1,000 words.
@@ -48,13 +48,13 @@ SENTENCE_END = re.compile(r"[.!?:;](?:\s+|$)")
 
 
 def prose_of_code(source: str) -> list[str]:
-    """Return the docstrings, comments and names of tests of a file."""
+    """Docstrings, comments and test names in a file."""
     names = [name.replace("_", " ") for name in NAME_OF_TEST.findall(source)]
     return DOCSTRING.findall(source) + COMMENT.findall(source) + names
 
 
 def paragraphs(page: str) -> Iterator[str]:
-    """The paragraphs of a Markdown page, without code, tables, headings and lists of links."""
+    """Paragraphs in a Markdown page, without code, tables, headings and link lists."""
     page = re.sub(r"```.*?```|<!--.*?-->", "", page, flags=re.DOTALL)
     for block in re.split(r"\n\s*\n", page):
         lines = [line for line in block.splitlines() if not re.match(r"\s*(\||#|!!!|\?\?\?|:::|<)", line)]
@@ -70,8 +70,8 @@ def pages() -> list[Path]:
     ]
 
 
-def folder_of(path: Path) -> str:
-    """Two levels of folders, such as transformer_engine/jax; three in pytorch/ and common/, one in docs/."""
+def report_folder(path: Path) -> str:
+    """Two folder levels, such as transformer_engine/jax; three in pytorch/ and common/, one in docs/."""
     parts = path.relative_to(ROOT).parent.parts
     return "/".join(
         parts[: 1 if parts[:1] == ("docs",) else 3 if parts[1:2] in (("pytorch",), ("common",)) else 2]
@@ -79,7 +79,7 @@ def folder_of(path: Path) -> str:
 
 
 def rate(texts: list[str]) -> float:
-    """The hits per 1,000 words."""
+    """Hits per 1,000 words."""
     plain = [QUOTED.sub("", one) for one in texts]
     words = sum(len(one.split()) for one in plain)
     return 1000 * sum(len(PATTERN.findall(one)) for one in plain) / max(words, 1)
@@ -109,18 +109,18 @@ def test_code_is_described_in_standard_technical_english():
         path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
     ]
     for path in [*modules().values(), *others]:
-        found[folder_of(path)] += prose_of_code(text(path))
+        found[report_folder(path)] += prose_of_code(text(path))
     assert not above_the_limit(found), "use the words on the right of PHRASES"
 
 
 def test_pages_are_written_in_standard_technical_english():
     found: dict[str, list[str]] = defaultdict(list)
     for page in pages():
-        found[folder_of(page)] += paragraphs(page.read_text())
+        found[report_folder(page)] += paragraphs(page.read_text())
     assert not above_the_limit(found), "use the words on the right of PHRASES"
 
 
-def test_sentences_of_pages_are_short():
+def test_sentences_in_pages_are_short():
     lengths = [
         len(sentence.split())
         for page in pages()

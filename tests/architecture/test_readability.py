@@ -1,7 +1,7 @@
-"""Ratios of names, English and density in the package: the present values and a small margin, which may only fall.
+"""Ratios for names, English and density in the package: present values with a margin may only fall.
 
-torch.nn has 22 "of" in 1,000 words of docstrings and comments, 2 % of functions named by a phrase, and 5 tokens per
-line. Totals have no limit: features may grow.
+torch.nn has 22 "of" per 1,000 words in docstrings and comments, 2 % of functions named by a phrase, and 5
+tokens per line. Totals have no limit: features may grow.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def prose_counts(passages: list[str]) -> Counter[str]:
 
 
 def count_names(module: ast.Module) -> Counter[str]:
-    """Functions, variables and records of a module, and how many have a vague name."""
+    """Functions, variables and records in a module, and how many have a vague name."""
     counts: Counter[str] = Counter()
     for node in ast.walk(module):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("__"):
@@ -95,7 +95,7 @@ def count_names(module: ast.Module) -> Counter[str]:
 
 
 def count_code(source: str, docstrings: set[tuple[int, int]]) -> tuple[Counter[str], list[str]]:
-    """Tokens and lines of code, and the comments."""
+    """Code tokens and lines, and the comments."""
     counts: Counter[str] = Counter()
     comments: list[str] = []
     lines: set[int] = set()
@@ -144,7 +144,7 @@ def test_ratios_only_fall():
     assert not above, f"{{ratio: (found, limit)}}: {above}"
 
 
-def test_names_that_are_phrases():
+def test_phrase_names_are_recognized():
     phrases = ("chosen", "_chosen_name", "facts_of", "in_order", "reducing_over", "rounded", "made")
     assert all(map(is_phrase, phrases))
     nouns = (
@@ -160,6 +160,6 @@ def test_names_that_are_phrases():
     assert not any(map(is_phrase, nouns))
 
 
-def test_genitives_are_counted_outside_of_code():
+def test_genitives_in_backticked_code_do_not_count():
     counts = prose_counts(["The scale of the codes of a tensor of `x of y`. That of it."])
     assert (counts["of"], counts["that of"], counts["sentences"]) == (3, 1, 1)

@@ -1,4 +1,4 @@
-"""The version, the changelog, the citation and the page of releases agree."""
+"""Version, changelog, citation and releases page agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RELEASED = re.findall(r"^## (.+) \(\d{4}-\d\d-\d\d\)$", CHANGELOG, re.M)[0]  # s
 API, _, OWN = RELEASED.partition("+py")
 
 
-def test_the_package_has_the_version_of_the_release_or_of_the_development_after_it():
+def test_the_package_version_is_the_release_or_the_development_after_it():
     assert Version(__version__).public == API
     if __version__ != RELEASED:
         development = Version(__version__.partition("+py")[2])
@@ -60,7 +60,7 @@ def cut() -> ModuleType:
 
 @pytest.fixture
 def checkout(cut: ModuleType, tmp_path: Path) -> Path:
-    """A copy of the files that a release changes, with an unreleased change."""
+    """A copy of the files that a release changes, with one unreleased change."""
     for path in (cut.VERSION, Path("CHANGELOG.md"), Path("CITATION.cff"), *cut.PAGES):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text((ROOT / path).read_text(encoding="utf-8"), encoding="utf-8")
@@ -97,7 +97,7 @@ def test_a_release_that_is_not_newer_changes_no_file(cut: ModuleType, checkout: 
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_the_development_of_the_next_version_changes_the_package_alone_and_can_be_released(
+def test_starting_the_next_version_changes_only_the_package_and_is_releasable(
     cut: ModuleType, checkout: Path
 ):
     before = {path: path.read_bytes() for path in checkout.rglob("*") if path.is_file()}

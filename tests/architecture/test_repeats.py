@@ -1,4 +1,4 @@
-"""Code is not repeated: few pairs of files share six or more lines."""
+"""Code is not repeated: few file pairs share six or more lines."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import subprocess
 
 import pytest
 
-from tests.architecture.repeats import repeated
+from tests.architecture.repeats import find_repeats
 from tests.architecture.source import PACKAGES, ROOT
 
-# Pairs of files. Most are lists of a kernel's or a public function's arguments: 14 of te.ops, whose constructors and
-# passes have the original's signatures, and 13 of debug features, reference quantizers,
+# File pairs. Most are a kernel's or a public function's argument lists: 14 in te.ops, whose constructors and
+# passes have the original's signatures, and 13 in debug features, reference quantizers,
 # enumerations and `triton` wrappers, whose signatures and members are the original's too.
 MOST_IN_THE_PRODUCT = 150
 MOST = 207
-# Pairs with a file of transformer_engine.jax: the references of both frameworks, each in its own array type, the
-# fields of modules that hold one another, enumerations of both frameworks, and 3 between keyword-only arguments and the
-# signature of jax.lax.dot_general, which flax.nnx passes.
+# Pairs with a file in transformer_engine.jax: both frameworks' references, each in its own array type, the
+# fields of modules that contain one another, both frameworks' enumerations, and 3 between keyword-only
+# arguments and the signature that flax.nnx passes: jax.lax.dot_general's.
 MOST_WITH_JAX = 53
 # Programs to copy: each is complete in one file.
 ALONE = "examples/"
@@ -33,7 +33,7 @@ for row in rows:
 
 
 def pairs(folders: tuple[str, ...]) -> list[str]:
-    """The shared places among the Python files of some folders, as text."""
+    """Shared places among the Python files in some folders, as text."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
         cwd=ROOT,
@@ -47,40 +47,41 @@ def pairs(folders: tuple[str, ...]) -> list[str]:
         if name.startswith(folders) and not name.startswith(ALONE) and (ROOT / name).is_file()
     }
     return [
-        f"{a.file}:{a.first}-{a.last} ~ {b.file}:{b.first}-{b.last}" for a, b in repeated(sources).values()
+        f"{a.file}:{a.first}-{a.last} ~ {b.file}:{b.first}-{b.last}"
+        for a, b in find_repeats(sources).values()
     ]
 
 
-def parted(found: list[str]) -> tuple[list[str], list[str]]:
-    """Return the pairs without a file of transformer_engine.jax, and the pairs with one."""
+def split_jax_pairs(found: list[str]) -> tuple[list[str], list[str]]:
+    """The pairs without a file in transformer_engine.jax, and the pairs with one."""
     of_jax = [pair for pair in found if any(folder in pair for folder in OF_JAX)]
     return [pair for pair in found if pair not in of_jax], of_jax
 
 
-def test_the_package_has_few_repeated_places():
-    found, of_jax = parted(pairs(tuple(f"{package}/" for package in PACKAGES)))
+def test_the_package_has_few_repeated_lines():
+    found, of_jax = split_jax_pairs(pairs(tuple(f"{package}/" for package in PACKAGES)))
     assert len(found) <= MOST_IN_THE_PRODUCT, "\n".join(found)
     assert len(of_jax) <= MOST_WITH_JAX, "\n".join(of_jax)
 
 
-def test_the_tree_has_few_repeated_places():
-    found, of_jax = parted(pairs(("",)))
+def test_the_tree_has_few_repeated_lines():
+    found, of_jax = split_jax_pairs(pairs(("",)))
     assert len(found) <= MOST, "\n".join(found)
     assert len(of_jax) <= MOST_WITH_JAX, "\n".join(of_jax)
 
 
 def test_equal_lines_are_a_pair_despite_lines_between_them():
     spaced = BODY.replace("\n    if", "\n\n    # why\n    if")
-    assert set(repeated({"a.py": BODY, "b.py": spaced})) == {("a.py", "b.py")}
+    assert set(find_repeats({"a.py": BODY, "b.py": spaced})) == {("a.py", "b.py")}
 
 
-def test_other_names_strings_and_numbers_do_not_hide_a_pair():
+def test_different_names_strings_and_numbers_do_not_hide_a_pair():
     renamed = BODY.replace("row", "line").replace("total", "size").replace("0", "7")
-    assert set(repeated({"a.py": BODY, "b.py": renamed})) == {("a.py", "b.py")}
+    assert set(find_repeats({"a.py": BODY, "b.py": renamed})) == {("a.py", "b.py")}
 
 
 def test_a_file_may_repeat_itself_further_down():
-    assert set(repeated({"a.py": BODY + BODY})) == {("a.py", "a.py")}
+    assert set(find_repeats({"a.py": BODY + BODY})) == {("a.py", "a.py")}
 
 
 @pytest.mark.parametrize(
@@ -90,15 +91,15 @@ def test_a_file_may_repeat_itself_further_down():
         BODY.replace("if total > limit", "while total > limit or row"),
     ],
 )
-def test_fewer_than_six_lines_or_another_shape_make_no_pair(other):
-    assert repeated({"a.py": BODY, "b.py": other}) == {}
+def test_fewer_than_six_lines_or_another_shape_are_no_pair(other):
+    assert find_repeats({"a.py": BODY, "b.py": other}) == {}
 
 
-def test_lines_in_more_than_eight_places_are_a_custom():
-    assert len(repeated({f"{n}.py": BODY for n in range(8)})) == 8 * 7 // 2
-    assert repeated({f"{n}.py": BODY for n in range(9)}) == {}
+def test_lines_in_more_than_eight_places_are_a_convention():
+    assert len(find_repeats({f"{n}.py": BODY for n in range(8)})) == 8 * 7 // 2
+    assert find_repeats({f"{n}.py": BODY for n in range(9)}) == {}
 
 
-def test_lists_of_fields_with_different_names_make_no_pair():
+def test_field_lists_with_different_names_are_no_pair():
     fields = "".join(f"    first_{n}: int,\n" for n in range(6))
-    assert repeated({"a.py": fields, "b.py": fields.replace("first", "second")}) == {}
+    assert find_repeats({"a.py": fields, "b.py": fields.replace("first", "second")}) == {}

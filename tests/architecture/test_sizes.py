@@ -1,4 +1,4 @@
-"""Functions do one thing; every module begins with a docstring. Ratios of whole files: test_readability."""
+"""Functions do one thing; every module begins with a docstring. Ratios for whole files: test_readability."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ KERNEL_LINES = 120
 
 
 def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The lines of a function's body: no signature, which may be a long public one, and no docstring."""
+    """Line count of a function's body: no signature, which may be a long public one, and no docstring."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-def test_a_function_does_one_thing():
+def test_functions_are_short_enough_to_do_one_thing():
     long = {
         f"{name}.{node.name}": length(node)
         for name, path in modules().items()

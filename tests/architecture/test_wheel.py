@@ -56,7 +56,7 @@ def build(tmp_path: Path, kind: str, repository: str) -> Path:
     return path
 
 
-def metadata_of(wheel: zipfile.ZipFile) -> Message:
+def read_metadata(wheel: zipfile.ZipFile) -> Message:
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     return message_from_bytes(wheel.read(name))
 
@@ -70,7 +70,7 @@ def test_the_wheel_has_all_modules_the_marks_and_the_urls_of_its_publisher(repos
     tracked = ["git", "ls-files", *(package.name for package in packages())]
     kept = subprocess.run(tracked, cwd=ROOT, capture_output=True, text=True, check=True)
     assert {name for name in files if "__pycache__" not in name} == set(kept.stdout.split())
-    urls = metadata_of(wheel).get_all("Project-URL", [])
+    urls = read_metadata(wheel).get_all("Project-URL", [])
     assert [url.partition(", ")[2] for url in urls] == (
         [f"https://example.org/team/engine{path}" for path in ("", *PATHS)] if repository else []
     )
@@ -78,7 +78,7 @@ def test_the_wheel_has_all_modules_the_marks_and_the_urls_of_its_publisher(repos
 
 def test_published_descriptions_have_absolute_links_to_files_that_exist(tmp_path: Path):
     text = str(
-        metadata_of(
+        read_metadata(
             zipfile.ZipFile(build(tmp_path, "wheel", "https://example.org/team/engine"))
         ).get_payload()
     )

@@ -10,18 +10,18 @@ import pytest
 
 from tests.architecture.source import ROOT, modules, nodes
 
-# One word for taking one of several, `choose`; docs/architecture.md. The other names are the original's.
+# One word for selecting among several, `choose`; docs/architecture.md. The other names are the original's.
 OTHER_WORDS_FOR_CHOOSING = re.compile(
     r"(?<![a-z])(pick(s|ed|ing)?|select(s|ed|ion)?|decides?|decided)(?![a-z])"
 )
 OF_THE_ORIGINAL = {"routing_map_to_selected_experts"}
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|root|home)/\w")
 
-# With or without quotes; the name of a part of the original ends otherwise.
+# With or without quotes; the name of an original part ends otherwise.
 FROM_AN_INDEX = re.compile(r"pip install[^\n;,]{0,20}transformer[-_]engine\b(?!-)")
 
 
-def tracked_text_files():
+def list_tracked_text_files():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for line in listed.splitlines():
         path = ROOT / line
@@ -30,15 +30,15 @@ def tracked_text_files():
 
 
 def test_no_file_names_a_path_of_one_machine():
-    for path in tracked_text_files():
+    for path in list_tracked_text_files():
         match = MACHINE_PATHS.search(path.read_text(errors="ignore"))
         assert match is None, f"{path.relative_to(ROOT)}: {match}"
 
 
 def test_no_message_installs_the_package_from_an_index():
     """By its name an index has the original: extras are installed from a checkout (common/optional.py)."""
-    for path in tracked_text_files():
-        if (ROOT / "benchmarks" / "results") in path.parents:  # records of runs, as they were printed
+    for path in list_tracked_text_files():
+        if (ROOT / "benchmarks" / "results") in path.parents:  # run records, as they were printed
             continue
         match = FROM_AN_INDEX.search(path.read_text(errors="ignore"))
         assert match is None, f"{path.relative_to(ROOT)}: {match}"
@@ -78,7 +78,7 @@ def words_exchanged(node: ast.FunctionDef) -> bool:
         ("def decode_rows(codes, *, multiplier): ...", True),
     ],
 )
-def test_an_exchange_of_words_is_seen(function, expected):
+def test_exchanged_scale_words_are_found(function, expected):
     assert words_exchanged(ast.parse(function).body[0]) == expected  # pyright: ignore[reportArgumentType]
 
 
@@ -113,7 +113,7 @@ def unpickles_anything(node: ast.AST) -> bool:
         ("json.load(f)", False),
     ],
 )
-def test_a_load_of_anything_is_seen(call, expected):
+def test_unrestricted_loads_are_found(call, expected):
     assert unpickles_anything(ast.parse(call, mode="eval").body) == expected
 
 
@@ -127,14 +127,14 @@ def test_pickles_are_read_through_an_allow_list_only():
     assert not reading
 
 
-def described(documentation: str | None, section: str) -> list[str]:
-    """Return the names that a section of a docstring describes, one per entry."""
+def extract_names(documentation: str | None, section: str) -> list[str]:
+    """Names that a docstring section describes, one per entry."""
     found = re.search(rf"^{section}:\n((?:[ ]+.*\n|\n)+)", f"{documentation}\n", re.MULTILINE)
     return re.findall(r"^    \*{0,2}(\w+)(?: \([^)]*\))?: ", found[1], re.MULTILINE) if found else []
 
 
 def test_docstrings_describe_the_arguments_and_fields_that_exist():
-    """Fields of records only: attributes of other classes may come from a base class or from a method."""
+    """Record fields only: other classes' attributes may come from a base class or from a method."""
     unknown, twice = [], []
     for name, path in modules().items():
         for node in nodes(path):
@@ -142,14 +142,14 @@ def test_docstrings_describe_the_arguments_and_fields_that_exist():
                 arguments = node.args
                 known = {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
                 known |= {one.arg for one in (arguments.vararg, arguments.kwarg) if one is not None}
-                names = described(ast.get_docstring(node), "Args")
+                names = extract_names(ast.get_docstring(node), "Args")
             elif isinstance(node, ast.ClassDef) and all(
                 ast.unparse(base) == "NamedTuple" for base in node.bases
             ):
                 known = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
                 known |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
                 known |= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
-                names = described(ast.get_docstring(node), "Attributes")
+                names = extract_names(ast.get_docstring(node), "Attributes")
             else:
                 continue
             unknown += [f"{name}:{node.lineno} {one}" for one in names if one not in known]
@@ -158,7 +158,7 @@ def test_docstrings_describe_the_arguments_and_fields_that_exist():
 
 
 def lines_in_columns(documentation: str | None) -> list[str]:
-    """Return the lines of a docstring whose words are aligned in columns, apart from code and Markdown tables."""
+    """Docstring lines whose words are aligned in columns, apart from code and Markdown tables."""
     prose = re.sub(r"```.*?```", "", documentation or "", flags=re.DOTALL)
     return re.findall(r"^(?! *(?:>>>|\.\.\.|\|)).*\S {2,}[^\s#].*$", prose, re.MULTILINE)
 
@@ -185,11 +185,11 @@ def test_docstrings_list_arguments_in_sections():
         ("Sum.\n\n| a  | b |\n>>> f(1)  # 2\n...     g()\n```\nx   y\n```\nsum(x)  # of x\n", False),
     ],
 )
-def test_columns_are_found(docstring, found):
+def test_aligned_columns_are_found(docstring, found):
     assert bool(lines_in_columns(docstring)) == found
 
 
 def test_described_names_are_found():
     arguments = "Args:\n    x: One [n],\n        of two lines.\n    *others: More.\n"
     text = f"Sum.\n\n{arguments}\nReturns:\n    sum: Not an argument.\n"
-    assert described(text, "Args") == ["x", "others"] and described(None, "Args") == []
+    assert extract_names(text, "Args") == ["x", "others"] and extract_names(None, "Args") == []

@@ -1,1 +1,1 @@
-"""Tests of dot-product attention and of the attention layers."""
+"""Tests for dot-product attention and the attention layers."""

@@ -55,7 +55,7 @@ def attend(
     sink: Tensor | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(out [b, i, h * d], max_logit [h]) of q [b, i, h, d], k, v [b, j, g, d]; differentiable."""
+    """(out [b, i, h * d], max_logit [h]) from q [b, i, h, d], k, v [b, j, g, d]; differentiable."""
     batch, size_q, heads, width = q.shape
     size_kv, groups = k.shape[1:3]
     scale = 1.0 / math.sqrt(width) if scale is None else scale

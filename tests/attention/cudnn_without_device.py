@@ -1,10 +1,10 @@
-"""Ask cuDNN, without a device, which attention graphs of this package it has engines for; print JSON.
+"""Ask cuDNN, without a device, for which of this package's attention graphs it has engines; print JSON.
 
     PYTHONPATH=. python -m tests.attention.cudnn_without_device [10.0 ..]
 
 {version: {architecture: {case: {pass: "" or the library's reason}}}}; `cudnn_engines.json` has two versions. It needs a
 libcuda.so.1 whose functions may all fail, nvidia-cudnn-frontend from 1.32 on, nvidia-cudnn-cu13 and nvidia-cublas. The
-graphs are those of the backends `cudnn`, `cudnn_fp8` and `cudnn_blocks`, for a device that is described by its
+graphs come from the backends `cudnn`, `cudnn_fp8` and `cudnn_blocks`, for a device described by its
 properties. An engine is a necessary condition: its kernels are neither compiled nor run.
 """
 
@@ -32,7 +32,7 @@ from transformer_engine.pytorch.primitives.attention.call import AttentionCall
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZE = {"heads": 16, "groups": 16, "seqlen_q": 2048, "seqlen_kv": 2048, "batch": 2}
 PACKED = {"q_format": "thd", "kv_format": "thd", "mask": "padding_causal", "same_lengths": True}
-# The options of every case; heads are (d_qk, d_v).
+# The options for every case; heads are (d_qk, d_v).
 CASES: dict[str, dict[str, Any]] = {
     **{f"heads {d}": {"head_dim_qk": d, "head_dim_v": d} for d in (64, 128, 192, 256)},
     "heads 192/128": {"head_dim_qk": 192, "head_dim_v": 128},
@@ -70,14 +70,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def call_of(case: str, hardware: Hardware) -> AttentionCall:
-    """The attention of a case on a GPU of the table."""
+def attention_call(case: str, hardware: Hardware) -> AttentionCall:
+    """Attention call for a case on a GPU from the table."""
     options = {**SIZE, "head_dim_qk": 128, "head_dim_v": 128, **CASES[case]}
     return request(hardware=hardware, **options)
 
 
 def properties(hardware: Hardware) -> dict[str, Any]:
-    """The arguments of a graph for a device that does not exist."""
+    """Graph arguments for a device that does not exist."""
     blocks = {2048: 32, 1536: 16 if hardware.architecture == "8.6" else 24}[hardware.threads]
     facts = {
         "deviceVer": 10 * capability_number(hardware),
@@ -110,8 +110,8 @@ def properties(hardware: Hardware) -> dict[str, Any]:
     return {"device_property": described, "sm_version": capability_number(hardware)}
 
 
-def strided_of(call: AttentionCall) -> Strided:
-    """Strides of contiguous tensors of a call."""
+def contiguous_strides(call: AttentionCall) -> Strided:
+    """Strides for a call with contiguous tensors."""
     q = cudnn._format_strides(call, True, call.heads, call.head_dim_qk)
     k = cudnn._format_strides(call, False, call.groups, call.head_dim_qk)
     v = cudnn._format_strides(call, False, call.groups, call.head_dim_v)
@@ -121,7 +121,7 @@ def strided_of(call: AttentionCall) -> Strided:
 
 
 def reason(describe: Callable[..., Any], device: dict[str, Any], *arguments: Any) -> str:
-    """Why the library has no engine for a graph, or the empty text."""
+    """Library's reason why it has no engine for a graph, or the empty text."""
     try:
         describe(*arguments, **device).supported()
     except Exception as error:  # the reasons are the result of this program
@@ -130,12 +130,12 @@ def reason(describe: Callable[..., Any], device: dict[str, Any], *arguments: Any
 
 
 def engines(hardware: Hardware) -> dict[str, dict[str, str]]:
-    """{case: {pass: reason}} on a GPU of the table."""
+    """{case: {pass: reason}} on a GPU from the table."""
     found: dict[str, dict[str, str]] = {}
     device = properties(hardware)
     for case in CASES:
-        call = call_of(case, hardware)
-        strided = strided_of(call)
+        call = attention_call(case, hardware)
+        strided = contiguous_strides(call)
         grad_output = cudnn._format_strides(call, True, call.heads, call.head_dim_v)
         backward = strided._replace(grad_output=grad_output)
         if call.fp8 is None:

@@ -18,7 +18,7 @@ def attend(
     slopes: Tensor | None = None,
     score_mod=None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [i, h, d], lse [h, i]) of one sequence q [i, h, d], k, v [j, g, d]."""
+    """(out [i, h, d], lse [h, i]) for one sequence q [i, h, d], k, v [j, g, d]."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     score = torch.einsum("ihd,jhd->hij", q, k) * scale
@@ -41,7 +41,7 @@ def attend(
 
 
 def spans(x: Tensor, starts: Tensor | None, used: Tensor | None, table: Tensor | None = None) -> list[Tensor]:
-    """The tokens [s, .., d] of every sequence."""
+    """Tokens [s, .., d], sequence by sequence."""
     if table is not None:
         x = x[table.long()].flatten(1, 2)
     if starts is None:
@@ -50,19 +50,19 @@ def spans(x: Tensor, starts: Tensor | None, used: Tensor | None, table: Tensor |
     return [x[int(a) : int(b)] for a, b in zip(starts[:-1], ends, strict=True)]
 
 
-def capped(softcap: float):
-    """The function of scores of a softcap, as flash_attn.cute.utils.create_softcap_scoremod; None without one."""
+def softcap_score_mod(softcap: float):
+    """Score function for a softcap, as flash_attn.cute.utils.create_softcap_scoremod; None for softcap 0."""
     return (lambda score: softcap * torch.tanh(score / softcap)) if softcap else None
 
 
 class CuteUtilities:
-    """As flash_attn.cute.utils; the backward function belongs to the last forward function of its softcap."""
+    """Like flash_attn.cute.utils; a backward function belongs to its softcap's last forward function."""
 
     def __init__(self) -> None:
         self.functions = {}
 
     def create_softcap_scoremod(self, softcap):
-        self.functions[softcap] = capped(softcap)
+        self.functions[softcap] = softcap_score_mod(softcap)
         return self.functions[softcap]
 
     def create_softcap_scoremod_bwd(self, softcap):
@@ -74,7 +74,7 @@ class CuteUtilities:
 
 def flash_attn_fwd(q, k, v, **given):
     """As flash_attn.cute.interface._flash_attn_fwd; rows that belong to no sequence are not written."""
-    window = window_of(given)
+    window = window_sides(given)
     out = given["out"]
     queries = spans(q, given["cu_seqlens_q"], given["seqused_q"])
     targets = spans(out, given["cu_seqlens_q"], given["seqused_q"])
@@ -109,7 +109,7 @@ def flash_attn_bwd(q, k, v, out, dout, lse, **given):
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     if sink is not None:
         leaves.append(sink.detach().clone().requires_grad_())
-    window = window_of(given)
+    window = window_sides(given)
     queries = spans(leaves[0], given["cu_seqlens_q"], given["seqused_q"])
     grads = spans(dout, given["cu_seqlens_q"], given["seqused_q"])
     keys, values = (spans(x, given["cu_seqlens_k"], given["seqused_k"]) for x in leaves[1:3])
@@ -137,7 +137,7 @@ def flash_attn_bwd(q, k, v, out, dout, lse, **given):
     return (given["dq"], given["dk"], given["dv"], *found[3:])
 
 
-def window_of(given) -> tuple[int, int]:
+def window_sides(given) -> tuple[int, int]:
     left, right = given["window_size_left"], given["window_size_right"]
     return (-1 if left is None else left, 0 if given["causal"] else -1 if right is None else right)
 
@@ -158,7 +158,7 @@ def flash_attn_func(
     """As flash_attn.flash_attn_func, without dropout."""
     del deterministic, dropout_p
     window = (-1, 0) if causal else window_size
-    rest = (softmax_scale, window, None, alibi_slopes, capped(softcap))
+    rest = (softmax_scale, window, None, alibi_slopes, softcap_score_mod(softcap))
     return torch.stack([attend(q[b], k[b], v[b], *rest)[0] for b in range(q.shape[0])])
 
 
@@ -168,7 +168,7 @@ def flash_attn_varlen_func(
     """As flash_attn.flash_attn_varlen_func, without dropout; tokens of no sequence get NaN."""
     window = (-1, 0) if causal else window_size
     parts = [spans(x, s, None) for x, s in ((q, starts_q), (k, starts_kv), (v, starts_kv))]
-    rest = (softmax_scale, window, None, None, capped(softcap))
+    rest = (softmax_scale, window, None, None, softcap_score_mod(softcap))
     found = [attend(*each, *rest)[0] for each in zip(*parts, strict=True)]
     rest = q.shape[0] - sum(part.shape[0] for part in found)
     return torch.cat([*found, q.new_full((rest, q.shape[1], v.shape[2]), math.nan)])

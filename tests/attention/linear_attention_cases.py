@@ -1,4 +1,4 @@
-"""Random calls of linear attention modules, and their recurrences in float64, one sequence and token at a time."""
+"""Random linear attention calls, and their recurrences in float64, one sequence and token at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODULES = {
     "gdn2": te.GatedDeltaNet2Attention,
     "gdp": te.GatedDeltaProductAttention,
 }
-# Relative error in the Frobenius norm: one rounding of each result, and sums in float32.
+# Relative error in the Frobenius norm: each result is rounded once, and sums are float32.
 BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-5, torch.float64: 1e-11}
 
 
@@ -28,11 +28,11 @@ class Case:
     """A call.
 
     Attributes:
-        rule: One of `RULES`.
+        rule: A name in `RULES`.
         format: "sbhd", "bshd" or "thd".
-        lengths: Tokens of each sequence, equal ones unless packed.
+        lengths: Tokens per sequence, all equal unless packed.
         padding: Tokens after the last packed sequence.
-        options: Keyword arguments of forward that are not tensors.
+        options: Keyword arguments for forward that are not tensors.
     """
 
     rule: str
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Extents of the leading axes."""
+        """Extents along the leading axes."""
         if self.format == "thd":
             return (sum(self.lengths) + self.padding,)
         batch, length = len(self.lengths), self.lengths[0]
@@ -60,7 +60,7 @@ class Case:
         return MODULES[self.rule](self.heads, self.sizes, qkv_format=self.format, **extra)
 
     def tensors(self, seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
-        """Keyword arguments of forward that need gradients."""
+        """Keyword arguments for forward that need gradients."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -103,7 +103,7 @@ class Case:
         return self.dtype
 
     def bounds(self, device: str = "cpu") -> Tensor | None:
-        """cu_seqlens of packed sequences."""
+        """cu_seqlens for packed sequences."""
         if self.format != "thd":
             return None
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
@@ -144,7 +144,7 @@ def random_case(seed: int) -> Case:
     )
 
 
-def expected(case: Case, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def reference_results(case: Case, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Output in the layout of the case and final states [b, h, dv, dk], in float64."""
     x = {name: tensor.double() for name, tensor in tensors.items()}
     outputs, states = [], []
@@ -172,7 +172,7 @@ def _sequence(case: Case, x: Tensor, index: int, begin: int, end: int) -> Tensor
 
 
 def _recurrence(case: Case, x: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute one sequence by the equations of the rule."""
+    """Compute one sequence from the rule's equations."""
     q, k, v, g, beta = (x[name] for name in ("query_layer", "key_layer", "value_layer", "g", "beta"))
     if case.options.get("use_qk_l2norm_in_kernel"):
         q, k = (y / torch.sqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
@@ -199,7 +199,7 @@ def _recurrence(case: Case, x: dict[str, Tensor], state: Tensor) -> tuple[Tensor
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """Relative error in the Frobenius norm; the absolute one of a result that is zero."""
+    """Relative error in the Frobenius norm; the absolute error if the result is zero."""
     scale = exact.double().norm().item()
     return (found.double() - exact.double()).norm().item() / (scale or 1.0)
 
@@ -207,7 +207,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 def run_with_gradients(
     case: Case, tensors: dict[str, Tensor], call: Any
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Output, and state if requested, of call(**tensors), and the gradients of a fixed sum of both."""
+    """Output, and state if requested, from call(**tensors), and gradients for a fixed sum over both."""
     result = call(**tensors)
     results = list(result) if isinstance(result, tuple) else [result]
     weights = []
@@ -222,14 +222,14 @@ def run_with_gradients(
 
 
 def compare(case: Case, call: Any, seed: int = 0, bound: float | None = None, device: str = "cpu") -> None:
-    """Assert that call(**tensors) and its gradients are those of the recurrence.
+    """Assert that call(**tensors) and its gradients equal the recurrence.
 
     Args:
         case: The case.
-        call: Function of the module's tensors, by keywords.
-        seed: Seed of the tensors.
-        bound: Largest relative error; by default that of the dtype.
-        device: Device of the tensors.
+        call: Function that takes the module's tensors as keywords.
+        seed: Random seed for the tensors.
+        bound: Largest relative error; by default the dtype's bound.
+        device: Device for the tensors.
     """
     tensors = case.tensors(seed, device)
     exact = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
@@ -237,7 +237,7 @@ def compare(case: Case, call: Any, seed: int = 0, bound: float | None = None, de
     needs_state = bool(case.options.get("output_final_state"))
     assert len(found) == 1 + needs_state
     wanted, wanted_gradients = run_with_gradients(
-        case, exact, lambda **x: expected(case, x)[: 1 + needs_state]
+        case, exact, lambda **x: reference_results(case, x)[: 1 + needs_state]
     )
     limit = BOUNDS[case.dtype] if bound is None else bound
     if case.options.get("gate_domain") == "linear":
@@ -253,12 +253,12 @@ def compare(case: Case, call: Any, seed: int = 0, bound: float | None = None, de
         assert error(dx, exact_dx) < 3 * limit, (f"gradient of {name}", case)
 
 
-def inputs_of(**tensors: Tensor | None) -> DeltaInputs:
-    """Inputs of the operation, None by default."""
+def operation_inputs(**tensors: Tensor | None) -> DeltaInputs:
+    """Operation inputs, None by default."""
     return DeltaInputs(*(tensors.get(name) for name in DeltaInputs._fields))  # pyright: ignore
 
 
-def call_of(case: Case, device: str = "cpu", **more: Any) -> Any:
-    """The module's forward with the options and bounds of a case, as a function of tensors."""
+def module_call(case: Case, device: str = "cpu", **more: Any) -> Any:
+    """Module's forward with a case's options and bounds, as a function that takes tensors."""
     module, bounds = case.module(), case.bounds(device)
     return lambda **tensors: module(**tensors, cu_seqlens=bounds, **case.options, **more)

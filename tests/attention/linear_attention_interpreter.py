@@ -1,6 +1,6 @@
 """Run flash-linear-attention in Triton's interpreter, compare with float64, print {case: largest error} as JSON.
 
-The interpreter has no bfloat16 products, loop counters without methods of tensors, and no timer for tuning.
+The interpreter has no bfloat16 products, loop counters without tensor methods, and no timer for tuning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from triton.runtime.autotuner import Autotuner
 
-from tests.attention.linear_attention_cases import Case, error, expected, inputs_of, run_with_gradients
+from tests.attention.linear_attention_cases import (
+    Case,
+    error,
+    operation_inputs,
+    reference_results,
+    run_with_gradients,
+)
 from transformer_engine.pytorch.attention.linear_attention.inputs import CallLayout, batch_first
 from transformer_engine.pytorch.primitives.linear_attention import fla as backend
 from transformer_engine.pytorch.primitives.linear_attention import request
@@ -58,7 +64,7 @@ CASES = {
 
 
 class _Counter(int):
-    """A loop counter; kernels convert theirs."""
+    """A loop counter; kernels convert their own."""
 
     def to(self, dtype: Any) -> _Counter:
         return self
@@ -69,7 +75,7 @@ def _counters(*bounds: Any) -> Any:
 
 
 def prepare() -> None:
-    """Adapt the kernels of all imported modules to the interpreter."""
+    """Adapt all imported modules' kernels to the interpreter."""
     for path in ("gated_delta_product", "gated_delta_rule", "gdn2"):
         importlib.import_module(f"fla.ops.{path}")
     Autotuner._bench = lambda self, *args, config, **options: [0.0, 0.0, 0.0]
@@ -79,7 +85,7 @@ def prepare() -> None:
 
 
 def largest_error(case: Case) -> float:
-    """Largest relative error of output, state and gradients."""
+    """Largest relative error among output, state and gradients."""
     tensors = case.tensors()
     bounds = case.bounds()
     layout = CallLayout(case.format, case.tokens, case.heads, *case.sizes)
@@ -88,13 +94,13 @@ def largest_error(case: Case) -> float:
 
     def call(**given: torch.Tensor) -> Any:
         inputs = {NAMES.get(name, name): x for name, x in given.items()}
-        packed = batch_first(layout, inputs_of(**inputs, cu_seqlens=bounds))
+        packed = batch_first(layout, operation_inputs(**inputs, cu_seqlens=bounds))
         output, state = backend.run(packed, spec)
         return layout.output(output), state
 
     found, gradients = run_with_gradients(case, tensors, call)
     exact = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    wanted, wanted_gradients = run_with_gradients(case, exact, lambda **x: expected(case, x))
+    wanted, wanted_gradients = run_with_gradients(case, exact, lambda **x: reference_results(case, x))
     pairs = [*zip(found, wanted, strict=True), *zip(gradients, wanted_gradients, strict=True)]
     return max(error(x, y) for x, y in pairs)  # pyright: ignore[reportArgumentType]
 

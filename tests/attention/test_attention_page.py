@@ -1,4 +1,4 @@
-"""The attention page shows the choices of the backends and the measurements."""
+"""The attention page shows the backends' choices and the measurements."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every attention backend, on every pair of options, rejects the call or is about as exact as plain PyTorch.
 
-The measure is the float32 reference: a backend's root-mean-square error, of the output and of every gradient, is at
-most twice that of a literal bfloat16 computation.
+The measure is the float32 reference: the root-mean-square error in a backend's output and in every gradient
+is at most twice the error of a literal bfloat16 computation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformer_engine.pytorch.runtime.device import current_hardware
 LENGTHS_Q, LENGTHS_KV = (
     ([150, 77, 1], [200, 130, 64]) if torch.cuda.is_available() else ([48, 30, 1], [64, 50, 24])
 )
-GAPS_Q, GAPS_KV = [10, 0, 3], [0, 8, 24]  # tokens of no sequence behind each
+GAPS_Q, GAPS_KV = [10, 0, 3], [0, 8, 24]  # tokens behind each that belong to no sequence
 HEADS = 4
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -94,7 +94,7 @@ class Case(NamedTuple):
 
 
 def exists(case: dict[str, Any]) -> bool:
-    """Return whether the options can be combined."""
+    """Whether the options can be combined."""
     layout, mask = case.get("layout", "bshd"), case.get("mask", "padding")
     if layout.startswith("thd") and mask not in ("padding", "padding_causal", "padding_causal_bottom_right"):
         return False
@@ -107,7 +107,7 @@ def exists(case: dict[str, Any]) -> bool:
 
 
 def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
-    """Return cases that cover every valid pair of values of two axes (greedy, seeded)."""
+    """Cases that cover every valid value pair on two axes (greedy, seeded)."""
     names = list(axes)
     place = {name: number for number, name in enumerate(names)}
     wanted = {
@@ -164,7 +164,7 @@ def identity(case: Case) -> str:
 
 
 class Call(NamedTuple):
-    """A module, the arguments of its call, and the tensors that get gradients."""
+    """A module, its call arguments, and the tensors that get gradients."""
 
     module: DotProductAttention
     arguments: dict[str, Any]
@@ -177,7 +177,7 @@ def random_tensor(device: torch.device, *shape: int, seed: int) -> Tensor:
 
 
 def build(case: Case, device: torch.device, dtype: torch.dtype) -> Call:
-    """The call of a case; its tensors hold values of case.dtype, in `dtype`."""
+    """A case's call; its tensors hold values in case.dtype, stored as `dtype`."""
     size_qk, size_v = case.sizes
     lengths_q = LENGTHS_Q
     lengths_kv = LENGTHS_Q if case.keys == "as queries" else LENGTHS_KV
@@ -296,7 +296,7 @@ _exact: dict[Case, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
 
 
 def measures(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """Return float32 results and those of the literal 16-bit computation, cached per case."""
+    """Results in float32 and from the literal 16-bit computation, cached per case."""
     if case not in _exact:
         with use_backend(attention="reference"):
             exact = results(case, build(case, device, torch.float32))
@@ -308,11 +308,11 @@ def error(x: Tensor, exact: Tensor) -> float:
     return float((x - exact).square().mean().sqrt())
 
 
-def of_backends() -> list[Any]:
-    """Return every backend on every case, of which some are slow without a GPU.
+def backend_parameters() -> list[Any]:
+    """Every backend on every case; some cases are slow without a GPU.
 
-    Backends that need a GPU reject every case, always an eighth of them. The reference takes all options, whose pairs
-    meet in the cases of `ALL`.
+    Backends that need a GPU reject every case, always an eighth. The reference takes all options, whose pairs
+    meet in the cases in `ALL`.
     """
     found = []
     for number, name in enumerate(TABLE.names()):
@@ -324,7 +324,7 @@ def of_backends() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("backend", "case"), of_backends())
+@pytest.mark.parametrize(("backend", "case"), backend_parameters())
 def test_a_backend_rejects_or_is_as_exact_as_plain_pytorch(backend, case, device, monkeypatch):
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0" if case.extra == "deterministic" else "1")
     with use_backend(attention=backend):
@@ -352,7 +352,7 @@ def test_the_reference_is_not_needed_on_a_gpu(case, device, monkeypatch):
 
 
 @pytest.mark.parametrize("axes", [AXES, BANDS, DENSE], ids=["all", "bands", "dense"])
-def test_every_pair_of_options_that_exist_together_meets_in_a_case(axes):
+def test_every_valid_pair_of_options_occurs_in_a_case(axes):
     among = [case for case in CASES if all(getattr(case, name) in axes[name] for name in axes)]
     for a, b in itertools.combinations(axes, 2):
         for x, y in itertools.product(axes[a], axes[b]):
@@ -381,13 +381,13 @@ def test_dropout_replays_from_the_seed_and_keeps_the_mean(backend, device):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
         weights = run(ones)[0].detach().float()
         assert not torch.equal(run(ones)[0], module(q, k, ones))
-    # Over 2 x 128 x 4 rows of up to 128 kept or scaled weights: three standard deviations.
+    # 2 x 128 x 4 rows with up to 128 kept or scaled weights: three standard deviations.
     assert abs(float(weights.mean()) - 1.0) < 0.06
     assert (weights.std() > 0.01) and weights.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", TABLE.names())
-def test_the_gradient_of_dropout_uses_the_mask_of_the_forward(backend, device):
+def test_dropout_gradient_uses_the_forward_mask(backend, device):
     """With v = identity the output is the dropped probabilities, so dv = (output)^T grad."""
     size = 64
     q, k = (random_tensor(device, 1, size, 1, size, seed=i).bfloat16().requires_grad_() for i in range(2))
@@ -407,7 +407,7 @@ def test_the_gradient_of_dropout_uses_the_mask_of_the_forward(backend, device):
 
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("backend", TABLE.names())
-def test_a_gradient_of_any_layout_is_read_correctly(backend, tensor_format, device):
+def test_gradients_in_any_layout_are_read_correctly(backend, tensor_format, device):
     """Gradients are slices of wider rows, one expanded number, or have their first axes exchanged in memory."""
     torch.manual_seed(0)
     shape = (64, 4, 32) if tensor_format == "thd" else (32, 2, 4, 32)

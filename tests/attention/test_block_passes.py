@@ -1,4 +1,4 @@
-"""attention_forward and attention_backward: blocks of keys, merged by their log-sum-exp, are the whole attention."""
+"""attention_forward and attention_backward: key blocks merged by log-sum-exp equal the full attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCKS = (3, 7)
 KEYS = sum(BLOCKS)
 
 
-def call_of(device, keys, form):
+def block_call(device, keys, form):
     return AttentionCall.on(
         device.type,
         False,
@@ -45,14 +45,14 @@ def tensors(device, form, *sizes):
 
 
 def rows(lse, form):
-    """lse [b, h, s] as a factor of an output [.., h, d]."""
+    """lse [b, h, s] as a factor for an output [.., h, d]."""
     return lse.permute(2, 0, 1)[..., None] if form == "sbhd" else lse.transpose(1, 2)[..., None]
 
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])
-def test_merged_blocks_of_keys_have_the_output_and_gradients_of_the_whole(form, device):
+def test_merged_key_blocks_equal_full_attention_with_gradients(form, device):
     q, k, v, grad = tensors(device, form, (QUERIES, HEADS), (KEYS, GROUPS), (KEYS, GROUPS), (QUERIES, HEADS))
-    whole = call_of(device, KEYS, form)
+    whole = block_call(device, KEYS, form)
     expected, saved = attention_forward(whole, AttentionInputs(q, k, v))
     wanted = attention_backward(whole, saved, grad)
 
@@ -87,7 +87,7 @@ def test_a_flat_gradient_is_accepted(device):
     q, k, v, grad = tensors(
         device, "bshd", (QUERIES, HEADS), (KEYS, GROUPS), (KEYS, GROUPS), (QUERIES, HEADS)
     )
-    call = call_of(device, KEYS, "bshd")
+    call = block_call(device, KEYS, "bshd")
     _, saved = attention_forward(call, AttentionInputs(q, k, v))
     for one, other in zip(
         attention_backward(call, saved, grad), attention_backward(call, saved, grad.flatten(-2)), strict=True

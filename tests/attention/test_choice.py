@@ -1,4 +1,4 @@
-"""Choice of the attention backend, reasons of rejections, and errors of wrong calls."""
+"""Choosing the attention backend: rejection reasons, and errors for wrong calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def qkv(device, size=5):
     return torch.randn(3, 2, size, 2, 4, device=device)
 
 
-def chosen(**fields):
+def select_backend(**fields):
     return choose(AttentionParams(**fields).request()).name
 
 
@@ -69,8 +69,8 @@ def rejection_reason(backend, **fields):
 
 
 def test_torch_has_priority_and_the_reference_computes_the_rest():
-    assert chosen() == "torch_sdpa"
-    assert chosen(core_attention_bias_type="alibi") == "reference"
+    assert select_backend() == "torch_sdpa"
+    assert select_backend(core_attention_bias_type="alibi") == "reference"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_torch_rejects_determinism_on_cuda_unless_torch_provides_it():
         ),
     ],
 )
-def test_our_kernels_reject_what_their_grid_does_not_hold(fields, reason):
+def test_our_kernels_reject_calls_larger_than_a_cuda_grid(fields, reason):
     """Without this check, CUDA reports "invalid argument"."""
     asked = AttentionParams(qkv_dtype=torch.bfloat16).request()
     asked = dataclasses.replace(
@@ -115,7 +115,7 @@ def test_our_kernels_reject_what_their_grid_does_not_hold(fields, reason):
 
 
 def question(seqlen: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16) -> AttentionCall:
-    """A request of a GPU, with 16 heads of 64."""
+    """A request on a GPU, with 16 heads of 64."""
     return AttentionCall(
         dtype=dtype,
         device_type="cuda",
@@ -160,10 +160,10 @@ def test_small_calls_and_float32_prefer_torchs_own_attention(request_, first):
         (("NVTE_UNFUSED_ATTN",), "torch_sdpa"),
     ],
 )
-def test_switches_turn_families_off(off, want, monkeypatch):
+def test_environment_switches_disable_backend_families(off, want, monkeypatch):
     for name in off:
         monkeypatch.setenv(name, "0")
-    assert chosen() == want
+    assert select_backend() == want
 
 
 def test_turning_off_all_switches_raises_in_the_call_only(monkeypatch, device):
@@ -214,7 +214,7 @@ def test_a_bias_shape_that_does_not_broadcast_is_an_error():
         params.request()
 
 
-def test_parameters_of_a_call_are_those_of_the_call():
+def test_attention_params_survive_conversion_to_a_request():
     given = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias_shape": (1, 16, 1, 128)}
     params = AttentionParams(**given, qkv_layout="bshd_bshd_bshd", softmax_scale=0.5, softcap=2.0)
     assert AttentionParams.of(params.request()) == params
@@ -278,7 +278,7 @@ def test_a_choice_is_cached_until_the_call_or_the_switches_change(monkeypatch, d
     assert len(asked) == 6 and asked[-1].needs_gradient and not asked[-2].needs_gradient
 
 
-def test_a_forced_or_observed_call_is_chosen_afresh(device):
+def test_forced_or_explained_calls_choose_a_backend_again(device):
     module = DotProductAttention(2, 4, qkv_format="bshd")
     module(*qkv(device))
     with use_backend(attention="reference"):
@@ -287,7 +287,7 @@ def test_a_forced_or_observed_call_is_chosen_afresh(device):
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_explaining_a_choice_binds_no_function(device_type, monkeypatch):
+def test_explaining_a_choice_binds_no_backend(device_type, monkeypatch):
     def bound(request):
         raise AssertionError("a backend was bound, which may compile for seconds")
 
@@ -306,11 +306,11 @@ def test_the_number_of_cached_plans_is_bounded(monkeypatch, device):
     assert len(module._plans) <= 2
 
 
-def test_kernels_that_can_be_called_apart_are_found_without_a_gpu():
+def test_separate_passes_without_a_gpu_come_from_the_reference():
     assert choose_passes(AttentionParams().request()).name == "reference"
 
 
-def test_installed_flash_packages_are_reported_when_they_are_chosen(monkeypatch):
+def test_installed_flash_packages_are_reported_when_chosen(monkeypatch):
     monkeypatch.setattr(flash4, "VERSION", "4.0.0b36")
     monkeypatch.setattr(optional, "failure", lambda *_: None)
     monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cuda"))
@@ -332,7 +332,7 @@ def test_fp8_kernels_are_reported_as_the_original_numbers_them(monkeypatch):
     assert get_attention_backend(on_fp8) == (False, None, True, kind, False, [False, True, True])
 
 
-def test_no_flash_attention_is_claimed():
+def test_flash_attention_is_not_reported_as_installed():
     assert not (FlashAttentionUtils.is_installed or FlashAttentionUtils.v3_is_installed)
     assert FlashAttentionUtils.is_version_supported(FlashAttentionUtils.max_version)
 
@@ -342,7 +342,7 @@ def test_the_choice_is_logged_on_request(monkeypatch, caplog):
     monkeypatch.setenv("NVTE_DEBUG_LEVEL", "2")
     AttentionLogging.setup_logging()
     with caplog.at_level(logging.DEBUG, logger="DotProductAttention"):
-        chosen(softmax_type="off-by-one")
+        select_backend(softmax_type="off-by-one")
     monkeypatch.setenv("NVTE_DEBUG", "0")
     AttentionLogging.setup_logging()
     assert "Selected backend = reference" in caplog.text
@@ -363,12 +363,12 @@ def test_the_choice_is_logged_on_request(monkeypatch, caplog):
     ],
 )
 @pytest.mark.filterwarnings("ignore:window_size")
-def test_windows_are_brought_in_line_with_the_mask(mask, window, want):
+def test_windows_are_adjusted_to_the_mask(mask, window, want):
     assert check_set_window_size(mask, window) == want
 
 
 @pytest.mark.parametrize("mask, window", [("causal", (-1, -1)), ("causal", (4, 2)), ("no_mask", (-1, 0))])
-def test_a_changed_window_is_announced(mask, window):
+def test_an_adjusted_window_warns(mask, window):
     with pytest.warns(UserWarning, match="window_size=.* becomes"):
         check_set_window_size(mask, window)
 
@@ -458,7 +458,7 @@ def test_masks_and_biases_that_do_not_fit_are_rejected(device):
         ({"score_mod_bprop_tensors": {}}, "score_mod_bprop"),
     ],
 )
-def test_a_gradient_or_tensors_without_their_function_are_rejected(given, reader, device):
+def test_score_mod_gradient_or_tensors_without_score_mod_are_rejected(given, reader, device):
     with pytest.raises(ValueError, match=f"{next(iter(given))}=.* without {reader}; give both"):
         DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), **given)
 
@@ -480,7 +480,7 @@ def test_context_parallel_groups_of_one_rank_are_accepted_and_errors_change_noth
     assert module.cp_group is None and module.cp_comm_type == "all_gather"
 
 
-def test_checkpoints_with_the_extra_state_elsewhere_or_nowhere_load(device):
+def test_checkpoints_with_moved_or_missing_extra_state_load(device):
     module = torch.nn.ModuleDict({"core_attention": DotProductAttention(2, 4)})
     assert list(module.state_dict()) == ["core_attention._extra_state"]
     assert not module.load_state_dict({}, strict=True).missing_keys
@@ -500,7 +500,7 @@ def test_tensor_parallel_ranks_use_their_own_alibi_slopes(device, monkeypatch):
     torch.testing.assert_close(second(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], **options), whole[..., 8:])
 
 
-def test_layouts_of_packed_buffers_are_recognised(device):
+def test_packed_buffer_layouts_are_recognised(device):
     def layout(*tensors, qkv_format, argument="qkv_layer"):
         with pytest.warns(DeprecationWarning, match=f"pass the buffer as {argument}"):
             return get_qkv_layout(*tensors, qkv_format)[0]

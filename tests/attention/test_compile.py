@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of attention gives the outputs and gradients of eager execution."""
+"""torch.compile(fullgraph=True) on attention equals eager execution in outputs and gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compiled(function, dynamic=None):
 
 
 def assert_same_as_eager(function, leaves, parameters=(), dynamic=None):
-    """Compare outputs and gradients of function(*leaves), eager and compiled."""
+    """Compare function(*leaves) with its gradients, eager and compiled."""
     results = []
     for run in (function, compiled(function, dynamic)):
         inputs = [x.detach().clone().requires_grad_() for x in leaves]
@@ -98,10 +98,10 @@ def test_padding_and_bias_compile(given, device):
     assert_same_as_eager(lambda q, k, v, bias=None: module(q, k, v, core_attention_bias=bias, **call), leaves)
 
 
-# tests/attention/test_compiled_lengths.py always compiles packed sequences with both backends, and torch computes the
-# gradient of torch_sdpa.
+# tests/attention/test_compiled_lengths.py always compiles packed sequences with both backends, and torch
+# computes torch_sdpa's gradient.
 @pytest.mark.parametrize("backend", ["reference", pytest.param("torch_sdpa", marks=pytest.mark.slow)])
-def test_packed_sequences_compile_with_the_longest_length_given(backend, device):
+def test_packed_sequences_compile_with_an_explicit_longest_length(backend, device):
     module = DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")
     bounds = cumulative([4, 6], device)
     leaves = [sample(device, 10, 4, 8, seed=i) for i in range(3)]
@@ -162,20 +162,20 @@ def test_multihead_attention_compiles(device):
     assert_same_as_eager(run, leaves, list(module.parameters()))
 
 
-def capped(graph, score, tensors):
+def cap_biased_score(graph, score, tensors):
     bias = graph.add(score, tensors["bias"])
     return graph.mul(graph.tanh(bias), tensors["cap"])
 
 
-def shifted(score, b, h, i, j, bias, cap):
+def softcap_with_bias(score, b, h, i, j, bias, cap):
     return cap * torch.tanh(score + bias[0, h, i, j])
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch 2.11 does not trace the objects")
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("score_mod", [shifted, capped])
+@pytest.mark.parametrize("score_mod", [softcap_with_bias, cap_biased_score])
 @pytest.mark.sampled
-def test_score_mod_compiles_with_gradients_of_its_tensors(score_mod, dynamic, device):
+def test_score_mod_compiles_with_gradients_for_its_tensors(score_mod, dynamic, device):
     module = DotProductAttention(2, 16, attn_mask_type="no_mask", qkv_format="bshd")
 
     def attend(q, k, v, bias, cap):

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of attention at changing lengths gives what eager execution gives."""
+"""torch.compile(fullgraph=True) on attention equals eager execution at changing lengths."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 pytestmark = pytest.mark.any_device
 
 
-def compared_over(lengths, eager, function, inputs_of):
-    """Outputs and gradients of function on inputs of each length, one compiled function for all of them."""
+def compare_lengths(lengths, eager, function, inputs_of):
+    """Compare outputs and gradients at each length; one compiled function serves all lengths."""
     for length in lengths:
         leaves = [x.requires_grad_() for x in inputs_of(length)]
         found = [f(*leaves) for f in (eager, function)]
@@ -31,7 +31,7 @@ def test_two_attentions_compile_at_changing_lengths(device):
     functions = [torch.compile(m, fullgraph=True, backend="aot_eager") for m in modules]
     for length in (6, 10):
         for groups, eager, function in zip((4, 2), modules, functions, strict=True):
-            compared_over(
+            compare_lengths(
                 [length],
                 eager,
                 function,
@@ -41,7 +41,7 @@ def test_two_attentions_compile_at_changing_lengths(device):
 
 @pytest.mark.parametrize("case", ["bias", "alibi", "arbitrary"])
 @pytest.mark.sampled(1)
-def test_options_with_shapes_of_their_own_compile_at_changing_lengths(case, device):
+def test_alibi_bias_and_masks_compile_at_changing_lengths(case, device):
     module = DotProductAttention(4, 8, qkv_format="bshd")
 
     def attend(q, k, v):
@@ -54,13 +54,13 @@ def test_options_with_shapes_of_their_own_compile_at_changing_lengths(case, devi
         return module(q, k, v, attn_mask_type="arbitrary", attention_mask=square == 0)
 
     function = compiled(attend)
-    compared_over(
+    compare_lengths(
         (5, 8), attend, function, lambda s: [sample(device, 2, s, 4, 8, seed=s + i) for i in range(3)]
     )
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch_sdpa"])
-def test_packed_sequences_share_a_graph_whatever_their_tokens(backend, device):
+def test_packed_sequences_share_a_graph_for_any_token_count(backend, device):
     module = DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")
     starts = torch.zeros(3, dtype=torch.int32, device=device)
 
@@ -80,7 +80,7 @@ def test_packed_sequences_share_a_graph_whatever_their_tokens(backend, device):
             starts.copy_(cumulative(lengths, device))
             q, k, v = (sample(device, sum(lengths), 4, 8, seed=i) for i in range(3))
             torch.testing.assert_close(function(q, k, v), attend(q, k, v), atol=1e-6, rtol=1e-6)
-    assert len(graphs) <= 2  # with the first number of tokens, and with a symbol for it
+    assert len(graphs) <= 2  # with the first token count, and with a symbol for it
 
 
 @pytest.mark.slow
@@ -93,4 +93,4 @@ def test_a_multihead_attention_compiles_at_changing_lengths(device):
     def attend(x):
         return module(x, rotary_pos_emb=angles[: x.shape[0]])
 
-    compared_over((8, 16, 24), attend, compiled(attend), lambda s: [sample(device, s, 2, 32, seed=s)])
+    compare_lengths((8, 16, 24), attend, compiled(attend), lambda s: [sample(device, s, 2, 32, seed=s)])

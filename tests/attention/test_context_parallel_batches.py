@@ -1,4 +1,4 @@
-"""Batches for context parallelism: sequences are padded, split into the chunks of ranks, and joined again."""
+"""Batches for context parallelism: sequences are padded, split into per-rank chunks, and joined again."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ def bounds(lengths, device) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
-def rounded(length: int, multiple: int) -> int:
+def round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
 @pytest.mark.parametrize("leading", [(), (1,)])
 @pytest.mark.parametrize("multiple", [1, 4, 6])
-def test_every_sequence_is_padded_behind_to_a_multiple(multiple, leading, device):
+def test_every_sequence_is_padded_at_its_end_to_a_multiple(multiple, leading, device):
     ids = torch.arange(100, 100 + sum(LENGTHS), device=device).reshape(*leading, -1)
     padded, labels, cu = pad_thd_sequences_for_cp(ids, -ids, bounds(LENGTHS, device), multiple, 7, -100)
     want_ids, want_labels, at = [], [], 100
     for length in LENGTHS:
-        filler = rounded(length, multiple) - length
+        filler = round_up(length, multiple) - length
         want_ids += [*range(at, at + length), *[7] * filler]
         want_labels += [*(-i for i in range(at, at + length)), *[-100] * filler]
         at += length
-    # The result is flat for both shapes of the input.
+    # The result is flat for both input shapes.
     assert padded.shape == labels.shape == (len(want_ids),)
     assert padded.tolist() == want_ids and labels.tolist() == want_labels
     assert cu.dtype == torch.int32 and cu.device == ids.device
-    assert cu.tolist() == bounds([rounded(n, multiple) for n in LENGTHS], "cpu").tolist()
+    assert cu.tolist() == bounds([round_up(n, multiple) for n in LENGTHS], "cpu").tolist()
 
 
-def test_positions_begin_anew_in_every_padded_sequence(device):
+def test_positions_restart_in_every_padded_sequence(device):
     found = generate_positional_ids_for_cp(bounds(LENGTHS, device), 4)
-    assert found.tolist() == [i for n in LENGTHS for i in range(rounded(n, 4))]
+    assert found.tolist() == [i for n in LENGTHS for i in range(round_up(n, 4))]
     assert found.dtype == torch.long and found.device.type == device.type
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_ranks_parts_are_the_two_chunks_of_each_sequence(size, device, monkeypatch):
+def test_each_rank_gets_two_chunks_per_sequence(size, device, monkeypatch):
     group = object()
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: size)
     multiple = 2 * size
@@ -64,7 +64,7 @@ def test_the_ranks_parts_are_the_two_chunks_of_each_sequence(size, device, monke
         assert all(torch.equal(a, b) for a, b in zip(parts, named, strict=True))
         for whole, part in zip((padded, labels, positions), parts, strict=True):
             want = []
-            for sequence in whole[0].split([rounded(n, multiple) for n in LENGTHS]):
+            for sequence in whole[0].split([round_up(n, multiple) for n in LENGTHS]):
                 chunks = sequence.chunk(multiple) if len(sequence) else [sequence] * multiple
                 want += [chunks[rank], chunks[multiple - 1 - rank]]
             assert torch.equal(part[0], torch.cat(want))
@@ -101,7 +101,7 @@ def test_other_formats_and_wrong_sizes_are_rejected(device):
 @pytest.mark.parametrize("halves", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bounds_on_a_rank_count_its_real_tokens(size, halves, device):
-    padded = [rounded(n, 2 * size) for n in LENGTHS]
+    padded = [round_up(n, 2 * size) for n in LENGTHS]
     real = bounds(LENGTHS, device)
     for rank in range(size):
         found = get_cu_seqlens_on_cp_rank(
@@ -119,7 +119,7 @@ def test_bounds_on_a_rank_count_its_real_tokens(size, halves, device):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_order_of_ranks_is_that_of_their_parts_and_can_be_undone(size, device):
+def test_rank_order_concatenates_the_ranks_parts_and_is_reversible(size, device):
     lengths = [12, 24, 0, 36]
     x = torch.randn(sum(lengths), 3, device=device)
     cu = bounds(lengths, device)

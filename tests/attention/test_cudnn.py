@@ -57,7 +57,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(cudnn, "get_cudnn_version", lambda: (9, 19, 0))
 
 
-def test_a_library_that_is_not_there_is_a_rejection(monkeypatch):
+def test_a_missing_library_is_a_rejection(monkeypatch):
     cudnn_graph.missing.cache_clear()
     monkeypatch.setattr(optional, "installed", lambda name: False)
     assert "not installed; pip install" in (cudnn.BACKEND.rejection_reason(request()) or "")
@@ -65,7 +65,7 @@ def test_a_library_that_is_not_there_is_a_rejection(monkeypatch):
 
 
 def compiled(version: tuple[int, int], without: str = "") -> ModuleType:
-    """The module `cudnn` of a version, with the names that its compiled part has in the published wheels."""
+    """Module `cudnn` in one version, with the names that its compiled part has in the published wheels."""
     module, part = ModuleType("cudnn"), ModuleType("cudnn._compiled_module")
     names = {"_execute_with_raw_ptrs", "_get_variant_pack_uids_sorted", "_prepare_variant_pack_template"}
     graph = type("graph", (), dict.fromkeys(names - {without}))
@@ -84,7 +84,7 @@ def compiled(version: tuple[int, int], without: str = "") -> ModuleType:
 
 @pytest.fixture
 def reason(monkeypatch):
-    """The reason why a version of the frontend is unsupported, with a version of cuDNN."""
+    """Reason why a frontend version is unsupported, given a cuDNN version."""
 
     def ask(frontend: str, cudnn_version: tuple[int, ...], without: str = "") -> str | None:
         cudnn_graph.missing.cache_clear()
@@ -109,14 +109,14 @@ def reason(monkeypatch):
         ("1.32.0", (9, 10, 2), "cuDNN 9.10.2 < 9.13.1"),
     ],
 )
-def test_unsupported_versions_of_the_frontend_are_named(frontend, cudnn_version, sentence, reason):
+def test_unsupported_frontend_versions_are_named(frontend, cudnn_version, sentence, reason):
     assert sentence in (reason(frontend, cudnn_version) or "")
 
 
 @pytest.mark.parametrize(
     "frontend", ["1.23.0", "1.24.1", "1.26.0", "1.27.0", "1.28.0", "1.29.0", "1.32.0", "1.40.0"]
 )
-def test_versions_of_the_frontend_from_123_on_are_supported(frontend, reason):
+def test_frontend_versions_from_123_on_are_supported(frontend, reason):
     assert reason(frontend, (9, 20, 0)) is None
     version = tuple(int(part) for part in frontend.split(".")[:2])
     found = cudnn_graph.load_bindings(cudnn_graph.library())
@@ -128,7 +128,7 @@ def test_versions_of_the_frontend_from_123_on_are_supported(frontend, reason):
 @pytest.mark.parametrize(
     "name", ["_execute_with_raw_ptrs", "create_handle", "_prepare_variant_pack_template"]
 )
-def test_a_name_that_a_later_frontend_lacks_is_the_reason(name, reason):
+def test_a_name_missing_from_a_later_frontend_is_the_reason(name, reason):
     assert f"nvidia-cudnn-frontend 1.41.0 has no {name}; pip install" in (
         reason("1.41.0", (9, 20, 0), name) or ""
     )
@@ -222,7 +222,7 @@ def test_rejections_name_the_value_and_the_limit(name, installed):
         ),
     ],
 )
-def test_rejections_of_versions(version, options, sentence, installed, monkeypatch):
+def test_unsupported_versions_are_rejected(version, options, sentence, installed, monkeypatch):
     monkeypatch.setattr(cudnn, "get_cudnn_version", lambda: version)
     assert sentence in (cudnn.BACKEND.rejection_reason(request(**options)) or "")
 
@@ -267,7 +267,7 @@ FP8_REJECTED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FP8_REJECTED)
-def test_rejections_of_fp8(name, installed):
+def test_unsupported_fp8_calls_are_rejected(name, installed):
     options, sentence = FP8_REJECTED[name]
     assert sentence in (FORWARD.named("cudnn").rejection_reason(request(**options, fp8="delayed")) or "")
 
@@ -278,14 +278,14 @@ def test_the_fp8_backward_takes_one_head_size(installed):
     assert cudnn_fp8.unsupported_backward(request(head_dim_qk=128, head_dim_v=128)) is None
 
 
-def test_strides_of_every_format_become_those_of_bhsd():
+def test_strides_in_every_format_become_bhsd_strides():
     x = torch.empty(2, 5, 3, 8)  # b s h d
     assert cudnn_plan.as_bhsd("bshd", x.stride(), 5) == x.transpose(1, 2).stride()
     assert cudnn_plan.as_bhsd("sbhd", x.transpose(0, 1).stride(), 5) == x.transpose(1, 2).stride()
     assert cudnn_plan.as_bhsd("thd", x.flatten(0, 1).stride(), 5) == x.transpose(1, 2).stride()
 
 
-def test_packed_lengths_share_plans_at_the_cost_of_an_eighth():
+def test_packed_lengths_share_plans_with_at_most_an_eighth_more_tokens():
     for tokens in (1, 63, 64, 65, 1000, 1025, 16384, 100_001):
         bucket = cudnn_plan.bucket_tokens(tokens)
         assert tokens <= bucket <= max(64, tokens * 9 // 8 + 64)
@@ -302,7 +302,9 @@ def test_only_unaligned_tensors_are_copied():
     assert cudnn.aligned(expanded).is_contiguous()
 
 
-def inputs_of(r: AttentionCall, lengths_q=None, lengths_kv=None, packed_qkv: bool = False) -> AttentionInputs:
+def sample_inputs(
+    r: AttentionCall, lengths_q=None, lengths_kv=None, packed_qkv: bool = False
+) -> AttentionInputs:
     device = torch.device("cuda")
 
     def tensor(tensor_format: str, size: int, heads: int, depth: int) -> Tensor:
@@ -332,7 +334,7 @@ def inputs_of(r: AttentionCall, lengths_q=None, lengths_kv=None, packed_qkv: boo
     )
 
 
-def widened(inputs: AttentionInputs) -> AttentionInputs:
+def to_float32(inputs: AttentionInputs) -> AttentionInputs:
     q, k, v = (x.float() for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v, bias=None if inputs.bias is None else inputs.bias.float())
 
@@ -343,7 +345,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def real_rows(r: AttentionCall, inputs: AttentionInputs) -> Tensor:
-    """Mask of the rows of [b, h, s_q], or of thd [h, t] with sequences of equal extent, that are tokens."""
+    """Mask [b, h, s_q], or [h, t] for thd with sequences of equal extent, that marks the real tokens."""
     if inputs.lengths_q is None:
         return torch.ones(1, 1, 1, dtype=torch.bool, device="cuda")
     real = torch.arange(r.seqlen_q, device="cuda") < inputs.lengths_q[:, None]
@@ -354,7 +356,7 @@ def assert_exact(r: AttentionCall, inputs: AttentionInputs) -> None:
     """Compare output, statistics and gradients within one or two roundings to 16 bits, 2^-9 each."""
     assert cudnn.BACKEND.rejection_reason(r) is None
     grad = torch.randn(*inputs.q.shape[:-1], r.head_dim_v, device="cuda").to(r.dtype)
-    wide, exact_request = widened(inputs), replace(r, dtype=torch.float32)
+    wide, exact_request = to_float32(inputs), replace(r, dtype=torch.float32)
     exact = reference.forward(exact_request, wide)
     found = cudnn.forward(r, inputs)
     assert relative(found.output, exact.output) < 0.004
@@ -426,7 +428,7 @@ def test_every_option_is_exact(name):
     pytest.importorskip("cudnn")
     options, tensors = EXACT[name]
     r = request(**options)
-    inputs = inputs_of(r, **tensors)
+    inputs = sample_inputs(r, **tensors)
     if r.bias == "alibi":
         inputs = inputs._replace(slopes=2.0 ** (-2.0 * torch.arange(1, 5, device="cuda")))
     assert_exact(r, inputs)
@@ -451,9 +453,9 @@ def test_pages_are_read_in_place(page_size, q_format):
         torch.randn(r.batch * columns, page_size, r.groups, r.head_dim_v, device="cuda").to(r.dtype)
         for _ in "kv"
     ]
-    inputs = inputs_of(r, lengths_q=[16, 3], lengths_kv=[200, 131])
+    inputs = sample_inputs(r, lengths_q=[16, 3], lengths_kv=[200, 131])
     k, v = (x[pages.long()].flatten(1, 2) for x in cache)
-    dense = widened(inputs._replace(k=k, v=v))
+    dense = to_float32(inputs._replace(k=k, v=v))
     exact = reference.forward(replace(r, dtype=torch.float32, page_size=0), dense)
     found = cudnn.forward(r, inputs._replace(k=cache[0], v=cache[1], page_table=pages))
     rows = slice(0, 19) if q_format == "thd" else slice(None)
@@ -462,11 +464,11 @@ def test_pages_are_read_in_place(page_size, q_format):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])
-def test_dropout_drops_the_same_in_both_passes(mask):
+def test_both_passes_drop_the_same_weights(mask):
     """After dropout o is linear in v, so <do, o> = <v, dv>; also <q, dq> = <k, dk>."""
     pytest.importorskip("cudnn")
     r = request(mask, dropout=0.3)
-    inputs = inputs_of(r)
+    inputs = sample_inputs(r)
     grad = torch.randn_like(inputs.q)
     torch.manual_seed(3)
     found = cudnn.forward(r, inputs)
@@ -486,7 +488,7 @@ def test_dropout_drops_the_same_in_both_passes(mask):
 def test_a_captured_graph_replays_on_new_values():
     pytest.importorskip("cudnn")
     r = request("padding_causal", same_lengths=True, **PACKED)
-    inputs = inputs_of(r, lengths_q=[256, 256])
+    inputs = sample_inputs(r, lengths_q=[256, 256])
     grad = torch.randn_like(inputs.q)
     cudnn.backward(r, inputs, cudnn.forward(r, inputs), grad)
     graph = torch.cuda.CUDAGraph()

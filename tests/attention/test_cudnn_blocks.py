@@ -1,4 +1,4 @@
-"""MXFP8 attention by cuDNN: rules, graph descriptors, the order of scales, both passes with a simulated library."""
+"""MXFP8 attention by cuDNN: rules, graph descriptors, scale order, both passes with a simulated library."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_backward_pass_is_in_16_bits_unless_fp8_is_asked_for(installed):
 
 
 class Recorded:
-    """A tensor of a recorded graph."""
+    """A tensor in a recorded graph."""
 
     def __init__(self, **facts: Any):
         self.__dict__.update(facts)
@@ -155,7 +155,7 @@ def recording(monkeypatch):
     cudnn_graph.load_bindings.cache_clear()
 
 
-def facts_of(tensor: Recorded) -> tuple[Any, ...]:
+def tensor_facts(tensor: Recorded) -> tuple[Any, ...]:
     return (
         tuple(tensor.dim),
         tuple(tensor.stride),
@@ -164,7 +164,7 @@ def facts_of(tensor: Recorded) -> tuple[Any, ...]:
     )
 
 
-def strided(call, grad_output: bool = False) -> Strided:
+def bshd_strides(call, grad_output: bool = False) -> Strided:
     """Strides of contiguous bshd tensors."""
 
     def of(heads: int, depth: int, tokens: int) -> tuple[int, ...]:
@@ -178,22 +178,22 @@ def strided(call, grad_output: bool = False) -> Strided:
     )
 
 
-def test_descriptors_of_both_passes_have_the_layouts_of_the_documentation(recording):
+def test_descriptors_of_both_passes_have_the_documented_layouts(recording):
     """E8M0 in F8_128x4: [b, h, s to 128, d / 32 to 4] along d, [b, h, s / 32 to 4, d to 128] along the tokens."""
     call = request(**B200, seqlen_q=160, seqlen_kv=192, needs_gradient=True, window=(64, 0))
-    description = cudnn_blocks.describe_forward(call, strided(call))
+    description = cudnn_blocks.describe_forward(call, bshd_strides(call))
     (given,) = description.graph.calls.values()
     assert description.graph.settings["io_data_type"] == "FP8_E4M3"
     along_d, tokens = ("FP8_E8M0", "F8_128x4"), ("FP8_E8M0", "F8_128x4")
-    assert facts_of(given["descale_q"]) == ((2, 4, 256, 4), (4096, 1024, 4, 1), *along_d)
-    assert facts_of(given["descale_k"]) == ((2, 2, 256, 4), (2048, 1024, 4, 1), *along_d)
-    assert facts_of(given["descale_v"]) == ((2, 2, 8, 128), (2048, 1024, 1, 8), *tokens)
-    assert facts_of(given["q"]) == ((2, 4, 160, 128), (160 * 512, 128, 512, 1), "FP8_E4M3", "")
-    assert facts_of(given["v"]) == ((2, 2, 192, 128), (192 * 256, 128, 256, 1), "FP8_E4M3", "")
+    assert tensor_facts(given["descale_q"]) == ((2, 4, 256, 4), (4096, 1024, 4, 1), *along_d)
+    assert tensor_facts(given["descale_k"]) == ((2, 2, 256, 4), (2048, 1024, 4, 1), *along_d)
+    assert tensor_facts(given["descale_v"]) == ((2, 2, 8, 128), (2048, 1024, 1, 8), *tokens)
+    assert tensor_facts(given["q"]) == ((2, 4, 160, 128), (160 * 512, 128, 512, 1), "FP8_E4M3", "")
+    assert tensor_facts(given["v"]) == ((2, 2, 192, 128), (192 * 256, 128, 256, 1), "FP8_E4M3", "")
     assert given["generate_stats"] and given["attn_scale"] == call.scale
     assert given["diagonal_band_left_bound"] == 65 and given["diagonal_band_right_bound"] == 0
 
-    description = cudnn_blocks.describe_backward(call, strided(call, grad_output=True))
+    description = cudnn_blocks.describe_backward(call, bshd_strides(call, grad_output=True))
     (given,) = description.graph.calls.values()
     for role, wanted in {
         "descale_q": ((2, 4, 256, 4), (4096, 1024, 4, 1)),
@@ -204,7 +204,7 @@ def test_descriptors_of_both_passes_have_the_layouts_of_the_documentation(record
         "descale_dO": ((2, 4, 256, 4), (4096, 1024, 4, 1)),
         "descale_dO_T": ((2, 4, 8, 128), (4096, 1024, 1, 8)),
     }.items():
-        assert facts_of(given[role]) == (*wanted, "FP8_E8M0", "F8_128x4"), role
+        assert tensor_facts(given[role]) == (*wanted, "FP8_E8M0", "F8_128x4"), role
     for role in ("q", "q_T", "k", "k_T", "v", "dO", "dO_T"):
         assert given[role].data_type == "FP8_E4M3", role
     for role in ("o_f16", "dO_f16"):
@@ -214,14 +214,14 @@ def test_descriptors_of_both_passes_have_the_layouts_of_the_documentation(record
     assert len(set(uids)) == len(uids)
 
 
-def exponent_at(scales: Tensor, row: int, column: int, width: int) -> int:
-    """A scale of a matrix in swizzled order, whose rows have `width` scales."""
+def read_exponent(scales: Tensor, row: int, column: int, width: int) -> int:
+    """A scale in swizzled order from a matrix whose rows have `width` scales."""
     tile = row // 128 * (width // 4) + column // 4
     return int(scales.view(-1)[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4])
 
 
-def decoded(tensor: BlockCodes, tensor_format: str, along_tokens: bool) -> Tensor:
-    """Values float64 of codes and scales, read as the library does: a matrix per batch and head."""
+def decode_blocks(tensor: BlockCodes, tensor_format: str, along_tokens: bool) -> Tensor:
+    """Codes times scales in float64, read as the library does: one matrix per batch and head."""
     codes = tensor.codes.double()
     x = codes.transpose(0, 1) if tensor_format == "sbhd" else codes  # [b, s, h, d]
     batch, tokens, heads, depth = x.shape
@@ -232,7 +232,7 @@ def decoded(tensor: BlockCodes, tensor_format: str, along_tokens: bool) -> Tenso
         for h in range(heads):
             scales = tensor.scales.reshape(batch, heads, padded_rows * width)[b, h]
             exponents = torch.tensor(
-                [[exponent_at(scales, r, c, width) for c in range(columns)] for r in range(rows)]
+                [[read_exponent(scales, r, c, width) for c in range(columns)] for r in range(rows)]
             )
             factors = torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)  # [rows, contracted]
             values[b, :, h] = x[b, :, h] * (factors.t() if along_tokens else factors)
@@ -241,7 +241,7 @@ def decoded(tensor: BlockCodes, tensor_format: str, along_tokens: bool) -> Tenso
 
 @pytest.mark.parametrize("tensor_format", ["bshd", "sbhd"])
 @pytest.mark.parametrize(("tokens", "depth"), [(160, 64), (96, 128)])
-def test_codes_and_scales_are_those_of_every_head_alone(tensor_format, tokens, depth):
+def test_codes_and_scales_equal_those_of_separate_heads(tensor_format, tokens, depth):
     shape = (2, tokens, 3, depth) if tensor_format == "bshd" else (tokens, 2, 3, depth)
     x = (
         torch.randn(shape, dtype=torch.bfloat16)
@@ -252,7 +252,7 @@ def test_codes_and_scales_are_those_of_every_head_alone(tensor_format, tokens, d
         (False, True), blocks_cudnn._quantize_directions(x, tensor_format, quantizer, True, True), strict=True
     ):
         assert made is not None and made.codes.shape == x.shape and made.codes.is_contiguous()
-        found = decoded(made, tensor_format, along_tokens)
+        found = decode_blocks(made, tensor_format, along_tokens)
         of_batch = x.transpose(0, 1) if tensor_format == "sbhd" else x
         found = found.transpose(0, 1) if tensor_format == "sbhd" else found
         for b in range(2):
@@ -263,7 +263,7 @@ def test_codes_and_scales_are_those_of_every_head_alone(tensor_format, tokens, d
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention in float64 of bshd tensors, and the logarithms of the denominators [b, h, s]."""
+    """Causal attention in float64 on bshd tensors, and the logarithms of the denominators [b, h, s]."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * scale
@@ -272,19 +272,19 @@ def exact(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("requested", [None, True], ids=["16 bits", "fp8"])
-def test_both_passes_reach_the_library_with_the_codes_of_their_products(installed, monkeypatch, requested):
+def test_both_passes_pass_their_products_codes_to_the_library(installed, monkeypatch, requested):
     """The simulated library computes in float64 what the codes, read in the documented layouts, contain."""
     seen: dict[str, BlockCodes] = {}
 
     def forward(call, q: BlockCodes, k: BlockCodes, v: BlockCodes):
-        values = [decoded(x, "bshd", along) for x, along in ((q, False), (k, False), (v, True))]
+        values = [decode_blocks(x, "bshd", along) for x, along in ((q, False), (k, False), (v, True))]
         output, lse = exact(*values, call.scale)
         return output.to(call.dtype), lse.float()
 
     def backward(call, codes: dict[str, BlockCodes], output: Tensor, grad_output: Tensor, lse: Tensor):
         seen.update(codes)
-        inputs = [decoded(codes[role], "bshd", False).requires_grad_() for role in "qkv"]
-        grad = decoded(codes["grad_output_codes"], "bshd", False)
+        inputs = [decode_blocks(codes[role], "bshd", False).requires_grad_() for role in "qkv"]
+        grad = decode_blocks(codes["grad_output_codes"], "bshd", False)
         with torch.enable_grad():
             found = torch.autograd.grad(exact(*inputs, call.scale)[0], inputs, grad)
         return Gradients(*[x.to(call.dtype) for x in found])
@@ -308,13 +308,13 @@ def test_both_passes_reach_the_library_with_the_codes_of_their_products(installe
     dy = torch.randn(out.shape, dtype=torch.bfloat16)
     grads = torch.autograd.grad(out, (q, k, v), dy)
     wanted = torch.autograd.grad(want, (q, k, v), dy.double().view_as(want))
-    # E4M3 rounds by 2.6 % in the mean: three or four rounded factors of a result differ by up to 5.2 %.
+    # E4M3 rounds by 2.6 % in the mean: a result's three or four rounded factors differ by up to 5.2 %.
     assert relative_error(out.view_as(want), want) < 0.06
     for found, expected in zip(grads, wanted, strict=True):
         assert relative_error(found, expected) < 0.08
     assert seen.keys() == {"q", "q_t", "k", "k_t", "v", "grad_output_codes", "grad_output_t"}
     for role, values in (("q_t", q), ("k_t", k), ("grad_output_t", dy.view(2, 96, 4, 128))):
-        assert relative_error(decoded(seen[role], "bshd", True), values) < 0.04, role
+        assert relative_error(decode_blocks(seen[role], "bshd", True), values) < 0.04, role
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

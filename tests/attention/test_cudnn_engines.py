@@ -1,4 +1,4 @@
-"""The rules of the cuDNN backends against the library's own answers for every GPU, asked without a device.
+"""The cuDNN backends' rules against the library's own answers for every GPU, asked without a device.
 
 `cudnn_engines.json` has the answers by version, recorded by `cudnn_without_device`.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attention.cudnn_without_device import CASES, call_of
+from tests.attention.cudnn_without_device import CASES, attention_call
 from tests.attention.test_cudnn import installed  # noqa: F401
 from tests.support import programs
 from transformer_engine.common import optional
@@ -23,14 +23,14 @@ from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudn
 HERE = Path(__file__).parent
 RECORDS = json.loads((HERE / "cudnn_engines.json").read_text())
 NVIDIA = {row.architecture: row for row in ROWS if row.vendor == "nvidia"}
-# Engines that the rules leave unused, by the words of the reason.
+# Engines that the rules leave unused, keyed by words in the reason.
 UNUSED = {
     # The original rejects both.
     "has no cudnn deterministic attention",
     "has no cudnn fp8 attention",
-    # cuDNN 9.28.1 has a forward engine for codes of 256 on 10.x to 11.0, and no backward engine.
+    # cuDNN 9.28.1 has a forward engine for codes with head size 256 on 10.x to 11.0, and no backward engine.
     "it takes up to 128, and 192/128",
-    # The order of scales along the tokens of such heads is in no documentation.
+    # No documentation specifies the order of these heads' scales along the tokens.
     "scales along the tokens of more than 128 columns",
 }
 
@@ -38,12 +38,12 @@ UNUSED = {
 def rejection(
     case: str, architecture: str, version: tuple[int, ...], gradients: bool, monkeypatch
 ) -> str | None:
-    """The reason of the backend of a case, or None."""
+    """A backend's rejection reason for a case, or None."""
     for module in (cudnn, cudnn_fp8, cudnn_blocks):
         monkeypatch.setattr(module, "get_cudnn_version", lambda: version)
     monkeypatch.setattr(cudnn_blocks, "_unsupported_library", lambda: None)
     monkeypatch.setattr(cudnn_blocks, "untested_reason", lambda path: None)
-    call = replace(call_of(case, NVIDIA[architecture]), needs_gradient=gradients)
+    call = replace(attention_call(case, NVIDIA[architecture]), needs_gradient=gradients)
     if call.fp8 is None:
         return cudnn.BACKEND.rejection_reason(call)
     backend = cudnn_blocks if call.fp8 == "mxfp8" else cudnn_fp8
@@ -57,7 +57,7 @@ def answers() -> Iterator[tuple[str, str, str]]:
                 yield version, architecture, case
 
 
-def test_every_gpu_of_the_table_and_every_case_were_asked():
+def test_the_recording_covers_every_gpu_in_the_table_and_every_case():
     assert len(RECORDS) >= 2
     for engines in RECORDS.values():
         assert engines.keys() == NVIDIA.keys()
@@ -80,7 +80,7 @@ def test_the_rules_accept_what_cudnn_has_engines_for(version, architecture, inst
 
 
 @pytest.mark.skipif(not optional.installed("cudnn"), reason="nvidia-cudnn-frontend is not installed")
-def test_an_installed_cudnn_answers_as_recorded():
+def test_an_installed_cudnn_agrees_with_the_recording():
     printed = programs.output(
         ["-W", "ignore", "-m", "tests.attention.cudnn_without_device", "10.0", "12.0"],
         programs.ROOT,

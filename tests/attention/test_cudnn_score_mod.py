@@ -29,12 +29,12 @@ def unchanged(graph, score, tensors):
     return score
 
 
-def biased(graph, score, tensors):
+def add_bias(graph, score, tensors):
     return graph.add(a=tensors["bias"], b=score)
 
 
 def causal(graph, score, tensors):
-    """Scores of the keys up to the query, with the dtypes that the frontend's samples set."""
+    """Causal scores up to the query, with the dtypes that the frontend's samples set."""
     query, key = graph.gen_index(input=score, axis=2), graph.gen_index(input=score, axis=3)
     query.set_data_type(torch.int32)
     key.set_data_type(torch.int32).set_name("key")
@@ -52,13 +52,13 @@ def graph_score_mod(function, tensors=None, bprop=None, bprop_tensors=None) -> G
     return bound
 
 
-def capped(**options: Any) -> GraphScoreMod:
+def graph_softcap(**options: Any) -> GraphScoreMod:
     capping = Softcap()
     tensors = {"cap": torch.tensor(0.7)}
     return graph_score_mod(capping.forward, tensors, capping.backward, {"factor": torch.tensor(1.0)})
 
 
-def program_of(function, *names: str) -> ScoreProgram:
+def record_program(function, *names: str) -> ScoreProgram:
     program = record(function, names, None, ())
     assert isinstance(program, ScoreProgram), program
     return program
@@ -69,12 +69,12 @@ def test_functions_that_build_equal_graphs_have_equal_programs():
         ratio = graph.div(a=score, b=tensors["cap"])
         return graph.mul(a=graph.tanh(input=ratio), b=tensors["cap"])
 
-    program = program_of(softcap, "cap")
-    assert program == program_of(again, "cap") and hash(program) == hash(program_of(again, "cap"))
+    program = record_program(softcap, "cap")
+    assert program == record_program(again, "cap") and hash(program) == hash(record_program(again, "cap"))
     assert [step.method for step in program.modify] == ["div", "tanh", "mul"]
-    assert program != program_of(lambda graph, score, tensors: graph.tanh(score), "cap")
+    assert program != record_program(lambda graph, score, tensors: graph.tanh(score), "cap")
     # A graph's own names are operations, never attributes of the recorder.
-    assert [step.method for step in program_of(relative_bias, "slope", "hidden").modify].count("add") == 1
+    assert [step.method for step in record_program(relative_bias, "slope", "hidden").modify].count("add") == 1
 
 
 def test_a_changed_closure_is_another_program():
@@ -89,10 +89,10 @@ def test_a_changed_closure_is_another_program():
     assert first == same and hash(first) == hash(same)
     assert first != changed and first.recorded.program != changed.recorded.program
     slope = torch.zeros(1, 4, 1, 1)
-    frozen = graph_score_mod(biased, {"bias": slope})
-    assert frozen == graph_score_mod(biased, {"bias": slope})
+    frozen = graph_score_mod(add_bias, {"bias": slope})
+    assert frozen == graph_score_mod(add_bias, {"bias": slope})
     slope.requires_grad_()
-    assert frozen != graph_score_mod(biased, {"bias": slope})
+    assert frozen != graph_score_mod(add_bias, {"bias": slope})
 
 
 def test_steps_without_a_reader_are_left_out():
@@ -101,9 +101,9 @@ def test_steps_without_a_reader_are_left_out():
         graph.add(score, tensors["unused"]).set_data_type(torch.float32)
         return graph.mul(score, tensors["used"])
 
-    needed = program_of(wasteful, "unused", "used").needed(with_gradient=False)
+    needed = record_program(wasteful, "unused", "used").needed(with_gradient=False)
     assert [step.method for step in needed.modify] == ["mul"] and needed.operands() == {3}
-    program = capped().recorded.program
+    program = graph_softcap().recorded.program
     assert isinstance(program, ScoreProgram)
     assert not program.needed(with_gradient=False).differentiate
     assert [step.method for step in program.needed(with_gradient=True).differentiate] == [
@@ -116,7 +116,7 @@ def test_steps_without_a_reader_are_left_out():
     ("function", "adds"),
     [
         (unchanged, True),
-        (biased, True),
+        (add_bias, True),
         (lambda g, s, t: g.sub(g.identity(s), t["bias"]), True),
         (lambda g, s, t: g.add(s, g.mul(t["bias"], g.gen_index(s, axis=3))), True),
         (lambda g, s, t: g.sub(t["bias"], s), False),
@@ -127,8 +127,8 @@ def test_steps_without_a_reader_are_left_out():
         (lambda g, s, t: g.binary_select(s, t["bias"], g.cmp_ge(s, t["bias"])), False),
     ],
 )
-def test_only_additions_have_a_derivative_of_one(function, adds):
-    assert program_of(function, "bias").adds_only() is adds
+def test_only_additions_have_derivative_one(function, adds):
+    assert record_program(function, "bias").adds_only() is adds
 
 
 @pytest.mark.parametrize(
@@ -164,33 +164,33 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
         ({"q_format": "thd", "kv_format": "thd"}, "packed sequences"),
         ({"score_mod": graph_score_mod(softcap, {"cap": torch.tensor(0.7)})}, "give score_mod_bprop"),
         (
-            {"score_mod": graph_score_mod(biased, {"bias": torch.zeros(1, requires_grad=True)})},
+            {"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(1, requires_grad=True)})},
             "gradients of score_mod_tensors",
         ),
-        ({"score_mod": graph_score_mod(biased, {"bias": torch.zeros(1).int()})}, "torch.int32; it takes"),
+        ({"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(1).int()})}, "torch.int32; it takes"),
         (
-            {"score_mod": graph_score_mod(biased, {"bias": torch.zeros(1).double()})},
+            {"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(1).double()})},
             "torch.float64; it takes",
         ),
         (
-            {"score_mod": graph_score_mod(biased, {"bias": torch.zeros(1, 3, 1, 1)})},
+            {"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(1, 3, 1, 1)})},
             "score_mod_tensors['bias'] is [1, 3, 1, 1], which does not broadcast to the scores [2, 4, 256, 256]",
         ),
         (
-            {"score_mod": graph_score_mod(biased, {"bias": torch.zeros(2, 1, 1, 256)})},
+            {"score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(2, 1, 1, 256)})},
             "gradients with score_mod_tensors['bias'] [2, 1, 1, 256], one row for all queries",
         ),
         (
             {
                 "score_mod": graph_score_mod(
-                    biased, {"bias": torch.zeros(1, 1, 1, 256).expand(1, 1, 256, 256)}
+                    add_bias, {"bias": torch.zeros(1, 1, 1, 256).expand(1, 1, 256, 256)}
                 )
             },
             "one row for all queries; give a row for each",
         ),
         (
             {
-                "score_mod": graph_score_mod(biased, {"bias": torch.zeros(2, 4, 1, 1)}),
+                "score_mod": graph_score_mod(add_bias, {"bias": torch.zeros(2, 4, 1, 1)}),
                 "needs_gradient": False,
             },
             "score_mod_tensors['bias'] [2, 4, 1, 1], one number for each sequence",
@@ -223,12 +223,12 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
     ],
 )
 def test_unsupported_calls_name_the_reason(options, words, installed):
-    call = request(**{"mask": "no_mask", "score_mod": capped(), **options})
+    call = request(**{"mask": "no_mask", "score_mod": graph_softcap(), **options})
     assert words in (cudnn.BACKEND.rejection_reason(call) or "")
 
 
-def test_the_choice_falls_back_with_the_reason_of_the_library(installed, monkeypatch):
-    call = request("no_mask", score_mod=capped())
+def test_the_choice_falls_back_with_the_librarys_reason(installed, monkeypatch):
+    call = request("no_mask", score_mod=graph_softcap())
     assert cudnn.BACKEND.rejection_reason(call) is None
     chosen = [verdict.backend for verdict in choose.explain(call) if verdict.chosen]
     assert chosen == ["cudnn"]
@@ -242,7 +242,7 @@ def test_the_choice_falls_back_with_the_reason_of_the_library(installed, monkeyp
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cudnn, "bound_tensors", lambda call, device: bound_tensors(call, torch.device("cpu")))
     monkeypatch.setattr(cudnn, "_plan", fails)
-    rejected = request("no_mask", score_mod=capped())
+    rejected = request("no_mask", score_mod=graph_softcap())
     assert cudnn.bind(rejected) == PlanFailure("cuDNN has no engine for this attention")
     bound = choose.choose(rejected)
     assert bound.name in ("flex", "reference")
@@ -255,14 +255,14 @@ def test_the_choice_falls_back_with_the_reason_of_the_library(installed, monkeyp
     assert cudnn.bind(numbers) == PlanFailure("add(): incompatible function arguments.")
     inference = request(
         "no_mask",
-        score_mod=graph_score_mod(biased, {"bias": torch.zeros(2, 1, 1, 256)}),
+        score_mod=graph_score_mod(add_bias, {"bias": torch.zeros(2, 1, 1, 256)}),
         needs_gradient=False,
     )
     assert cudnn.BACKEND.rejection_reason(inference) is None
 
 
 class LoggedTensor:
-    """A tensor of a graph that logs its setters."""
+    """A graph tensor that logs its setters."""
 
     def __init__(self, name: str, log: list[Any]):
         self.name, self.log = name, log
@@ -279,7 +279,7 @@ class LoggedTensor:
 
 
 class LoggedGraph:
-    """A graph of the frontend that logs its operations, and calls the functions of an attention twice.
+    """A frontend graph that logs its operations, and calls an attention's functions twice.
 
     The frontend, too, expands an attention more than once if it compares implementations.
     """
@@ -331,7 +331,7 @@ def library(monkeypatch):
     monkeypatch.setattr(cudnn_graph, "data_type", str)
 
 
-def described(describe, score_mod: GraphScoreMod) -> LoggedGraph:
+def describe_graph(describe, score_mod: GraphScoreMod) -> LoggedGraph:
     call = request("no_mask", score_mod=score_mod)
     strides = (256 * 4 * 64, 4 * 64, 64, 1)
     modifier, _ = bound_tensors(call, torch.device("cpu"))
@@ -342,7 +342,7 @@ def described(describe, score_mod: GraphScoreMod) -> LoggedGraph:
 
 
 def test_the_library_gets_the_operations_in_order_with_bound_tensors(library):
-    graph = described(cudnn_plan.describe_forward, capped())
+    graph = describe_graph(cudnn_plan.describe_forward, graph_softcap())
     assert (
         graph.passes[0]
         == graph.passes[1]
@@ -354,7 +354,7 @@ def test_the_library_gets_the_operations_in_order_with_bound_tensors(library):
     )
     assert graph.inputs["score_mod_0"]["is_pass_by_value"] and "score_mod_1" not in graph.inputs
     assert not graph.inputs["q"]["is_pass_by_value"]
-    backward = described(cudnn_plan.describe_backward, capped())
+    backward = describe_graph(cudnn_plan.describe_backward, graph_softcap())
     # The gradient reads the ratio that the function has computed in the same graph.
     assert backward.passes[0] == backward.passes[1]
     assert backward.passes[0][-2:] == [
@@ -364,9 +364,11 @@ def test_the_library_gets_the_operations_in_order_with_bound_tensors(library):
     assert graph.inputs["score_mod_0"]["uid"] == backward.inputs["score_mod_0"]["uid"]
 
 
-def test_setters_reach_the_tensors_of_the_library(library):
+def test_setters_reach_the_librarys_tensors(library):
     tensors, zero = {"hidden": torch.tensor(-1e9)}, {"zero": torch.tensor(0.0)}
-    graph = described(cudnn_plan.describe_backward, graph_score_mod(causal, tensors, causal_gradient, zero))
+    graph = describe_graph(
+        cudnn_plan.describe_backward, graph_score_mod(causal, tensors, causal_gradient, zero)
+    )
     assert graph.passes[0][:5] == [
         ("gen_index", "score", 2),
         ("gen_index", "score", 3),
@@ -431,7 +433,7 @@ def alibi(graph, score, tensors):
 
 
 def case(name: str, size: tuple[int, int]) -> tuple[dict[str, Any], Any]:
-    """Return the arguments of a call on a GPU, and the same function of scores in plain PyTorch."""
+    """Arguments for a call on a GPU, and the same score function in plain PyTorch."""
     if name == "unchanged":
         return {"score_mod": unchanged}, lambda s: s
     if name == "softcap":
@@ -450,7 +452,7 @@ def case(name: str, size: tuple[int, int]) -> tuple[dict[str, Any], Any]:
         return {"score_mod": alibi, "score_mod_tensors": {"slope": slope}}, lambda s: s + slope * distances(s)
     shape = {"bias": (1, 4, *size), "bias of sequences": (2, 1, *size), "bias of queries": (2, 1, size[0], 1)}
     bias = torch.randn(shape[name], device="cuda")
-    return {"score_mod": biased, "score_mod_tensors": {"bias": bias}}, lambda s: s + bias
+    return {"score_mod": add_bias, "score_mod_tensors": {"bias": bias}}, lambda s: s + bias
 
 
 @pytest.mark.gpu
@@ -517,11 +519,11 @@ def test_a_warm_call_reads_new_values_and_a_changed_closure():
         assert relative(got, want) < 0.004
 
 
-def test_a_softcap_of_the_call_is_the_graph_of_a_softcap():
+def test_the_softcap_argument_equals_a_softcap_graph():
     call = request("no_mask", softcap=0.7)
     modifier, tensors = bound_tensors(call, torch.device("cpu"))
     assert modifier is not None
-    program = capped().recorded.program
+    program = graph_softcap().recorded.program
     assert isinstance(program, ScoreProgram)
     assert [step.method for step in modifier.program.modify] == [step.method for step in program.modify]
     assert [step.method for step in modifier.program.differentiate] == ["tanh_backward"]
@@ -550,7 +552,7 @@ def test_a_softcap_is_a_float32_number_under_any_default_dtype(dtype):
         ({"softcap": 0.7, "mask": "causal"}, "softcap with attn_mask_type='causal'; it takes 'no_mask'"),
         ({"softcap": 0.7, "max_logit": True}, "softcap with return_max_logit=True"),
         ({"softcap": 0.7, "q_format": "thd", "kv_format": "thd"}, "softcap with packed sequences"),
-        ({"softcap": 0.7, "score_mod": capped()}, "softcap together with score_mod"),
+        ({"softcap": 0.7, "score_mod": graph_softcap()}, "softcap together with score_mod"),
     ],
 )
 def test_cudnn_computes_a_softcap_without_a_mask(options, words, installed):

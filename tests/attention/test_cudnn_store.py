@@ -1,4 +1,4 @@
-"""cuDNN's plans on disk: which ones are read and which are built again, with a mock of the library."""
+"""cuDNN's plans on disk: which plans are read and which are built again, with a mock of the library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NotSupported(Exception):
 
 
 class Node:
-    """A tensor of a graph."""
+    """A graph tensor."""
 
     def __init__(self, graph: Graph, uid: int | None = None):
         self.graph = graph
@@ -70,7 +70,7 @@ class Graph:
         return [Node(self) for _ in range(4)]
 
     def _step(self, *_: Any) -> None:
-        """A step of planning that always succeeds."""
+        """A planning step that always succeeds."""
 
     validate = build_operation_graph = create_execution_plans = check_support = _step
     _prepare_variant_pack_template = _step
@@ -130,7 +130,7 @@ class Library:
 
 
 def gpu(**changes: Any) -> SimpleNamespace:
-    """The properties of an H200, with changes."""
+    """Properties of an H200, with changes."""
     given = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, **changes}
     return SimpleNamespace(**given)
 
@@ -157,7 +157,7 @@ STRIDED = cudnn_plan.Strided((65536, 256, 64, 1), (32768, 128, 64, 1), (32768, 1
 
 
 def plan(r=None, strided: cudnn_plan.Strided = STRIDED, device: int = 0) -> cudnn_graph.CudnnPlan:
-    """Return a plan as a process without plans in memory does."""
+    """Plan built or read as in a process without plans in memory."""
     return cudnn_graph.planned(cudnn_plan.describe_forward, device, request() if r is None else r, strided)
 
 
@@ -324,7 +324,7 @@ def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, librar
         ([[1, 2, 3, 4, 5], 64], "64 bytes of workspace, and for 4096 when it was built"),
     ],
 )
-def test_a_plan_of_other_tensors_or_workspace_is_built_again(graph, reason, library, tmp_path, caplog):
+def test_a_plan_with_other_tensors_or_workspace_is_built_again(graph, reason, library, tmp_path, caplog):
     plan()
     (path,) = files(tmp_path)
     cudnn_store.write(path, cudnn_store.StoredPlan(4096, json.dumps(graph).encode()))
@@ -333,7 +333,7 @@ def test_a_plan_of_other_tensors_or_workspace_is_built_again(graph, reason, libr
     assert [reason in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_files_and_their_folder_are_the_users_alone(library, tmp_path):
+def test_files_and_their_folder_are_private_to_the_user(library, tmp_path):
     plan()
     (path,) = files(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -366,7 +366,7 @@ def test_a_folder_that_others_may_write_is_neither_read_nor_written(mode, librar
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in this file system")
-def test_a_pipe_in_a_files_place_does_not_block(library, tmp_path, caplog):
+def test_a_pipe_instead_of_a_plan_file_does_not_block(library, tmp_path, caplog):
     plan()
     (path,) = files(tmp_path)
     path.unlink()
@@ -377,7 +377,7 @@ def test_a_pipe_in_a_files_place_does_not_block(library, tmp_path, caplog):
     assert library.read == 1
 
 
-def test_a_folder_in_a_files_place_is_named_once_and_stays_closed(library, tmp_path, caplog):
+def test_a_folder_instead_of_a_plan_file_is_logged_once_and_not_opened(library, tmp_path, caplog):
     plan()
     (path,) = files(tmp_path)
     path.unlink()
@@ -474,7 +474,7 @@ def test_a_graph_that_cannot_be_serialised_is_used_and_logged(library, tmp_path,
 
 
 @pytest.mark.parametrize("error", [OSError("no source"), RuntimeError("Could not determine home directory.")])
-def test_where_there_can_be_no_file_plans_are_built(error, library, caplog, monkeypatch):
+def test_plans_are_built_where_no_file_can_exist(error, library, caplog, monkeypatch):
     def fails() -> str:
         raise error
 
@@ -485,7 +485,7 @@ def test_where_there_can_be_no_file_plans_are_built(error, library, caplog, monk
     assert [str(error) in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_shape_without_an_engine_is_the_same_error_and_leaves_no_file(library, tmp_path, monkeypatch):
+def test_a_shape_without_an_engine_raises_the_same_error_and_leaves_no_file(library, tmp_path, monkeypatch):
     def refuse(self: Graph) -> None:
         raise NotSupported("no engine")
 
@@ -499,12 +499,12 @@ def test_a_shape_without_an_engine_is_the_same_error_and_leaves_no_file(library,
 @pytest.mark.parametrize("options", [{}, {"mask": "padding_causal", "same_lengths": True, **PACKED}])
 def test_a_plan_from_disk_computes_the_same_bits(options, monkeypatch, tmp_path, caplog):
     pytest.importorskip("cudnn")
-    from tests.attention.test_cudnn import inputs_of
+    from tests.attention.test_cudnn import sample_inputs
 
     monkeypatch.setenv("TE_CUDNN_PLAN_CACHE", "1")
     monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path / "cache"))
     r = request(**{"deterministic": True, **options})
-    inputs = inputs_of(r, lengths_q=[256, 256])
+    inputs = sample_inputs(r, lengths_q=[256, 256])
     grad = torch.randn_like(inputs.q)
     results = []
     for _ in range(2):

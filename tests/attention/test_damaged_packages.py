@@ -21,7 +21,7 @@ PACKAGES = {
     "nvmath": ("nvmath-python", "0.8.0", "nvmath/__init__.py"),
     "triton": ("triton", "3.6.0", "triton/__init__.py"),
 }
-# The damages in one process; errors in a package and in a part of it cannot be told apart, so not both.
+# The damages in one process; a package's error and its submodule's error look alike, so never both.
 DAMAGES = [
     {module: "ModuleNotFoundError" for module in PACKAGES if module != "flash_attn.cute.interface"},
     {
@@ -39,7 +39,7 @@ MESSAGES = {
     "AttributeError": "module 'torch' has no attribute 'its_part'",
 }
 
-# Prints every reason for a rejection on a GPU of capability 9.0, without using a GPU.
+# Prints every rejection reason on a GPU with capability 9.0, without using a GPU.
 ASKED = """
 from dataclasses import replace
 import torch
@@ -81,7 +81,7 @@ for name, counter in COUNTERS.items():
 
 
 def install(folder: Path, module: str, statement: str) -> Path:
-    """Install a package whose import counts itself and raises; return the file of the count."""
+    """Install a package whose import counts itself and raises; return the file that holds the count."""
     distribution, version, path = PACKAGES[module]
     counter = folder / f"{module}.counter"
     counter.write_text("")

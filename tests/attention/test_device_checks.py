@@ -1,4 +1,4 @@
-"""Checks of numbers run at once on the host, otherwise when the numbers arrive, and never twice."""
+"""Number checks run at once on the host, otherwise when the numbers arrive, and never twice."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_numbers_on_the_host_are_checked_at_once_whatever_the_switch(monkeypatch
             demand(below, (torch.tensor([1, 7]),), 3)
 
 
-def test_a_check_under_way_is_left_alone_until_its_numbers_are_there():
+def test_a_pending_check_waits_until_its_numbers_arrive():
     late = Copy(5)
     late.demand(3)
     device_checks._settle(wait=False)
@@ -63,7 +63,7 @@ def test_a_check_under_way_is_left_alone_until_its_numbers_are_there():
     te.check()
 
 
-def test_asking_waits_for_all_and_raises_the_first_that_fails():
+def test_te_check_waits_for_pending_checks_and_raises_the_first_failure():
     copies = [Copy(1), Copy(8), Copy(9)]
     for copy in copies:
         copy.demand(3)
@@ -73,7 +73,7 @@ def test_asking_waits_for_all_and_raises_the_first_that_fails():
     te.check()
 
 
-def test_passed_checks_leave_nothing_behind():
+def test_passed_checks_are_removed():
     for number in range(100):
         copy = Copy(number)
         copy.there = True
@@ -82,13 +82,13 @@ def test_passed_checks_leave_nothing_behind():
     assert not device_checks._waiting
 
 
-def test_tensors_that_hold_no_numbers_are_not_read():
+def test_meta_and_fake_tensors_are_not_read():
     demand(below, (torch.empty(3, device="meta"),), 0)
     with torch._subclasses.FakeTensorMode():
         demand(below, (torch.zeros(3),), 0)
 
 
-def test_a_compiler_traces_through():
+def test_torch_compile_traces_through_a_check():
     def run(x):
         demand(below, (x,), 0)
         return x + 1
@@ -118,7 +118,7 @@ def test_numbers_on_a_gpu_are_checked_without_waiting_for_it(monkeypatch):
     monkeypatch.setenv("TE_CHECK", "1")
     torch.cuda._sleep(100_000_000)
     demand(below, (x,), 3)  # the copy waits for the sleeping kernel
-    x.zero_()  # the check must read the numbers of the call, not later ones
+    x.zero_()  # the check must read the call's numbers, not later ones
     assert len(device_checks._waiting) == 1
     with pytest.raises(ValueError, match="7 is not below 3"):
         te.check()
@@ -133,7 +133,7 @@ def test_a_call_waits_for_its_numbers_on_request(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_holds_no_check(monkeypatch):
+def test_a_captured_graph_contains_no_check(monkeypatch):
     monkeypatch.setenv("TE_CHECK", "1")
     x, graph = torch.tensor([1, 7], device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

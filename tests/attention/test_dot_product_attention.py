@@ -1,4 +1,4 @@
-"""Every mask, window, bias and softmax of DotProductAttention equals a float64 loop, gradients included."""
+"""Every mask, window, bias and softmax in DotProductAttention equals a float64 loop, gradients included."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def backend(request):
 
 
 def tensors(device, size_q=5, size_kv=6, heads=2, groups=2, width=4, width_v=4, batch=2, seed=0):
-    """q, k, v, grad of the output, [b, s, h, d] float32."""
+    """q, k, v and grad for the output, [b, s, h, d] float32."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (
         (batch, size_q, heads, width),
@@ -45,24 +45,24 @@ def tensors(device, size_q=5, size_kv=6, heads=2, groups=2, width=4, width_v=4, 
     return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
-def in_format(x, qkv_format):
+def to_format(x, qkv_format):
     return x.transpose(0, 1).contiguous() if qkv_format == "sbhd" else x
 
 
 def run(module, q, k, v, grad, qkv_format="bshd", extra=(), **options):
-    """(output [b, s, h * d], gradients of q, k, v and extra, max_logit or None)."""
-    leaves = [in_format(x, qkv_format).clone().requires_grad_() for x in (q, k, v)]
+    """(output [b, s, h * d], gradients for q, k, v and extra, max_logit or None)."""
+    leaves = [to_format(x, qkv_format).clone().requires_grad_() for x in (q, k, v)]
     try:
         out = module(*leaves, qkv_format=qkv_format, **options)
     except Unsupported as rejection:
         pytest.skip(str(rejection))
     out, max_logit = out if isinstance(out, tuple) else (out, None)
-    gradients = torch.autograd.grad(out, [*leaves, *extra], in_format(grad, qkv_format))
-    back = [in_format(x, qkv_format) for x in (out, *gradients[:3])]
+    gradients = torch.autograd.grad(out, [*leaves, *extra], to_format(grad, qkv_format))
+    back = [to_format(x, qkv_format) for x in (out, *gradients[:3])]
     return back[0], [*back[1:], *gradients[3:]], max_logit
 
 
-def expected(q, k, v, grad, sees, extra=(), **options):
+def oracle_results(q, k, v, grad, sees, extra=(), **options):
     leaves = [x.double().cpu().clone().requires_grad_() for x in (q, k, v)]
     out, max_logit = attend(*leaves, sees, **options)
     return out, torch.autograd.grad(out, [*leaves, *extra], grad.double().cpu()), max_logit
@@ -74,7 +74,7 @@ def assert_same(got, want):
 
 
 def mask_arguments(name, device, size_q=5, size_kv=6):
-    """Return keyword arguments of the mask `name`, and its rule in the oracle."""
+    """Keyword arguments for the mask `name`, and its rule in the oracle."""
     if name.startswith("padding"):
         arguments = {
             "cu_seqlens_q": cumulative(LENGTHS_Q, device),
@@ -95,7 +95,7 @@ def test_every_mask_equals_the_loop(mask, qkv_format, backend, device):
     arguments, rule = mask_arguments(mask, device)
     module = DotProductAttention(2, 4, attn_mask_type=mask, attention_type="cross")
     got = run(module, q, k, v, grad, qkv_format, **arguments)
-    assert_same(got, expected(q, k, v, grad, visibility(mask, 5, 6, **rule)))
+    assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule)))
 
 
 @pytest.mark.parametrize("sizes", [(6, 6), (3, 7), (7, 3)], ids=str)
@@ -103,7 +103,7 @@ def test_every_mask_equals_the_loop(mask, qkv_format, backend, device):
 def test_causal_alignment_follows_the_mask_name(mask, sizes, backend, device):
     q, k, v, grad = tensors(device, *sizes)
     got = run(DotProductAttention(2, 4, attn_mask_type=mask), q, k, v, grad)
-    assert_same(got, expected(q, k, v, grad, visibility(mask, *sizes)))
+    assert_same(got, oracle_results(q, k, v, grad, visibility(mask, *sizes)))
 
 
 @pytest.mark.parametrize("window", [(2, 0), (0, 0), (1, 2), (0, 3)], ids=str)
@@ -115,14 +115,14 @@ def test_sliding_windows_equal_the_loop(mask, window, backend, device):
     arguments, rule = mask_arguments(mask, device)
     module = DotProductAttention(2, 4, attn_mask_type=mask, window_size=window, attention_type="cross")
     got = run(module, q, k, v, grad, **arguments)
-    assert_same(got, expected(q, k, v, grad, visibility(mask, 5, 6, window=window, **rule)))
+    assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, window=window, **rule)))
 
 
 @pytest.mark.parametrize(
     "window", [(sys.maxsize, 0), (2**31 - 1, 0), (-1, 2**31 - 1), (2**40, 2**40)], ids=str
 )
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal_bottom_right"])
-def test_windows_near_the_limits_of_integers_equal_the_loop(mask, window, backend, device):
+def test_windows_near_integer_limits_equal_the_loop(mask, window, backend, device):
     if mask == "no_mask" and min(window) < 0:
         pytest.skip("a mask without a causal name has no one-sided window")
     q, k, v, grad = tensors(device)
@@ -130,7 +130,7 @@ def test_windows_near_the_limits_of_integers_equal_the_loop(mask, window, backen
     module = DotProductAttention(2, 4, attn_mask_type=mask, window_size=window, attention_type="cross")
     got = run(module, q, k, v, grad, **arguments)
     window = (-1 if window[0] < 0 else 100, 0 if "causal" in mask or window[1] == 0 else 100)
-    assert_same(got, expected(q, k, v, grad, visibility(mask, 5, 6, window=window, **rule)))
+    assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, window=window, **rule)))
 
 
 def test_backends_receive_windows_of_at_most_the_longest_sequence(device, monkeypatch):
@@ -157,7 +157,7 @@ def test_windows_are_aligned_top_left_on_request(at_call, backend, device):
     options = {"bottom_right_diagonal": False} if at_call else {}
     got = run(module, q, k, v, grad, **options)
     rule = visibility("no_mask", 5, 6, window=(1, 1), windows_bottom_right=False)
-    assert_same(got, expected(q, k, v, grad, rule))
+    assert_same(got, oracle_results(q, k, v, grad, rule))
 
 
 @pytest.mark.parametrize("width_v", [4, 6])
@@ -170,7 +170,7 @@ def test_grouped_heads_and_two_head_sizes(mask, groups, width_v, backend, device
         4, (4, width_v), num_gqa_groups=groups, attn_mask_type=mask, attention_type="cross"
     )
     got = run(module, q, k, v, grad, **arguments)
-    assert_same(got, expected(q, k, v, grad, visibility(mask, 5, 6, **rule)))
+    assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule)))
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 5, 6), (2, 2, 5, 6), (1, 1, 5, 6), (2, 1, 1, 6)], ids=str)
@@ -183,7 +183,7 @@ def test_biases_equal_the_loop_with_their_gradient(kind, shape, device):
     module = DotProductAttention(2, 4, attn_mask_type="causal", softmax_scale=0.3)
     arguments = {"core_attention_bias_type": kind, "core_attention_bias": bias}
     got = run(module, q, k, v, grad, extra=[bias], **arguments)
-    want = expected(
+    want = oracle_results(
         q,
         k,
         v,
@@ -198,7 +198,7 @@ def test_biases_equal_the_loop_with_their_gradient(kind, shape, device):
 
 
 def press_slopes(heads):
-    """The slopes of Press et al. by their own recursive definition."""
+    """Slopes from the recursive definition in Press et al."""
     if math.log2(heads).is_integer():
         start = 2.0 ** (-(2.0 ** -(math.log2(heads) - 3)))
         return [start * start**i for i in range(heads)]
@@ -222,7 +222,7 @@ def test_alibi_equals_the_loop(mask, given, heads, device):
     shifts = {"causal": [0, 0], "no_mask": [1, 1], "padding_causal_bottom_right": [-1, 3]}[mask]
     module = DotProductAttention(heads, 4, attn_mask_type=mask, attention_type="cross")
     got = run(module, q, k, v, grad, core_attention_bias_type="alibi", **arguments)
-    want = expected(
+    want = oracle_results(
         q,
         k,
         v,
@@ -249,7 +249,7 @@ def test_softmax_types_equal_the_loop_with_the_sinks_gradient(softmax_type, mask
         sink = torch.full((2,), 0.7, dtype=torch.float64, requires_grad=True)
         extra, wide = [module.softmax_offset], [sink]
     got = run(module, q, k, v, grad, extra=extra, **arguments)
-    assert_same(got, expected(q, k, v, grad, visibility(mask, 5, 6, **rule), extra=wide, sink=sink))
+    assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule), extra=wide, sink=sink))
 
 
 def test_the_learnable_offset_is_the_only_parameter_and_begins_at_zero(device):
@@ -264,7 +264,7 @@ def test_max_logit_is_the_largest_visible_score_of_each_head(mask, device):
     arguments, rule = mask_arguments(mask, device)
     module = DotProductAttention(2, 4, attn_mask_type=mask, return_max_logit=True, attention_type="cross")
     *got, max_logit = run(module, q, k, v, grad, **arguments)
-    *want, best = expected(q, k, v, grad, visibility(mask, 5, 6, **rule))
+    *want, best = oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule))
     assert_same(got, want)
     torch.testing.assert_close(max_logit.double().cpu(), best, **ATTENDED)
 
@@ -287,7 +287,7 @@ def test_a_padding_mask_may_pad_on_the_left(backend, device):
     masked[0, ..., :2] = True
     module = DotProductAttention(2, 4, attn_mask_type="padding")
     got = run(module, q, k, v, grad, attention_mask=masked)
-    assert_same(got, expected(q, k, v, grad, lambda b, i, j: b == 1 or (i >= 2 and j >= 2)))
+    assert_same(got, oracle_results(q, k, v, grad, lambda b, i, j: b == 1 or (i >= 2 and j >= 2)))
 
 
 def test_rows_that_see_nothing_are_zero_with_finite_gradients(backend, device):
@@ -302,7 +302,7 @@ def test_rows_that_see_nothing_are_zero_with_finite_gradients(backend, device):
 def test_low_precision_is_as_accurate_as_its_rounding(dtype, backend, device):
     q, k, v, grad = (x.to(dtype) for x in tensors(device))
     out, gradients, _ = run(DotProductAttention(2, 4), q, k, v, grad)
-    want, want_gradients, _ = expected(q, k, v, grad, visibility("causal", 5, 6))
+    want, want_gradients, _ = oracle_results(q, k, v, grad, visibility("causal", 5, 6))
     unit = torch.finfo(dtype).eps
     for ours, theirs in zip((out, *gradients), (want, *want_gradients), strict=True):
         assert ours.dtype == dtype
@@ -313,7 +313,7 @@ def test_the_scale_is_one_over_the_root_of_the_query_size_unless_given(device):
     q, k, v, grad = tensors(device)
     rule = visibility("causal", 5, 6)
     got = run(DotProductAttention(2, 4, softmax_scale=2.0), q, k, v, grad)
-    assert_same(got, expected(q, k, v, grad, rule, scale=2.0))
+    assert_same(got, oracle_results(q, k, v, grad, rule, scale=2.0))
     assert DotProductAttention(2, (16, 4)).softmax_scale == 0.25
 
 
@@ -326,7 +326,7 @@ def test_the_call_overrides_mask_window_and_format(device):
     q, k, v, grad = tensors(device)
     module = DotProductAttention(2, 4, attn_mask_type="causal", qkv_format="sbhd")
     got = run(module, q, k, v, grad, "bshd", attn_mask_type="no_mask", window_size=(1, 1))
-    assert_same(got, expected(q, k, v, grad, visibility("no_mask", 5, 6, window=(1, 1))))
+    assert_same(got, oracle_results(q, k, v, grad, visibility("no_mask", 5, 6, window=(1, 1))))
 
 
 @pytest.mark.parametrize("axis", [-3, -2])
@@ -372,7 +372,7 @@ def test_dropout_keeps_the_mean_and_is_off_in_evaluation(backend, device):
     torch.testing.assert_close(module.eval()(q, k, v), torch.ones_like(out))
 
 
-def test_dropout_gradients_belong_to_the_same_survivors(device):
+def test_dropout_gradients_use_the_forward_mask(device):
     q, k, v, _ = (x.double() for x in tensors(device))
     module = DotProductAttention(2, 4, attention_dropout=0.5, qkv_format="bshd")
 
@@ -384,7 +384,7 @@ def test_dropout_gradients_belong_to_the_same_survivors(device):
     assert torch.autograd.gradcheck(attention, tuple(x[:1].requires_grad_() for x in (q, k, v)))
 
 
-def test_recomputed_dropout_repeats_its_survivors(device):
+def test_recomputed_dropout_repeats_its_mask(device):
     q, k, v, grad = tensors(device)
     results = []
     for recompute in (False, True):

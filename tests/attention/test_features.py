@@ -1,4 +1,4 @@
-"""A backend of attention supports only the features that it declares, and does not depend on autograd."""
+"""An attention backend supports only the features that it declares, and does not depend on autograd."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_backend_names_the_feature_that_it_does_not_support(feature):
             assert backend.rejection_reason(asked) == f"it does not support {feature.value}", backend.name
 
 
-def test_a_plain_request_asks_for_no_feature():
+def test_a_plain_request_needs_no_feature():
     assert request().features == ()
 
 
@@ -128,7 +128,7 @@ def test_a_setting_that_changes_between_two_plain_calls_takes_effect(name, devic
 
 
 @pytest.mark.parametrize("wrong", [1.5, "1"])
-def test_a_switch_of_the_wrong_kind_is_rejected_though_it_equals_a_right_one(wrong, device):
+def test_a_setting_of_the_wrong_type_is_rejected_though_equal_to_a_valid_one(wrong, device):
     layer = te.DotProductAttention(2, 8)
     q = torch.randn(5, 1, 2, 8, device=device)
     layer(q, q, q)
@@ -136,7 +136,7 @@ def test_a_switch_of_the_wrong_kind_is_rejected_though_it_equals_a_right_one(wro
         layer(q, q, q, num_splits=wrong)
 
 
-def test_a_layer_rejects_a_wrong_input_also_after_a_right_one_of_the_same_kind(device):
+def test_a_layer_rejects_a_wrong_input_also_after_a_similar_valid_one(device):
     layer = te.MultiheadAttention(16, 2, attention_dropout=0.0, device=device)
     x = torch.randn(4, 1, 16, device=device)
     layer(x)
@@ -154,7 +154,7 @@ EQUAL_FORMS = {"max_seqlen_q": (1, True), "window_size": ((2, 0), (2.0, 0))}
 
 @pytest.mark.parametrize("argument", EQUAL_FORMS)
 @pytest.mark.parametrize("kind", ["DotProductAttention", "MultiheadAttention"])
-def test_forms_of_one_number_give_one_result(kind, argument, device):
+def test_equal_numbers_of_different_types_give_one_result(kind, argument, device):
     if kind == "DotProductAttention":
         layer, inputs = te.DotProductAttention(2, 8), (torch.randn(1, 1, 2, 8, device=device),) * 3
     else:
@@ -165,7 +165,7 @@ def test_forms_of_one_number_give_one_result(kind, argument, device):
     torch.testing.assert_close(layer(*inputs, **{argument: other}), expected, rtol=0, atol=0)
 
 
-def test_equal_calls_of_every_kind_are_planned_once(device, monkeypatch):
+def test_equal_calls_are_planned_once(device, monkeypatch):
     layer = te.DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
     x = torch.randn(6, 2, 8, device=device)
     built = []

@@ -1,4 +1,4 @@
-"""Arguments that the flash backends pass to their libraries: with a literal library, they equal the reference."""
+"""Arguments that the flash backends pass to their libraries; a literal library equals the reference."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sample(*shape, seed):
 
 
 def problem(layout="bshd", mask="causal", window=None, groups=2, sink=False, **changes):
-    """(request, inputs) of 2 sequences, 4 heads of size 8, float32."""
+    """(request, inputs) for 2 sequences with 4 heads of size 8, float32."""
     request = AttentionCall(
         dtype=torch.float32,
         device_type="cpu",
@@ -168,7 +168,7 @@ def test_installed_flash_packages_compute_the_request(name, backend):
     torch.testing.assert_close(got, reference.run(request, inputs).output)
 
 
-def on_hopper(**changes):
+def hopper_request(**changes):
     request = problem(groups=4)[0]
     fields = {"device_type": "cuda", "dtype": torch.bfloat16, "hardware": nvidia(9, 0), "seqlen_q": 7}
     sizes = {"head_dim_qk": 64, "head_dim_v": 64}
@@ -235,7 +235,7 @@ def on_hopper(**changes):
     ],
 )
 def test_rejections_name_the_value_and_the_limit(backend, changes, reason):
-    found = backend.BACKEND.rejection_reason(on_hopper(**changes))
+    found = backend.BACKEND.rejection_reason(hopper_request(**changes))
     assert (found is None) if reason is None else reason in (found or "")
 
 
@@ -244,16 +244,16 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(flash2, "VERSION", None)
     monkeypatch.setattr(flash3, "INSTALLED", False)
     for backend in (flash4, flash3, flash2):
-        assert "is not installed" in (backend.BACKEND.rejection_reason(on_hopper()) or "")
+        assert "is not installed" in (backend.BACKEND.rejection_reason(hopper_request()) or "")
     monkeypatch.setattr(flash2, "VERSION", "1.0.9")
     wanted = "is not a version from 2.1.1 up to, not including, 2.8.4"
     for version in ("1.0.9", "2.1.0", "2.8.4", "2.8.4+cu128"):
         monkeypatch.setattr(flash2, "VERSION", version)
-        assert flash2.unsupported_reason(on_hopper()) == f"flash-attn {version} {wanted}"
+        assert flash2.unsupported_reason(hopper_request()) == f"flash-attn {version} {wanted}"
 
 
 @pytest.mark.parametrize("version", ["2.1.1", "2.3.6", "2.4.0", "2.4.1", "2.8.3", "2.8.3+cu128torch2.9"])
-def test_flash2_is_given_the_options_that_its_release_has(version, monkeypatch):
+def test_flash2_receives_the_options_that_its_release_has(version, monkeypatch):
     monkeypatch.setattr(flash2, "VERSION", version)
     given = []
     package = sys.modules["flash_attn"]
@@ -287,21 +287,23 @@ def test_flash2_is_given_the_options_that_its_release_has(version, monkeypatch):
 )
 def test_an_older_flash2_names_the_option_that_it_lacks(version, changes, reason, monkeypatch):
     monkeypatch.setattr(flash2, "VERSION", version)
-    assert reason in (flash2.unsupported_reason(on_hopper(**changes)) or "")
+    assert reason in (flash2.unsupported_reason(hopper_request(**changes)) or "")
 
 
-def test_flash4_has_gradients_of_a_softcap_where_the_library_has_them(monkeypatch):
+def test_flash4_has_softcap_gradients_where_the_library_has_them(monkeypatch):
     monkeypatch.setattr(flash4, "VERSION", "4.0.0b30")
-    assert "4.0.0b36 has its gradient" in (flash4.BACKEND.rejection_reason(on_hopper(softcap=20.0)) or "")
+    assert "4.0.0b36 has its gradient" in (
+        flash4.BACKEND.rejection_reason(hopper_request(softcap=20.0)) or ""
+    )
     monkeypatch.setattr(flash4, "VERSION", "4.0.0b36")
-    assert flash4.BACKEND.rejection_reason(on_hopper(softcap=20.0)) is None
-    workstation = on_hopper(softcap=20.0, hardware=nvidia(12, 0))
+    assert flash4.BACKEND.rejection_reason(hopper_request(softcap=20.0)) is None
+    workstation = hopper_request(softcap=20.0, hardware=nvidia(12, 0))
     reason = flash4.BACKEND.rejection_reason(workstation)
     assert reason is not None and "12.0 has no flash attention 4 gradients of scores" in reason
     assert flash4.BACKEND.rejection_reason(replace(workstation, needs_gradient=False)) is None
 
 
-def test_flash4_creates_the_functions_of_a_softcap_once():
+def test_flash4_creates_a_softcaps_functions_once():
     request, inputs = problem(**PROBLEMS["softcap"])
     flash4.forward(request, inputs)
     functions = flash4._score_functions(0.4)
@@ -315,6 +317,6 @@ def test_a_flash3_without_the_argument_softcap_is_named(monkeypatch):
 
     monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_varlen_func", older)
     flash3._softcap_failure.cache_clear()
-    reason = flash3.BACKEND.rejection_reason(on_hopper(softcap=20.0)) or ""
+    reason = flash3.BACKEND.rejection_reason(hopper_request(softcap=20.0)) or ""
     assert "flash_attn_varlen_func of the installed flash-attention 3 has no argument softcap" in reason
-    assert flash3.BACKEND.rejection_reason(on_hopper()) is None
+    assert flash3.BACKEND.rejection_reason(hopper_request()) is None

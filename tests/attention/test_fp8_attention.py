@@ -1,4 +1,4 @@
-"""FP8 attention: accuracy against float32, the slots of its state, checkpoints, and the modules around it."""
+"""FP8 attention: accuracy against float32, its state slots, checkpoints, and the modules around it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformer_engine.pytorch import DotProductAttention, MultiheadAttention, 
 from transformer_engine.pytorch.tensor import Float8Tensor
 
 HEADS, GROUPS, SIZE, BATCH, TOKENS = 4, 2, 32, 2, 64
-# Half of the original's tolerance between its FP8 attention and the 16-bit one.
+# Half the original's tolerance between its FP8 attention and its 16-bit attention.
 RMSE = 0.055
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "mxfp8": MXFP8BlockScaling}
 FORWARD_SLOTS, BACKWARD_SLOTS = [2, 3, 8], [0, 3, 5]
@@ -49,7 +49,7 @@ def tensors(device: torch.device, size: int = SIZE, tokens: int = TOKENS) -> lis
 
 
 def steps(module, recipe: Recipe, qkv: list[Tensor], grad: Tensor | None = None, count: int = 3, **options):
-    """Return output and gradients of the last of several steps, after delayed scales have settled."""
+    """Output and gradients from the last of several steps, after delayed scales have settled."""
     for _ in range(count):
         with te.autocast(recipe=recipe):
             out = module(*qkv, **options)
@@ -101,7 +101,7 @@ def test_statistics_are_recorded_in_the_originals_slots(device, monkeypatch):
     assert float(module.fp8_meta["scaling_fwd"].scale[2]) == pytest.approx(448 / largest)
 
 
-def test_a_high_precision_backward_leaves_the_gradients_slots_alone(device):
+def test_a_high_precision_backward_does_not_write_gradient_slots(device):
     module = attention()
     steps(module, DelayedScaling(fp8_dpa=True), tensors(device))
     assert module.fp8_meta["scaling_bwd"].amax_history.count_nonzero() == 0
@@ -124,7 +124,7 @@ def test_a_checkpoint_carries_the_delayed_state(device):
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
-def test_fp8_output_holds_the_codes_of_the_plain_output(kind, device):
+def test_fp8_output_contains_the_high_precision_outputs_codes(kind, device):
     recipe, qkv = RECIPES[kind](fp8_dpa=True), tensors(device)
     plain, plain_grads = steps(attention(), recipe, qkv, count=1)
     codes, grads = steps(attention(), recipe, qkv, count=1, fp8_output=True)
@@ -163,7 +163,7 @@ def test_packed_and_padded_sequences_agree(device):
     assert relative(packed, padded[real]) < 0.05
 
 
-def test_bias_sink_and_dropout_come_along(device):
+def test_bias_sink_and_dropout_work_in_fp8(device):
     module = attention(softmax_type="learnable", attention_dropout=0.25, attn_mask_type="no_mask")
     qkv = tensors(device)
     bias = torch.randn(1, HEADS, TOKENS, TOKENS, device=device, dtype=qkv[0].dtype, requires_grad=True)
@@ -221,7 +221,7 @@ def test_a_compiled_attention_equals_the_eager_one(device, monkeypatch):
 @pytest.mark.parametrize("field", ["fp8_dpa", "fp8_mha"])
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 @pytest.mark.parametrize("make", ["mha", "layer"])
-def test_modules_round_an_fp8_attention_stay_near(make, kind, field, device):
+def test_layers_with_fp8_attention_stay_close_to_high_precision(make, kind, field, device):
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     options = {"params_dtype": dtype, "device": device, "attention_dropout": 0.0}
@@ -358,10 +358,8 @@ def test_cudnn_differentiates_in_fp8_on_request(mask, monkeypatch):
     [("DelayedScaling", "Float8CurrentScaling"), ("DelayedScaling", ""), ("Float8CurrentScaling", "F16")],
     ids=str,
 )
-def test_one_attention_takes_recipes_of_several_families_in_turn(
-    kinds, quantized_weights, device, monkeypatch
-):
-    """Each call equals that of a layer used with its recipe alone."""
+def test_one_attention_can_alternate_between_recipe_families(kinds, quantized_weights, device, monkeypatch):
+    """Each call equals a layer used with its recipe alone."""
     linear = Float8CurrentScaling(fp8_dpa=True)
 
     def layer():
@@ -382,7 +380,7 @@ def test_one_attention_takes_recipes_of_several_families_in_turn(
         return out.detach(), grad
 
     alternating, alone = layer(), {kind: layer() for kind in kinds}
-    # A state of delayed scaling begins anew after another family: its first step has scales of 1.
+    # A delayed-scaling state begins anew after another family: its first step uses scales equal to 1.
     for kind in (*kinds, *kinds):
         fresh = layer() if kind == "DelayedScaling" else alone[kind]
         for got, want in zip(step(alternating, kind), step(fresh, kind), strict=True):

@@ -1,4 +1,4 @@
-"""fp8_mha: the projection before an FP8 attention quantizes q, k and v if no operation is in between."""
+"""fp8_mha: the projection before an FP8 attention quantizes q, k and v if no operation lies between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.pytorch.tensor import Float8Tensor
 
 HIDDEN, HEADS, GROUPS, TOKENS, BATCH = 128, 4, 2, 32, 2
 SIZE = HIDDEN // HEADS
-QKV = 2  # the quantizer slot of q, k and v in an attention
+QKV = 2  # quantizer slots for q, k and v in an attention
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _emulating(monkeypatch):
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "1")
 
 
-def made(device, **options) -> MultiheadAttention:
+def make_attention(device, **options) -> MultiheadAttention:
     given = {"num_gqa_groups": GROUPS, "fuse_qkv_params": True, "attention_dropout": 0.0, **options}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(3)
@@ -39,7 +39,7 @@ def inputs(device) -> torch.Tensor:
     return x.to(device, dtype).requires_grad_()
 
 
-def seen_by_attention(module: MultiheadAttention) -> list[tuple[torch.Tensor, ...]]:
+def record_attention_inputs(module: MultiheadAttention) -> list[tuple[torch.Tensor, ...]]:
     seen: list[tuple[torch.Tensor, ...]] = []
     module.core_attention.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[:3]))
     return seen
@@ -47,13 +47,13 @@ def seen_by_attention(module: MultiheadAttention) -> list[tuple[torch.Tensor, ..
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("input_layernorm", [True, False])
-def test_attention_gets_the_codes_of_the_projections_output(input_layernorm, interleaved, device):
+def test_attention_receives_the_projections_codes(input_layernorm, interleaved, device):
     module, x = (
-        made(device, qkv_weight_interleaved=interleaved, input_layernorm=input_layernorm),
+        make_attention(device, qkv_weight_interleaved=interleaved, input_layernorm=input_layernorm),
         inputs(device),
     )
     projection = module.layernorm_qkv if input_layernorm else module.qkv
-    seen = seen_by_attention(module)
+    seen = record_attention_inputs(module)
     with te.autocast(recipe=Float8CurrentScaling(fp8_mha=True)), torch.no_grad():
         module(x)
         mixed = projection(x)
@@ -73,9 +73,9 @@ def test_attention_gets_the_codes_of_the_projections_output(input_layernorm, int
 
 
 @pytest.mark.parametrize("backward", ["0", "1"])
-def test_an_evaluation_under_delayed_scaling_uses_the_scales_of_the_training(backward, device, monkeypatch):
+def test_evaluation_under_delayed_scaling_uses_the_training_scales(backward, device, monkeypatch):
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
-    module, x = made(device), inputs(device)
+    module, x = make_attention(device), inputs(device)
     with torch.no_grad():
         module.qkv.weight.mul_(1e-3)
     recipe = DelayedScaling(fp8_mha=True, amax_history_len=4)
@@ -91,10 +91,10 @@ def test_an_evaluation_under_delayed_scaling_uses_the_scales_of_the_training(bac
     assert float(error.square().mean() / exact.square().mean()) < 0.1**2
 
 
-def test_gradients_are_those_of_an_attention_that_casts_itself(device):
+def test_gradients_equal_an_attention_that_quantizes_its_inputs(device):
     found = {}
     for field in ("fp8_dpa", "fp8_mha"):
-        module, x = made(device), inputs(device)
+        module, x = make_attention(device), inputs(device)
         for _ in range(3):
             module.zero_grad()
             with te.autocast(recipe=Float8CurrentScaling(**{field: True})):
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_an_attention_that_casts_itself(device):
 
 
 @pytest.mark.parametrize("between", ["rope", "norm", "cross", "fp8_dpa", "delayed"])
-def test_options_that_need_values_get_values(between, device):
+def test_options_that_need_high_precision_values_receive_them(between, device):
     options, call = {}, {}
     if between == "rope":
         call["rotary_pos_emb"] = RotaryPositionEmbedding(SIZE)(max_seq_len=TOKENS).to(device)
@@ -119,12 +119,12 @@ def test_options_that_need_values_get_values(between, device):
         options["attention_type"] = "cross"
         call["encoder_output"] = inputs(device).detach()
         options["attn_mask_type"] = "no_mask"
-    module, recipe = made(device, **options), Float8CurrentScaling(fp8_mha=True)
+    module, recipe = make_attention(device, **options), Float8CurrentScaling(fp8_mha=True)
     if between == "fp8_dpa":
         recipe = Float8CurrentScaling(fp8_dpa=True)
     elif between == "delayed":
         recipe = DelayedScaling(fp8_mha=True)
-    seen = seen_by_attention(module)
+    seen = record_attention_inputs(module)
     with te.autocast(recipe=recipe):
         module(inputs(device), **call)
     assert not any(isinstance(x, Float8Tensor) for x in seen[0])
@@ -132,8 +132,8 @@ def test_options_that_need_values_get_values(between, device):
 
 def test_a_backward_in_16_bits_gets_values_and_an_evaluation_codes(device, monkeypatch):
     monkeypatch.delenv("NVTE_FP8_DPA_BWD")
-    module = made(device)
-    seen = seen_by_attention(module)
+    module = make_attention(device)
+    seen = record_attention_inputs(module)
     for training in (True, False):
         with te.autocast(recipe=Float8CurrentScaling(fp8_mha=True)):
             module.train(training)(inputs(device))
@@ -141,8 +141,8 @@ def test_a_backward_in_16_bits_gets_values_and_an_evaluation_codes(device, monke
 
 
 def test_a_projection_in_high_precision_passes_values(device, monkeypatch):
-    module = made(device)
-    seen = seen_by_attention(module)
+    module = make_attention(device)
+    seen = record_attention_inputs(module)
     monkeypatch.setattr(
         type(module.qkv), "quantizable_products", lambda self, *_: (UNQUANTIZED,) * self.num_products
     )
@@ -153,7 +153,7 @@ def test_a_projection_in_high_precision_passes_values(device, monkeypatch):
 
 def test_recomputation_repeats_the_codes(device):
     recipe, x = Float8CurrentScaling(fp8_mha=True), inputs(device)
-    plain, again = made(device), made(device)
+    plain, again = make_attention(device), make_attention(device)
     for _ in range(2):
         with te.autocast(recipe=recipe):
             out = plain(x)
@@ -166,12 +166,12 @@ def test_recomputation_repeats_the_codes(device):
 @pytest.mark.slow
 def test_a_compiled_module_passes_values(device):
     """Compiled code emulates FP8; on a GPU, eager code computes in FP8."""
-    module, x = made(device), inputs(device)
+    module, x = make_attention(device), inputs(device)
     torch._dynamo.reset()
     function = torch.compile(module, fullgraph=True, backend="aot_eager")
     with te.autocast(recipe=Float8CurrentScaling(fp8_mha=True)):
         out = function(x).detach().float()
     with te.autocast(recipe=Float8CurrentScaling(fp8_dpa=True)):
-        plain = made(device)(x).detach().float()
+        plain = make_attention(device)(x).detach().float()
     difference = float((out - plain).square().mean() / plain.square().mean())
     assert difference < (1e-6 if device.type == "cpu" else 0.1**2)

@@ -34,8 +34,8 @@ def call(tensors: dict[str, Any], store: Any = None, fused: bool = False, **chan
     return te.FusedMLAQUpProjFunction.apply(*tensors.values(), store, fused, *options.values())
 
 
-def expected(tensors: dict[str, torch.Tensor], centered: bool = False) -> torch.Tensor:
-    """The queries in the dtype of the tensors."""
+def reference_queries(tensors: dict[str, torch.Tensor], centered: bool = False) -> torch.Tensor:
+    """Queries in the tensors' dtype."""
     x, gamma, w = tensors["x"], tensors["gamma"] + centered, tensors["w_q"]
     y = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * gamma
     q = (y @ w.t()).view(S, B, HEADS, WIDTH)
@@ -54,7 +54,7 @@ def test_queries_and_gradients_equal_float64(centered, device):
         for name in ("x", "gamma", "w_q"):
             held[name].requires_grad_()
     query = call(tensors, zero_centered_gamma=centered)
-    reference = expected(wide, centered)
+    reference = reference_queries(wide, centered)
     assert (
         type(query) is te.MXFP8Tensor
         and query.shape == (S, B, HEADS, WIDTH)
@@ -82,7 +82,7 @@ def test_codes_have_blocks_along_channels_and_along_tokens(device):
         y.weight.copy_(tensors["gamma"])
         linear.weight.copy_(tensors["w_q"])
         q = linear(y(tensors["x"])).view(S, B, HEADS, WIDTH)
-    rotated = expected({**tensors, "x": tensors["x"]}).bfloat16()  # of other roundings
+    rotated = reference_queries({**tensors, "x": tensors["x"]}).bfloat16()  # of other roundings
     cos, sin = (tensors[name].bfloat16().float() for name in ("cos", "sin"))
     even, odd = q[..., PASSED::2].float(), q[..., PASSED + 1 :: 2].float()
     half = ROPE // 2
@@ -100,7 +100,7 @@ def test_codes_have_blocks_along_channels_and_along_tokens(device):
         rows._rowwise_scale_inv[: S * B * HEADS, : WIDTH // 32],
     )
     assert torch.equal(query.dequantize(), rows.dequantize().view(q.shape))
-    for head in range(HEADS):  # each channel of a head: 32 tokens share a scale
+    for head in range(HEADS):  # each channel in a head: 32 tokens share a scale
         tokens = quantizer(q[:, 1, head])
         assert torch.equal(query._columnwise_data[:, 1, head], tokens._columnwise_data)
         assert torch.equal(
@@ -115,7 +115,7 @@ def test_quantized_weights_are_multiplied_in_mxfp8(device):
     weight = quantizer_of("mxfp8", device)(tensors["w_q"]).detach().requires_grad_()
     tensors["x"].requires_grad_()
     query = call({**tensors, "w_q": weight})
-    reference = expected({name: tensor.detach().double() for name, tensor in tensors.items()})
+    reference = reference_queries({name: tensor.detach().double() for name, tensor in tensors.items()})
     assert (query.dequantize(dtype=torch.float32).double() - reference).norm() < 0.08 * reference.norm()
     query.backward(torch.randn(query.shape, device=device).bfloat16())
     assert weight.grad.shape == weight.shape and tensors["x"].grad is not None
@@ -156,7 +156,7 @@ def test_shapes_that_do_not_fit_are_rejected(changes, error, words, device):
 
 
 @pytest.mark.parametrize("name", ["run", "backward_linear", "wrap_mxfp8"])
-def test_calls_of_the_fused_kernel_name_the_replacement(name):
+def test_calling_the_fused_kernel_names_the_replacement(name):
     with pytest.raises(NotImplementedError, match=f"{name} has no kernel .* FusedMLAQUpProjFunction.apply"):
         getattr(te.FusedMLAQUpProjRopeQuant, name)(torch.ones(2), s=1)
 

@@ -47,7 +47,7 @@ def rejection(monkeypatch, hardware, version=(9, 28, 1), **options: Any) -> str 
         ((8, 0), {"cached": True, "needs_gradient": False}, None),
     ],
 )
-def test_cudnn_takes_what_its_engines_have(hardware, options, words, installed, monkeypatch):  # noqa: F811
+def test_cudnn_accepts_calls_with_an_engine(hardware, options, words, installed, monkeypatch):  # noqa: F811
     reason = rejection(monkeypatch, hardware, **options)
     assert reason is None if words is None else words in str(reason)
 

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.attention.kv_cache import NonPagedKVCacheManager
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
-# Steps of {sequence: new tokens}: prefill, decode, "b" leaves and "d" takes its row, order changes, a chunk.
+# {sequence: new tokens} per step: prefill, decode, "b" leaves and "d" takes its row, order changes, a chunk.
 SCHEDULE = (
     {"a": 3, "b": 5},
     {"a": 1, "b": 1},
@@ -42,13 +42,13 @@ def params(**options):
 
 
 def tokens(device, width):
-    """{sequence: [16, width]} inputs of every sequence that occurs."""
+    """{sequence: [16, width]} inputs for every sequence that occurs."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(16, width, generator=generator).to(device) for name in "abcd"}
 
 
 def batch(parts, tensor_format):
-    """Return sequences [n, ..] of different n as one tensor, padded with arbitrary values after the real tokens."""
+    """Join sequences [n, ..] with different n in one tensor; padding after the real tokens is arbitrary."""
     if tensor_format == "thd":
         return torch.cat(parts)
     size = max(len(part) for part in parts)
@@ -56,7 +56,7 @@ def batch(parts, tensor_format):
     return padded.transpose(0, 1) if tensor_format == "sbhd" else padded
 
 
-def unbatched(out, sizes, tensor_format):
+def split_batch(out, sizes, tensor_format):
     if tensor_format == "thd":
         return list(out.split(sizes))
     out = out.transpose(0, 1) if tensor_format == "sbhd" else out
@@ -64,14 +64,14 @@ def unbatched(out, sizes, tensor_format):
 
 
 def play(step, cache, data, tensor_format):
-    """Return {sequence: outputs of its tokens in order} over the schedule; each step continues the sequences."""
+    """Collect {sequence: its tokens' outputs in order} over the schedule; steps continue the sequences."""
     used, outputs = {}, {}
     for entry in SCHEDULE:
         cache.pre_step(OrderedDict(entry))
         parts = [data[name][used.get(name, 0) : used.get(name, 0) + n] for name, n in entry.items()]
         out = step(batch(parts, tensor_format))
         for (name, n), rows in zip(
-            entry.items(), unbatched(out, list(entry.values()), tensor_format), strict=True
+            entry.items(), split_batch(out, list(entry.values()), tensor_format), strict=True
         ):
             used[name] = used.get(name, 0) + n
             outputs.setdefault(name, []).append(rows)
@@ -125,7 +125,7 @@ def test_a_cached_layer_with_rotary_positions_equals_the_whole_forward(
     outputs = play(lambda x: module(x.contiguous(), **options), cache, data, tensor_format)
     for name, got in outputs.items():
         whole = batch([data[name][: len(got)]], tensor_format).contiguous()
-        want = unbatched(module(whole, rotary_pos_emb=angles), [len(got)], tensor_format)[0]
+        want = split_batch(module(whole, rotary_pos_emb=angles), [len(got)], tensor_format)[0]
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -145,7 +145,7 @@ def test_a_cached_layer_reads_the_cache_whether_it_could_be_trained_or_not(
         outputs = play(lambda x: module(x.contiguous(), inference_params=cache), cache, data, tensor_format)
     for name, got in outputs.items():
         whole = batch([data[name][: len(got)]], tensor_format).contiguous()
-        want = unbatched(module(whole), [len(got)], tensor_format)[0]
+        want = split_batch(module(whole), [len(got)], tensor_format)[0]
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -203,7 +203,7 @@ def test_a_packed_layer_rotates_by_the_cached_lengths(pages, device):
 
 
 @PAGED
-def test_lengths_before_the_step_follow_the_batch_order(pages, device):
+def test_cached_lengths_follow_the_batch_order(pages, device):
     cache = params(**pages)
     for entry in SCHEDULE[:4]:
         cache.pre_step(OrderedDict(entry))
@@ -319,7 +319,7 @@ def test_tensors_that_a_step_reads_keep_their_addresses(device):
     assert step.lengths_kv.tolist() == [5, 5]
 
 
-def test_a_custom_manager_takes_the_place_of_ours(device):
+def test_a_custom_manager_replaces_ours(device):
     class Doubling(NonPagedKVCacheManager):
         def step(self, layer_number, new_k, new_v, *others):
             return super().step(layer_number, 2 * new_k, new_v, *others)
@@ -399,7 +399,7 @@ def test_decoding_with_a_cache_compiles(pages, device):
         torch.testing.assert_close(traced, eager, atol=1e-6, rtol=1e-6)
 
 
-def test_packed_keys_must_be_all_that_the_step_announced():
+def test_packed_keys_must_match_the_announced_token_count():
     cache = params(qkv_format="thd", device="cpu")
     cache.pre_step({"a": 3, "b": 2})
     short = torch.ones(4, GROUPS, WIDTH)

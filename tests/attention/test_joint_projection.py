@@ -1,4 +1,4 @@
-"""A projection's heads and their attention are one node with the bits of two, and hooks still see the core."""
+"""A projection's heads and their attention are one node, bitwise equal to two, and hooks see the core."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(device, **options):
 
 
 def call(layer, form="sbhd", dtype=torch.float32, **more):
-    """Return the output, every gradient, and whether the graph has the joint node."""
+    """Output, every gradient, and whether the graph has the joint node."""
     torch.manual_seed(1)
     device = layer.proj.weight.device
     x = torch.randn(*SHAPES[form], HIDDEN, dtype=dtype).to(device).requires_grad_()
@@ -52,7 +52,7 @@ def call(layer, form="sbhd", dtype=torch.float32, **more):
 
 
 def nodes(y):
-    """The names of all nodes below y."""
+    """Names of all nodes below y."""
     found, waiting = set(), [y.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -61,8 +61,8 @@ def nodes(y):
     return found
 
 
-def apart(layer):
-    """Return the layer with a hook on its core, which prevents the joint node."""
+def with_core_hook(layer):
+    """Layer with a hook on its core, which prevents the joint node."""
     layer.core_attention.register_forward_hook(lambda *_: None)
     return layer
 
@@ -70,12 +70,12 @@ def apart(layer):
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize("groups", [HEADS, 2])
 @pytest.mark.parametrize("form", SHAPES)
-def test_the_joint_node_has_the_bits_of_two(form, groups, fused, device):
+def test_the_joint_node_is_bitwise_equal_to_two_nodes(form, groups, fused, device):
     mask = "padding_causal" if form == "thd" else "causal"
     options = {"qkv_format": form, "attn_mask_type": mask, "num_gqa_groups": groups}
     options |= {"fuse_qkv_params": fused, "params_dtype": torch.bfloat16}
     ours, _ = call(make(device, **options), form, torch.bfloat16)
-    theirs, joint = call(apart(make(device, **options)), form, torch.bfloat16)
+    theirs, joint = call(with_core_hook(make(device, **options)), form, torch.bfloat16)
     assert not joint
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
@@ -84,7 +84,7 @@ def test_the_joint_node_has_the_bits_of_two(form, groups, fused, device):
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
 @pytest.mark.parametrize("form", SHAPES)
-def test_gradients_written_into_one_buffer_have_the_bits_of_joined_ones(form, groups, interleaved, device):
+def test_gradients_written_into_one_buffer_equal_concatenated_ones_bitwise(form, groups, interleaved, device):
     mask = "padding_causal" if form == "thd" else "causal"
     core = DotProductAttention(HEADS, 8, num_gqa_groups=groups, qkv_format=form, attn_mask_type=mask)
     x = torch.randn(*SHAPES[form], (HEADS + 2 * groups) * 8, device=device)
@@ -104,7 +104,7 @@ def test_gradients_written_into_one_buffer_have_the_bits_of_joined_ones(form, gr
 
     def backward_into(request, inputs, attended, grad_output, into):
         gradients = reference.backward(request, inputs, attended, grad_output)
-        tokens = TOKENS * BATCH - 3 if request.packed else None  # nothing is written behind the last sequence
+        tokens = TOKENS * BATCH - 3 if request.packed else None  # nothing is written after the last sequence
         for target, gradient, part in zip(into, gradients[:3], inputs[:3], strict=True):
             assert target.stride() == part.stride()
             target[:tokens] = gradient[:tokens]
@@ -126,7 +126,7 @@ def test_gradients_written_into_one_buffer_have_the_bits_of_joined_ones(form, gr
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
 @pytest.mark.parametrize("form", SHAPES)
-def test_rotated_heads_have_the_bits_of_separate_rotations(form, groups, fused, device, monkeypatch):
+def test_rotated_heads_are_bitwise_equal_to_separate_rotations(form, groups, fused, device, monkeypatch):
     mask = "padding_causal" if form == "thd" else "causal"
     options = {"qkv_format": form, "attn_mask_type": mask, "num_gqa_groups": groups}
     options |= {"fuse_qkv_params": fused, "params_dtype": torch.bfloat16}
@@ -143,7 +143,7 @@ def test_rotated_heads_have_the_bits_of_separate_rotations(form, groups, fused, 
         assert torch.equal(a, b)
 
 
-def test_the_node_is_there_where_torch_has_its_passes_apart(device):
+def test_the_joint_node_exists_where_torch_has_separate_passes(device):
     assert call(make(device), dtype=torch.float32)[1] or device.type == "cuda"
     with sdpa_kernel(SDPBackend.MATH):
         results, joint = call(make(device))
@@ -183,7 +183,7 @@ def test_observers_of_the_core_see_its_call(place, device, monkeypatch):
     assert seen == [3]
 
 
-def test_its_second_derivative_is_right(device):
+def test_the_joint_nodes_second_derivative_is_correct(device):
     layer = make(device)
     core = layer.core_attention
     x = torch.randn(TOKENS, BATCH, 3 * HIDDEN).to(device)

@@ -14,12 +14,12 @@ from tests.attention.linear_attention_cases import (
     BOUNDS,
     RULES,
     Case,
-    call_of,
     compare,
     error,
-    expected,
-    inputs_of,
+    module_call,
+    operation_inputs,
     random_case,
+    reference_results,
     run_with_gradients,
 )
 from transformer_engine.common.dispatch import use_backend
@@ -35,7 +35,7 @@ from transformer_engine.pytorch.primitives.linear_attention.request import (
 
 CASES, PER_TEST = 300, 10
 BACKENDS = ("chunked", "reference")
-# A module of each rule, and the kernels' usual inputs.
+# One module per rule, and the kernels' usual inputs.
 PLAIN = {
     "gdn": Case("gdn", options={"output_final_state": True}),
     "gdn2": Case("gdn2", sizes=(64, 64), options={"output_final_state": True}),
@@ -50,7 +50,7 @@ def test_random_calls_match_the_recurrence_in_float64(first):
         # The chunks need two updates; the other cases are for the reference.
         backend = BACKENDS[seed % 2] if max(case.lengths) * case.updates > 1 else "reference"
         with use_backend(linear_attention=backend):
-            compare(case, call_of(case), seed)
+            compare(case, module_call(case), seed)
 
 
 @pytest.mark.parametrize("length", (63, 64, 65, 130))
@@ -58,7 +58,7 @@ def test_random_calls_match_the_recurrence_in_float64(first):
 def test_chunks_match_the_recurrence(rule, length):
     case = replace(PLAIN[rule], lengths=(length, length), dtype=torch.float32, gate_dtype=torch.float32)
     with use_backend(linear_attention="chunked"):
-        compare(case, call_of(case))
+        compare(case, module_call(case))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -67,7 +67,7 @@ def test_chunks_do_not_depend_on_the_precision_of_float32_products(rule, setting
     case = replace(
         PLAIN[rule], lengths=(70, 70), sizes=(64, 64), dtype=torch.float32, gate_dtype=torch.float32
     )
-    tensors, call = case.tensors(device=device), call_of(case, device)
+    tensors, call = case.tensors(device=device), module_call(case, device)
     with use_backend(linear_attention="chunked"):
         wanted = run_with_gradients(case, tensors, call)
         torch.set_float32_matmul_precision(setting)
@@ -84,7 +84,7 @@ def test_chunks_do_not_depend_on_the_precision_of_float32_products(rule, setting
 def test_packed_sequences_match_separate_calls(rule):
     case = replace(PLAIN[rule], format="thd", lengths=(5, 0, 70, 1))
     tensors = case.tensors()
-    output, states = call_of(case)(**tensors)
+    output, states = module_call(case)(**tensors)
     begin = 0
     for index, length in enumerate(case.lengths):
         single = replace(case, format="bshd", lengths=(length,))
@@ -92,7 +92,7 @@ def test_packed_sequences_match_separate_calls(rule):
             name: x[index : index + 1] if name == "initial_state" else x[begin : begin + length].unsqueeze(0)
             for name, x in tensors.items()
         }
-        separate, state = call_of(single)(**part)
+        separate, state = module_call(single)(**part)
         assert error(output[begin : begin + length], separate[0]) < 1e-12
         assert error(states[index], state[0]) < 1e-12
         begin += length
@@ -109,7 +109,7 @@ def test_a_state_continues_a_sequence_and_passes_gradients(rule, backend):
         state, outputs = tensors.pop("initial_state"), []
         for part in (slice(0, 17), slice(17, 50)):
             shares = {name: x[:, part] for name, x in tensors.items()}
-            output, state = call_of(case)(**shares, initial_state=state)
+            output, state = module_call(case)(**shares, initial_state=state)
             outputs.append(output)
         return torch.cat(outputs, 1), state
 
@@ -120,7 +120,7 @@ def test_a_state_continues_a_sequence_and_passes_gradients(rule, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES)
 def test_states_continue_packed_sequences_over_several_calls(rule, backend):
-    """Each call has a ragged part of every sequence, some parts are empty; the gradients of all calls are compared."""
+    """Each call has a ragged part of every sequence, some empty; gradients from all calls are compared."""
     parts = ((3, 0, 17), (66, 1, 0), (2, 5, 18))
     case = replace(PLAIN[rule], format="thd", lengths=tuple(map(sum, zip(*parts, strict=True))))
     starts = [0, *accumulate(case.lengths)]
@@ -131,7 +131,7 @@ def test_states_continue_packed_sequences_over_several_calls(rule, backend):
         for lengths in parts:
             index = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)])
             share = {name: x[index] for name, x in tensors.items()}
-            output, state = call_of(replace(case, lengths=lengths))(**share, initial_state=state)
+            output, state = module_call(replace(case, lengths=lengths))(**share, initial_state=state)
             for rows, part in zip(outputs, output.split(lengths), strict=True):
                 rows.append(part)
             begins = [b + n for b, n in zip(begins, lengths, strict=True)]
@@ -146,12 +146,12 @@ def test_states_continue_packed_sequences_over_several_calls(rule, backend):
 def test_no_tokens_return_the_initial_state(rule, layout):
     case = replace(PLAIN[rule], format=layout, lengths=(0, 0))
     tensors = case.tensors()
-    (output, state), gradients = run_with_gradients(case, tensors, call_of(case))
+    (output, state), gradients = run_with_gradients(case, tensors, module_call(case))
     assert output.numel() == 0 and output.requires_grad
     assert torch.equal(state, tensors["initial_state"])
     assert gradients[-1] is not None
     no_sequences = replace(case, format="thd", lengths=())
-    output, state = call_of(no_sequences)(**no_sequences.tensors())
+    output, state = module_call(no_sequences)(**no_sequences.tensors())
     assert output.shape[0] == state.shape[0] == 0
 
 
@@ -168,13 +168,13 @@ def test_the_state_of_empty_sequences_is_a_copy(rule):
 def test_tokens_after_the_last_sequence_are_zero_and_get_no_gradient():
     case = replace(PLAIN["gdn"], format="thd", lengths=(3, 4), padding=6)
     tensors = case.tensors()
-    (output, _), gradients = run_with_gradients(case, tensors, call_of(case))
+    (output, _), gradients = run_with_gradients(case, tensors, module_call(case))
     assert not output[7:].any() and output[:7].any()
     for name, gradient in zip(tensors, gradients, strict=True):
         assert name == "initial_state" or (not gradient[7:].any() and gradient[:7].any())
 
 
-# Finite differences of all options, with small heads.
+# Finite differences for all options, with small heads.
 OPTIONS = {
     Rule.GDN: ((), (Option.L2_NORM,)),
     Rule.GDN2: ((), (Option.L2_NORM, Option.SIGMOID), (Option.SIGMOID, Option.NEGATIVE)),
@@ -245,21 +245,23 @@ def _small_inputs(rule, options, packed):
     return inputs, DeltaSpec(rule, (0.7).hex(), ("final_state", *options))
 
 
-def test_equal_gates_of_all_channels_are_gated_delta_net():
+def test_equal_channel_gates_reduce_to_gated_delta_net():
     case = replace(PLAIN["gdn"], sizes=(64, 64), lengths=(20, 20))
     tensors = case.tensors()
     channels = {name: tensors[name].unsqueeze(-1).expand(-1, -1, -1, 64) for name in ("g", "beta")}
-    by_channels = call_of(replace(case, rule="gdn2"))(**{**tensors, **channels}, w=channels["beta"])
-    for found, exact in zip(by_channels, call_of(case)(**tensors), strict=True):
+    by_channels = module_call(replace(case, rule="gdn2"))(**{**tensors, **channels}, w=channels["beta"])
+    for found, exact in zip(by_channels, module_call(case)(**tensors), strict=True):
         assert error(found, exact) < 1e-12
 
 
-def test_one_householder_update_is_gated_delta_net():
+def test_one_householder_update_reduces_to_gated_delta_net():
     case = replace(PLAIN["gdn"], sizes=(64, 64), lengths=(20, 20))
     tensors = case.tensors()
     updates = {name: tensors[name].unsqueeze(2) for name in ("key_layer", "value_layer", "beta")}
     for found, exact in zip(
-        call_of(replace(case, rule="gdp"))(**{**tensors, **updates}), call_of(case)(**tensors), strict=True
+        module_call(replace(case, rule="gdp"))(**{**tensors, **updates}),
+        module_call(case)(**tensors),
+        strict=True,
     ):
         assert error(found, exact) < 1e-12
 
@@ -270,9 +272,9 @@ def test_strong_decays_are_finite():
         tensors = case.tensors()
         with torch.no_grad():
             tensors["g"][:, ::7] = value
-        found, gradients = run_with_gradients(case, tensors, call_of(case))
+        found, gradients = run_with_gradients(case, tensors, module_call(case))
         assert all(x.isfinite().all() for x in (*found, *gradients))
-        exact, _ = expected(case, tensors)
+        exact, _ = reference_results(case, tensors)
         assert error(found[0], exact) < 2e-5
 
 
@@ -286,13 +288,13 @@ def test_linear_gates_below_zero_are_floored(backend):
         tensors["g"][:, 3] = -0.5
         zero = {**tensors, "g": tensors["g"].clamp(min=0.0)}
         with use_backend(linear_attention=backend):
-            for found, want in zip(call_of(case)(**tensors), call_of(case)(**zero), strict=True):
+            for found, want in zip(module_call(case)(**tensors), module_call(case)(**zero), strict=True):
                 assert torch.equal(found, want) and found.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
-def test_linear_gates_near_zero_have_the_gradient_of_the_recurrence(backend, dtype):
+def test_linear_gates_near_zero_have_the_recurrences_gradient(backend, dtype):
     gates = torch.float64 if dtype == torch.float64 else torch.float32
     case = Case("gdp", "bshd", (70, 70), sizes=(64, 64), updates=2, dtype=dtype, gate_dtype=gates)
     case.options = {"gate_domain": "linear", "use_qk_l2norm_in_kernel": True}
@@ -301,8 +303,8 @@ def test_linear_gates_near_zero_have_the_gradient_of_the_recurrence(backend, dty
         tensors["g"][:, 2::7], tensors["g"][:, 5::9] = 0.0, 1e-7
     exact = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
     with use_backend(linear_attention=backend):
-        found, gradients = run_with_gradients(case, tensors, call_of(case))
-    wanted, wanted_gradients = run_with_gradients(case, exact, lambda **x: expected(case, x)[:1])
+        found, gradients = run_with_gradients(case, tensors, module_call(case))
+    wanted, wanted_gradients = run_with_gradients(case, exact, lambda **x: reference_results(case, x)[:1])
     limit = max(BOUNDS[dtype], 1e-8)
     assert error(found[0], wanted[0]) < limit
     for dx, exact_dx in zip(gradients, wanted_gradients, strict=True):
@@ -316,20 +318,20 @@ def test_guarded_erase_gates_enlarge_no_state(dtype):
     g = -torch.rand(1, 400, 1, 8).square().to(torch.promote_types(dtype, torch.float32))
     beta = (2 * torch.rand(1, 400, 1, 8)).to(dtype)
     empty = k.new_zeros(0)
-    inputs = inputs_of(q=k, k=k, v=empty, g=g, beta=beta)
+    inputs = operation_inputs(q=k, k=k, v=empty, g=g, beta=beta)
     spec = DeltaSpec(Rule.GDN2, (1.0).hex(), (Option.L2_NORM, Option.GUARD))
     wide = torch.promote_types(dtype, torch.float32)
     limited = shrink_gates(beta.to(wide), inputs, spec).double()
 
     def norms(gates):
-        """Spectral norm of (I - k (gates * k)^T) diag(exp(max g)), an upper bound of a token's step."""
+        """Spectral norm of (I - k (gates * k)^T) diag(exp(max g)), an upper bound for one token's step."""
         key = (k.double() / k.double().norm(dim=-1, keepdim=True))[0, :, 0]
         step = torch.eye(8, dtype=torch.float64) - key[:, :, None] * (gates[0, :, 0] * key)[:, None, :]
         return torch.linalg.matrix_norm(step, 2) * torch.exp(g.double().amax(-1))[0, :, 0]
 
     before, after = norms(beta.double()), norms(limited)
     assert (before > 1.01).sum() > 50
-    # A rounded gate may pass the limit by the tolerance of the second test.
+    # A rounded gate may pass the limit by the second test's tolerance.
     assert after.max() < 1 + (0.03 if dtype == torch.bfloat16 else 1e-5)
     admissible = before < 0.999
     assert admissible.sum() > 20
@@ -346,14 +348,16 @@ def test_the_gradient_passes_the_guard_unchanged():
     tensors = case.tensors()
     with torch.no_grad():
         tensors["beta"].mul_(2.0)
-    (found,), gradients = run_with_gradients(case, tensors, call_of(case))
+    (found,), gradients = run_with_gradients(case, tensors, module_call(case))
     unguarded = replace(case, options={"use_qk_l2norm_in_kernel": True})
-    assert not torch.equal(call_of(unguarded)(**tensors), found)
+    assert not torch.equal(module_call(unguarded)(**tensors), found)
     spec = DeltaSpec(Rule.GDN2, (1.0).hex(), (Option.L2_NORM, Option.GUARD))
     q, k, v, g, beta = list(tensors.values())[:5]
-    limited = shrink_gates(beta, inputs_of(q=q, k=k, v=v, g=g, beta=beta), spec).detach().requires_grad_()
+    limited = (
+        shrink_gates(beta, operation_inputs(q=q, k=k, v=v, g=g, beta=beta), spec).detach().requires_grad_()
+    )
     (exact,), exact_gradients = run_with_gradients(
-        unguarded, {**tensors, "beta": limited}, call_of(unguarded)
+        unguarded, {**tensors, "beta": limited}, module_call(unguarded)
     )
     assert error(found, exact) < 1e-12
     for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
@@ -363,21 +367,21 @@ def test_the_gradient_passes_the_guard_unchanged():
 @pytest.mark.parametrize("rule", RULES)
 def test_checkpoints_repeat_the_call(rule):
     case = PLAIN[rule]
-    compare(case, call_of(case, checkpoint_core_attention=True))
+    compare(case, module_call(case, checkpoint_core_attention=True))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_autocast_has_no_effect(rule):
     case = replace(PLAIN[rule], dtype=torch.float32, gate_dtype=torch.float32)
     tensors = case.tensors()
-    plain = run_with_gradients(case, tensors, call_of(case))
+    plain = run_with_gradients(case, tensors, module_call(case))
 
     def in_contexts(**tensors):
         with (
             torch.autocast("cpu", torch.bfloat16),
             te.autocast(enabled=True, recipe=Float8CurrentScaling()),
         ):
-            return call_of(case)(**tensors)
+            return module_call(case)(**tensors)
 
     cast = run_with_gradients(case, tensors, in_contexts)
     for found, exact in zip((*plain[0], *plain[1]), (*cast[0], *cast[1]), strict=True):
@@ -451,5 +455,5 @@ def test_memory_plan_describes_a_call():
 
     x = torch.randn(2, 32, 2, 16, dtype=torch.bfloat16, requires_grad=True)
     plan = te.memory_plan(Model(), None, 64, inputs=(x,))
-    # The compiled form saves its inputs only: no states of 32 tokens.
+    # The compiled form saves its inputs only: no states for 32-token chunks.
     assert x.nbytes < plan.peak < 20 * x.nbytes

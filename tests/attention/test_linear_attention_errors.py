@@ -1,4 +1,4 @@
-"""Errors of linear attention modules: each names the argument, and nothing is computed."""
+"""Linear attention errors: each names the argument, and nothing is computed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIGNATURES = {
 }
 
 
-def _described(function) -> str:
+def _signature_text(function) -> str:
     words = []
     for parameter in list(inspect.signature(function).parameters.values())[1:]:
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
@@ -51,13 +51,13 @@ def _described(function) -> str:
 
 
 @pytest.mark.parametrize("rule", MODULES)
-def test_signatures_are_those_of_the_original(rule):
+def test_signatures_match_the_original(rule):
     constructor, forward = SIGNATURES[rule]
-    assert _described(MODULES[rule].__init__) == constructor
-    assert _described(MODULES[rule].forward) == forward
+    assert _signature_text(MODULES[rule].__init__) == constructor
+    assert _signature_text(MODULES[rule].forward) == forward
 
 
-def test_every_path_of_the_original_has_the_modules():
+def test_every_import_path_of_the_original_has_the_modules():
     for module in MODULES.values():
         name = module.__name__
         assert getattr(te.attention, name) is getattr(linear_attention, name) is module

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.attention.linear_attention_cases import RULES, Case, call_of, compare, error, inputs_of
+from tests.attention.linear_attention_cases import RULES, Case, compare, error, module_call, operation_inputs
 from transformer_engine.common import hardware, optional
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives.linear_attention import (
@@ -66,7 +66,7 @@ LIBRARIES = {"fla": (0, 6), "fla-core": (0, 6), "triton": (3, 7), "nvidia-cudnn-
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A function that simulates a GPU and releases of libraries; (0, 0) for one that is not installed."""
+    """Function that simulates a GPU and library releases; (0, 0) means not installed."""
 
     def simulate(architecture: str, **releases: tuple[int, int]) -> None:
         found = LIBRARIES | {name.replace("_", "-"): release for name, release in releases.items()}
@@ -125,7 +125,7 @@ def test_reasons_name_the_library_and_the_remedy(machine):
     [(fla, "fla-core", (0, 6), (0, 7)), (cudnn, "nvidia-cudnn-frontend", (1, 29), (2, 0))],
     ids=["fla", "cudnn"],
 )
-def test_releases_outside_of_the_tested_ones_are_unsupported(machine, backend, distribution, first, end):
+def test_releases_outside_the_tested_range_are_unsupported(machine, backend, distribution, first, end):
     """One rule for both libraries; (0, 0), a development build without metadata, is supported."""
     bounds = f"pip install '{distribution}>={first[0]}.{first[1]},<{end[0]}.{end[1]}'"
     for release, reason in (
@@ -144,7 +144,7 @@ def test_releases_outside_of_the_tested_ones_are_unsupported(machine, backend, d
         assert backend.unsupported_reason(BASE) is None
 
 
-def test_the_bounds_of_releases_are_those_of_the_extras():
+def test_release_bounds_equal_the_bounds_in_the_extras():
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -164,7 +164,7 @@ def test_gradients_on_hopper_need_a_triton_that_computes_them(machine):
     assert fla.unsupported_reason(BASE) is None
 
 
-def test_gradients_of_linear_gates_are_left_to_the_chunks(machine):
+def test_linear_gate_gradients_are_computed_by_the_chunks(machine):
     machine("9.0")
     spec = DeltaSpec(Rule.GDP, "0x1p-3", (Option.LINEAR_GATE,))
     call = BASE._replace(spec=spec)
@@ -172,7 +172,7 @@ def test_gradients_of_linear_gates_are_left_to_the_chunks(machine):
     assert fla.unsupported_reason(call._replace(needs_gradient=False)) is None
 
 
-# Parameters of the functions of nvidia-cudnn-frontend 1.32 that this package passes, in order.
+# Parameters that this package passes to the functions in nvidia-cudnn-frontend 1.32, in order.
 _SHARED = "cu_seqlens scale initial_state output_final_state use_qk_l2norm_in_kernel"
 _CUDNN = {
     "gated_delta_net": f"q k v g beta {_SHARED}",
@@ -190,8 +190,8 @@ _CUDNN_OPTIONS = {
 }
 
 
-def _cudnn_stand_in() -> types.ModuleType:
-    """A module whose functions compute packed tokens [t, ..] by the reference, as cuDNN's functions specify."""
+def _reference_cudnn_module() -> types.ModuleType:
+    """Module whose functions compute packed tokens [t, ..] by the reference, as cuDNN's functions specify."""
     module = types.ModuleType(cudnn.MODULE)
 
     def function(rule, parameters):
@@ -208,7 +208,7 @@ def _cudnn_stand_in() -> types.ModuleType:
                 options.append(Option.LINEAR_GATE)
             spec = DeltaSpec(rule, given["scale"].hex(), tuple(options))
             with use_backend(linear_attention="reference"):
-                output, state = linear_attention(inputs_of(**tensors, **others), spec)
+                output, state = linear_attention(operation_inputs(**tensors, **others), spec)
             return output.squeeze(0), output.new_empty(0) if state is None else state
 
         return compute
@@ -229,8 +229,8 @@ CUDNN_CASES = [
 
 
 @pytest.mark.parametrize("case", CUDNN_CASES, ids=lambda case: f"{case.rule}-{case.format}")
-def test_arguments_of_cudnn_describe_the_call(monkeypatch, case):
-    stand_in = _cudnn_stand_in()
+def test_cudnn_arguments_describe_the_call(monkeypatch, case):
+    stand_in = _reference_cudnn_module()
     parent = types.ModuleType("cudnn.linear_attention")
     parent.ops = stand_in  # pyright: ignore[reportAttributeAccessIssue]
     for name, module in (
@@ -247,15 +247,15 @@ def test_arguments_of_cudnn_describe_the_call(monkeypatch, case):
     TABLE.forget()
     assert dict.fromkeys(["linear_attention"], "cudnn") == {
         decision.operation: decision.chosen
-        for decision in te.explain(call_of(case), **case.tensors()).decisions[:1]
+        for decision in te.explain(module_call(case), **case.tensors()).decisions[:1]
     }
-    compare(case, call_of(case))
+    compare(case, module_call(case))
     TABLE.forget()
 
 
-def test_bounds_of_equal_rows_are_made_for_each_call():
+def test_bounds_for_equal_rows_are_created_in_each_call():
     """Bounds from inference mode, or from a captured graph, must not reach another call."""
-    inputs = inputs_of(
+    inputs = operation_inputs(
         q=torch.zeros(2, 3, 1, 16), k=torch.zeros(2, 3, 1, 16), v=torch.zeros(2, 3, 1, 16),
         g=torch.zeros(2, 3, 1), beta=torch.zeros(2, 3, 1),
     )  # fmt: skip
@@ -267,8 +267,8 @@ def test_bounds_of_equal_rows_are_made_for_each_call():
     assert first.tolist() == second.tolist() == [0, 3, 6]
 
 
-def test_bounds_that_change_in_place_do_not_meet_cached_chunks(monkeypatch):
-    """flash-linear-attention caches chunk indices by the identity of the bounds."""
+def test_bounds_changed_in_place_do_not_reuse_cached_chunks(monkeypatch):
+    """flash-linear-attention caches chunk indices by the identity of the bounds tensor."""
     index = pytest.importorskip("fla.ops.utils.index")
     chunks = []
 
@@ -279,7 +279,9 @@ def test_bounds_that_change_in_place_do_not_meet_cached_chunks(monkeypatch):
     monkeypatch.setitem(fla._RULES, Rule.GDN, stand_in)
     tokens = torch.zeros(1, 200, 1, 16)
     bounds = torch.tensor([0, 200], dtype=torch.int32)
-    inputs = inputs_of(q=tokens, k=tokens, v=tokens, g=tokens[..., 0], beta=tokens[..., 0], cu_seqlens=bounds)
+    inputs = operation_inputs(
+        q=tokens, k=tokens, v=tokens, g=tokens[..., 0], beta=tokens[..., 0], cu_seqlens=bounds
+    )
     spec = DeltaSpec(Rule.GDN, "0x1p-2")
     with torch.inference_mode():
         fla.run(inputs, spec)
@@ -293,7 +295,7 @@ def test_bounds_that_change_in_place_do_not_meet_cached_chunks(monkeypatch):
 def test_a_second_derivative_through_a_library_raises():
     q = torch.randn(1, 4, 1, 16, requires_grad=True)
     gate = q[..., 0].detach()
-    inputs = inputs_of(q=q, k=q, v=q, g=gate, beta=gate)
+    inputs = operation_inputs(q=q, k=q, v=q, g=gate, beta=gate)
     recorded = differentiable_once(inputs)
     weight = torch.ones((), requires_grad=True)
     loss = (recorded.q * recorded.k * weight).sum()
@@ -302,7 +304,7 @@ def test_a_second_derivative_through_a_library_raises():
         gradient.sum().backward()
 
 
-def test_the_signature_of_an_installed_cudnn_has_the_arguments():
+def test_an_installed_cudnn_has_the_expected_parameters():
     if importlib.util.find_spec("cudnn") is None or optional.release("nvidia-cudnn-frontend") < (1, 29):
         pytest.skip("nvidia-cudnn-frontend 1.29 is not installed")
     ops = pytest.importorskip(cudnn.MODULE)
@@ -310,7 +312,7 @@ def test_the_signature_of_an_installed_cudnn_has_the_arguments():
         assert set(parameters.split()) <= set(inspect.signature(getattr(ops, name)).parameters)
 
 
-# On a GPU: (relative error of results, of gradients), of kernels that round operands of products to 16 bits.
+# On a GPU: (relative error of results, of gradients), for kernels that round product operands to 16 bits.
 GPU_BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 1e-2}
 GPU_CASES = {
     "gdn": Case("gdn", "sbhd", lengths=(300, 300), sizes=(128, 128), heads=4),
@@ -346,7 +348,7 @@ def test_backends_match_the_recurrence_on_a_gpu(backend, name, dtype):
     if backend != "chunked":
         _available(backend, case)
     with use_backend(linear_attention=backend):
-        call = call_of(case, "cuda")
+        call = module_call(case, "cuda")
         compare(case, call, bound=GPU_BOUNDS[dtype], device="cuda")
 
 
@@ -360,9 +362,9 @@ def test_guarded_gates_agree_on_a_gpu():
     with torch.no_grad():
         tensors["beta"].mul_(1.8)
     with use_backend(linear_attention="fla"):
-        found = call_of(case, "cuda")(**tensors)
+        found = module_call(case, "cuda")(**tensors)
     with use_backend(linear_attention="reference"):
-        exact = call_of(case, "cuda")(**tensors)
+        exact = module_call(case, "cuda")(**tensors)
     assert error(found, exact) < GPU_BOUNDS[torch.bfloat16]
 
 

@@ -36,7 +36,7 @@ def make(device, **options):
 
 
 def projections(module, groups, fused, interleaved):
-    """Return [(weight, bias)] of queries, keys and values in head order, for every parameter layout."""
+    """[(weight, bias)] for queries, keys and values in head order, for every parameter layout."""
     layer = module.layernorm_qkv if module.input_layernorm else module.qkv
     if not fused:
         return [
@@ -56,7 +56,7 @@ def projections(module, groups, fused, interleaved):
 
 
 def attention(q, k, v, mask="causal"):
-    """Flat outputs [b, s, h * d] of q [b, s, h, d] and k, v with fewer heads, by the float64 loops."""
+    """Flat outputs [b, s, h * d] from q [b, s, h, d] and k, v with fewer heads, by the float64 loops."""
     cpu = [x.double().cpu() for x in (q, k, v)]
     return attend(*cpu, visibility(mask, q.shape[1], k.shape[1]))[0].to(q)
 
@@ -138,7 +138,7 @@ def normalized(module, x, kind):
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("kind", ["L2Normalization", "RMSNorm", "LayerNorm"])
-def test_query_and_key_norms_run_on_the_given_side_of_the_rotation(kind, before, device):
+def test_query_and_key_norms_run_before_or_after_the_rotation_as_set(kind, before, device):
     module = make(device, qk_norm_type=kind, qk_norm_before_rope=before, qkv_format="bshd")
     x = sample(device, 2, 5, HIDDEN)
     angles = RotaryPositionEmbedding(WIDTH)(5).to(device)
@@ -215,13 +215,13 @@ NORM = ["layer_norm_weight", "layer_norm_bias"]
         ),
     ],
 )
-def test_parameters_have_the_names_of_checkpoints(options, names, device):
+def test_parameters_have_the_checkpoint_names(options, names, device):
     module = make(device, **options)
     assert [name for name, _ in module.named_parameters()] == names + PROJ
     assert "core_attention._extra_state" in module.state_dict()
 
 
-def test_groups_reach_every_child(device, monkeypatch):
+def test_setting_a_parallel_group_sets_it_on_every_child_module(device, monkeypatch):
     module = make(device, attention_type="cross")
     group = object()
     module.set_tensor_parallel_group(group)

@@ -1,4 +1,4 @@
-"""A new option of attention changes only the record of a call and the backends that support it."""
+"""A new attention option changes only the call record and the backends that support it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKAGE = Path(te.__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class TemperedCall(AttentionCall):
-    """The record with one more field, and one more feature if the field is set."""
+    """The call record with one more field, and one more feature if the field is set."""
 
     temperatures: tuple[float, ...] = TEMPERATURES
 
@@ -37,7 +37,7 @@ class TemperedCall(AttentionCall):
 
 
 def tempered(call, inputs):
-    """Inputs whose scores are multiplied by the temperature of their head."""
+    """Inputs whose scores are multiplied by per-head temperatures."""
     factors = torch.tensor(call.temperatures, dtype=inputs.q.dtype, device=inputs.q.device)[:, None]
     return inputs._replace(q=inputs.q * factors), factors
 
@@ -100,7 +100,7 @@ def test_the_core_attention_computes_a_supported_option_and_its_gradients(suppor
 
 
 @pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerLayer"])
-def test_layers_hand_the_record_that_they_planned_to_the_backend(kind, supported, device, monkeypatch):
+def test_layers_pass_their_planned_record_to_the_backend(kind, supported, device, monkeypatch):
     options = {"attention_dropout": 0.0, "device": device}
     if kind == "TransformerLayer":
         layer = te.TransformerLayer(HIDDEN, 32, HEADS, hidden_dropout=0.0, **options)
@@ -127,7 +127,7 @@ def test_calls_with_equal_options_are_equal_keys():
 
 
 def files_naming(option: str) -> set[str]:
-    """The files of attention whose code names an option: an attribute, a keyword, a parameter or a field."""
+    """Attention files whose code names an option: an attribute, a keyword, a parameter or a field."""
     found = set()
     for folder in ("attention", "functions/attention", "primitives/attention"):
         for path in (PACKAGE / folder).rglob("*.py"):
@@ -141,11 +141,11 @@ def files_naming(option: str) -> set[str]:
 
 
 def test_only_records_and_the_backend_name_an_argument_of_forward():
-    """num_splits is an argument of every call; nothing between the record and the backend names it."""
+    """Every call has the argument num_splits; nothing between the record and the backend names it."""
     module = "attention/dot_product_attention"
     assert files_naming("num_splits") == {
         f"{module}/dot_product_attention.py",  # the public signature
-        f"{module}/settings.py",  # the arguments of a call
+        f"{module}/settings.py",  # a call's arguments
         f"{module}/arguments.py",  # its conversion
         f"{module}/describe.py",  # arguments -> AttentionCall
         f"{module}/utils.py",  # the original's AttentionParams

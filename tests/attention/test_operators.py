@@ -1,4 +1,4 @@
-"""A backend that a compiler cannot trace runs inside two operators, with the bits of eager code."""
+"""A backend that a compiler cannot trace runs inside two operators, bitwise equal to eager code."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_untraceable_backend_compiles(case, opaque, device):
     assert opaque.count("forward") == opaque.count("backward") == 2
 
 
-def test_a_backward_pass_is_given_a_contiguous_gradient_whatever_the_caller_has(opaque, device):
+def test_the_backward_pass_receives_a_contiguous_gradient(opaque, device):
     attention = DotProductAttention(2, 8, qkv_format="bshd", attn_mask_type="no_mask")
     q, k, v = (sample(device, 2, 6, 2, 8, seed=seed).requires_grad_() for seed in range(3))
     out = attention(q, k, v)

@@ -1,4 +1,4 @@
-"""Names of the original other than layers: the last choice, codes with one scale, versions."""
+"""The original's names other than layers: the last choice, codes with one scale, versions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_cached_choices_are_recorded_too(device):
             assert _attention_backends["attention_params"].attn_mask_type == module.attn_mask_type
 
 
-def test_the_parameters_of_the_last_choice_lead_to_it_again(device):
+def test_the_last_choices_parameters_reproduce_it(device):
     module = DotProductAttention(2, 16, qkv_format="bshd")
     module(*[x.requires_grad_() for x in qkv(device)])
     flash, version, fused, kind, unfused, _ = get_attention_backend(_attention_backends["attention_params"])
@@ -81,7 +81,7 @@ def test_an_fp8_attention_is_recorded_as_fp8(device, monkeypatch):
         assert _attention_backends["attention_params"].fp8
 
 
-def test_an_update_that_is_required_makes_layers_choose_again(device, monkeypatch):
+def test_requiring_an_update_makes_layers_choose_again(device, monkeypatch):
     module, tensors = DotProductAttention(2, 16, qkv_format="bshd"), qkv(device)
     module(*tensors)
     chosen = []
@@ -94,7 +94,7 @@ def test_an_update_that_is_required_makes_layers_choose_again(device, monkeypatc
     assert len(chosen) == 1 and not _attention_backends["backend_selection_requires_update"]
 
 
-def test_a_written_entry_stays_until_the_next_choice(device):
+def test_an_overwritten_entry_lasts_until_the_next_choice(device):
     module = DotProductAttention(2, 16, qkv_format="bshd")
     module(*qkv(device))
     _attention_backends["use_flash_attention"] = "written"
@@ -118,8 +118,8 @@ LAYOUTS = (
 )
 
 
-def laid_out(layout, device):
-    """Return q, k and v in the layout of that name."""
+def sample_qkv(layout, device):
+    """q, k and v in the named layout."""
     leading = (12,) if layout.startswith("t") else (2, 6)
     axis = -2 if "h3d" in layout or "h2d" in layout else -3
     heads, size = 2, 16
@@ -134,7 +134,7 @@ def laid_out(layout, device):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_tensors_are_quantized_with_one_scale_and_keep_their_layout(layout, device):
-    q, k, v = laid_out(layout, device)
+    q, k, v = sample_qkv(layout, device)
     k.mul_(3.0)
     quantizer = te.Float8CurrentScalingQuantizer(E4M3, device)
     *codes, same_layout, scale_format = combine_and_quantize(layout, q, k, v, quantizer)
@@ -154,7 +154,7 @@ def test_three_tensors_are_quantized_with_one_scale_and_keep_their_layout(layout
 
 
 def test_delayed_scaling_uses_its_scale_and_records_the_largest(device):
-    q, k, v = laid_out("bs3hd", device)
+    q, k, v = sample_qkv("bs3hd", device)
     amax = torch.zeros(1, device=device)
     quantizer = te.Float8Quantizer(torch.tensor([8.0], device=device), amax, E4M3)
     *codes, _, _ = combine_and_quantize("bs3hd", q, k, v, quantizer)
@@ -165,19 +165,19 @@ def test_delayed_scaling_uses_its_scale_and_records_the_largest(device):
 
 
 def test_block_formats_and_unknown_layouts_are_rejected(device):
-    q, k, v = laid_out("bshd_bshd_bshd", device)
+    q, k, v = sample_qkv("bshd_bshd_bshd", device)
     with pytest.raises(TypeError, match="MXFP8Quantizer has no one scale"):
         combine_and_quantize("bshd_bshd_bshd", q, k, v, te.MXFP8Quantizer(E4M3))
     with pytest.raises(ValueError, match="qkv_layout='bhsd_3' is no layout"):
         combine_and_quantize("bhsd_3", q, k, v, te.Float8CurrentScalingQuantizer(E4M3, device))
 
 
-def test_a_range_of_versions_in_words():
+def test_version_ranges_are_described_in_words():
     lowest, highest = FlashAttentionUtils.version_required, FlashAttentionUtils.max_version
     assert _get_supported_versions(lowest, highest) == f">= {lowest}, <= {highest}"
 
 
-def test_delayed_state_survives_the_note_of_a_choice(device, monkeypatch):
+def test_recording_a_choice_keeps_the_delayed_state(device, monkeypatch):
     monkeypatch.setenv("TE_EMULATE", "1")
     module = DotProductAttention(2, 16, qkv_format="bshd")
     with te.autocast(recipe=DelayedScaling(fp8_dpa=True)):
@@ -208,14 +208,14 @@ def test_the_unfused_attention_is_the_reference_backend(device):
         UnfusedDotProductAttention(0.3, softmax_type="learnable")
 
 
-def test_the_path_of_flex_attention_leads_to_its_backend():
+def test_the_flex_attention_import_path_leads_to_its_backend():
     from transformer_engine.pytorch.attention.dot_product_attention import flex_attention
     from transformer_engine.pytorch.primitives.attention.backends import flex
 
     assert flex_attention.run is flex.run and flex_attention.BACKEND is flex.BACKEND
 
 
-def test_fused_attention_functions_are_names_of_the_backends():
+def test_fused_attention_functions_are_backend_names():
     from transformer_engine.pytorch import cpp_extensions
     from transformer_engine.pytorch.attention.dot_product_attention import backends
     from transformer_engine.pytorch.attention.dot_product_attention.backends import fused_attn_bwd

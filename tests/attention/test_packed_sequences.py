@@ -1,4 +1,4 @@
-"""thd: attention of packed sequences equals attention of each sequence alone, gaps between them included."""
+"""thd: attention over packed sequences equals attention per sequence, gaps between them included."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def policies(device, *groups):
 
 @pytest.mark.parametrize("dispatch", ["auto", "grouped"])
 @pytest.mark.parametrize("groups", [None, ((0, 1, 2, 3),), ((1, 3), (0, 2))], ids=str)
-def test_keys_of_a_self_attention_have_starts_of_their_own(groups, dispatch, backend, device):
+def test_keys_in_self_attention_may_have_their_own_starts(groups, dispatch, backend, device):
     """cu_seqlens_kv_padded without cu_seqlens_kv: the queries' lengths at the keys' starts, with policies too."""
     slots_q, slots_kv = [4, 1, 5, 3], [5, 2, 5, 4]
     q = packed(slots_q, 2, 8, device, 1)
@@ -92,7 +92,7 @@ def test_keys_of_a_self_attention_have_starts_of_their_own(groups, dispatch, bac
 
 
 @pytest.mark.parametrize("groups", [None, ((0, 1),), ((0,), (1,))], ids=str)
-def test_keys_of_a_cross_attention_need_lengths(groups, device):
+def test_keys_in_cross_attention_need_lengths(groups, device):
     x, bounds = torch.randn(6, 2, 8, device=device), cumulative([2, 4], device)
     module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding", attention_type="cross")
     given = {} if groups is None else {"thd_attention_policies": policies(device, *groups)}
@@ -100,7 +100,7 @@ def test_keys_of_a_cross_attention_need_lengths(groups, device):
         module(x, x, x, cu_seqlens_q=bounds, cu_seqlens_kv_padded=bounds, **given)
 
 
-def test_masks_have_no_effect_with_lengths(device):
+def test_padding_masks_have_no_effect_if_lengths_are_given(device):
     """Also a pair of masks in different memory, with the keys' lengths left to their default."""
     x, bounds = torch.randn(2, 4, 2, 8, device=device), cumulative([2, 4], device)
     module = DotProductAttention(2, 8, qkv_format="bshd", attn_mask_type="padding")
@@ -138,7 +138,7 @@ def test_missing_longest_lengths_are_derived(device):
     )
 
 
-def test_a_padding_mask_may_give_the_packed_lengths(device):
+def test_packed_lengths_can_come_from_a_padding_mask(device):
     lengths = [3, 5]
     x = torch.randn(3, 8, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
     module = DotProductAttention(2, 4, qkv_format="thd", attn_mask_type="padding")
@@ -161,7 +161,7 @@ def test_lengths_must_be_int32(device):
         DotProductAttention(2, 4, qkv_format="thd", attn_mask_type="padding")(x, x, x, cu_seqlens_q=bounds)
 
 
-def test_a_buffer_of_padding_alone_is_zero_and_differentiable(device):
+def test_a_buffer_with_only_padding_is_zero_and_differentiable(device):
     layer = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
     leaves = [torch.randn(4, 2, 8, device=device).requires_grad_() for _ in range(3)]
     bounds = {

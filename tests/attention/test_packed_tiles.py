@@ -1,4 +1,4 @@
-"""Packed sequences whose tiles share one grid have the bits of sequences with one grid each."""
+"""Packed sequences whose tiles share one grid are bitwise equal to sequences with one grid each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_engine.common.kernels.launch import Launch, Output
 from transformer_engine.pytorch.runtime.launching import processors, run_program_into
 
 HEADS, GROUPS, SIZE, SIZE_V = 2, 1, 32, 16
-# Lengths around tiles of 32 and 64 rows; empty sequences at the start, in the middle and at the end.
+# Lengths around the tile sizes 32 and 64; empty sequences at the start, in the middle and at the end.
 LENGTHS_Q = (0, 1, 31, 32, 33, 0, 0, 65, 64, 2, 0)
 LENGTHS_KV = (5, 33, 0, 32, 31, 0, 3, 63, 96, 1, 0)
 GAPS = (3, 0, 7, 0, 1, 2, 0, 0, 9, 0, 0)
@@ -36,7 +36,7 @@ CASES = {
 
 
 def _starts(lengths: tuple[int, ...]) -> tuple[list[int], int]:
-    """Return the starts of sequences after their gaps, and the number of all tokens."""
+    """Sequence starts after their gaps, and the total token count."""
     starts, end = [], 0
     for length, gap in zip(lengths, GAPS, strict=True):
         starts.append(end + gap)
@@ -56,7 +56,9 @@ def _problem(tokens: tuple[int, int], case: dict, device: torch.device) -> Atten
     )  # fmt: skip
 
 
-def _made(launch: Launch, inputs: tuple, like: tuple, device: torch.device) -> list[torch.Tensor | None]:
+def _launch_outputs(
+    launch: Launch, inputs: tuple, like: tuple, device: torch.device
+) -> list[torch.Tensor | None]:
     """The launch's outputs, filled with their required initial value or with 7."""
     made = []
     for output, shape in zip(launch.outputs, like, strict=True):
@@ -90,20 +92,20 @@ def _results(
     sink = sink if case.get("sink") else None
     rng = torch.tensor([5, 1 << 33], device=device) if case.get("dropout") else None
     forward = attention.forward(problem, True, True, True)
-    made = _made(forward, (*given, sink, rng, None), (dout.shape, (queries, HEADS), None), device)
+    made = _launch_outputs(forward, (*given, sink, rng, None), (dout.shape, (queries, HEADS), None), device)
     out, lse, tops = made
     first = attention_delta.delta(problem, problem.out, sink is not None)
     rows = (out, dout, lse, sink, bounds[0], bounds[2], None)
-    delta, dsink = _made(first, rows, ((queries, HEADS), None), device)
+    delta, dsink = _launch_outputs(first, rows, ((queries, HEADS), None), device)
     context = (*given, rng, dout, lse, delta)
-    (dq,) = _made(attention_backward.queries(problem, problem.q, True), context, (q.shape,), device)
+    (dq,) = _launch_outputs(attention_backward.queries(problem, problem.q, True), context, (q.shape,), device)
     second = attention_backward.keys(problem, (0, *problem.k), (0, *problem.v), 1, True)
-    dk, dv = _made(second, context, (k.shape, v.shape), device)
+    dk, dv = _launch_outputs(second, context, (k.shape, v.shape), device)
     return [x for x in (out, lse, tops, delta, dsink, dq, dk, dv) if x is not None]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tiles_that_share_one_grid_have_the_bits_of_a_grid_per_sequence(name, device):
+def test_tiles_in_one_grid_are_bitwise_equal_to_one_grid_per_sequence(name, device):
     case, tokens = CASES[name], (_starts(LENGTHS_Q)[1], _starts(LENGTHS_KV)[1])
     problem = _problem(tokens, case, device)
     shared = dataclasses.replace(problem, tokens=tokens)
@@ -123,8 +125,8 @@ def test_tiles_that_share_one_grid_have_the_bits_of_a_grid_per_sequence(name, de
     assert torch.isfinite(out).all() and (out[owned] != 0).any()
 
 
-def test_the_tiles_of_all_sequences_have_programs_and_few_are_left_without_one():
-    """The programs suffice for every distribution of tokens; the grid per sequence is kept if it is smaller."""
+def test_every_tile_has_a_program_and_few_programs_have_no_tile():
+    """The programs suffice for every token distribution; the grid per sequence is kept if it is smaller."""
     generator = torch.Generator().manual_seed(1)
     problem = _problem((1000, 1000), {}, torch.device("cpu"))
     for rows in (16, 100, 128):
@@ -139,8 +141,8 @@ def test_the_tiles_of_all_sequences_have_programs_and_few_are_left_without_one()
     assert many.key_tiles(100) == (10, 0)
 
 
-def test_heads_of_queries_share_the_tiles_of_keys_where_all_sequences_together_have_few():
-    """A group of eight heads, 16 sequences in 8192 tokens: 144 programs, not 2048, for 132 multiprocessors."""
+def test_query_heads_share_key_tiles_if_the_batch_has_few_tiles():
+    """A group with eight heads, 16 sequences in 8192 tokens: 144 programs, not 2048, for 132 SMs."""
     problem = _problem((8192, 8192), {}, torch.device("cpu"))
     problem = dataclasses.replace(problem, batch=16, heads=8, groups=1)
     packed = dataclasses.replace(problem, tokens=(8192, 8192))
@@ -155,7 +157,7 @@ def test_heads_of_queries_share_the_tiles_of_keys_where_all_sequences_together_h
 
 @triton.jit
 def places(lengths, found, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Store (tile, sequence) of every program in found [programs, 2]."""
+    """Store every program's (tile, sequence) in found [programs, 2]."""
     program = tl.program_id(0)
     tile, sequence = attention.owned_tile(lengths, program, size, ROWS, SEQUENCES)
     tl.store(found + 2 * program, tile)
@@ -164,8 +166,8 @@ def places(lengths, found, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
 
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("sequences", [2, 3, 33, 129, 300, 1024])
-def test_every_tile_has_one_program_however_many_sequences_are_counted(sequences, warps, device):
-    """The lengths fill part of a warp, all warps once, or several registers of every thread."""
+def test_every_tile_has_one_program_for_any_number_of_sequences(sequences, warps, device):
+    """The lengths fill part of a warp, all warps once, or several registers per thread."""
     rows, generator = 16, torch.Generator().manual_seed(sequences)
     lengths = torch.randint(0, 4, (sequences,), generator=generator) * 11
     lengths[0] = lengths[-1] = 0

@@ -1,4 +1,4 @@
-"""thd_attention_policies: every sequence of a packed batch has its policy's mask and window, as in separate calls."""
+"""thd_attention_policies: each packed sequence has its policy's mask and window, as in separate calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def exact(leaves, grad, lengths, extents, lengths_kv, extents_kv, chosen, softca
 
 
 def random_case(seed):
-    """Lengths, extents and policies of a packed batch."""
+    """Lengths, extents and policies for a packed batch."""
     rng = random.Random(seed)
     count = rng.randint(1, 5)
     lengths = [rng.randint(0, 6) for _ in range(count)]
@@ -131,7 +131,7 @@ def simple(device, **changes):
     return (q, k, k), {**arguments, **changes}
 
 
-def test_one_policy_for_all_sequences_is_the_plain_call(device, monkeypatch):
+def test_one_policy_for_all_sequences_equals_the_call_without_policies(device, monkeypatch):
     layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
     qkv, arguments = simple(device)
     given = [policy(device, (0, 1), "causal,padding", (2, 0)), policy(device, ())]
@@ -145,7 +145,7 @@ def test_one_policy_for_all_sequences_is_the_plain_call(device, monkeypatch):
     assert torch.equal(layer(*qkv, thd_attention_policy_dispatch="grouped", **arguments)[:7], plain[:7])
 
 
-def test_tokens_are_gathered_where_no_backend_has_other_tokens_between_sequences(device, monkeypatch):
+def test_tokens_are_gathered_if_no_backend_supports_gaps_between_sequences(device, monkeypatch):
     layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
     qkv, arguments = simple(device)
     want = layer(*qkv, **arguments)
@@ -158,7 +158,7 @@ def test_tokens_are_gathered_where_no_backend_has_other_tokens_between_sequences
 
 
 @pytest.mark.parametrize("dispatch", ["auto", "grouped"])
-def test_no_token_is_an_empty_differentiable_output(dispatch, device):
+def test_zero_tokens_give_an_empty_differentiable_output(dispatch, device):
     leaves = [
         torch.empty(0, heads, SIZE, device=device, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)
     ]
@@ -430,7 +430,7 @@ def test_a_compiled_call_checks_ids_when_it_runs(device):
 
 
 @pytest.mark.any_device
-def test_a_grouped_dispatch_leaves_the_graph_and_states_the_reason(device):
+def test_a_grouped_dispatch_breaks_the_graph_and_states_the_reason(device):
     torch._dynamo.reset()
     layer = te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type="padding")
     qkv, arguments = simple(device, thd_attention_policy_dispatch="grouped", max_seqlen_q=4, max_seqlen_kv=4)

@@ -1,4 +1,4 @@
-"""Random calls of attention against softmax(softcap(scale q k^T) + bias) v in float64, with gradients."""
+"""Random attention calls against softmax(softcap(scale q k^T) + bias) v in float64, with gradients."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Case(NamedTuple):
     """A call of DotProductAttention.
 
     Attributes:
-        lengths: Tokens of each sequence of queries, and of keys.
-        extents: Tokens of each packed sequence with the padding behind it, of queries and of keys.
-        bias: A type of bias, and its shape.
+        lengths: Query tokens and key tokens per sequence.
+        extents: Query tokens and key tokens per packed sequence, including the padding behind it.
+        bias: Bias type and shape.
     """
 
     format: str
@@ -99,7 +99,7 @@ def random_case(seed: int) -> Case:
 
 
 def visible(case: Case, b: int) -> Tensor:
-    """Whether query i of sequence b sees key j, bool [i, j], within the sequence's real tokens."""
+    """Whether query i in sequence b sees key j, bool [i, j], within the sequence's real tokens."""
     n, m = (lengths[b] for lengths in case.lengths)
     i, j = torch.arange(n)[:, None], torch.arange(m)[None]
     if "causal" in case.mask:
@@ -117,7 +117,7 @@ def visible(case: Case, b: int) -> Tensor:
 
 
 def exact(case: Case, b: int, q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes: Any, sink: Any) -> Tensor:
-    """Output [n, h, d_v] of one sequence q [n, h, d], k [m, g, d], v [m, g, d_v], in float64."""
+    """Output [n, h, d_v] for one sequence q [n, h, d], k [m, g, d], v [m, g, d_v], in float64."""
     heads, groups = case.heads
     k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
     n, m = q.shape[0], k.shape[0]
@@ -150,7 +150,7 @@ def exact(case: Case, b: int, q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes
 
 
 def packed(parts: list[Tensor], case: Case, side: int) -> Tensor:
-    """Tensors of sequences in the call's format; padding is 3."""
+    """Sequence tensors in the call's format; padding is 3."""
     extents = case.extents[side] if case.format == "thd" else [max(case.lengths[side])] * len(parts)
     rows = [
         torch.cat((x, x.new_full((size - x.shape[0], *x.shape[1:]), 3.0)))
@@ -161,8 +161,8 @@ def packed(parts: list[Tensor], case: Case, side: int) -> Tensor:
     return torch.stack(rows, 0 if case.format == "bshd" else 1)
 
 
-def unpacked(x: Tensor, case: Case, side: int) -> list[Tensor]:
-    """The sequences of a tensor in the call's format, without padding."""
+def split_sequences(x: Tensor, case: Case, side: int) -> list[Tensor]:
+    """Split a tensor in the call's format into sequences, without padding."""
     if case.format == "thd":
         starts = cumulative(case.extents[side], "cpu").tolist()
         return [x[a : a + n] for a, n in zip(starts, case.lengths[side], strict=False)]
@@ -242,7 +242,7 @@ def compare(seed: int, device: Any) -> None:
             msg=lambda text: f"{name} of case {seed}, {case}: {text}",
         )
 
-    for got, want in zip(unpacked(out.unflatten(-1, (heads, size_v)), case, 0), rows, strict=True):
+    for got, want in zip(split_sequences(out.unflatten(-1, (heads, size_v)), case, 0), rows, strict=True):
         check("output", got, want)
     real = sum(case.lengths[0]) * heads * size_v
     assert (out != 0).sum() <= real, "padding has no output"
@@ -250,7 +250,7 @@ def compare(seed: int, device: Any) -> None:
     for index, name in enumerate(("q", "k", "v")):
         exact_gradients = wanted[index * count : (index + 1) * count]
         for got, want, x in zip(
-            unpacked(found[index], case, min(index, 1)), exact_gradients, wide[index], strict=True
+            split_sequences(found[index], case, min(index, 1)), exact_gradients, wide[index], strict=True
         ):
             check(f"gradient of {name}", got, torch.zeros_like(x) if want is None else want)
         assert (found[index] != 0).sum() <= sum(x.numel() for x in parts[index]), f"padding in {name}"

@@ -1,7 +1,7 @@
 """Random dense calls that `test_random_calls` does not draw, against explicit score matrices in float64.
 
-They have masks as tensors, packed projections, 16-bit inputs, a softcap in the constructor or the call, gradients of
-broadcast biases, and largest logits.
+They have masks as tensors, packed projections, 16-bit inputs, a softcap in the constructor or the call,
+broadcast-bias gradients, and largest logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformer_engine.pytorch as te
 CASES, PER_TEST = 120, 10
 RESULTS = ("output", "q", "k", "v", "bias")
 MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal_bottom_right", "arbitrary")
-# Largest error relative to the largest value: one rounding of each factor and result.
+# Largest error relative to the largest value: each factor and result is rounded once.
 BOUNDS = {torch.float32: 5e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 
 
@@ -65,7 +65,7 @@ def random_case(seed: int) -> Case:
 
 
 def hidden(case: Case, masked: Tensor) -> Tensor:
-    """Whether query i of sequence b does not see key j, bool [b, 1, s_q, s_kv]."""
+    """Whether sequence b hides key j from query i, bool [b, 1, s_q, s_kv]."""
     batch, queries, keys = case.sizes[:3]
     whole = ([queries] * batch, [keys] * batch)
     real_q, real_kv = (torch.tensor(n) for n in (case.lengths if "padding" in case.mask else whole))
@@ -86,7 +86,7 @@ def hidden(case: Case, masked: Tensor) -> Tensor:
 def exact(
     case: Case, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, unseen: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output [b, s_q, h d_v] and capped, biased scores [b, h, s_q, s_kv] of bshd tensors."""
+    """Output [b, s_q, h d_v] and capped, biased scores [b, h, s_q, s_kv] from bshd tensors."""
     k, v = (x.repeat_interleave(case.sizes[4], 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k)
     if bias is not None and case.bias == "pre_scale_bias":
@@ -101,13 +101,13 @@ def exact(
 
 
 def absolute_terms(case: Case, inputs: list[Tensor], scores: Tensor, grad: Tensor) -> dict[str, float]:
-    """Largest sum of the absolute terms of each result, whose roundings remain where the terms cancel."""
+    """Largest sum of absolute terms per result, whose roundings remain where the terms cancel."""
     q, k, v = (x.detach().abs() for x in inputs[:3])
     k, v = (x.repeat_interleave(case.sizes[4], 2) for x in (k, v))
     grad = grad.view(*q.shape[:3], -1).abs()
     p = scores.detach().softmax(-1).nan_to_num()
     dp = torch.einsum("bihd,bjhd->bhij", grad, v)
-    ds = p * (dp + (p * dp).sum(-1, keepdim=True))  # of p (dp - sum p dp)
+    ds = p * (dp + (p * dp).sum(-1, keepdim=True))  # from p (dp - sum p dp)
 
     def of_groups(x: Tensor) -> Tensor:
         return x.unflatten(2, case.sizes[3:5]).sum(3)

@@ -88,7 +88,7 @@ def wrong(device):
 
 
 NAMES = list(wrong(torch.device("cpu")))
-# Not read if a cache holds the lengths of sequences.
+# Not read if a cache holds the sequence lengths.
 OF_THE_CACHE = (
     *("no lengths", "lengths dtype", "too many lengths", "too many lengths of whole rows", "lengths list"),
     "mask dtype",
@@ -102,7 +102,7 @@ NUMBERS = {
 
 
 def state(module, *more):
-    """Return all state that a call may change, except extra states, whose pickled bytes vary; fp8_meta holds them."""
+    """All state that a call may change; fp8_meta's tensors replace extra states, whose pickled bytes vary."""
     tensors = [x.clone() for name, x in module.state_dict().items() if not name.endswith("_extra_state")]
     for child in module.modules():
         meta = getattr(child, "fp8_meta", {})
@@ -120,8 +120,8 @@ def same(before, after):
     return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def settled(module, *inputs, **options):
-    """Return a module after one step, which has state to change."""
+def run_one_step(module, *inputs, **options):
+    """Module after one step, with state that a call could change."""
     with te.autocast(recipe=DelayedScaling()):
         out = module(*inputs, **options)
     out.sum().backward()
@@ -145,7 +145,7 @@ def hidden(device, *shape):
 def test_an_attention_layer_rejects_before_its_projections_record(name, cold, device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
     if not cold:
-        settled(layer, x)
+        run_one_step(layer, x)
     options, match = wrong(device)[name]
     assert_rejected(layer, (x,), options, match)
 
@@ -154,7 +154,7 @@ def test_an_attention_layer_rejects_before_its_projections_record(name, cold, de
 def test_an_attention_layer_rejects_wrong_lengths_before_its_projections_record(name, device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
     good = {"attn_mask_type": "padding", "cu_seqlens_q": bounds(device, 9, 12)}
-    settled(layer, x, **good)
+    run_one_step(layer, x, **good)
     lengths, match = NUMBERS[name]
     given = torch.tensor(lengths, dtype=torch.int32, device=device)
     assert_rejected(layer, (x,), {**good, "cu_seqlens_q": given}, match)
@@ -189,7 +189,7 @@ def test_cross_attention_rejects_an_encoder_output_before_its_query_records(enco
         HIDDEN, HEADS, attention_type="cross", attn_mask_type="no_mask", input_layernorm=True, device=device
     )
     x = hidden(device)
-    settled(layer, x, encoder_output=hidden(device))
+    run_one_step(layer, x, encoder_output=hidden(device))
     match = match.replace("needs 2 axes", "needs 3 axes")
     assert_rejected(layer, (x,), {"encoder_output": encoder_output(device)}, match)
 
@@ -199,7 +199,7 @@ def test_a_decoder_checks_its_cross_attention_before_its_self_attention_records(
         HIDDEN, 64, HEADS, layer_type="decoder", hidden_dropout=0.0, attention_dropout=0.0, device=device
     )
     x, encoder = hidden(device), hidden(device)
-    settled(layer, x, encoder_output=encoder)
+    run_one_step(layer, x, encoder_output=encoder)
     for options, match in (
         ({"enc_dec_attn_mask_type": "padded"}, "attn_mask_type='padded' does not exist"),
         ({"enc_dec_window_size": (3, -4)}, r"window_size=\(3, -4\) is not allowed"),
@@ -213,7 +213,7 @@ def test_a_decoder_checks_its_cross_attention_before_its_self_attention_records(
 
 def test_rotary_angles_that_do_not_fit_are_rejected_before_projections_record(device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
-    settled(layer, x, rotary_pos_emb=RotaryPositionEmbedding(SIZE)(TOKENS).to(device))
+    run_one_step(layer, x, rotary_pos_emb=RotaryPositionEmbedding(SIZE)(TOKENS).to(device))
     for dim, length, match in (
         (SIZE, TOKENS - 1, "sequence length 16 > 15"),
         (2 * SIZE, TOKENS, "rotate 16 features"),
@@ -224,7 +224,7 @@ def test_rotary_angles_that_do_not_fit_are_rejected_before_projections_record(de
 
 def test_a_missing_backend_or_fp8_attention_raises_before_projections_record(device, monkeypatch):
     layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
-    settled(layer, x)
+    run_one_step(layer, x)
     before = state(layer)
     recipe = NVFP4BlockScaling(fp8_dpa=True)
     with (
@@ -266,7 +266,7 @@ def test_dropout_draws_nothing_for_a_rejected_call(device):
         assert same(before, state(core))
 
 
-def test_the_number_of_cached_windows_is_bounded(device, monkeypatch):
+def test_the_window_cache_is_bounded(device, monkeypatch):
     core = DotProductAttention(HEADS, SIZE, attn_mask_type="causal")
     monkeypatch.setattr(core._plans, "most", 64)
     q = torch.randn(4, 1, HEADS, SIZE, device=device)

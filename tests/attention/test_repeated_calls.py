@@ -29,7 +29,7 @@ def heads(device, gradient=True):
 
 
 def expects_gradients() -> bool:
-    """Return whether the last attention was planned as one with a backward pass."""
+    """Whether the last attention was planned with a backward pass."""
     return last_choice.seen[0].needs_gradient
 
 
@@ -80,7 +80,7 @@ def test_layers_plan_both_runs_alike(name, kind, device):
     assert all(call == calls[0] and call.needs_gradient for call in calls)
 
 
-def test_steps_over_a_cache_expect_no_gradients(device):
+def test_cached_steps_expect_no_gradients(device):
     attention = te.DotProductAttention(HEADS, SIZE, layer_number=1, qkv_format="bshd")
     cache = InferenceParams(BATCH, TOKENS, HEADS, SIZE, torch.float32)
     cache.allocate_memory(1)
@@ -104,7 +104,7 @@ def test_the_environment_and_not_the_gradient_mode_demands_determinism():
 
 
 @pytest.mark.parametrize("warns_only", [False, True])
-def test_operators_of_torch_that_only_warn_are_not_deterministic(warns_only):
+def test_torch_operators_that_only_warn_are_not_deterministic(warns_only):
     torch.use_deterministic_algorithms(True, warn_only=warns_only)
     try:
         found = rejections(is_training=True)
@@ -113,7 +113,7 @@ def test_operators_of_torch_that_only_warn_are_not_deterministic(warns_only):
     assert ({"torch_sdpa", "torch_flash"} <= found) is warns_only
 
 
-def test_steps_over_a_cache_keep_backends_without_deterministic_gradients():
+def test_cached_steps_keep_backends_without_deterministic_gradients():
     cache = InferenceParams(BATCH, TOKENS, HEADS, SIZE, torch.float32)
     assert "torch_sdpa" not in rejections(is_training=False, inference_params=cache)
 

@@ -1,4 +1,4 @@
-"""Rotary embedding rotates each pair of features by position * frequency, in every layout and split."""
+"""Rotary embedding rotates each feature pair by position * frequency, in every layout and split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_engine.pytorch.attention import RotaryPositionEmbedding, apply_
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
 
 
-def turned(x, position, base=10000.0, interleaved=False, rotated=None):
+def rotate_pairs(x, position, base=10000.0, interleaved=False, rotated=None):
     """Rotate x [d] pair by pair with Python floats."""
     values = [float(value) for value in x]
     width = len(values) if rotated is None else rotated
@@ -31,7 +31,7 @@ def loop(x_bshd, positions, **options):
     for b in range(x_bshd.shape[0]):
         for s in range(x_bshd.shape[1]):
             for h in range(x_bshd.shape[2]):
-                out[b, s, h] = turned(x_bshd[b, s, h], positions[b][s], **options)
+                out[b, s, h] = rotate_pairs(x_bshd[b, s, h], positions[b][s], **options)
     return out
 
 
@@ -68,7 +68,7 @@ def test_start_positions_offset_each_sequence(tensor_format, device):
 
 
 @pytest.mark.parametrize("start", [None, [2, 0, 7]])
-def test_packed_sequences_begin_at_their_own_position(start, device):
+def test_packed_sequences_begin_at_their_own_start_position(start, device):
     lengths = [2, 4, 3]
     x = sample(device, 9, 2, 8)
     given = None if start is None else torch.tensor(start, dtype=torch.int32, device=device)
@@ -139,7 +139,7 @@ def test_low_precision_is_rounded_once(dtype, device):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
-def test_the_packed_form_rotates_queries_and_keys_of_each_group(tensor_format, interleaved, device):
+def test_packed_qkv_rotation_covers_queries_and_keys_in_each_group(tensor_format, interleaved, device):
     shape = (7, 3, 16) if tensor_format == "thd" else (5, 2, 3, 16)
     qkv = sample(device, *shape).requires_grad_()
     freqs = angles(device, 4), 0.5 * angles(device, 4)
@@ -174,7 +174,7 @@ def test_angles_are_float32_positions_times_frequencies():
     assert list(embedding.state_dict()) == ["inv_freq"]
 
 
-def test_interpolation_squeezes_positions():
+def test_interpolation_scales_positions_down():
     plain = RotaryPositionEmbedding(8)
     squeezed = RotaryPositionEmbedding(8, seq_len_interpolation_factor=4)
     torch.testing.assert_close(squeezed(16), plain(16) / 4)

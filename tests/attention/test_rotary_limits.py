@@ -1,4 +1,4 @@
-"""A table of rotary angles that is too short raises an error with its length; starts and ranks are independent."""
+"""Too short a rotary angle table raises an error with its length; starts and ranks are independent."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_packed_sequences_longer_than_the_table_are_rejected(device):
     )
 
 
-def test_packed_sequences_of_several_ranks_need_the_whole_table(device):
+def test_packed_sequences_on_several_ranks_need_the_full_table(device):
     x = torch.randn(8, 2, 8, device=device)
     options = {"cu_seqlens": cumulative([4, 12], device), "cp_size": 2, "cp_rank": 1}
     rejects(
@@ -163,8 +163,8 @@ def test_padding_may_exceed_the_table_and_sequences_may_not(device):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("cp_size", [2, 3])
-def test_starts_and_ranks_together_are_the_ranks_part_of_the_whole(cp_size, tensor_format, fused, device):
-    """A rank's result is its two chunks of the whole sequences, rotated from their starts."""
+def test_starts_with_ranks_equal_the_ranks_part_of_the_full_rotation(cp_size, tensor_format, fused, device):
+    """A rank's result is its two chunks from the full sequences, rotated from their starts."""
     lengths = [4 * cp_size, 2 * cp_size] if tensor_format == "thd" else [4 * cp_size] * 2
     starts, freqs = [3, 17], angles(device, 17 + 4 * cp_size)
     whole = [torch.randn(n, 3, 8, device=device) for n in lengths]
@@ -197,7 +197,7 @@ def test_starts_and_ranks_together_are_the_ranks_part_of_the_whole(cp_size, tens
     te.check()
 
 
-def test_starts_and_ranks_together_need_a_table_for_the_whole_sequence(device):
+def test_starts_with_ranks_need_a_table_for_the_full_sequence(device):
     x = torch.randn(4, 2, 3, 8, device=device)
     rejects(
         "start_positions up to 9 and 8 tokens need 17 positions, freqs has 16",

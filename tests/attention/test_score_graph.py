@@ -1,4 +1,4 @@
-"""score_mod(graph, score, tensors): graphs of cuDNN, compared with plain PyTorch on a float64 copy of the inputs."""
+"""score_mod(graph, score, tensors): cuDNN graphs, compared with plain PyTorch on float64 copies."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def relative_bias(graph, score, tensors):
     return graph.binary_select(biased, tensors["hidden"], graph.cmp_ge(input=query, comparison=key))
 
 
-def clipped(graph, score, tensors, low=-1.0, high=1.0):
-    """score between two limits"""
+def clip_score(graph, score, tensors, low=-1.0, high=1.0):
+    """clamp(score, low, high)"""
     return graph.min(graph.max(score, low), high)
 
 
@@ -38,7 +38,7 @@ def inputs(batch: int = 2, queries: int = 7, keys: int = 7, heads: int = 4, grou
 
 
 def oracle(q, k, v, change):
-    """Attention in float64 with a function of the scores [b, h, i, j]."""
+    """Attention in float64 with a function on the scores [b, h, i, j]."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = change(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]))
@@ -71,7 +71,7 @@ def test_a_graph_with_a_tensor_and_its_derivatives(sizes):
     )
 
 
-def test_a_graph_reads_indices_and_tensors_of_heads():
+def test_a_graph_reads_indices_and_per_head_tensors():
     leaves = [*inputs(), torch.rand(1, 4, 1, 1, requires_grad=True)]
     slope = leaves[3]
     distance = torch.arange(7)[None, :] - torch.arange(7)[:, None]
@@ -98,7 +98,7 @@ class Softcap:
         return graph.mul(graph.tanh_backward(loss=gradient, input=self.ratio), tensors["factor"])
 
 
-def test_a_given_gradient_replaces_the_derivative():
+def test_an_explicit_gradient_replaces_the_derivative():
     leaves, cap, softcap_of = inputs(), torch.full((1, 1, 1, 1), 0.7), Softcap()
     attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
     options = {
@@ -122,7 +122,7 @@ def test_a_given_gradient_replaces_the_derivative():
         twice[0].sum().backward()
 
 
-def test_gradient_of_a_function_of_indices_is_the_given_one():
+def test_an_index_functions_gradient_is_the_explicit_one():
     leaves, calls = inputs(), []
     attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
 
@@ -169,7 +169,7 @@ def test_a_compiler_distinguishes_the_contracts_as_eager_mode_does():
         def of_indices(score, b, h, i, j, cap=1.0):
             return score
 
-        return x, [builds_a_graph(f) for f in (softcap, clipped, oracle, nested, of_indices)]
+        return x, [builds_a_graph(f) for f in (softcap, clip_score, oracle, nested, of_indices)]
 
     torch._dynamo.reset()
     compiled = torch.compile(told, fullgraph=True, backend="eager")
@@ -219,7 +219,7 @@ def test_a_graph_cannot_compute_an_unknown_operation():
 @pytest.mark.parametrize(
     "name", ["abs", "exp", "floor", "neg", "relu", "rsqrt", "sigmoid", "softplus", "swish", "tanh"]
 )
-def test_operations_of_one_tensor(name: str):
+def test_unary_graph_operations(name: str):
     x = torch.linspace(0.1, 3.0, 7)
     plain = {"softplus": torch.nn.functional.softplus, "swish": torch.nn.functional.silu}
     want = plain[name](x) if name in plain else getattr(torch, name)(x)

@@ -20,7 +20,7 @@ HEADS, SIZE, TOKENS = 2, 8, 12
 
 @pytest.fixture(autouse=True)
 def _numbers_on_a_gpu_are_checked_too(monkeypatch):
-    # Checked at once: with these numbers kernels would read outside of their tensors, which ends a process on a GPU.
+    # Checked at once: with these numbers, kernels would read out of bounds, which ends a process on a GPU.
     monkeypatch.setenv("TE_CHECK", "2")
 
 
@@ -75,7 +75,7 @@ def test_packed_sequences_that_do_not_fit_are_rejected(name, device):
 
 
 @pytest.mark.parametrize("name", [name for name in PACKED if "offsets" not in name])
-def test_the_extensions_attention_rejects_the_same(name, device):
+def test_the_extensions_attention_rejects_the_same_packed_sequences(name, device):
     lengths, _, longest, match = PACKED[name]
     bounds = int32(lengths, device)
 
@@ -139,13 +139,13 @@ def test_padded_sequences_longer_than_the_tensor_are_rejected(tensor_format, dev
     ],
     ids=["fraction", "negative", "list", "axes", "no sequence", "offsets of others"],
 )
-def test_arguments_of_a_wrong_kind_are_rejected(options, match, device):
+def test_arguments_of_a_wrong_type_are_rejected(options, match, device):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     given = {"cu_seqlens_q": cumulative([5, 7], device), "max_seqlen_q": 7, "max_seqlen_kv": 7, **options}
     rejects(match, lambda: attention()(*qkv(device), **given))
 
 
-def test_lengths_that_fit_are_taken_with_and_without_a_longest_and_with_tokens_of_no_sequence(device):
+def test_valid_lengths_are_accepted_with_or_without_a_maximum_and_with_gaps(device):
     x, module = qkv(device), attention()
     bounds = cumulative([5, 4], device)
     want = module(*x, cu_seqlens_q=bounds, max_seqlen_q=5, max_seqlen_kv=5)
@@ -155,7 +155,7 @@ def test_lengths_that_fit_are_taken_with_and_without_a_longest_and_with_tokens_o
     assert not want[9:].any()
 
 
-def test_gpu_values_are_checked_on_request_only_and_never_in_traces(device, monkeypatch):
+def test_gpu_values_are_checked_only_on_request_and_never_while_tracing(device, monkeypatch):
     monkeypatch.delenv("TE_CHECK")
     x, module = qkv(device), attention()
 
@@ -187,7 +187,7 @@ def managers(device):
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_that_do_not_fit_are_rejected_and_forgotten(name, device):
+def test_steps_that_do_not_fit_are_rejected_and_discarded(name, device):
     step, match = STEPS[name]
     for manager in managers(device):
         manager.pre_step({"a": 3, "b": 2})
@@ -244,7 +244,7 @@ def test_the_state_of_a_manager_can_be_printed_and_queried(capsys, device):
     )
 
 
-# New lengths, cached lengths, page table of 2 sequences -> message.
+# New lengths, cached lengths, page table for 2 sequences -> message.
 APPENDS = {
     "page below zero": ([2, 1], [6, 1], [[0, -1], [2, 3]], r"sends sequence 0 to page -1, outside of 0\.\.4"),
     "page past the end": ([2, 1], [6, 1], [[0, 5], [2, 3]], r"sequence 0 to page 5, outside of 0\.\.4"),
@@ -314,6 +314,6 @@ def test_reading_pages_that_do_not_exist_is_rejected(device):
             attn_mask_type="padding",
         )
 
-    call([[0, 1], [2, -1]])  # of sequence 1 the second page is not used
+    call([[0, 1], [2, -1]])  # sequence 1 does not use the second page
     te.check()
     rejects(r"page_table has page -1 for sequence 0, outside of 0\.\.4", lambda: call([[0, -1], [2, 3]]))

@@ -18,8 +18,8 @@ from tests.attention.test_dot_product_attention import (
     LENGTHS_Q,
     MASKS,
     assert_same,
-    expected,
     mask_arguments,
+    oracle_results,
     run,
     tensors,
 )
@@ -43,7 +43,7 @@ def test_every_mask_equals_the_loop(mask, qkv_format, device):
     arguments, rule = mask_arguments(mask, device)
     module = te.DotProductAttention(2, 4, 1, attn_mask_type=mask, attention_type="cross", softcap=CAP)
     got = run(module, q, k, v, grad, qkv_format, **arguments)
-    assert_same(got, expected(q, k, v, grad, visibility(mask, 5, 6, **rule), softcap=CAP))
+    assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule), softcap=CAP))
 
 
 @pytest.mark.parametrize("window", [(2, 0), (1, 2)], ids=str)
@@ -54,19 +54,19 @@ def test_windows_equal_the_loop(mask, window, device):
     module = te.DotProductAttention(2, 4, attn_mask_type=mask, window_size=window, attention_type="cross")
     got = run(module, q, k, v, grad, softcap=CAP, **arguments)
     sees = visibility(mask, 5, 6, window=window, **rule)
-    assert_same(got, expected(q, k, v, grad, sees, softcap=CAP))
+    assert_same(got, oracle_results(q, k, v, grad, sees, softcap=CAP))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 5, 6), (1, 2, 1, 6), (1, 1, 5, 1)], ids=str)
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
-def test_a_bias_is_inside_before_the_scale_and_outside_after_it(kind, shape, device):
+def test_a_pre_scale_bias_is_capped_and_a_post_scale_bias_is_not(kind, shape, device):
     q, k, v, grad = tensors(device)
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(device).requires_grad_()
     module = te.DotProductAttention(2, 4, attn_mask_type="no_mask", softcap=CAP)
     got = run(module, q, k, v, grad, extra=(bias,), core_attention_bias_type=kind, core_attention_bias=bias)
     wide = bias.detach().double().cpu().requires_grad_()
     whole = wide.expand(2, 2, 5, 6)
-    want = expected(
+    want = oracle_results(
         q, k, v, grad, visibility("no_mask", 5, 6), (wide,),
         bias=lambda b, h, i, j: whole[b, h, i, j], bias_before_scale=kind == "pre_scale_bias", softcap=CAP,
     )  # fmt: skip
@@ -86,7 +86,7 @@ def test_alibi_is_added_after_the_softcap(mask, device):
 
     module = te.DotProductAttention(2, 4, attn_mask_type=mask, attention_type="cross", softcap=CAP)
     got = run(module, q, k, v, grad, core_attention_bias_type="alibi", **arguments)
-    assert_same(got, expected(q, k, v, grad, visibility(mask, 5, 6, **rule), bias=bias, softcap=CAP))
+    assert_same(got, oracle_results(q, k, v, grad, visibility(mask, 5, 6, **rule), bias=bias, softcap=CAP))
 
 
 @pytest.mark.parametrize("softmax", ["off-by-one", "learnable"])
@@ -106,7 +106,7 @@ def test_sinks_are_not_capped_and_max_logit_is_the_capped_one(softmax, device):
         )
         wide = (sink,)
     got = run(module, q, k, v, grad, extra=extra)
-    want = expected(q, k, v, grad, visibility("no_mask", 5, 6), wide, sink=sink, softcap=CAP)
+    want = oracle_results(q, k, v, grad, visibility("no_mask", 5, 6), wide, sink=sink, softcap=CAP)
     assert_same(got, want)
     torch.testing.assert_close(got[2].double().cpu(), want[2], **ATTENDED)
     assert got[2].max() <= CAP
@@ -125,7 +125,7 @@ def test_packed_sequences_equal_the_loop(mask, device):
     out = module(*leaves, softcap=CAP, **bounds)
     found = torch.autograd.grad(out, leaves, packed[3])
     sees = visibility(mask, 5, 6, LENGTHS_Q, LENGTHS_KV)
-    want, gradients, _ = expected(q, k, v, grad, sees, softcap=CAP)
+    want, gradients, _ = oracle_results(q, k, v, grad, sees, softcap=CAP)
     for got, whole, lengths in zip(
         (out, *found), (want, *gradients), (LENGTHS_Q, LENGTHS_Q, LENGTHS_KV, LENGTHS_KV), strict=True
     ):
@@ -133,7 +133,7 @@ def test_packed_sequences_equal_the_loop(mask, device):
         torch.testing.assert_close(got.double().cpu(), wanted, **ATTENDED)
 
 
-def test_gradients_are_those_of_finite_differences(device):
+def test_gradients_match_finite_differences(device):
     leaves = [torch.randn(1, 3, 2, 4, dtype=torch.float64, device=device).requires_grad_() for _ in range(3)]
     module = te.DotProductAttention(2, 4, qkv_format="bshd", softcap=CAP)
     with use_backend(attention="reference"):
@@ -196,7 +196,7 @@ def test_a_softcap_of_another_type_needs_no_compiler():
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], check=True)
 
 
-def test_layers_pass_it_to_their_attentions(device):
+def test_layers_pass_the_softcap_to_their_attentions(device):
     torch.manual_seed(0)
     options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": device}
     capped = te.TransformerLayer(16, 32, 2, layer_type="decoder", softcap=CAP, **options)
@@ -222,7 +222,7 @@ def test_layers_pass_it_to_their_attentions(device):
 @pytest.mark.parametrize("tensor_format", ["bshd", "thd"])
 @PAGED
 @torch.no_grad()
-def test_steps_over_a_cache_equal_the_whole_sequence(pages, tensor_format, device):
+def test_cached_steps_equal_the_full_sequence(pages, tensor_format, device):
     mask = "padding_causal" if tensor_format == "thd" else "causal"
     layer = te.DotProductAttention(
         HEADS, WIDTH, GROUPS, qkv_format=tensor_format, attn_mask_type=mask, layer_number=1, softcap=CAP
@@ -241,12 +241,12 @@ def test_steps_over_a_cache_equal_the_whole_sequence(pages, tensor_format, devic
 
 
 def request(**changes) -> AttentionCall:
-    """A call on a GPU, from the original's parameters."""
+    """A call on a GPU, built from the original's parameters."""
     call = AttentionParams(qkv_layout="bshd_bshd_bshd", softcap=CAP, **changes).request()
     return replace(call, device_type="cuda", hardware=nvidia(9, 0))
 
 
-def test_backends_without_a_softcap_name_it():
+def test_backends_without_softcap_support_name_it():
     reasons = {
         verdict.backend: verdict.reason or "" for verdict in choose.explain(request(attn_mask_type="causal"))
     }
@@ -291,7 +291,7 @@ def test_compiled_attention_equals_the_eager_one(dynamic, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal", "window", "thd"])
 @pytest.mark.parametrize("backend", ["flash4", "cudnn", "flash3", "triton", "flash2", "flex", "reference"])
-def test_every_backend_computes_it_on_a_gpu(backend, mask, dtype):
+def test_every_backend_computes_the_softcap_on_a_gpu(backend, mask, dtype):
     torch.manual_seed(0)
     lengths = (256, 130)
     options = {
@@ -299,7 +299,7 @@ def test_every_backend_computes_it_on_a_gpu(backend, mask, dtype):
     }
     if mask == "window":
         options["window_size"] = (60, 0)
-    for cap in (1.5, 30.0):  # two caps, so that a library's cache of kernels must tell them apart
+    for cap in (1.5, 30.0):  # two caps, so that a library's kernel cache must tell them apart
         layer = te.DotProductAttention(
             8, 64, 2, qkv_format="thd" if mask == "thd" else "bshd", softcap=cap, **options
         )
@@ -328,6 +328,6 @@ def test_every_backend_computes_it_on_a_gpu(backend, mask, dtype):
                 results.append((out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))))
         for got, exact, plain in zip(*results, strict=True):
             error = (got.double() - exact).norm()
-            # Libraries approximate tanh with a relative error of 2^-11.
+            # Libraries approximate tanh with relative error 2^-11.
             allowed = 2.0 * (plain.double() - exact).norm() + 2.0**-9 * exact.norm()
             assert error <= allowed, (cap, float(error / exact.norm()))

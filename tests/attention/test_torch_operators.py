@@ -20,8 +20,8 @@ from transformer_engine.pytorch.primitives.attention.call import (
 from transformer_engine.pytorch.primitives.attention.mask import resolve
 
 
-def request_of(mask="causal", window=None, **changes):
-    """2 sequences of 16 queries and keys, 4 heads of 16 in 2 groups."""
+def attention_request(mask="causal", window=None, **changes):
+    """2 sequences with 16 queries and keys, 4 heads of size 16 in 2 groups."""
     fields = {
         "dtype": torch.float32,
         "device_type": "cpu",
@@ -41,11 +41,13 @@ def request_of(mask="causal", window=None, **changes):
     return AttentionCall(**{**fields, **changes})
 
 
-def on_hopper(**changes):
-    return request_of(**{"device_type": "cuda", "hardware": nvidia(9, 0), "dtype": torch.bfloat16, **changes})
+def hopper_request(**changes):
+    return attention_request(
+        **{"device_type": "cuda", "hardware": nvidia(9, 0), "dtype": torch.bfloat16, **changes}
+    )
 
 
-def inputs_of(request, device="cpu", **changes):
+def sample_inputs(request, device="cpu", **changes):
     lead = {"bshd": (2, 16), "sbhd": (16, 2), "thd": (32,)}[request.q_format]
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -57,12 +59,12 @@ def inputs_of(request, device="cpu", **changes):
 
 LENGTHS = torch.tensor([16, 9], dtype=torch.int32)
 FLEX = {
-    "causal": (request_of(), {}),
-    "window, sbhd": (request_of("no_mask", (3, 2), q_format="sbhd", kv_format="sbhd"), {}),
-    "left window": (request_of("causal_bottom_right", (3, 0)), {}),
-    "arbitrary": (request_of("arbitrary"), {"masked": torch.rand(2, 1, 16, 16) > 0.8}),
+    "causal": (attention_request(), {}),
+    "window, sbhd": (attention_request("no_mask", (3, 2), q_format="sbhd", kv_format="sbhd"), {}),
+    "left window": (attention_request("causal_bottom_right", (3, 0)), {}),
+    "arbitrary": (attention_request("arbitrary"), {"masked": torch.rand(2, 1, 16, 16) > 0.8}),
     "padding tensors": (
-        request_of("padding", padding_tensors=True),
+        attention_request("padding", padding_tensors=True),
         {
             "masked_q": padding_mask([16, 9], 16, "cpu"),
             "masked_kv": padding_mask([16, 9], 16, "cpu").flip(-1),
@@ -71,7 +73,7 @@ FLEX = {
         },
     ),
     "packed": (
-        request_of("padding_causal", q_format="thd", kv_format="thd"),
+        attention_request("padding_causal", q_format="thd", kv_format="thd"),
         {
             "lengths_q": LENGTHS,
             "lengths_kv": LENGTHS,
@@ -79,13 +81,13 @@ FLEX = {
             "starts_kv": cumulative([16, 9], "cpu"),
         },
     ),
-    "bias": (request_of(bias="pre_scale_bias"), {"bias": torch.randn(1, 4, 16, 16)}),
-    "alibi": (request_of(bias="alibi"), {"slopes": torch.rand(2, 4)}),
+    "bias": (attention_request(bias="pre_scale_bias"), {"bias": torch.randn(1, 4, 16, 16)}),
+    "alibi": (attention_request(bias="alibi"), {"slopes": torch.rand(2, 4)}),
     "alibi with lengths": (
-        request_of("padding_causal_bottom_right", bias="alibi"),
+        attention_request("padding_causal_bottom_right", bias="alibi"),
         {"slopes": torch.rand(4), "lengths_q": LENGTHS, "lengths_kv": LENGTHS},
     ),
-    "score_mod": (request_of(score_mod=lambda score, b, h, i, j: score * (i + 1) / (j + 1)), {}),
+    "score_mod": (attention_request(score_mod=lambda score, b, h, i, j: score * (i + 1) / (j + 1)), {}),
 }
 
 
@@ -93,7 +95,7 @@ FLEX = {
 def test_flex_describes_a_request_as_the_reference_does(name, monkeypatch):
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
     request, extra = FLEX[name]
-    inputs = inputs_of(request, **extra)
+    inputs = sample_inputs(request, **extra)
     got, want = (backend.run(request, inputs).output for backend in (flex, reference))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -103,10 +105,12 @@ def test_flex_describes_a_request_as_the_reference_does(name, monkeypatch):
 def test_torchs_flash_operator_accepts_our_arguments(q_format, window):
     """On the meta device: names, order and shapes of arguments and results."""
     mask = "padding_causal" if q_format == "thd" else "causal"
-    request = on_hopper(mask=mask, window=window, q_format=q_format, kv_format=q_format, same_lengths=True)
+    request = hopper_request(
+        mask=mask, window=window, q_format=q_format, kv_format=q_format, same_lengths=True
+    )
     assert torch_flash.BACKEND.rejection_reason(request) is None
     starts = cumulative([16, 16], "meta") if q_format == "thd" else None
-    inputs = inputs_of(request, "meta", starts_q=starts, starts_kv=starts)
+    inputs = sample_inputs(request, "meta", starts_q=starts, starts_kv=starts)
     found = torch_flash.forward(request, inputs)
     assert found.output.shape == inputs.q.shape and found.output.is_contiguous()
     gradients = torch_flash.backward(request, inputs, found, torch.empty_like(inputs.q))
@@ -115,9 +119,9 @@ def test_torchs_flash_operator_accepts_our_arguments(q_format, window):
 
 @pytest.mark.parametrize("q_format", ["bshd", "sbhd"])
 def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
-    request = on_hopper(q_format=q_format, kv_format=q_format)
+    request = hopper_request(q_format=q_format, kv_format=q_format)
     assert torch_cudnn.BACKEND.rejection_reason(request) is None
-    inputs = inputs_of(request, "meta")
+    inputs = sample_inputs(request, "meta")
     found = torch_cudnn.forward(request, inputs)
     assert found.output.shape == inputs.q.shape and found.output.is_contiguous()
     assert found.lse is not None and found.lse.shape == (2, 4, 16)
@@ -169,5 +173,5 @@ def test_torchs_cudnn_operator_accepts_our_arguments(q_format):
     ],
 )
 def test_rejections_name_the_value_and_the_limit(backend, changes, reason):
-    found = backend.BACKEND.rejection_reason(replace(on_hopper(), **changes))
+    found = backend.BACKEND.rejection_reason(replace(hopper_request(), **changes))
     assert (found is None) if reason is None else reason in (found or "")

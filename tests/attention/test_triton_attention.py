@@ -29,10 +29,11 @@ def assert_as_accurate(
     rounding: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """The error of actual is at most twice that of plain PyTorch in the same dtype, by their norms.
+    """Assert that the error of actual is at most twice plain PyTorch's error in the same dtype, in norms.
 
-    rounding: for a gradient that is a sum, which may nearly cancel, what half a unit in the last place of each
-    term comes to; in float32 two, because there the partial sums are rounded as coarsely as the terms.
+    rounding: for a gradient that is a sum, which may nearly cancel, the contribution from half a unit in each
+    term's last place; in float32 two units, because there the partial sums are rounded as coarsely as the
+    terms.
     """
     norm = exact.double().norm()
     error = (actual.double() - exact.double()).norm()
@@ -96,7 +97,7 @@ def test_without_a_gradient_the_output_is_the_same(device):
 
 
 @runs_kernels
-def test_the_log_of_the_denominator_is_natural_and_holds_the_sink(device):
+def test_lse_is_a_natural_logarithm_and_includes_the_sink(device):
     case = Case("lse", mask="padding", softmax="learnable", lengths_q=(40, 40), lengths_kv=(56, 31))
     request, inputs = build(case, device, GROWN)
     lse = triton.forward(request, inputs).lse
@@ -126,7 +127,7 @@ def test_a_row_without_a_key_is_zero_with_lse_of_minus_infinity(device):
 
 
 @runs_kernels
-def test_tokens_of_no_sequence_get_zeros(device):
+def test_tokens_outside_all_sequences_get_zeros(device):
     case = Case("gaps", mask="padding_causal", form="thd", gaps=True, lengths_kv=(40, 23))
     request, inputs = build(case, device, GROWN)
     attended = triton.forward(request, inputs)
@@ -153,7 +154,7 @@ def test_dropout_follows_torchs_seed_and_the_backward_replays_it(device):
     other = triton.forward(request, inputs)
     assert torch.equal(outputs[0].output, outputs[1].output)
     assert not torch.equal(outputs[0].output, other.output)
-    # dv = p^T do with p as it was dropped: dv of do = e shows the same pattern as the output of v = 1
+    # dv = p^T do with the dropped p: for do = e, dv shows the same pattern as the output for v = 1
     ones = inputs._replace(v=torch.ones_like(inputs.v))
     torch.manual_seed(7)
     row_sums = triton.forward(request, ones).output.float()
@@ -218,7 +219,7 @@ DECODING = (
 
 
 def decoding(case: Case, grown: int) -> Case:
-    """Return the case with `grown` times as many keys and an unchanged number of queries."""
+    """Case with `grown` times as many keys and an unchanged number of queries."""
     return dataclasses.replace(
         case,
         size_kv=case.size_kv * grown,
@@ -230,7 +231,7 @@ def decoding(case: Case, grown: int) -> Case:
 @runs_kernels
 @pytest.mark.parametrize(
     ("case", "splits"),
-    # The interpreter is slow: there each case runs with one of the two.
+    # The interpreter is slow: there each case runs in one mode only.
     [(c, s) for n, c in enumerate(DECODING) for s in (0, 3) if not INTERPRETED or s == 3 * (n % 2)],
     ids=str,
 )
@@ -289,15 +290,15 @@ def test_unusual_head_sizes_are_computed_without_gradients(head, size_q, device)
     assert_as_accurate(triton.forward(request, inputs).output, exact.output, plain.output)
 
 
-def request_of(**changes):
+def hopper_request(**changes):
     request, _ = build(Case("rejections"), torch.device("cpu"), 1)
     return dataclasses.replace(request, **{"device_type": "cuda", "hardware": nvidia(9, 0), **changes})
 
 
 def test_rejections_name_the_value_and_the_limit():
-    assert triton.BACKEND.rejection_reason(request_of()) is None
+    assert triton.BACKEND.rejection_reason(hopper_request()) is None
     assert (
-        triton.BACKEND.rejection_reason(request_of(head_dim_qk=576, head_dim_v=512, needs_gradient=False))
+        triton.BACKEND.rejection_reason(hopper_request(head_dim_qk=576, head_dim_v=512, needs_gradient=False))
         is None
     )
     for changes, words in (
@@ -311,5 +312,5 @@ def test_rejections_name_the_value_and_the_limit():
         ({"fp8": "current"}, "FP8"),
         ({"score_mod": max}, "score_mod"),
     ):
-        reason = triton.BACKEND.rejection_reason(request_of(**changes))
+        reason = triton.BACKEND.rejection_reason(hopper_request(**changes))
         assert reason is not None and words in reason

@@ -1,4 +1,4 @@
-"""Requests for the Triton attention, with references in float64 and in plain PyTorch of the tensors' dtype."""
+"""Requests for the Triton attention, with references in float64 and in PyTorch in the tensors' dtype."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Outcome(NamedTuple):
 
 
 def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionCall, AttentionInputs]:
-    """Return a case's request and tensors."""
+    """A case's request and tensors."""
     generator = torch.Generator().manual_seed(len(case.name) + 7 * case.size_q)
 
     def normal(*shape: int) -> Tensor:
@@ -174,7 +174,7 @@ def _starts(lengths: Tensor, gaps: bool) -> Tensor:
 def _tensors(
     case: Case, size_q: int, size_kv: int, starts_q: Tensor, starts_kv: Tensor, normal
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v, with three tokens after the last packed sequence, optionally as views of one buffer."""
+    """q, k, v with three tokens after the last packed sequence, optionally as views into one buffer."""
 
     def shaped(starts: Tensor, size: int, form: str, heads: int, width: int) -> Tensor:
         if form == "thd":
@@ -193,7 +193,7 @@ def _tensors(
 
 
 def _paged(case: Case, k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the keys and values in pages of random order, some of which belong to no sequence."""
+    """Keys and values on randomly ordered pages; some pages belong to no sequence."""
     pages = -(-k.shape[1] // case.page)
     order = torch.randperm(case.batch * pages + 2, generator=generator)[: case.batch * pages].to(k.device)
     stored = []
@@ -275,7 +275,7 @@ def philox_kept(rng_state: Tensor, shape: tuple[int, int, int, int], probability
     key_one, key_two = seed & low, (seed >> 32) & low
 
     def wide(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-        """(high, low) 32 bits of the product of two 32-bit numbers, without passing 2^63."""
+        """(high, low) 32 bits of a product between two 32-bit numbers, without passing 2^63."""
         upper, lower = (x >> 16) * factor, (x & 0xFFFF) * factor
         total = upper + (lower >> 16)
         return total >> 16, ((total & 0xFFFF) << 16) | (lower & 0xFFFF)
@@ -356,7 +356,7 @@ PLAIN = (
 
 
 def pairs() -> list[Case]:
-    """Return few cases, chosen greedily, that cover every pair of options of different kinds."""
+    """Few cases, chosen greedily, that cover every pair of options from different axes."""
     kinds = {
         "mask": [
             {"mask": "no_mask"},
@@ -423,7 +423,7 @@ def _compatible(a: str, first: dict, b: str, second: dict) -> bool:
 
 
 def _richest(kinds: dict, names: list[str], missing: set, generator: torch.Generator) -> list[int]:
-    """The choice, of 60 random ones built around a missing pair, that covers the most missing pairs."""
+    """The best of 60 random choices built around a missing pair: it covers the most missing pairs."""
     best, most = [], -1
     ordered = sorted(missing)
     for _ in range(60):

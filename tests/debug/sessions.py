@@ -13,7 +13,7 @@ from nvdlfw_inspect.logging import BaseLogger
 
 import transformer_engine.debug
 import transformer_engine.pytorch as te
-from tests.support.layers import RECIPES, layer_of
+from tests.support.layers import RECIPES, make_layer
 
 FEATURES = Path(transformer_engine.debug.__file__).parent / "features"
 GEMMS = ["fprop", "dgrad", "wgrad"]
@@ -70,7 +70,7 @@ def called(layer: torch.nn.Module, x: torch.Tensor, **options: Any) -> torch.Ten
 def trained(kind: str, recipe: str, steps: int = 2, device: torch.device | None = None) -> list[torch.Tensor]:
     """Return outputs and gradients of steps that update the parameters, by default on the CPU, with fixed seeds."""
     device = device or torch.device("cpu")
-    layer = layer_of(kind, device=device)
+    layer = make_layer(kind, device=device)
     generator = torch.Generator().manual_seed(7)
     found = []
     for _ in range(steps):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
-from tests.support.layers import HEADS, HIDDEN, KINDS, RECIPES, layer_of
+from tests.support.layers import HEADS, HIDDEN, KINDS, RECIPES, make_layer
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from transformer_engine.pytorch.quantization import recompute_states
 from transformer_engine.pytorch.quantization.autocast import current
@@ -39,7 +39,7 @@ ALL_RECIPES: dict[str, Recipe | None] = {
 class _Grouped(nn.Module):
     def __init__(self, **options: Any):
         super().__init__()
-        self.layer = layer_of("GroupedLinear", **options)
+        self.layer = make_layer("GroupedLinear", **options)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // HIDDEN // 2
@@ -75,14 +75,14 @@ def _operations(**options: Any) -> nn.Module:
 
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
-    **{kind.__name__: partial(layer_of, kind.__name__) for kind in KINDS if "Linear" not in kind.__name__},
+    **{kind.__name__: partial(make_layer, kind.__name__) for kind in KINDS if "Linear" not in kind.__name__},
     "Linear": partial(te.Linear, HIDDEN, HIDDEN),
     "LayerNormLinear": partial(te.LayerNormLinear, HIDDEN, HIDDEN),
     "GroupedLinear": _Grouped,
     "DotProductAttention": partial(_Attention, 0.0),
     "attention with dropout": partial(_Attention, 0.2),
     "TransformerLayer with dropout": partial(
-        layer_of, "TransformerLayer", hidden_dropout=0.1, attention_dropout=0.1
+        make_layer, "TransformerLayer", hidden_dropout=0.1, attention_dropout=0.1
     ),
     "te.ops": _operations,
     "called twice": _Twice,

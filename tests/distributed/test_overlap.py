@@ -16,7 +16,7 @@ import transformer_engine.pytorch as te
 from tests.distributed.pretended_memory import Memory
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.threaded_ranks import run_on_threads
-from tests.support.cases import crossed
+from tests.support.cases import cross_cases
 from tests.support.layers import RECIPES
 from transformer_engine.common.warning import forget_issued
 from transformer_engine.pytorch import ops
@@ -154,7 +154,7 @@ ALWAYS = [(kind, recipe) for kind in BUILD for recipe in OVERLAPPED if kind != "
 ALWAYS += [("layer", "current"), ("layer", "mxfp8")]
 
 
-@pytest.mark.parametrize(("kind", "recipe"), crossed(BUILD, OVERLAPPED, ALWAYS))
+@pytest.mark.parametrize(("kind", "recipe"), cross_cases(BUILD, OVERLAPPED, ALWAYS))
 def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypatch, emulated):
     """Parts of a product have other shapes, so that its float32 sums can differ in their last bits.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import RECIPES, layer_of, same
+from tests.support.layers import RECIPES, make_layer, same
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.quantization import emulate
 
@@ -42,8 +42,8 @@ def _states(layer):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_three_steps_have_the_bits_of_steps_that_keep_everything(recipe, way, device):
-    plain = layer_of("LayerNormMLP", device=device)
-    again = layer_of("LayerNormMLP", device=device, checkpoint="itself" in way)
+    plain = make_layer("LayerNormMLP", device=device)
+    again = make_layer("LayerNormMLP", device=device, checkpoint="itself" in way)
     for step in range(3):
         results = []
         for layer, how in ((plain, ""), (again, way)):
@@ -74,7 +74,7 @@ def test_dropout_under_a_tracker_drops_the_same_values_again(recipe, reentrant, 
             "attention_dropout": 0.3,
             "get_rng_state_tracker": lambda t=tracker: t,
         }
-        layers = [layer_of("TransformerLayer", device=device, **options) for _ in range(2)]
+        layers = [make_layer("TransformerLayer", device=device, **options) for _ in range(2)]
         torch.manual_seed(11)
         x = torch.randn(16, 4, 64, generator=torch.Generator().manual_seed(5)).to(device).requires_grad_()
         y = x
@@ -95,5 +95,5 @@ def test_dropout_under_a_tracker_drops_the_same_values_again(recipe, reentrant, 
 
 
 def test_a_copy_of_a_recomputing_layer_recomputes_too(device):
-    layer = layer_of("LayerNormMLP", device=device, checkpoint=True)
+    layer = make_layer("LayerNormMLP", device=device, checkpoint=True)
     assert copy.deepcopy(layer).checkpoint

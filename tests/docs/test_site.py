@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.browser import PROGRAMS, Browser, installed_program
+from tests.support.browser import PROGRAMS, Browser, find_browser
 from transformer_engine import __version__
 
 pytest.importorskip("material", reason="the site needs the extra docs")
@@ -136,7 +136,7 @@ def test_wide_elements_scroll_in_their_own_box(site: Path):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = installed_program()
+    program = find_browser()
     if program is None:
         pytest.skip(f"no headless browser is installed: {', '.join(PROGRAMS)}")
     opened = Browser(program, tmp_path_factory.mktemp("profile"))

@@ -1,4 +1,4 @@
-"""Misspelt keywords: every public callable of both frameworks names the parameter that is most similar."""
+"""Misspelt keywords: every public callable in both frameworks names the most similar parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, 
 # Arguments that these pass on: to the model, the checkpointed function, the explained function or `ModelShape`; and
 # switches whose parameter is any name.
 PASSING = {"checkpoint", "explain", "memory_plan", "plan", "use_backend"}
-# Constructors of tensors, quantizers and records, which extensions and tests call, and names without a keyword.
+# Tensor, quantizer and record constructors, which extensions and tests call, and names without a keyword.
 STORAGES = (QuantizedTensorStorage, Quantizer, torch.Tensor, tuple, torch.autograd.Function)
 OTHERS = {
     *("Observation", "Verification", "FusedMLAQUpProjRopeQuant", "DelayedScalingRequest", "QuantizerRequest"),
@@ -62,16 +62,16 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("function", list(cases()))
-def test_a_misspelt_keyword_of_a_public_callable_is_answered_with_the_right_one(function: Callable[..., Any]):
+def test_misspelt_keywords_raise_with_the_correct_name(function: Callable[..., Any]):
     name = max(keywords(function), key=len)
     misspelt = name[:-2] + name[-1]  # one letter is missing
     with pytest.raises(TypeError) as raised:
         result = function(**{misspelt: None})
-        result.__enter__()  # blocks of JAX check their arguments when they are entered
+        result.__enter__()  # JAX blocks check their arguments when they are entered
     assert str(raised.value) == f"{function.__name__}() takes no {misspelt}=; did you mean {name}=?"
 
 
-def test_a_keyword_that_resembles_nothing_is_left_out():
+def test_keywords_without_a_similar_parameter_get_no_suggestion():
     with pytest.raises(TypeError, match=r"Linear\(\) takes no zzz=; leave it out"):
         te.Linear(16, 16, zzz=1)
 
@@ -86,7 +86,7 @@ def test_recipes_name_the_field_that_an_ignored_argument_resembles():
         recipe.DelayedScaling(amax_history_len=16)
 
 
-def test_a_recipe_without_enabled_warns_in_jax_whose_default_is_not_to_quantize():
+def test_a_jax_recipe_without_enabled_warns_that_nothing_is_quantized():
     te_jax = pytest.importorskip("transformer_engine.jax")
     with pytest.warns(UserWarning, match="enabled is False by default.*pass enabled=True"):
         te_jax.autocast(recipe=recipe.DelayedScaling())
@@ -99,7 +99,7 @@ def test_a_recipe_without_enabled_warns_in_jax_whose_default_is_not_to_quantize(
         te.autocast(recipe=recipe.DelayedScaling())
 
 
-def test_operations_of_users_with_further_keywords_receive_them():
+def test_users_operations_receive_their_own_keywords():
     class Scaled(te.ops.GELU):
         def __init__(self, scale: float = 1.0, **others: Any) -> None:
             super().__init__()
@@ -124,6 +124,6 @@ def test_operations_of_users_with_further_keywords_receive_them():
         (lambda: te.LayerNormMLP(64, 128, normalization="BatchNorm1d"), "choose one of LayerNorm, RMSNorm$"),
     ],
 )
-def test_a_misspelt_option_is_answered_with_the_nearest_one(call: Callable[[], Any], meant: str):
+def test_misspelt_options_raise_with_the_nearest_name(call: Callable[[], Any], meant: str):
     with pytest.raises(ValueError, match=meant):
         call()

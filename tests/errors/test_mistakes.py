@@ -1,4 +1,4 @@
-"""Fifty typical mistakes of users: each error message has the value, the limit and the remedy."""
+"""Fifty typical user mistakes: each error message has the value, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def linear(**options: Any) -> te.Linear:
     return te.Linear(64, 32, device="cpu", **options)
 
 
-def call_under(recipe: Any, tokens: int = 16) -> torch.Tensor:
+def call_linear(recipe: Any, tokens: int = 16) -> torch.Tensor:
     with te.autocast(recipe=recipe):
         return linear()(torch.randn(tokens, 64))
 
 
-def entered(context: Any) -> None:
+def enter_context(context: Any) -> None:
     with context:
         pass
 
@@ -35,7 +35,7 @@ def entered(context: Any) -> None:
 def attention(
     heads: int = 4, size: int = 16, key_heads: int = 4, dtype: torch.dtype | None = None, **options: Any
 ):
-    """Call an attention of 4 heads of 16 on 8 tokens of 2 sequences."""
+    """Call an attention with 4 heads of size 16 on 8 tokens in 2 sequences."""
     q = torch.randn(8, 2, heads, size)
     k = torch.randn(8, 2, key_heads, 16, dtype=dtype)
     return te.DotProductAttention(4, 16)(q, k, torch.randn(8, 2, key_heads, 16), **options)
@@ -123,12 +123,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     ),
     # Recipes and contexts
     "recipe class instead of an instance": (
-        lambda: call_under(recipes.Float8CurrentScaling),
+        lambda: call_linear(recipes.Float8CurrentScaling),
         TypeError,
         ("Float8CurrentScaling", "is a type", "pass an instance"),
     ),
     "recipe as text": (
-        lambda: call_under("fp8"),
+        lambda: call_linear("fp8"),
         TypeError,
         ("recipe='fp8'", "transformer_engine.common.recipe", "pass an instance"),
     ),
@@ -163,7 +163,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
         ("amax_history_len='many'", "whole number", "give an int"),
     ),
     "history of length 0": (
-        lambda: call_under(recipes.DelayedScaling(amax_history_len=0)),
+        lambda: call_linear(recipes.DelayedScaling(amax_history_len=0)),
         ValueError,
         ("amax_history_len=0", "at least 1", "set it"),
     ),
@@ -342,7 +342,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
         ("absent", "there is no folder", "give one that holds a checkpoint"),
     ),
     "name of a backend": (
-        lambda: entered(te.use_backend(gemm="cutlass")),
+        lambda: enter_context(te.use_backend(gemm="cutlass")),
         ValueError,
         ("'cutlass'", "reference", "choose one of"),
     ),
@@ -367,7 +367,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
 
 def not_emulated() -> None:
     with te.emulate(False):
-        call_under(recipes.MXFP8BlockScaling())
+        call_linear(recipes.MXFP8BlockScaling())
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -1,1 +1,1 @@
-"""Tests of the differentiable functions."""
+"""Tests for the differentiable functions."""

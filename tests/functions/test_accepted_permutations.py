@@ -1,4 +1,4 @@
-"""Permutations that the original computes: each is accepted and compared with plain indexing."""
+"""Permutation calls that the original computes: each is accepted and compared with plain indexing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_tokens_without_routes_come_back_as_zeros_with_zero_gradients():
 @pytest.mark.parametrize(
     "count", [float(T * K), numpy.int64(T * K), torch.tensor(T * K), torch.tensor([float(T * K)])]
 )
-def test_the_number_of_rows_may_be_a_scalar_of_any_library(count):
+def test_the_row_count_may_be_a_scalar_from_any_library(count):
     x = sample(T, H)
     assert torch.equal(te.moe_permute(x, ROUTED, count)[0], x[TOKEN_OF])
     assert torch.equal(te.moe_permute_with_probs(x, torch.ones(T, E), ROUTED, count)[0], x[TOKEN_OF])
@@ -109,7 +109,7 @@ def test_merging_weights_may_be_integers():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8])
-def test_chunks_may_be_counted_in_any_dtype(dtype):
+def test_chunk_sizes_may_have_any_integer_dtype(dtype):
     x, probs = sample(T, H), torch.rand(T, 1).requires_grad_()
     sizes, order = torch.tensor([2, 1, 3]), torch.tensor([2, 0, 1])
     y, row_probs = te.moe_sort_chunks_by_index_with_probs(x, probs, sizes.to(dtype), order.to(dtype))
@@ -120,7 +120,7 @@ def test_chunks_may_be_counted_in_any_dtype(dtype):
 
 
 @pytest.mark.parametrize("align", [4.0, numpy.int32(4), torch.tensor(4)])
-def test_counts_of_tokens_and_alignment_may_be_floats(align):
+def test_token_counts_and_alignment_may_be_floats(align):
     x, probs = sample(T, H), torch.rand(T, E)
     found = te.moe_permute_and_pad_with_probs(x, probs, ROUTED, ROUTED.sum(0).float(), align)
     wanted = te.moe_permute_and_pad_with_probs(x, probs, ROUTED, ROUTED.sum(0), 4)

@@ -1,4 +1,4 @@
-"""Calls of the router and of the losses that the original computes, compared with plain PyTorch."""
+"""Router and loss calls that the original computes, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sample(*shape, seed=0):
 
 
 def sigmoid_choice(logits, bias, k, scale):
-    """Dense weights and map of the top-k experts by sigmoid scores."""
+    """Dense weights and map for the top-k experts by sigmoid scores."""
     scores = torch.sigmoid(logits.float())
     chosen = (scores + bias).topk(k, dim=-1).indices
     routed = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
@@ -42,7 +42,7 @@ def sigmoid_choice(logits, bias, k, scale):
 @pytest.mark.parametrize("scalar", SCALARS)
 @pytest.mark.parametrize("shape", [(E,), (T, E), (2, 3, E)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_choice_takes_every_form_of_numbers_and_biases(scalar, shape, dtype):
+def test_top_k_accepts_all_number_types_and_bias_dtypes(scalar, shape, dtype):
     form = SCALARS[scalar]
     logits, bias = sample(*shape).requires_grad_(), sample(E, seed=1).to(dtype)
     wanted, routed = sigmoid_choice(logits, bias.float(), K, 2.5)
@@ -64,7 +64,7 @@ def test_a_choice_takes_every_form_of_numbers_and_biases(scalar, shape, dtype):
 
 
 @pytest.mark.parametrize("k", [2.0, numpy.int64(2), torch.tensor([2])])
-def test_scores_of_one_token_have_the_sum_one(k):
+def test_one_tokens_scores_sum_to_one(k):
     logits = sample(E)
     routed, scores = fused_compute_score_for_moe_aux_loss(logits, k, "softmax")
     torch.testing.assert_close(scores, logits.softmax(-1))
@@ -73,7 +73,7 @@ def test_scores_of_one_token_have_the_sum_one(k):
 
 @pytest.mark.parametrize("total", [float(T), numpy.int32(T), torch.tensor(T), torch.tensor([float(T)])])
 @pytest.mark.parametrize("shape", [(E,), (1, E), (2, E // 2)])
-def test_the_auxiliary_loss_takes_every_form_of_counts(total, shape):
+def test_the_auxiliary_loss_accepts_all_count_types(total, shape):
     probs = torch.rand(T, E, generator=torch.Generator().manual_seed(0)).requires_grad_()
     tokens = torch.arange(float(E)).view(shape)
     wanted = (tokens.view(-1) * probs.sum(0)).sum() * E * 0.01 / (K * T**2)
@@ -95,7 +95,7 @@ def torch_loss(logits, target, smoothing=0.0, reduction="none", ignored=-100):
 
 @pytest.mark.parametrize("form", [numpy.float32, torch.tensor, numpy.array])
 @pytest.mark.parametrize("reduce_loss", [1, 2, numpy.bool_(True), torch.tensor(True), "mean"])
-def test_the_loss_takes_every_form_of_numbers_and_flags(form, reduce_loss):
+def test_the_loss_accepts_all_number_and_flag_types(form, reduce_loss):
     logits = sample(2, 3, 11).requires_grad_()
     target = torch.tensor([[0, 10, 7], [1, 2, 7]])
     wanted = torch_loss(logits, target, 0.125, "mean", 7)
@@ -118,7 +118,7 @@ def test_float64_logits_are_computed_in_float32():
 
 
 @pytest.mark.parametrize("shape", [(6,), (1, 6), (2, 3, 1), (6, 1), (2, 1, 3)])
-def test_targets_may_have_axes_of_one_or_be_flat(shape):
+def test_targets_may_have_size_one_axes_or_be_flat(shape):
     logits, target = sample(2, 3, 11), torch.tensor([[0, 10, 3], [1, 2, 7]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

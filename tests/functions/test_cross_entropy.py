@@ -1,4 +1,4 @@
-"""The public loss functions: values, gradients, memory of the gradient, and rejected arguments."""
+"""The public loss functions: values, gradients, gradient memory, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRECISE = pytest.mark.parametrize("precise", [False, True], ids=["chunks", "prec
 MEAN = pytest.mark.parametrize("mean", [True, False], ids=["mean", "rows"])
 
 
-def drawn(dtype, device, shape=(3, 5, 37)):
+def sample(dtype, device, shape=(3, 5, 37)):
     logits = (2 * torch.randn(shape, device=device)).to(dtype).requires_grad_()
     target = torch.randint(0, shape[-1], shape[:-1], device=device)
     target[0, 2] = IGNORED
@@ -26,7 +26,7 @@ def drawn(dtype, device, shape=(3, 5, 37)):
 
 
 def torch_loss(logits, target, smoothing, mean):
-    """The loss of torch, in float32."""
+    """torch's loss, in float32."""
     rows = logits.float().flatten(0, -2)
     how = {"label_smoothing": smoothing, "reduction": "mean" if mean else "none"}
     loss = cross_entropy(rows, target.flatten(), ignore_index=IGNORED, **how)
@@ -36,8 +36,8 @@ def torch_loss(logits, target, smoothing, mean):
 @DTYPES
 @SMOOTHING
 @MEAN
-def test_the_loss_and_its_gradient_are_those_of_torch(dtype, smoothing, mean, device):
-    logits, target = drawn(dtype, device)
+def test_the_loss_and_its_gradient_equal_torch(dtype, smoothing, mean, device):
+    logits, target = sample(dtype, device)
     theirs = logits.detach().clone().requires_grad_()
     loss = parallel_cross_entropy(logits, target, smoothing, mean)
     expected = torch_loss(theirs, target, smoothing, mean)
@@ -49,7 +49,7 @@ def test_the_loss_and_its_gradient_are_those_of_torch(dtype, smoothing, mean, de
     assert (logits.grad[0, 2] == 0).all()
 
 
-def test_the_worked_values_of_one_row(device):
+def test_one_row_equals_values_computed_by_hand(device):
     logits = torch.tensor([[[1.0, 2.0, 3.0]]], device=device, requires_grad=True)
     loss = parallel_cross_entropy(logits, torch.tensor([[2]], device=device), 0.1)
     assert loss.item() == pytest.approx(0.5076060, abs=1e-6)
@@ -68,7 +68,7 @@ def test_an_empty_vocabulary_is_rejected(device):
 
 
 @pytest.mark.parametrize("value", [8e37, -8e37, 3e38])
-def test_large_logits_have_the_smoothed_loss_of_torch(value, device):
+def test_large_logits_have_torchs_smoothed_loss(value, device):
     logits = torch.full((1, 2, 40), value, device=device, requires_grad=True)
     theirs = logits.detach().clone().requires_grad_()
     target = torch.tensor([[0, 39]], device=device)
@@ -81,16 +81,16 @@ def test_large_logits_have_the_smoothed_loss_of_torch(value, device):
     torch.testing.assert_close(logits.grad, theirs.grad)
 
 
-def test_a_gradient_in_bfloat16_is_that_in_float32_rounded_once(device):
-    logits, target = drawn(torch.bfloat16, device)
+def test_a_bfloat16_gradient_is_the_float32_gradient_rounded_once(device):
+    logits, target = sample(torch.bfloat16, device)
     wide = logits.detach().float().requires_grad_()
     for x in (logits, wide):
         parallel_cross_entropy(x, target).sum().backward()
     assert torch.equal(logits.grad, wide.grad.to(torch.bfloat16))
 
 
-def test_the_gradient_takes_the_place_of_the_logits(device):
-    leaf, target = drawn(torch.float32, device)
+def test_the_gradient_overwrites_the_logits(device):
+    leaf, target = sample(torch.float32, device)
     logits = leaf * 1.0
     loss = parallel_cross_entropy(logits, target, overwrite_input=True)
     assert torch.equal(logits, leaf)
@@ -102,19 +102,19 @@ def test_the_gradient_takes_the_place_of_the_logits(device):
     assert torch.equal(grad, expected)
     again = parallel_cross_entropy(leaf, target, overwrite_input=True).sum()
     again.backward(retain_graph=True)
-    assert leaf.grad.data_ptr() == leaf.data_ptr()  # also of a leaf, as requested
+    assert leaf.grad.data_ptr() == leaf.data_ptr()  # also for a leaf, as requested
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         again.backward()
 
 
 def test_overwritten_logits_must_be_contiguous(device):
-    logits, target = drawn(torch.float32, device)
+    logits, target = sample(torch.float32, device)
     with pytest.raises(ValueError, match="overwrite_input=True needs contiguous logits"):
         parallel_cross_entropy(logits.transpose(0, 1), target.t(), overwrite_input=True)
 
 
 def test_deprecated_arguments_warn(device):
-    logits, target = drawn(torch.float32, device)
+    logits, target = sample(torch.float32, device)
     with pytest.warns(FutureWarning, match="is_cg_capturable is deprecated"):
         parallel_cross_entropy(logits, target, 0.0, False, None, IGNORED, True)
     made = logits * 1.0
@@ -125,7 +125,7 @@ def test_deprecated_arguments_warn(device):
 
 
 class Alias(torch.autograd.Function):
-    """An alias of the input that autograd does not record as a view."""
+    """An input alias that autograd does not record as a view."""
 
     @staticmethod
     def forward(ctx, x):
@@ -149,7 +149,7 @@ ALIASES = {
 @DTYPES
 @pytest.mark.parametrize("alias", ALIASES)
 def test_a_leaf_keeps_its_values_and_gets_a_gradient_in_other_memory(alias, dtype, device):
-    logits, target = drawn(dtype, device)
+    logits, target = sample(dtype, device)
     parameter = torch.nn.Parameter(logits.detach())
     before = parameter.detach().clone()
     given = ALIASES[alias](parameter)
@@ -164,8 +164,8 @@ def test_a_leaf_keeps_its_values_and_gets_a_gradient_in_other_memory(alias, dtyp
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_chunks_of_logits_have_the_gradients_of_the_whole(parts, device):
-    leaf, target = drawn(torch.float32, device)
+def test_chunked_logits_have_the_full_gradients(parts, device):
+    leaf, target = sample(torch.float32, device)
     whole = parallel_cross_entropy(leaf * 1.0, target).sum()
     (expected,) = torch.autograd.grad(whole, leaf)
     chunks = zip((leaf * 1.0).chunk(parts), target.chunk(parts), strict=True)
@@ -174,8 +174,8 @@ def test_chunks_of_logits_have_the_gradients_of_the_whole(parts, device):
 
 
 @pytest.mark.parametrize("kept_by", ["default", "retain_graph", "create_graph"])
-def test_logits_for_later_use_are_kept(kept_by, device):
-    logits, target = drawn(torch.float32, device)
+def test_logits_that_are_read_later_are_not_overwritten(kept_by, device):
+    logits, target = sample(torch.float32, device)
     before = logits.detach().clone()
     loss = parallel_cross_entropy(logits, target).sum()
     kept = None if kept_by == "default" else True
@@ -187,7 +187,7 @@ def test_logits_for_later_use_are_kept(kept_by, device):
 
 
 def test_another_operation_that_saved_the_logits_raises_in_its_backward(device):
-    leaf, target = drawn(torch.float32, device)
+    leaf, target = sample(torch.float32, device)
     logits = leaf * 1.0
     penalty = logits.square().sum()
     loss = parallel_cross_entropy(logits, target, overwrite_input=True).sum()
@@ -196,7 +196,7 @@ def test_another_operation_that_saved_the_logits_raises_in_its_backward(device):
 
 
 def test_logits_and_targets_may_have_any_strides(device):
-    logits, target = drawn(torch.float32, device)
+    logits, target = sample(torch.float32, device)
     expected = parallel_cross_entropy(logits, target)
     lying = logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     strided = torch.stack((target, target), dim=-1)[..., 0].to(torch.int32)
@@ -208,8 +208,8 @@ def test_logits_and_targets_may_have_any_strides(device):
     assert torch.equal(lying.grad, logits.grad) and torch.equal(lying, before)
 
 
-def test_a_mean_of_no_row_that_counts_is_zero(device):
-    logits, target = drawn(torch.float32, device)
+def test_the_mean_over_only_ignored_rows_is_zero(device):
+    logits, target = sample(torch.float32, device)
     loss = parallel_cross_entropy(logits, torch.full_like(target, IGNORED), 0.1, True)
     loss.backward()
     assert loss.item() == 0 and (logits.grad == 0).all()
@@ -217,8 +217,8 @@ def test_a_mean_of_no_row_that_counts_is_zero(device):
     assert parallel_cross_entropy(empty, torch.zeros(2, 0, dtype=torch.int64, device=device)).shape == (2, 0)
 
 
-def test_a_pass_that_is_captured_by_a_compiler_is_the_eager_one(device):
-    logits, target = drawn(torch.float32, device)
+def test_the_compiled_loss_equals_the_eager_loss(device):
+    logits, target = sample(torch.float32, device)
     compiled = torch.compile(
         lambda x, y: parallel_cross_entropy(x, y, 0.1, True), fullgraph=True, backend="aot_eager"
     )
@@ -251,8 +251,8 @@ def test_bad_arguments_raise(change, error, words):
         parallel_cross_entropy(**(good | change))
 
 
-def test_the_old_keyword_is_taken_with_a_warning(device):
-    logits, target = drawn(torch.float32, device)
+def test_the_old_keyword_is_accepted_with_a_warning(device):
+    logits, target = sample(torch.float32, device)
     with pytest.warns(FutureWarning, match="give the logits as inp"):
         loss = parallel_cross_entropy(None, target, _input=logits)
     assert torch.equal(loss, parallel_cross_entropy(logits, target))
@@ -282,7 +282,7 @@ def gradients(loss, leaves):
 @DTYPES
 @SMOOTHING
 @MEAN
-def test_the_loss_of_a_linear_head_is_that_of_its_logits(dtype, smoothing, mean, device):
+def test_the_fused_linear_head_loss_equals_the_loss_from_logits(dtype, smoothing, mean, device):
     leaves, target = head(dtype, device)
     hidden, weight, bias = leaves
     exact = [x.detach().double().requires_grad_() for x in leaves]
@@ -305,7 +305,7 @@ def test_the_loss_of_a_linear_head_is_that_of_its_logits(dtype, smoothing, mean,
 
 @pytest.mark.parametrize("features", [8, 24, 128], ids="{} features".format)
 @PRECISE
-def test_rows_by_ids_and_rows_by_chunks_make_the_gradients_of_the_logits(features, precise, device):
+def test_fused_head_gradients_equal_gradients_through_the_logits(features, precise, device):
     leaves, target = head(torch.float32, device, (8, 13), features)
     hidden, weight, bias = leaves
     expected = gradients(torch_loss(linear(*leaves), target, 0.1, True), leaves)
@@ -315,7 +315,7 @@ def test_rows_by_ids_and_rows_by_chunks_make_the_gradients_of_the_logits(feature
         torch.testing.assert_close(ours, 3 * theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_precise_gradient_of_the_weight_is_as_good_as_that_of_two_steps(device):
+def test_a_precise_weight_gradient_is_as_exact_as_two_separate_steps(device):
     (hidden, weight, _), target = head(torch.bfloat16, device, (4, 256), 32, 2048)
     leaves = [hidden, weight]
     exact = [x.detach().double().requires_grad_() for x in leaves]
@@ -361,7 +361,7 @@ def test_only_required_gradients_are_computed(frozen, precise, device):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor with a last extent of `ids` that an operation returns."""
+    """Element count of the largest result with last extent `ids` that an operation returns."""
 
     def __init__(self, ids: int):
         super().__init__()
@@ -427,7 +427,7 @@ def test_a_head_without_features_has_the_loss_of_its_bias(mean, device):
 
 
 @MEAN
-def test_a_head_over_no_rows_has_gradients_of_zero(mean, device):
+def test_a_head_over_zero_rows_has_zero_gradients(mean, device):
     (hidden, weight, bias), target = head(torch.float32, device)
     nothing = hidden.detach()[:0].requires_grad_()
     fused_linear_cross_entropy(nothing, weight, target[:0], bias, reduce_loss=mean).sum().backward()
@@ -449,7 +449,7 @@ def test_the_losses_are_traced_with_dynamic_shapes(mean, device):
 
     compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows, smoothing in ((5, 0.0), (7, 0.1), (9, 0.2)):
-        logits, target = drawn(torch.float32, device, (2, rows, 13))
+        logits, target = sample(torch.float32, device, (2, rows, 13))
         leaves = (logits, torch.randn(2, rows, 4, device=device), torch.randn(13, 4, device=device))
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         twins = [leaf.detach().clone().requires_grad_() for leaf in leaves]
@@ -463,7 +463,7 @@ def test_the_losses_are_traced_with_dynamic_shapes(mean, device):
 
 
 @pytest.mark.gpu
-def test_a_step_holds_one_tensor_of_logits():
+def test_a_step_allocates_one_logits_tensor():
     logits = torch.randn(4, 512, 32000, device="cuda", dtype=torch.bfloat16)
     target = torch.randint(0, 32000, (4, 512), device="cuda")
     torch.cuda.reset_peak_memory_stats()
@@ -476,11 +476,11 @@ def test_a_step_holds_one_tensor_of_logits():
 
 @pytest.mark.gpu
 @PRECISE
-def test_a_head_takes_its_gradients_and_a_twentieth_of_its_logits(precise):
+def test_a_head_allocates_its_gradients_and_a_twentieth_of_the_logits(precise):
     hidden = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(32768, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, 32768, (4096,), device="cuda")
-    for _ in range(2):  # the first call makes the workspace of products
+    for _ in range(2):  # the first call allocates the products' workspace
         hidden.grad = weight.grad = None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -490,8 +490,8 @@ def test_a_head_takes_its_gradients_and_a_twentieth_of_its_logits(precise):
     assert peak < hidden.nbytes + weight.nbytes + 0.05 * 4096 * 32768 * 2
 
 
-def captured(step):
-    """(graph, loss) of a step that has run once before, on another stream."""
+def capture_step(step):
+    """(graph, loss) for a step that has run once before, on another stream."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         step()
@@ -514,7 +514,7 @@ def test_a_captured_head_is_replayed_with_other_features():
         (2 * loss).backward()
         return loss
 
-    graph, loss = captured(step)
+    graph, loss = capture_step(step)
     gradients = [static.grad, weight.grad]
     with torch.no_grad():
         static.copy_(torch.randn_like(static))
@@ -538,7 +538,7 @@ def test_a_captured_step_is_replayed_with_other_logits():
         loss.backward()
         return loss
 
-    graph, loss = captured(step)
+    graph, loss = capture_step(step)
     with torch.no_grad():
         static.copy_(torch.randn_like(static))
     graph.replay()

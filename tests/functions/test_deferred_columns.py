@@ -1,4 +1,4 @@
-"""Columns of weights, and of an attention's output, that the backward pass casts again have the bits of saved ones."""
+"""Columns of weights or an attention's output, cast again in the backward pass, equal saved columns."""
 
 from __future__ import annotations
 
@@ -46,56 +46,56 @@ def columns(mode: str) -> Iterator[None]:
         yield
 
 
-def made(name: str, device: torch.device, **options) -> torch.nn.Module:
+def make_layer(name: str, device: torch.device, **options) -> torch.nn.Module:
     torch.manual_seed(0)
     return LAYERS[name](device=device, **options)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recomputed_columns_have_the_bits_of_saved_ones(recipe, name, device):
-    """The scales of delayed scaling change between the forward and the backward pass of each step."""
+def test_recomputed_columns_are_bitwise_equal_to_saved_columns(recipe, name, device):
+    """Delayed scales change between each step's forward and backward pass."""
     with columns("saved"):
-        theirs, more = train(made(name, device), RECIPES[recipe](), SHAPE)
+        theirs, more = train(make_layer(name, device), RECIPES[recipe](), SHAPE)
     request = {"weight_columns": "recomputed"} | ({} if name == "layer" else {"input_columns": "saved"})
     with te.emulate(), use_backend(**request):
-        ours, less = train(made(name, device), RECIPES[recipe](), SHAPE)
+        ours, less = train(make_layer(name, device), RECIPES[recipe](), SHAPE)
     assert same(ours, theirs)
     if torch.cuda.is_available() or name == "layer":
-        return  # products of some GPUs read the codes by rows in both directions
+        return  # some GPUs' products read the row-wise codes in both directions
     scales = {"linear": 1, "layernorm_linear": 1, "mlp": 2}[name] * 4
     unneeded = more - less - WEIGHTS[name]
     assert unneeded in (
         -scales,
         0,
-    )  # the scale of the codes is saved with them; a multiplier or a maximum instead
+    )  # the codes' scale is saved with them; a multiplier or a maximum instead
 
 
 @pytest.mark.parametrize("name", ["layernorm_linear", "mlp"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_rms_norm_is_computed_again_with_the_bits_of_saved_columns(recipe, name, device):
+def test_a_recomputed_rms_norm_is_bitwise_equal_to_saved_columns(recipe, name, device):
     options = {"normalization": "RMSNorm"}
     with te.emulate(), use_backend(norm_columns="recomputed", weight_columns="saved"):
-        ours, less = train(made(name, device, **options), RECIPES[recipe](), SHAPE)
+        ours, less = train(make_layer(name, device, **options), RECIPES[recipe](), SHAPE)
     with columns("saved"):
-        theirs, more = train(made(name, device, **options), RECIPES[recipe](), SHAPE)
+        theirs, more = train(make_layer(name, device, **options), RECIPES[recipe](), SHAPE)
     assert same(ours, theirs)
     if not torch.cuda.is_available():
-        # One byte per element, and the scale of the codes; the multiplier or the maximum instead.
+        # One byte per element, and the codes' scale; the multiplier or the maximum instead.
         assert more - less in (TOKENS * HIDDEN, TOKENS * HIDDEN + 4)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_an_attentions_output_is_saved_once(recipe, device):
-    """The projection after an attention saves no codes, and the layer has the bits of saved ones."""
+    """The projection after an attention saves no codes, and the layer's results equal saved codes bitwise."""
     results = {}
     for mode in ("recomputed", "saved"):
         with te.emulate(), use_backend(input_columns=mode, weight_columns="saved"):
             if mode == "saved":
-                results[mode] = train(made("layer", device), RECIPES[recipe](), SHAPE)
+                results[mode] = train(make_layer("layer", device), RECIPES[recipe](), SHAPE)
                 continue
         with te.emulate():
-            layer = made("layer", device)
+            layer = make_layer("layer", device)
             INPUT_COLUMNS.forget()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("transformer_engine.pytorch.functions.deferred_columns._FEWEST_ELEMENTS", 1)
@@ -111,7 +111,7 @@ def test_an_attentions_output_is_saved_once(recipe, device):
 def test_recomputed_columns_work_with_other_options(recipe, way, device):
     def measured() -> list[Tensor]:
         options = {"delay_wgrad_compute": True} if way == "delay_wgrad" else {}
-        layer = made("mlp", device, **options)
+        layer = make_layer("mlp", device, **options)
         if way == "frozen weight":
             layer.fc1_weight.requires_grad_(False)
 
@@ -134,9 +134,9 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_retained_graphs_and_overlapping_passes_have_the_bits_of_saved_columns(recipe, device):
+def test_retained_graphs_and_overlapping_passes_equal_saved_columns_bitwise(recipe, device):
     def measured() -> list[Tensor]:
-        layer = made("mlp", device)
+        layer = make_layer("mlp", device)
         torch.manual_seed(1)
         inputs = [torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2)]
         outputs = []
@@ -159,7 +159,7 @@ def test_retained_graphs_and_overlapping_passes_have_the_bits_of_saved_columns(r
 def test_a_weight_that_changes_before_the_backward_pass_raises(device):
     """As for torch.nn.Linear, whose backward pass reads the weight too."""
     with te.emulate(), use_backend(weight_columns="recomputed"):
-        layer = made("linear", device)
+        layer = make_layer("linear", device)
         x = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
         with te.autocast(recipe=recipes.Float8CurrentScaling()):
             y = layer(x)
@@ -195,7 +195,7 @@ def test_large_operands_are_recomputed_by_default():
         ({"copied": False}, "read the codes by rows in both directions"),
     ],
 )
-def test_saved_columns_have_a_reason(change, reason):
+def test_saving_columns_instead_of_recomputing_has_a_reason(change, reason):
     request = WHOLE._replace(**change)
     assert WEIGHT_COLUMNS.choose(request) == "saved"
     refused = WEIGHT_COLUMNS.named("recomputed").rejection_reason(request)
@@ -205,10 +205,10 @@ def test_saved_columns_have_a_reason(change, reason):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_cached_weights_are_saved(recipe, name, device, monkeypatch):
-    """Microbatches read the codes of the first one, whatever the default of the size, and a request raises."""
+    """Microbatches read the first one's codes, whatever the default for the size, and a request raises."""
 
     def outputs() -> list[Tensor]:
-        layer, active, found = made(name, device), RECIPES[recipe](), []
+        layer, active, found = make_layer(name, device), RECIPES[recipe](), []
         for batch in range(3):
             x = torch.full((TOKENS, 1, HIDDEN), 1.0 + batch, dtype=torch.bfloat16, device=device)
             x.requires_grad_()

@@ -1,4 +1,4 @@
-"""Conditions to fuse the quantizers of groups, and equality of fused and separate results."""
+"""When quantizers fuse into a grouped quantizer, and equality between fused and separate results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8Curren
 SPLITS = (48, 0, 80)
 
 
-def quantizers_of(recipe, device) -> list:
+def make_quantizers(recipe, device) -> list:
     state = RecipeState.create(recipe, mode="forward", num_quantizers=9, device=device)
     return state.make_quantizers()
 
@@ -28,17 +28,17 @@ def quantizers_of(recipe, device) -> list:
         (Float8BlockScaling(), BLOCK_1D, BLOCK_2D),
     ],
 )
-def test_the_quantizers_of_a_recipe_work_as_one(recipe, rows, matrices, device):
-    quantizers = quantizers_of(recipe, device)
+def test_a_recipes_quantizers_fuse_into_one(recipe, rows, matrices, device):
+    quantizers = make_quantizers(recipe, device)
     inputs, weights = grouped(quantizers[0::3], False), grouped(quantizers[1::3], True)
     assert inputs is not None and weights is not None
     assert (inputs.format, weights.format) == (rows, matrices)
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
-def test_a_grouped_quantizer_has_the_results_of_separate_ones(recipe, device):
+def test_a_grouped_quantizer_equals_separate_quantizers(recipe, device):
     x = torch.randn(sum(SPLITS), 128, device=device, dtype=torch.bfloat16)
-    together, alone = quantizers_of(recipe, device), quantizers_of(recipe, device)
+    together, alone = make_quantizers(recipe, device), make_quantizers(recipe, device)
     one = grouped(together[0::3], False)
     assert one is not None
     made = one.rows(x, make_groups(SPLITS, x.shape[0], x.device), True, True)
@@ -53,23 +53,23 @@ def test_a_grouped_quantizer_has_the_results_of_separate_ones(recipe, device):
             assert torch.equal(mine.amax, other.amax)
 
 
-def test_delayed_slots_that_are_not_equally_far_apart_stay_alone(device):
-    quantizers = quantizers_of(DelayedScaling(), device)
+def test_delayed_slots_with_unequal_distances_are_not_fused(device):
+    quantizers = make_quantizers(DelayedScaling(), device)
     assert grouped([quantizers[0], quantizers[3], quantizers[4]], False) is None
-    other = quantizers_of(DelayedScaling(), device)
+    other = make_quantizers(DelayedScaling(), device)
     assert grouped([quantizers[0], other[3], quantizers[6]], False) is None
     standalone = [quantizers[0].replaying(quantizers[0].replay_state())] * 2
     assert grouped(standalone, False) is None
 
 
-def test_different_settings_stay_alone(device):
+def test_quantizers_with_different_settings_are_not_fused(device):
     first = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device)
     second = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device, amax_epsilon=1.0)
     assert grouped([first, first], False) is not None
     assert grouped([first, second], False) is None
 
 
-def test_blocks_of_another_shape_stay_alone():
+def test_quantizers_with_other_block_shapes_are_not_fused():
     flat = Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=1)
     square = Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=2)
     assert grouped([flat] * 2, True) is None and grouped([square] * 2, False) is None

@@ -1,4 +1,4 @@
-"""Operands of the three products of a linear layer, compared with operands quantized by hand."""
+"""Operands in a linear layer's three products, compared with operands quantized by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECIPES = {
 M, N, K = 64, 96, 32 * 4
 
 
-def spec_of(dtype=torch.bfloat16, qx=IDENTITY, qw=IDENTITY, qg=IDENTITY, **options):
+def make_spec(dtype=torch.bfloat16, qx=IDENTITY, qw=IDENTITY, qg=IDENTITY, **options):
     return LinearSpec(dtype, qx, qw, qg, Accumulation(), TensorParallel(), WeightGradient(), **options)
 
 
@@ -67,7 +67,7 @@ def values(quantizer, matrix, columnwise):
 def test_each_product_reads_its_operands_as_quantized(name, device):
     x, w, b, dy = tensors(device)
     qx, qw, qg = quantizers(RECIPES[name], device)
-    spec = spec_of(torch.bfloat16, qx, qw, qg, needs_grad_bias=True)
+    spec = make_spec(torch.bfloat16, qx, qw, qg, needs_grad_bias=True)
     y = linear(x, w, b, spec)
     y.backward(dy)
 
@@ -75,16 +75,16 @@ def test_each_product_reads_its_operands_as_quantized(name, device):
     expected_dx = values(qg, dy, False) @ values(qw, w, True).t()
     expected_dw = values(qg, dy, True) @ values(qx, x, True).t()
     for got, expected in ((y, expected_y), (x.grad, expected_dx), (w.grad, expected_dw)):
-        # Half a unit in the last place of bfloat16, and a little for the order of float32 sums.
+        # Half a unit in the last place of bfloat16, and a little for the float32 summation order.
         torch.testing.assert_close(
             got.double(), expected, rtol=2**-8, atol=2e-3 * float(expected.abs().max())
         )
     torch.testing.assert_close(b.grad.double(), dy.double().sum(0), rtol=2**-8, atol=1e-6)
 
 
-def test_without_quantizers_it_is_a_plain_linear_layer(device):
+def test_without_quantizers_results_equal_torch_linear(device):
     x, w, b, dy = tensors(device, torch.float32)
-    y = linear(x, w, b, spec_of(torch.float32, needs_grad_bias=True))
+    y = linear(x, w, b, make_spec(torch.float32, needs_grad_bias=True))
     y.backward(dy)
     got = [y, x.grad.clone(), w.grad.clone(), b.grad.clone()]
     for t in (x, w, b):
@@ -99,7 +99,7 @@ def test_without_quantizers_it_is_a_plain_linear_layer(device):
 def test_a_backward_override_leaves_gradients_unquantized(mode, device):
     x, w, _, dy = tensors(device)
     qx, qw, qg = quantizers(RECIPES["current"], device)
-    linear(x, w, None, spec_of(torch.bfloat16, qx, qw, qg, backward=mode)).backward(dy)
+    linear(x, w, None, make_spec(torch.bfloat16, qx, qw, qg, backward=mode)).backward(dy)
     x_values, w_values = x.detach(), w.detach()
     if mode == "dequantized":
         x_values = qx.encode(x_values, True, False).dequantize(dtype=torch.bfloat16)
@@ -108,13 +108,13 @@ def test_a_backward_override_leaves_gradients_unquantized(mode, device):
     torch.testing.assert_close(w.grad, dy.t() @ x_values)
 
 
-def test_a_kept_input_gives_the_same_gradients(device):
+def test_keeping_the_input_does_not_change_gradients(device):
     results = []
     for keep in (False, True):
         torch.manual_seed(0)
         x, w, _, dy = tensors(device)
         qx, qw, qg = quantizers(RECIPES["block"], device)
-        linear(x, w, None, spec_of(torch.bfloat16, qx, qw, qg, keep_input=keep)).backward(dy)
+        linear(x, w, None, make_spec(torch.bfloat16, qx, qw, qg, keep_input=keep)).backward(dy)
         results.append((x.grad, w.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -125,7 +125,7 @@ def test_only_wanted_gradients_are_computed(needs, device):
     x.requires_grad_(needs[0])
     w.requires_grad_(needs[1])
     qx, qw, qg = quantizers(RECIPES["current"], device)
-    spec = spec_of(torch.bfloat16, qx, qw, qg, needs_grad_input=needs[0], needs_grad_weight=needs[1])
+    spec = make_spec(torch.bfloat16, qx, qw, qg, needs_grad_input=needs[0], needs_grad_weight=needs[1])
     linear(x, w, None, spec).backward(dy)
     assert (x.grad is not None, w.grad is not None) == needs
 
@@ -133,7 +133,7 @@ def test_only_wanted_gradients_are_computed(needs, device):
 def test_leading_dimensions_are_restored(device):
     x = torch.randn(3, 5, K, device=device, requires_grad=True)
     w = torch.randn(N, K, device=device, requires_grad=True)
-    y = linear(x, w, None, spec_of(torch.float32))
+    y = linear(x, w, None, make_spec(torch.float32))
     assert y.shape == (3, 5, N)
     y.sum().backward()
     assert x.grad.shape == x.shape
@@ -148,7 +148,7 @@ def test_a_product_writes_codes_under_delayed_scaling(rows, device):
         backward = RecipeState.create(RECIPES[name], mode="backward", num_quantizers=2, device=device)
         qx, qw, qy = forward.make_quantizers()
         qg, qdx = backward.make_quantizers()
-        spec = spec_of(torch.bfloat16, qx, qw, qg, output=qy, grad_input=qdx, needs_grad_bias=True)
+        spec = make_spec(torch.bfloat16, qx, qw, qg, output=qy, grad_input=qdx, needs_grad_bias=True)
         seen = []
         with observing(lambda operation, request, seen=seen: seen.append((operation, request))):
             y = linear(x.view(*rows, K), w, b, spec)
@@ -168,7 +168,7 @@ def test_a_product_writes_codes_under_delayed_scaling(rows, device):
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("row", []), ("column", ["codes"])])
-def test_a_partial_sum_is_not_quantized_before_it_is_whole(mode, expected, device, monkeypatch):
+def test_a_partial_sum_is_not_quantized_before_reduction(mode, expected, device, monkeypatch):
     x, w, _, _ = tensors(device)
     state = RecipeState.create(RECIPES["delayed"], mode="forward", num_quantizers=3, device=device)
     qx, qw, qy = state.make_quantizers()
@@ -177,7 +177,7 @@ def test_a_partial_sum_is_not_quantized_before_it_is_whole(mode, expected, devic
         communication.COLLECTIVES, "all_reduce", lambda tensor, group, later: (tensor * 2, None)
     )
     spec = dataclasses.replace(
-        spec_of(torch.bfloat16, qx, qw, IDENTITY, output=qy), parallel=TensorParallel(mode, None, 2)
+        make_spec(torch.bfloat16, qx, qw, IDENTITY, output=qy), parallel=TensorParallel(mode, None, 2)
     )
     seen = []
     with observing(lambda operation, request: seen.append((operation, request))), torch.no_grad():

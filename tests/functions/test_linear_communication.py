@@ -1,4 +1,4 @@
-"""Order of collectives and products in a sharded linear layer, and number of gathers.
+"""Order of collectives and products in a sharded linear layer, and gather counts.
 
 One process imitates two ranks: a gather joins two equal shards, a sum returns the first rank's rows.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functions.test_linear import K, M, N, quantizers, spec_of
+from tests.functions.test_linear import K, M, N, make_spec, quantizers
 from transformer_engine.common.dispatch import observing
 from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
 from transformer_engine.pytorch.distributed.tensor_parallel import TensorParallel
@@ -71,7 +71,7 @@ def passes(
     """Collectives and products in the forward and backward pass, and the result node."""
     made = {} if plain else dict(zip(("qx", "qw", "qg"), quantizers(RECIPES[way], device), strict=True))
     spec: Any = dataclasses.replace(
-        spec_of(torch.bfloat16, **made, plain=plain, **options),
+        make_spec(torch.bfloat16, **made, plain=plain, **options),
         parallel=TensorParallel(mode, None, RANKS, True),
     )
     rows = M // RANKS if mode == "column" else M
@@ -120,7 +120,7 @@ def test_a_shard_is_saved_and_gathered_while_the_input_gradient_is_computed(
 
 @pytest.mark.parametrize("grad_weight", [False, True])
 @pytest.mark.parametrize("way", ["codes", "row_codes"])
-def test_operands_are_freed_before_the_sum_of_the_input_gradient_ends(
+def test_operands_are_freed_before_the_input_gradients_reduction_ends(
     way, grad_weight, device, events, monkeypatch
 ):
     multiplied: list[weakref.ref[torch.Tensor]] = []  # codes that the backward pass has multiplied
@@ -163,7 +163,7 @@ def test_an_input_is_gathered_once_per_pass_that_reads_it(way, grad_input, grad_
 @pytest.mark.parametrize(("grad_input", "grad_weight"), NEEDS)
 @pytest.mark.parametrize("backward", ["quantized", "high_precision", "dequantized"])
 @pytest.mark.parametrize("way", ["values", "codes", "row_codes"])
-def test_an_output_gradient_is_gathered_once_per_direction_of_its_codes(
+def test_an_output_gradient_is_gathered_once_per_code_direction(
     way, backward, grad_input, grad_weight, device, events
 ):
     needs = {"needs_grad_input": grad_input, "needs_grad_weight": grad_weight}

@@ -1,4 +1,4 @@
-"""LayerNormMLP recomputes columns of its activation's output in the backward pass, also from a quantized input."""
+"""LayerNormMLP's backward recomputes columns of its activation's output, also from a quantized input."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def mlp(activation: str, device: torch.device, **options) -> te.LayerNormMLP:
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "clamped_swiglu"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recomputed_columns_have_the_bits_of_saved_ones(recipe, activation, bias, device):
-    """The scales of delayed scaling change between the forward and the backward pass of each step."""
+def test_recomputed_columns_are_bitwise_equal_to_saved_columns(recipe, activation, bias, device):
+    """Delayed scales change between each step's forward and backward pass."""
     with te.emulate():
         ours, less = train(mlp(activation, device, bias=bias), RECIPES[recipe](), SHAPE)
         with use_backend(mlp_columns="saved"):
@@ -42,8 +42,8 @@ def test_recomputed_columns_have_the_bits_of_saved_ones(recipe, activation, bias
     assert same(ours, theirs)
     summed = bias and (recipe == "delayed" or activation == "gelu")
     if torch.cuda.is_available():
-        return  # products of some GPUs read the codes by rows in both directions
-    # One byte per element of the activation's output, without the sums of fc1's bias gradient.
+        return  # some GPUs' products read the row-wise codes in both directions
+    # One byte per element of the activation's output, without fc1's bias-gradient sums.
     assert more - less == (0 if summed else TOKENS * INNER)
 
 
@@ -52,7 +52,7 @@ def test_recomputed_columns_have_the_bits_of_saved_ones(recipe, activation, bias
     "way", ["checkpoint", "reentrant", "option", "frozen fc2", "frozen fc1", "delay_wgrad"]
 )
 def test_recomputed_columns_work_with_other_options(recipe, way, device):
-    """Checkpointed, partly frozen and delayed backward passes have the bits of saved columns."""
+    """Checkpointed, partly frozen and delayed backward passes are bitwise equal to saved columns."""
 
     def measured() -> list[Tensor]:
         options = {"checkpoint": way == "option", "delay_wgrad_compute": way == "delay_wgrad"}
@@ -79,7 +79,7 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_microbatches_and_retained_graphs_have_the_bits_of_saved_columns(recipe, device):
+def test_microbatches_and_retained_graphs_equal_saved_columns_bitwise(recipe, device):
     """Two forward passes precede their backward passes, and one graph is used twice."""
 
     def measured() -> list[Tensor]:
@@ -112,7 +112,7 @@ def gradient_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_a_cached_quantized_input_leaves_the_output_and_halves_its_bytes(recipe, activation, device):
-    """E4M3 rounds to 2^-4 of a value: gradients differ by less than that from those of unrounded inputs."""
+    """E4M3 rounds to 2^-4 of a value: gradients differ by less from those with unrounded inputs."""
     with te.emulate():
         options = {"cache_quantized_activation_input": True}
         (y, *ours), less = train(mlp(activation, device, **options), RECIPES[recipe](), SHAPE, 1)
@@ -126,7 +126,7 @@ def test_a_cached_quantized_input_leaves_the_output_and_halves_its_bytes(recipe,
 
 
 @pytest.mark.parametrize("recipe", [None, recipes.Float8BlockScaling()], ids=["bfloat16", "block"])
-def test_a_cached_quantized_input_changes_no_bit_where_no_kernel_reads_it(recipe, device):
+def test_a_cached_quantized_input_changes_nothing_if_no_kernel_reads_it(recipe, device):
     with te.emulate(), te.autocast(enabled=False):
         results = []
         for cached in (True, False):
@@ -146,7 +146,7 @@ def test_a_cached_quantized_input_changes_no_bit_where_no_kernel_reads_it(recipe
         (CachedInput(True, "recomputed", 192), "192 columns, which is no multiple of 128"),
     ],
 )
-def test_an_input_saved_as_values_has_a_reason(request_, reason):
+def test_saving_the_input_unquantized_has_a_reason(request_, reason):
     assert MLP_INPUT.choose(request_) == "values"
     refused = MLP_INPUT.named("quantized").rejection_reason(request_)
     assert refused is not None and reason in refused
@@ -163,7 +163,7 @@ def test_a_cached_quantized_input_is_an_attribute_that_takes_effect_in_the_next_
 
 
 def test_four_layers_need_less_memory_at_the_peak():
-    """Each layer saves one byte per element of its activation's output less; the last layer computes it at the peak."""
+    """Each layer saves one byte less per activation output; the last layer computes it at the peak."""
     layers = [mlp("swiglu", torch.device("meta")) for _ in range(4)]
     plans = []
     contexts = (contextlib.nullcontext(), use_backend(mlp_columns="saved"), contextlib.nullcontext())
@@ -178,8 +178,8 @@ def test_four_layers_need_less_memory_at_the_peak():
                 )
             )
     assert plans[1].saved - plans[0].saved == pytest.approx(4 * TOKENS * INNER, abs=256)
-    # A quantized input of the activation: one byte less of two per element, and a scale per 128 elements, in units
-    # of the allocator.
+    # A quantized activation input: one byte instead of two per element, and a scale per 128 elements, in the
+    # allocator's units.
     assert plans[0].saved - plans[2].saved == pytest.approx(
         4 * TOKENS * 2 * INNER * (1 - 4 / 128), abs=4 * 512
     )
@@ -199,7 +199,7 @@ def test_four_layers_need_less_memory_at_the_peak():
         ({"communicates": True}, "exchanges values with other ranks"),
     ],
 )
-def test_saved_columns_have_a_reason(change, reason):
+def test_saving_columns_instead_of_recomputing_has_a_reason(change, reason):
     recomputed = Columns("fused_cast", "separate", True, True, True, False, False, False)
     assert MLP_COLUMNS.choose(recomputed) == "recomputed"
     request = recomputed._replace(**change)

@@ -1,4 +1,4 @@
-"""multi_tensor_* functions of the extension: results, and rejected arguments that change nothing."""
+"""multi_tensor_* extension functions: results, and rejected arguments that change nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensors(device, *sizes, dtype=torch.float32):
     return [torch.randn(size, device=device).to(dtype) for size in sizes]
 
 
-def test_a_norm_is_that_of_all_tensors_and_of_each(device, flag):
+def test_l2norm_covers_all_tensors_and_each_tensor(device, flag):
     given = tensors(device, 5, 70000, 3)
     norm, each = tex.multi_tensor_l2norm(CHUNK, flag, [given], True)
     torch.testing.assert_close(norm, torch.cat(given).norm().view(1), rtol=1e-5, atol=0)
@@ -39,7 +39,7 @@ def test_a_norm_is_that_of_all_tensors_and_of_each(device, flag):
 
 
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_are_scaled_by_a_number_and_by_a_tensor(to, device, flag):
+def test_tensors_are_scaled_by_a_number_or_a_tensor(to, device, flag):
     given = tensors(device, 5, 300)
     made = [torch.empty_like(x, dtype=to) for x in given]
     tex.multi_tensor_scale(CHUNK, flag, [given, made], 0.25)
@@ -53,7 +53,7 @@ def test_tensors_are_scaled_by_a_number_and_by_a_tensor(to, device, flag):
 
 
 @pytest.mark.parametrize(("power_of_two", "epsilon"), [(True, 0.0), (False, 1e-3)])
-def test_scales_are_those_of_current_scaling_to_the_bit(power_of_two, epsilon, device, flag):
+def test_scales_are_bitwise_equal_to_current_scaling(power_of_two, epsilon, device, flag):
     amaxes = [torch.tensor([x], device=device) for x in (0.0, 3.0, 1e-7, float("inf"), 448.0)]
     scales, inverses = ([torch.empty_like(x) for x in amaxes] for _ in range(2))
     tex.multi_tensor_compute_scale_and_scale_inv(
@@ -72,7 +72,7 @@ def test_scales_are_those_of_current_scaling_to_the_bit(power_of_two, epsilon, d
     assert torch.equal(made[1][0], quantizer(x)._scale_inv)
 
 
-def test_exponents_are_those_of_mxfp8(device):
+def test_exponents_equal_mxfp8_scales(device):
     x = torch.randn(32, 64, device=device, dtype=torch.bfloat16)
     amax = x.view(32, 2, 32).abs().amax(-1)
     made = torch.zeros_like(amax, dtype=torch.uint8)
@@ -80,7 +80,7 @@ def test_exponents_are_those_of_mxfp8(device):
     assert torch.equal(made, MXFP8Quantizer(DType.kFloat8E4M3)(x)._rowwise_scale_inv[:32, :2])
 
 
-def test_codes_of_adam_are_those_of_the_masters(device, flag):
+def test_adam_writes_the_master_parameters_codes(device, flag):
     sizes = (5, 64)
     grads, masters = tensors(device, *sizes), tensors(device, *sizes)
     twins = [x.clone() for x in masters]
@@ -97,7 +97,7 @@ def test_codes_of_adam_are_those_of_the_masters(device, flag):
         assert most.item() == twin.abs().max().item() and inv.item() == 1 / 16
 
 
-def test_the_capturable_step_is_the_plain_one_with_numbers_of_the_device(device, flag):
+def test_the_capturable_step_equals_the_plain_step_with_device_numbers(device, flag):
     grads, params = tensors(device, 5, 64), tensors(device, 5, 64)
     twins = [x.clone() for x in params]
     moments = [[torch.zeros_like(x) for x in params] for _ in range(4)]
@@ -174,7 +174,7 @@ def test_the_names_are_public():
 
 
 @pytest.mark.parametrize("scales", [[], [1], [1, 1, 1], [1, 2]])
-def test_codes_without_one_scale_each_raise_before_anything_is_stepped(scales, device, flag):
+def test_codes_without_one_scale_per_tensor_raise_before_the_step(scales, device, flag):
     lists = [tensors(device, 6, 4) for _ in range(5)]
     lists[1] = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (6, 4)]
     lists += [[torch.ones(size, device=device) for size in scales] for _ in range(3)]

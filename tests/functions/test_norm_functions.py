@@ -18,7 +18,7 @@ def _seed():
     torch.manual_seed(1234)
 
 
-def _expected(kind, x, gamma, beta, eps=1e-5):
+def _torch_norm(kind, x, gamma, beta, eps=1e-5):
     if kind == "LayerNorm":
         return F.layer_norm(x, gamma.shape, gamma, beta, eps)
     return F.rms_norm(x, gamma.shape, gamma, eps)
@@ -32,13 +32,13 @@ def _parameters(kind, shape, device):
 
 @KINDS
 @pytest.mark.parametrize("shape, normalized", [((3, 4, 8), (8,)), ((2, 3, 4, 5), (4, 5)), ((16,), (16,))])
-def test_values_and_gradients_equal_those_of_torch(kind, shape, normalized, device):
+def test_values_and_gradients_equal_torch(kind, shape, normalized, device):
     gamma, beta = _parameters(kind, normalized, device)
     x = torch.randn(shape, device=device, requires_grad=True)
     dy = torch.randn(shape, device=device)
     wanted = [t for t in (x, gamma, beta) if t is not None]
     actual = normalize(x, gamma, beta, Norm(kind))
-    expected = _expected(kind, x, gamma, beta)
+    expected = _torch_norm(kind, x, gamma, beta)
     torch.testing.assert_close(actual, expected)
     for a, e in zip(
         torch.autograd.grad(actual, wanted, dy), torch.autograd.grad(expected, wanted, dy), strict=True
@@ -47,18 +47,18 @@ def test_values_and_gradients_equal_those_of_torch(kind, shape, normalized, devi
 
 
 @KINDS
-def test_an_input_that_is_not_contiguous_and_a_broadcast_gradient_are_fine(kind, device):
+def test_noncontiguous_inputs_and_broadcast_gradients_are_supported(kind, device):
     gamma, beta = _parameters(kind, (8,), device)
     x = torch.randn(8, 5, 3, device=device).permute(2, 1, 0).detach().requires_grad_()
     y = normalize(x, gamma, beta, Norm(kind))
     y.sum().backward()
-    expected = _expected(kind, x.detach().contiguous().requires_grad_(), gamma, beta)
+    expected = _torch_norm(kind, x.detach().contiguous().requires_grad_(), gamma, beta)
     torch.testing.assert_close(y, expected)
     assert x.grad is not None and x.grad.shape == x.shape
 
 
 @KINDS
-def test_no_tokens_pass_through_with_zero_parameter_gradients(kind, device):
+def test_zero_tokens_give_zero_parameter_gradients(kind, device):
     gamma, beta = _parameters(kind, (8,), device)
     x = torch.randn(0, 3, 8, device=device, requires_grad=True)
     normalize(x, gamma, beta, Norm(kind)).sum().backward()
@@ -105,7 +105,7 @@ def test_activation_is_differentiable_and_keeps_only_its_input(name, device):
     torch.testing.assert_close(x.grad.sum(), numeric, rtol=2e-2, atol=2e-2)
 
 
-def test_forward_and_backward_trace_without_a_break(device):
+def test_forward_and_backward_trace_without_a_graph_break(device):
     gamma, beta = _parameters("LayerNorm", (8,), device)
     x = torch.randn(4, 8, device=device, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""GELU inside the products of an MLP: the results and gradients of separate steps, in less memory."""
+"""GELU fused into an MLP's products: same results and gradients as separate steps, in less memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN, INNER, TOKENS = 64, 128, 32
 
 @pytest.fixture
 def apart():
-    """Return a function that makes later calls compute GELU in separate steps."""
+    """A function that makes later calls compute GELU in separate steps."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(te.use_backend(mlp_activation="separate", mlp_gradient="separate"))
 
@@ -38,7 +38,7 @@ def sample(device, dtype=torch.bfloat16) -> torch.Tensor:
 
 
 def step(layer, device, dtype=torch.bfloat16, recipe=None, steps: int = 1) -> list[torch.Tensor]:
-    """Return the output and gradients of the last of `steps` steps."""
+    """Output and gradients from the last of `steps` steps."""
     made: list[torch.Tensor] = []
     for _ in range(steps):
         layer.zero_grad()
@@ -109,7 +109,7 @@ def test_parameters_in_float32_under_autocast_get_the_same_gradients(device, apa
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
-def test_quantized_products_keep_their_own_steps(name, checkpoint, device, apart):
+def test_quantized_products_keep_separate_steps(name, checkpoint, device, apart):
     layer = mlp(device, checkpoint=checkpoint)
     twin = copy.deepcopy(layer)
     together = step(layer, device, recipe=RECIPES[name], steps=3)
@@ -140,10 +140,10 @@ def test_a_retained_graph_repeats_its_gradients(device):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-# tests/module/test_compiled_layers.py always compiles a LayerNormMLP, as a part of a TransformerLayer.
+# tests/module/test_compiled_layers.py always compiles a LayerNormMLP, within a TransformerLayer.
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["plain", "checkpoint"])
-def test_a_compiled_graph_holds_the_products_too(options, device):
+def test_a_compiled_graph_contains_the_fused_products(options, device):
     results = []
     torch._dynamo.reset()
     for compiles in (False, True):
@@ -156,7 +156,7 @@ def test_a_compiled_graph_holds_the_products_too(options, device):
     agree(*results)
 
 
-def requests_of(model, x, grad: bool) -> list:
+def record_requests(model, x, grad: bool) -> list:
     seen = []
     with (
         observing(lambda operation, request: seen.append((operation, request))),
@@ -168,18 +168,18 @@ def requests_of(model, x, grad: bool) -> list:
     return [request for operation, request in seen if operation == "gemm_epilogue"]
 
 
-def test_the_input_of_gelu_is_stored_only_where_a_backward_may_follow(device):
+def test_gelus_input_is_stored_only_if_a_backward_may_follow(device):
     x = sample(device)
-    training = requests_of(mlp(device), x, True)
+    training = record_requests(mlp(device), x, True)
     assert [(r.kind, r.second) for r in training] == [("gelu", True), ("gelu_gradient", False)]
-    assert [(r.kind, r.second) for r in requests_of(mlp(device), x, False)] == [("gelu", True)]
-    assert [(r.kind, r.second) for r in requests_of(mlp(device).eval(), x, False)] == [("gelu", False)]
-    again = requests_of(mlp(device, checkpoint=True), x, True)
+    assert [(r.kind, r.second) for r in record_requests(mlp(device), x, False)] == [("gelu", True)]
+    assert [(r.kind, r.second) for r in record_requests(mlp(device).eval(), x, False)] == [("gelu", False)]
+    again = record_requests(mlp(device, checkpoint=True), x, True)
     assert [(r.kind, r.second) for r in again] == [("gelu", True), ("gelu", True), ("gelu_gradient", False)]
 
 
 def test_other_activations_use_no_gelu_product(device):
-    assert requests_of(mlp(device, activation="silu"), sample(device), True) == []
+    assert record_requests(mlp(device, activation="silu"), sample(device), True) == []
 
 
 REDUCTIONS = {
@@ -227,7 +227,7 @@ def test_the_gradient_of_the_activation_is_never_in_memory(gradient):
 
 
 def ways(explanation) -> dict[str, tuple[str | None, str]]:
-    """Return the backend of each matrix between two steps and the reason against the first backend."""
+    """Each backend for matrices between two steps, and the reason against the first backend."""
     return {
         decision.operation: (decision.chosen, str(decision.verdicts[0].reason))
         for decision in explanation.decisions

@@ -18,8 +18,8 @@ def mask(device) -> torch.Tensor:
     return torch.zeros(T, E, dtype=torch.int32).scatter_(1, chosen, 1).to(device)
 
 
-def tokens_of(mask):
-    """The token and the expert of every row."""
+def token_and_expert_indices(mask):
+    """Token and expert indices per row."""
     expert, token = mask.t().nonzero(as_tuple=True)
     return token, expert
 
@@ -37,7 +37,7 @@ def assert_same_gradients(found, expected, leaves, gradient):
 class TestByMask:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_values_and_gradients_are_those_of_an_index(self, mask, device, dtype):
-        x, token = leaf(T, H, device=device, dtype=dtype), tokens_of(mask)[0]
+        x, token = leaf(T, H, device=device, dtype=dtype), token_and_expert_indices(mask)[0]
         y, row_id_map = moe_permute(x, mask, T * K, map_type="mask")
         expected = x[token]
         assert torch.equal(y, expected)
@@ -55,7 +55,7 @@ class TestByMask:
     def test_probabilities_and_their_gradients_follow_the_tokens(self, mask, device):
         x, probs = leaf(T, H, device=device), leaf(T, E, device=device)
         y, row_probs, _ = moe_permute_with_probs(x, probs, mask, T * K)
-        token, expert = tokens_of(mask)
+        token, expert = token_and_expert_indices(mask)
         expected = probs[token, expert]
         assert torch.equal(row_probs, expected) and torch.equal(y, x[token])
         gradient = torch.randn_like(row_probs)
@@ -74,7 +74,7 @@ class TestByMask:
     ):
         y, probs = leaf(T * K, H, device=device), leaf(T, E, device=device)
         _, row_id_map = moe_permute(torch.zeros(T, H, device=device), mask, T * K)
-        token, expert = tokens_of(mask)
+        token, expert = token_and_expert_indices(mask)
         weighted = y * probs[token, expert][:, None] if merges else y
         expected = torch.zeros(T, H, device=device).index_add(0, token, weighted)
         found = moe_unpermute(y, row_id_map, probs if merges else None, torch.Size((T, H)))
@@ -247,7 +247,7 @@ class TestQuantizedTokens:
         codes = QUANTIZERS[name]()(torch.randn(32, 256) * torch.logspace(-2, 2, 32)[:, None])
         y, row_id_map = moe_permute(codes, mask, 32 * K + 16)
         assert type(y) is type(codes)
-        values, expected = y.dequantize(), codes.dequantize()[tokens_of(mask)[0]]
+        values, expected = y.dequantize(), codes.dequantize()[token_and_expert_indices(mask)[0]]
         assert torch.equal(values[: 32 * K], expected)
         assert values[32 * K :].abs().sum() == 0
         assert torch.equal(row_id_map, moe_permute(codes.dequantize(), mask, 32 * K + 16)[1])
@@ -371,7 +371,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_a_bad_call_raises(name):
+def test_invalid_permutation_calls_raise(name):
     call, kind, words = REJECTED[name]
     with pytest.raises(kind, match=words):
         call()
@@ -388,7 +388,7 @@ def there_and_back(x, probs, mask):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"])
-def test_a_compiler_traces_them_whole(mask, device, backend):
+def test_permutation_functions_compile_in_one_graph(mask, device, backend):
     x, probs = leaf(T, H, device=device), leaf(T, E, device=device)
     compiled = torch.compile(there_and_back, fullgraph=True, backend=backend)
     found, expected = compiled(x, probs, mask), there_and_back(x, probs, mask)
@@ -402,7 +402,7 @@ def test_a_compiler_traces_them_whole(mask, device, backend):
 
 
 @pytest.mark.gpu
-def test_a_graph_captures_them_and_replays_other_routes(device):
+def test_a_captured_permutation_replays_with_other_routes(device):
     x, probs = (torch.randn(T, n, device=device) for n in (H, E))
     mask = torch.zeros(T, E, dtype=torch.int32, device=device)
     mask[:, :2] = 1
@@ -417,7 +417,7 @@ def test_a_graph_captures_them_and_replays_other_routes(device):
 
 
 @pytest.mark.gpu
-def test_a_gpu_moves_tokens_with_the_bits_of_a_cpu(mask):
+def test_gpu_permutations_are_bitwise_equal_to_cpu(mask):
     x, probs = torch.randn(T, H, dtype=torch.bfloat16), torch.rand(T, E)
     there = moe_permute_with_probs(x.cuda(), probs.cuda(), mask.cuda(), T * K)
     here = moe_permute_with_probs(x, probs, mask.cpu(), T * K)

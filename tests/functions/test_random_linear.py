@@ -1,4 +1,4 @@
-"""Random settings of a linear layer: its passes compared with products of dequantized operands, and with each other."""
+"""Random linear-layer settings: passes compared with dequantized operand products, and with each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECIPES = {"none": None, **test_linear.RECIPES, "current_e4m3": Float8CurrentSca
 
 
 class Case(NamedTuple):
-    """Settings of a layer, the dimensions of its input before K, and the layout of the output gradient."""
+    """Layer settings, the input's dimensions before K, and the output gradient's layout."""
 
     recipe: str
     backward: str
@@ -46,11 +46,11 @@ cases = st.builds(
 )
 
 
-def spec_of(case: Case) -> LinearSpec:
+def make_spec(case: Case) -> LinearSpec:
     recipe = RECIPES[case.recipe]
     of_recipe = (IDENTITY, IDENTITY, IDENTITY) if recipe is None else quantizers(recipe, "cpu")
     needs_grad_input, needs_grad_weight, needs_grad_bias = case.needs
-    return test_linear.spec_of(
+    return test_linear.make_spec(
         torch.bfloat16,
         *of_recipe,
         backward=case.backward,
@@ -74,7 +74,7 @@ def tensors(case: Case) -> tuple[torch.Tensor, ...]:
 def results(case: Case, spec: LinearSpec | None = None) -> list[torch.Tensor | None]:
     """y, dx, dw and db."""
     x, w, b, dy = tensors(case)
-    y = linear(x, w, b if case.bias else None, spec_of(case) if spec is None else spec)
+    y = linear(x, w, b if case.bias else None, make_spec(case) if spec is None else spec)
     if y.requires_grad:
         y.backward(dy)
     return [y.detach(), x.grad, w.grad, b.grad]
@@ -82,9 +82,9 @@ def results(case: Case, spec: LinearSpec | None = None) -> list[torch.Tensor | N
 
 @settings(max_examples=120, deadline=None)
 @given(cases)
-def test_passes_multiply_the_operands_of_their_settings(case: Case):
+def test_passes_multiply_operands_quantized_by_their_settings(case: Case):
     assume(not (case.recipe.startswith("delayed") and case.keep_input))
-    spec = spec_of(case)
+    spec = make_spec(case)
     x, w, b, dy = [tensor.detach() for tensor in tensors(case)]
     x, dy = x.reshape(-1, K), dy.reshape(-1, N)
     expected: list[torch.Tensor | None] = [values(spec.input, x, False) @ values(spec.weight, w, False).t()]
@@ -105,14 +105,14 @@ def test_passes_multiply_the_operands_of_their_settings(case: Case):
             assert not is_needed or wanted is expected[3], case
             continue
         assert wanted is not None
-        # Half a unit in the last place of bfloat16, and a little for the order of float32 sums.
+        # Half a unit in the last place of bfloat16, and a little for the float32 summation order.
         atol = 4e-3 * float(wanted.abs().max())
         torch.testing.assert_close(got.double().view(wanted.shape), wanted, rtol=2**-7, atol=atol)
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases)
-def test_a_gradient_does_not_depend_on_which_others_are_computed(case: Case):
+def test_a_gradient_does_not_depend_on_which_other_gradients_are_computed(case: Case):
     assume(not (case.recipe.startswith("delayed") and case.keep_input))
     some, every = results(case), results(case._replace(needs=(True, True, True)))
     for got, wanted in zip(some, every, strict=True):
@@ -129,7 +129,7 @@ def test_leading_dimensions_and_saved_values_change_no_bit(case: Case):
         assert got is None or wanted is None or torch.equal(got.view(wanted.shape), wanted)
 
 
-def test_plain_layers_have_the_bits_of_identity_quantizers():
+def test_layers_without_quantizers_equal_identity_quantizers_bitwise():
     case = Case("none", "quantized", False, True, True, (True, True, True), (32, 2), False, 7)
-    plain, identity = results(case), results(case, dataclasses.replace(spec_of(case), plain=False))
+    plain, identity = results(case), results(case, dataclasses.replace(make_spec(case), plain=False))
     assert all(torch.equal(a, b) for a, b in zip(plain, identity, strict=True))  # pyright: ignore[reportArgumentType]

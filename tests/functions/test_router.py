@@ -1,4 +1,4 @@
-"""The router's public functions: formats of maps, indices, leading dimensions, gradients, losses, rejections."""
+"""The router's public functions: map formats, indices, leading dimensions, gradients, losses, rejections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def topk(logits, k=K, score="softmax", pre=False, groups=(None, None), scale=Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_softmax_over_those_chosen_is_that_of_plain_pytorch(logits, dtype):
+def test_softmax_over_the_top_k_equals_plain_pytorch(logits, dtype):
     x = logits.to(dtype).requires_grad_()
     probs, routing_map = topk(x)
     values, indices = x.float().topk(K)
@@ -47,7 +47,7 @@ def test_leading_dimensions_are_kept(logits):
 
 
 @pytest.mark.parametrize("named", [RoutingMapFormat.BITMAP_U8, 1, "bitmap_u8"])
-def test_a_map_of_bits_equals_the_map_of_bytes(logits, named):
+def test_a_bit_map_equals_the_byte_map(logits, named):
     x = logits.requires_grad_()
     probs, bits = topk(x, routing_map_format=named)
     expected, bytemap = topk(x)
@@ -59,11 +59,11 @@ def test_a_map_of_bits_equals_the_map_of_bytes(logits, named):
     assert torch.equal(probs, expected)
     torch.testing.assert_close(
         mine, theirs, rtol=1e-6, atol=1e-7
-    )  # of two kernels, whose sums have their own order
+    )  # from two kernels, whose sums have their own order
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
-def test_indices_are_written_and_returned_in_place_of_a_map(logits, dtype):
+def test_indices_are_written_and_returned_instead_of_a_map(logits, dtype):
     x = logits.requires_grad_()
     given = torch.full((T, K), -1, dtype=dtype, device=x.device)
     probs, indices = topk(x, score="sigmoid", topk_indices=given)
@@ -75,7 +75,7 @@ def test_indices_are_written_and_returned_in_place_of_a_map(logits, dtype):
     assert torch.equal(mine, theirs)
 
 
-def test_one_expert_of_a_sigmoid_keeps_its_score(logits):
+def test_a_single_sigmoid_expert_keeps_its_score(logits):
     probs, routing_map = topk(logits, 1, "sigmoid", scale=2.0)
     torch.testing.assert_close(probs[routing_map], 2 * logits.amax(1).sigmoid())
 
@@ -86,7 +86,7 @@ def test_experts_come_from_the_best_groups_only(logits):
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_scores_of_all_experts_add_up_to_one_and_have_a_gradient(logits, score):
+def test_scores_over_all_experts_sum_to_one_and_have_a_gradient(logits, score):
     x = logits.requires_grad_()
     routing_map, scores = fused_compute_score_for_moe_aux_loss(x, K, score)
     assert scores.dtype is torch.float32 and (routing_map.sum(1) == K).all()
@@ -102,7 +102,7 @@ def test_scores_of_all_experts_add_up_to_one_and_have_a_gradient(logits, score):
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_the_loss_and_its_gradient_are_those_of_plain_pytorch(device, kind, dynamic):
+def test_the_loss_and_its_gradient_equal_plain_pytorch(device, kind, dynamic):
     probs = torch.rand(T, 2 * E, device=device, requires_grad=True)
     tokens = torch.arange(2 * E, device=device).to(kind)
     total = torch.tensor(T, device=device) if dynamic else T
@@ -152,7 +152,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_a_bad_call_raises(name):
+def test_invalid_router_calls_raise(name):
     call, kind, words = REJECTED[name]
     with pytest.raises(kind, match=words):
         call()
@@ -165,7 +165,7 @@ def route(x, bias):
     return (probs * x).sum() + loss
 
 
-def test_a_compiler_traces_them_whole(logits):
+def test_router_functions_compile_in_one_graph(logits):
     bias = torch.zeros(E, device=logits.device)
     x = logits.requires_grad_()
     compiled = torch.compile(route, fullgraph=True, backend="aot_eager")
@@ -176,7 +176,7 @@ def test_a_compiler_traces_them_whole(logits):
 
 
 @pytest.mark.gpu
-def test_a_graph_captures_them(logits):
+def test_router_functions_are_captured_in_a_graph(logits):
     x, bias = logits.cuda(), torch.zeros(E, device="cuda")
     route(x, bias)
     torch.cuda.synchronize()
@@ -192,7 +192,7 @@ def test_the_names_are_where_clients_import_them():
     assert te.router.fused_moe_aux_loss is fused_moe_aux_loss
 
 
-def counted(logits, bias, k, bounds, bins, mode="two_kernel"):
+def count_margins(logits, bias, k, bounds, bins, mode="two_kernel"):
     histogram = torch.zeros(logits.shape[-1], bins, dtype=torch.int32, device=logits.device)
     limits = torch.tensor(bounds, device=logits.device)
     options = {"qb_histogram": histogram, "qb_bin_bounds": limits, "qb_histogram_mode": mode}
@@ -200,9 +200,9 @@ def counted(logits, bias, k, bounds, bins, mode="two_kernel"):
 
 
 @pytest.mark.parametrize("mode", ["two_kernel", QBHistogramMode.FUSED_ATOMIC])
-def test_margins_of_quantile_balancing_are_counted_and_accumulate(logits, mode):
+def test_quantile_balancing_margins_are_counted_and_accumulate(logits, mode):
     bias = torch.linspace(-0.2, 0.2, E, device=logits.device)
-    (probs, _), histogram = counted(logits, bias, K, (-1.0, 1.0), 16, mode)
+    (probs, _), histogram = count_margins(logits, bias, K, (-1.0, 1.0), 16, mode)
     assert torch.equal(probs, topk(logits, score="sigmoid", bias=bias)[0])
     expected = torch.zeros_like(histogram)
     for token in logits.sigmoid():
@@ -219,9 +219,9 @@ def test_margins_of_quantile_balancing_are_counted_and_accumulate(logits, mode):
     assert histogram.sum() == 2 * T * E
 
 
-def test_margins_of_ties_are_zero_and_outliers_count_in_the_end_bins(device):
+def test_tied_margins_are_zero_and_outliers_count_in_the_end_bins(device):
     x = torch.tensor([[1.0, 1.0, 1.0, -9.0, 9.0]], device=device)
-    (_, chosen), histogram = counted(x, torch.zeros(5, device=device), 2, (0.0, 0.25), 4)
+    (_, chosen), histogram = count_margins(x, torch.zeros(5, device=device), 2, (0.0, 0.25), 4)
     assert chosen.tolist() == [[True, False, False, False, True]]
     assert histogram.tolist() == [[1, 0, 0, 0]] * 3 + [[0, 0, 0, 1], [1, 0, 0, 0]]
 

@@ -26,7 +26,7 @@ def parts(x: torch.Tensor, queries: int, groups: int, interleaved: bool):
 @pytest.mark.parametrize(("queries", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("leading", [(5, 2), (7,), (5, 0), (0,)])
-def test_heads_and_their_gradients_are_those_of_the_definition(device, queries, groups, interleaved, leading):
+def test_heads_and_gradients_equal_the_definition(device, queries, groups, interleaved, leading):
     torch.manual_seed(0)
     x = torch.randn(*leading, (queries + 2 * groups) * SIZE, device=device)
     results = []
@@ -56,7 +56,7 @@ def test_an_unused_part_has_gradient_zero(device):
     assert x.grad is not None and float(x.grad.sum()) == 3 * 2 * SIZE
 
 
-def test_it_compiles_in_one_graph(device):
+def test_splitting_heads_compiles_in_one_graph(device):
     def loss(x):
         q, k, v = split_heads(x, 4, 2, SIZE, True)
         return (q * 2).sum() + (k * v).sum()

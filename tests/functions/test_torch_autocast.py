@@ -1,6 +1,6 @@
-"""torch.autocast changes no bit of a public function, in its forward pass or its backward pass.
+"""torch.autocast changes no bits in a public function's forward or backward pass.
 
-Functions compute in the dtypes of their inputs. Only layers read the dtype of torch.autocast, as the activation dtype;
+Functions compute in their inputs' dtypes. Only layers read torch.autocast's dtype, as the activation dtype;
 tests/module/test_independence.py compares them with inputs cast by hand.
 """
 
@@ -64,13 +64,13 @@ def permute(device, dtype):
     return (x, probs), te.moe_unpermute(y, row_map, probs, map_type="index")
 
 
-def routed(device, dtype):
+def route_tokens(device, dtype):
     logits = matrix(device, ROWS, EXPERTS, dtype=dtype)
     probs, _ = router.fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax", None)
     return (logits,), probs
 
 
-def balanced(device, dtype):
+def balance_loss(device, dtype):
     logits = matrix(device, ROWS, EXPERTS, dtype=dtype)
     _, scores = router.fused_compute_score_for_moe_aux_loss(logits, 2, "softmax")
     tokens = torch.full((EXPERTS,), 8, dtype=torch.int32, device=device)
@@ -85,12 +85,12 @@ def one_input(function: Callable, *shape: int) -> Callable:
     return call
 
 
-def dropped(x):
+def apply_dropout(x):
     torch.manual_seed(4)
     return dropout(x, 0.3)
 
 
-def added(x):
+def add_with_dropout(x):
     torch.manual_seed(4)
     return bias_dropout_add(x, torch.ones(WIDTH, dtype=x.dtype, device=x.device), x, 0.3)
 
@@ -101,13 +101,13 @@ FUNCTIONS: dict[str, Callable] = {
     "apply_rotary_pos_emb": rope,
     "apply_fused_qkv_rotary_pos_emb": packed_rope,
     "moe_permute": permute,
-    "fused_topk_with_score_function": routed,
-    "fused_moe_aux_loss": balanced,
+    "fused_topk_with_score_function": route_tokens,
+    "fused_moe_aux_loss": balance_loss,
     "gelu": one_input(lambda x: activation("gelu", x), ROWS, WIDTH),
     "swiglu": one_input(lambda x: activation("swiglu", x), ROWS, WIDTH),
     "softmax": one_input(lambda x: scaled_softmax(x, 0.5), 2, 4, 16, 16),
-    "dropout": one_input(dropped, ROWS, WIDTH),
-    "bias_dropout_add": one_input(added, ROWS, WIDTH),
+    "dropout": one_input(apply_dropout, ROWS, WIDTH),
+    "bias_dropout_add": one_input(add_with_dropout, ROWS, WIDTH),
 }
 
 
@@ -141,7 +141,7 @@ def test_quantizers_compute_the_same_codes_under_autocast(name, device):
     assert torch.equal(found, expected)
 
 
-def test_a_layer_in_a_function_of_the_user_leaves_autocast_on(device):
+def test_a_layer_in_a_users_function_leaves_autocast_on(device):
     """The state is restored behind a call, also if it fails."""
     layer = te.Linear(WIDTH, WIDTH, device=device)
     x = matrix(device, ROWS, WIDTH)
@@ -154,7 +154,7 @@ def test_a_layer_in_a_function_of_the_user_leaves_autocast_on(device):
         assert (x @ x.t()).dtype == torch.bfloat16
 
 
-def test_operations_of_users_run_under_the_autocast_of_their_chain(device):
+def test_users_operations_run_under_their_chains_autocast(device):
     seen: list[bool] = []
 
     class Watching(te.ops.BasicOperation):
@@ -172,7 +172,7 @@ def test_operations_of_users_run_under_the_autocast_of_their_chain(device):
 
 
 def test_every_autograd_function_of_the_package_has_the_common_base():
-    """Its forward and backward pass run with autocast off; others run code of users, or compute nothing."""
+    """Its forward and backward pass run with autocast off; others run user code, or compute nothing."""
     others = {"_OfTorchs", "_Checkpoint", "GroupCommitFunction", "_AddAuxiliaryLoss", "Function"}
 
     def below(cls: type) -> set[type]:

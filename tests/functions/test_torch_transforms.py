@@ -1,4 +1,4 @@
-"""Forward-mode differentiation and the transforms of torch.func raise errors that name the layer and the remedy.
+"""Forward-mode differentiation and torch.func transforms raise errors that name the layer and the remedy.
 
 A kernel or a cast to codes does not see a tangent or a sample: without an error the tangent would be missing, or wrong.
 """
@@ -11,7 +11,14 @@ from torch.autograd import forward_ad
 
 import transformer_engine.pytorch as te
 from tests.functions.test_torch_autocast import FUNCTIONS
-from tests.module.test_independence import CASES, LAYERS, forward_of, input_of, layer_of, recipe_context
+from tests.module.test_independence import (
+    CASES,
+    LAYERS,
+    bind_forward,
+    make_layer,
+    recipe_context,
+    sample_input,
+)
 from tests.tensor.quantizer_cases import QUANTIZED, quantizer_of
 
 pytestmark = pytest.mark.usefixtures("emulated")
@@ -19,40 +26,42 @@ pytestmark = pytest.mark.usefixtures("emulated")
 MODES = ["recorded", "frozen", "no_grad"]
 
 
-def applied(name, recipe, mode, device):
-    """A layer's call as a function of its input, and the input."""
-    layer = layer_of(name, device).eval()
+def bind_layer(name, recipe, mode, device):
+    """A layer's call as a function that takes the input, and the input."""
+    layer = make_layer(name, device).eval()
     if mode == "frozen":
         layer.requires_grad_(False)
-    forward = forward_of(name, layer)
+    forward = bind_forward(name, layer)
 
     def call(x):
         with torch.set_grad_enabled(mode != "no_grad"), recipe_context(recipe):
             return forward(x)
 
-    return call, input_of(name, device).detach()
+    return call, sample_input(name, device).detach()
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_forward_mode_raises_with_the_remedy(name, recipe, mode, device):
-    call, x = applied(name, recipe, mode, device)
+    call, x = bind_layer(name, recipe, mode, device)
     words = "does not support forward-mode differentiation; compute gradients in reverse mode"
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=words):
         call(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-def by_torch(name: str) -> bool:
-    """Attention that autograd records in operations of torch supports torch.func.grad."""
+def is_torch_attention(name: str) -> bool:
+    """Attention that autograd records as torch operations supports torch.func.grad."""
     return name.startswith("DotProductAttention")
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("name", "recipe"), [case for case in CASES if not by_torch(case.values[0])])
+@pytest.mark.parametrize(
+    ("name", "recipe"), [case for case in CASES if not is_torch_attention(case.values[0])]
+)
 def test_transforms_raise_with_the_remedy(name, recipe, mode, device):
-    call, x = applied(name, recipe, mode, device)
+    call, x = bind_layer(name, recipe, mode, device)
     words = r"does not support the transforms of torch\.func .*torch\.autograd\.grad or backward\(\)"
     with pytest.raises(RuntimeError, match=words):
         torch.func.grad(lambda x: call(x).sum())(x)
@@ -63,9 +72,9 @@ def test_transforms_raise_with_the_remedy(name, recipe, mode, device):
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "Sequential", "LayerNorm"])
-def test_layers_compute_within_a_level_of_other_tensors(name, device):
-    """A level of forward-mode differentiation that does not reach the layer changes nothing."""
-    call, x = applied(name, "none", "recorded", device)
+def test_layers_compute_inside_a_forward_mode_level_for_other_tensors(name, device):
+    """A forward-mode level that does not reach the layer changes nothing."""
+    call, x = bind_layer(name, "none", "recorded", device)
     expected = call(x)
     with forward_ad.dual_level():
         assert torch.equal(call(x), expected)
@@ -85,7 +94,7 @@ def test_the_error_names_the_layer(device):
                 torch.func.vmap(layer)(x[None])
 
 
-def test_the_error_names_the_operation_of_rows(device):
+def test_the_error_names_the_row_operation(device):
     x, sizes, order = torch.randn(4, 16, device=device), torch.tensor([1, 3]), torch.tensor([1, 0])
     sizes, order = sizes.to(device), order.to(device)
     for call, words in (
@@ -104,7 +113,7 @@ def test_the_error_names_the_operation_of_rows(device):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_do_not_lose_a_tangent(name, device, monkeypatch):
+def test_functions_reject_tangents_instead_of_dropping_them(name, device, monkeypatch):
     def dual(device, *shape, dtype=torch.float32, seed=0):
         generator = torch.Generator().manual_seed(seed)
         x = torch.rand(shape, generator=generator).to(device, dtype)
@@ -119,7 +128,7 @@ def test_functions_do_not_lose_a_tangent(name, device, monkeypatch):
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_quantizers_do_not_lose_a_tangent(name, device):
+def test_quantizers_reject_tangents_instead_of_dropping_them(name, device):
     quantizer, x = quantizer_of(name, device), torch.randn(128, 64, device=device)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="a quantizer does not support"):
         quantizer(forward_ad.make_dual(x, torch.ones_like(x)))

@@ -1,4 +1,4 @@
-"""Bad calls of attention: sequences, masks, rotations, biases and caches that do not fit the other tensors."""
+"""Bad attention calls: sequences, masks, rotations, biases and caches that do not fit the other tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from tests.fuzz.bad_values import NOT_A_TENSOR, Call, Made
-from tests.fuzz.forward_calls import RECIPES, of_forward, tensor
+from tests.fuzz.forward_calls import RECIPES, make_forward_call, tensor
 
 TOKENS = 12
 OFF: dict[str, Any] = {"attention_dropout": 0.0, "device": "cpu"}
@@ -22,7 +22,7 @@ def masked(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bool)
 
 
-# Instead of bounds(0, 5, 12) of twelve packed tokens, of which a sequence has seven at most.
+# Instead of bounds(0, 5, 12) for twelve packed tokens, at most seven per sequence.
 BOUNDS = (
     *NOT_A_TENSOR,
     [0, 5, 12],
@@ -52,7 +52,7 @@ STARTS = (
 )
 LONGEST = (2.5, "7", -1, 3, [7])
 UNPACKED_MASKS = ("no_mask", "causal", "arbitrary", "causal_bottom_right")
-# Instead of masked(2, 1, 1, 4) of two sequences of four tokens.
+# Instead of masked(2, 1, 1, 4) for two sequences with four tokens.
 PADDING = (*NOT_A_TENSOR, masked(2, 1, 1, 5), masked(3, 1, 1, 4), masked(4), masked(),
            (masked(2, 1, 1, 4),) * 3, (masked(2, 1, 1, 4), 3))  # fmt: skip
 DENSE_BOUNDS = (
@@ -63,10 +63,10 @@ DENSE_BOUNDS = (
     bounds(0, 2),
     bounds(0, 1, 2, 3),
 )
-# Instead of angles [4, 1, 1, 8] of heads with eight features.
+# Instead of angles [4, 1, 1, 8] for heads with eight features.
 ANGLES = (tensor(3, 1, 1, 8), tensor(4, 1, 1, 16), tensor(4, 1, 1, 8, dtype=torch.int64), (tensor(4, 1, 1, 8),) * 3,
           (tensor(4, 1, 1, 8), tensor(3, 1, 1, 8)), (tensor(4, 1, 1, 8), None), tensor(0, 1, 1, 8))  # fmt: skip
-# Instead of a bias [1, 4, 4, 4] of four heads and four tokens.
+# Instead of a bias [1, 4, 4, 4] for four heads and four tokens.
 BIASES = (*NOT_A_TENSOR, None, tensor(4, 4), tensor(1, 4, 4, 5), tensor(1, 3, 4, 4), tensor(3, 4, 4, 4),
           tensor(1, 4, 4, 4, dtype=torch.int64), tensor(1, 4, 4, 4, device="meta"))  # fmt: skip
 SLOPES = (*NOT_A_TENSOR, tensor(3), tensor(4, dtype=torch.int64), tensor(3, 4), tensor(), tensor(2, 2, 4),
@@ -74,7 +74,7 @@ SLOPES = (*NOT_A_TENSOR, tensor(3), tensor(4, dtype=torch.int64), tensor(3, 4), 
 
 
 def attention_calls() -> list[Call]:
-    """Return bad calls of attention alone and of the layers that contain it."""
+    """Bad calls to attention alone and to the layers that contain it."""
     calls = [*_packed(), *_padded(), *_cached(), _pre_step()]
     for name in ("high precision", "delayed"):
         calls += _layers(name)
@@ -90,12 +90,12 @@ def _packed() -> list[Call]:
     both = {**good, "cu_seqlens_kv": bounds(0, 5, 12)}
     gaps = {**good, "cu_seqlens_q": bounds(0, 5, 11), "cu_seqlens_q_padded": bounds(0, 6, 12)}
     return [
-        of_forward("DotProductAttention.forward, packed sequences", layer, good,
+        make_forward_call("DotProductAttention.forward, packed sequences", layer, good,
                    {"cu_seqlens_q": (*BOUNDS, None), "max_seqlen_q": LONGEST, "max_seqlen_kv": LONGEST,
                     "attn_mask_type": UNPACKED_MASKS, "qkv_format": ("sbhd", "bshd")}),
-        of_forward("DotProductAttention.forward, packed keys", layer, both,
+        make_forward_call("DotProductAttention.forward, packed keys", layer, both,
                    {"cu_seqlens_kv": (*BOUNDS, bounds(0, 12), bounds(0, 4, 8, 12))}),
-        of_forward("DotProductAttention.forward, gaps", layer, gaps, {"cu_seqlens_q_padded": STARTS}),
+        make_forward_call("DotProductAttention.forward, gaps", layer, gaps, {"cu_seqlens_q_padded": STARTS}),
     ]  # fmt: skip
 
 
@@ -114,11 +114,11 @@ def _padded() -> list[Call]:
         masked(1, 1, 1, 4, 4),
     )
     return [
-        of_forward("DotProductAttention.forward, padding mask", layer,
+        make_forward_call("DotProductAttention.forward, padding mask", layer,
                    {**padding, "attention_mask": masked(2, 1, 1, 4)}, {"attention_mask": (*PADDING, None)}),
-        of_forward("DotProductAttention.forward, lengths", layer, {**padding, "cu_seqlens_q": bounds(0, 3, 5)},
+        make_forward_call("DotProductAttention.forward, lengths", layer, {**padding, "cu_seqlens_q": bounds(0, 3, 5)},
                    {"cu_seqlens_q": (*DENSE_BOUNDS, None), "cu_seqlens_kv": DENSE_BOUNDS}),
-        of_forward("DotProductAttention.forward, arbitrary mask", layer,
+        make_forward_call("DotProductAttention.forward, arbitrary mask", layer,
                    {**qkv, "attn_mask_type": "arbitrary", "attention_mask": masked(1, 1, 4, 4)},
                    {"attention_mask": arbitrary}),
     ]  # fmt: skip
@@ -176,19 +176,19 @@ def _layers(name: str) -> list[Call]:
     ):
         padding = {**x, mask: "padding"}
         calls += [
-            of_forward(f"{kind}.forward, bias, {name}", layer, biased, {"core_attention_bias": BIASES}, under=under),
-            of_forward(f"{kind}.forward, slopes, {name}", layer, sloped, {"alibi_slopes": SLOPES}, under=under),
-            of_forward(f"{kind}.forward, rotation, {name}", layer, turned, {"rotary_pos_emb": ANGLES}, under=under),
-            of_forward(f"{kind}.forward, padding mask, {name}", layer,
+            make_forward_call(f"{kind}.forward, bias, {name}", layer, biased, {"core_attention_bias": BIASES}, under=under),
+            make_forward_call(f"{kind}.forward, slopes, {name}", layer, sloped, {"alibi_slopes": SLOPES}, under=under),
+            make_forward_call(f"{kind}.forward, rotation, {name}", layer, turned, {"rotary_pos_emb": ANGLES}, under=under),
+            make_forward_call(f"{kind}.forward, padding mask, {name}", layer,
                        {**padding, "attention_mask": masked(2, 1, 1, 4)},
                        {"attention_mask": (*PADDING, None)}, under=under),
-            of_forward(f"{kind}.forward, lengths, {name}", layer, {**padding, "cu_seqlens_q": bounds(0, 3, 5)},
+            make_forward_call(f"{kind}.forward, lengths, {name}", layer, {**padding, "cu_seqlens_q": bounds(0, 3, 5)},
                        {"cu_seqlens_q": (*DENSE_BOUNDS, None)}, under=under),
         ]  # fmt: skip
     packed = {"hidden_states": tensor(TOKENS, 32), "cu_seqlens_q": bounds(0, 5, 12), "max_seqlen_q": 7,
               "max_seqlen_kv": 7, "rotary_pos_emb": tensor(7, 1, 1, 8)}  # fmt: skip
     calls.append(
-        of_forward(
+        make_forward_call(
             f"MultiheadAttention.forward, packed sequences, {name}",
             lambda: te.MultiheadAttention(32, 4, qkv_format="thd", attn_mask_type="padding_causal", **OFF),
             packed,

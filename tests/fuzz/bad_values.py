@@ -1,4 +1,4 @@
-"""Values that no argument of a kind can take, by kind; `Call` is a callable with arguments that it does take."""
+"""Values that no argument of a given type accepts; `Call` is a callable with arguments that it accepts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Made:
 class Call:
     """A function that makes a callable, and the values that each of its arguments must reject.
 
-    context   context manager of the calls
+    context   context manager for the calls
     stateful  the rejected calls are also made before the first accepted one
     """
 
@@ -62,20 +62,20 @@ class Call:
         return [(name, value) for name, values in self.bad.items() for value in values]
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A bad value in a test's failure message; two cases with the same text are one."""
     if isinstance(value, torch.Tensor):
         return f"{type(value).__name__}({value.dtype}, {list(value.shape)}, {value.device})"
     if isinstance(value, numpy.ndarray):
         return f"ndarray({value.dtype}, {list(value.shape)})"
     if isinstance(value, (list, tuple)):
-        inside = ", ".join(map(shown, value))
+        inside = ", ".join(map(format_value, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
     return repr(value)
 
 
 def names_it(message: str, value: Any) -> bool:
-    """Does the message hold the value, its type, its shape or its dtype?"""
+    """Whether the message contains the value, its type, its shape or its dtype."""
     told = {type(value).__name__}
     if not isinstance(value, torch.Tensor):  # whose elements take long to print
         told.add(repr(value))

@@ -1,4 +1,4 @@
-"""Bad calls of the parts of a mixture of experts (permutation, router, padding) and of the optimizers' methods."""
+"""Bad calls to mixture-of-experts functions (permutation, router, padding) and to the optimizers' methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBS = (*WRONG_KIND, tensor(4, 3))
 
 
 def expert_calls() -> list[Call]:
-    """Return one call per function."""
+    """One call per function."""
     return [*_permutation(), *_router(), *_padding(), *_optimizers()]
 
 

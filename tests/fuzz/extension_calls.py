@@ -1,4 +1,4 @@
-"""Bad calls of the flat names of transformer_engine_torch and of their wrappers."""
+"""Bad calls to transformer_engine_torch's flat names and their wrappers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ FLOAT32 = te.DType.kFloat32
 NUMBERED = (99, "float32x", None, 2.5)
 
 
-def _of(name: str, function: Callable[..., Any], arguments: dict[str, Any], bad: dict[str, Any]) -> Call:
+def _make_call(
+    name: str, function: Callable[..., Any], arguments: dict[str, Any], bad: dict[str, Any]
+) -> Call:
     return Call(f"tex.{name}", lambda: Made(function, arguments), bad)
 
 
 def extension_calls() -> list[Call]:
-    """Return one call per function."""
+    """One call per function."""
     return [*_activations(), *_norms(), *_softmaxes(), *_casts(), *_products(), *_attention(), *_others()]
 
 
@@ -39,14 +41,14 @@ def _activations() -> list[Call]:
         odd = (tensor(8, 31), tensor()) if gated else ()
         extra = {"limit": NUMBER, "alpha": NUMBER} if name == "clamped_swiglu" else {}
         inputs = (*WRONG_KIND, *INTEGERS, *odd)
-        calls.append(_of(name, getattr(tex, name), {"input": x, "quantizer": None},
+        calls.append(_make_call(name, getattr(tex, name), {"input": x, "quantizer": None},
                          {"input": inputs, "quantizer": QUANTIZER, **extra}))  # fmt: skip
         bad = {"grad": (*WRONG_KIND, *INTEGERS, tensor(8, 5)), "fwd_input": (*inputs, tensor(7, 32)),
                "quantizer": QUANTIZER, **extra}  # fmt: skip
         for function in (back, f"dbias_{back}"):
             if hasattr(tex, function):
                 calls.append(
-                    _of(
+                    _make_call(
                         function, getattr(tex, function), {"grad": dy, "fwd_input": x, "quantizer": None}, bad
                     )
                 )
@@ -73,12 +75,12 @@ def _norms() -> list[Call]:
            "ln_out": (3, "out", tensor(3)), "zero_centered_gamma": FLAG}  # fmt: skip
     bad_backward = {"dz": matrix, "x": matrix, "rsigma": rows, "gamma": vector, "zero_centered_gamma": FLAG}
     return [
-        _of("layernorm_fwd", tex.layernorm_fwd, {**forward, "bias": gamma.clone()},
+        _make_call("layernorm_fwd", tex.layernorm_fwd, {**forward, "bias": gamma.clone()},
             {**bad, "bias": tuple(value for value in vector if value is not None)}),
-        _of("rmsnorm_fwd", tex.rmsnorm_fwd, forward, bad),
-        _of("layernorm_bwd", tex.layernorm_bwd, {**backward, "mu": statistic.clone()}, {**bad_backward, "mu": rows}),
-        _of("rmsnorm_bwd", tex.rmsnorm_bwd, backward, bad_backward),
-        _of("rmsnorm_bwd_add", tex.rmsnorm_bwd_add, {**backward, "add": x.clone()}, {**bad_backward, "add": matrix}),
+        _make_call("rmsnorm_fwd", tex.rmsnorm_fwd, forward, bad),
+        _make_call("layernorm_bwd", tex.layernorm_bwd, {**backward, "mu": statistic.clone()}, {**bad_backward, "mu": rows}),
+        _make_call("rmsnorm_bwd", tex.rmsnorm_bwd, backward, bad_backward),
+        _make_call("rmsnorm_bwd_add", tex.rmsnorm_bwd_add, {**backward, "add": x.clone()}, {**bad_backward, "add": matrix}),
     ]  # fmt: skip
 
 
@@ -96,7 +98,7 @@ def _softmaxes() -> list[Call]:
             **({"mask": tensor(2, 1, 8, 8).bool()} if masked else {}),
         }
         calls.append(
-            _of(
+            _make_call(
                 f"{name}_forward",
                 getattr(tex, f"{name}_forward"),
                 arguments,
@@ -104,7 +106,7 @@ def _softmaxes() -> list[Call]:
             )
         )
         grad = "output_grads" if "upper" in name else "output_grad"
-        calls.append(_of(f"{name}_backward", getattr(tex, f"{name}_backward"),
+        calls.append(_make_call(f"{name}_backward", getattr(tex, f"{name}_backward"),
                          {grad: x, "softmax_results": x.clone(), "scale_factor": 1.0},
                          {grad: (*wrong, tensor(2, 4, 8, 4)), "softmax_results": (*wrong, tensor(2, 4, 8, 4)),
                           "scale_factor": (*NUMBER, None)}))  # fmt: skip
@@ -116,29 +118,29 @@ def _casts() -> list[Call]:
     quantized = quantizer.quantize(tensor(32, 32))
     x = tensor(32, 32)
     return [
-        _of("quantize", tex.quantize, {"tensor": x, "quantizer": quantizer},
+        _make_call("quantize", tex.quantize, {"tensor": x, "quantizer": quantizer},
             {"tensor": (*WRONG_KIND, tensor(32, 32, dtype=torch.int64)), "quantizer": (*QUANTIZER, None),
              "output": (3, x.clone())}),
-        _of("dequantize", tex.dequantize, {"input": quantized, "otype": FLOAT32},
+        _make_call("dequantize", tex.dequantize, {"input": quantized, "otype": FLOAT32},
             {"input": (3, "codes", None), "otype": NUMBERED}),
-        _of("bgrad_quantize", tex.bgrad_quantize, {"input": x, "quantizer": quantizer},
+        _make_call("bgrad_quantize", tex.bgrad_quantize, {"input": x, "quantizer": quantizer},
             {"input": (*WRONG_KIND, tensor(32, 32, dtype=torch.int64), tensor()), "quantizer": QUANTIZER}),
-        _of("multi_tensor_quantize", tex.multi_tensor_quantize, {"tensor_list": [x], "quantizer_list": [quantizer]},
+        _make_call("multi_tensor_quantize", tex.multi_tensor_quantize, {"tensor_list": [x], "quantizer_list": [quantizer]},
             {"tensor_list": (3, None, [3], [x, x]), "quantizer_list": (3, None, [3], [quantizer] * 2)}),
-        _of("split_quantize", tex.split_quantize,
+        _make_call("split_quantize", tex.split_quantize,
             {"tensor": x, "split_sections": [16, 16], "quantizer_list": [None, None]},
             {"tensor": (*WRONG_KIND, tensor()),
              "split_sections": (3, None, [16, 17], [-1, 33], [16.5, 15.5], ["16", "16"]),
              "quantizer_list": (3, None, [None], [3, 3])}),
-        _of("create_empty_quantized_tensor", tex.create_empty_quantized_tensor,
+        _make_call("create_empty_quantized_tensor", tex.create_empty_quantized_tensor,
             {"quantizer": quantizer, "shape": (32, 32), "dtype": FLOAT32},
             {"quantizer": (*QUANTIZER, None), "shape": (3, "ab", None, (-32, 32)), "dtype": NUMBERED}),
-        _of("compute_amax", tex.compute_amax, {"input": x, "amax": tensor(1)},
+        _make_call("compute_amax", tex.compute_amax, {"input": x, "amax": tensor(1)},
             {"input": (*WRONG_KIND, tensor(4, dtype=torch.int64)), "amax": (*WRONG_KIND, tensor(2))}),
-        _of("fp8_transpose", tex.fp8_transpose, {"input": tensor(8, 32, dtype=torch.uint8), "dtype": 7},
+        _make_call("fp8_transpose", tex.fp8_transpose, {"input": tensor(8, 32, dtype=torch.uint8), "dtype": 7},
             {"input": (*WRONG_KIND, tensor(8, 32), tensor(dtype=torch.uint8)),
              "out": (3, tensor(8, 32, dtype=torch.uint8))}),
-        _of("swap_first_dims", tex.swap_first_dims, {"tensor": tensor(4, 8, 2)},
+        _make_call("swap_first_dims", tex.swap_first_dims, {"tensor": tensor(4, 8, 2)},
             {"tensor": (*WRONG_KIND, tensor(4), tensor()), "out": (3, tensor(4, 8, 2))}),
     ]  # fmt: skip
 
@@ -153,8 +155,8 @@ def _products() -> list[Call]:
     grouped = {"A": [a, a.clone()], "B": [b, b.clone()], "out": [tensor(8, 16), tensor(8, 16)]}
     lists = (3, None, [a], [3, 4], a)
     return [
-        _of("general_gemm", cpp_extensions.general_gemm, {"A": a, "B": b}, bad),
-        _of("general_grouped_gemm", cpp_extensions.general_grouped_gemm, grouped,
+        _make_call("general_gemm", cpp_extensions.general_gemm, {"A": a, "B": b}, bad),
+        _make_call("general_grouped_gemm", cpp_extensions.general_grouped_gemm, grouped,
             {"A": lists, "B": lists, "out": (3, None, [tensor(8, 16)], [3, 4], [tensor(3), tensor(3)]),
              "layout": (WORD, 3, None), "m_splits": (3, "8"), "use_bias": (True, *FLAG), "gelu": FLAG, "grad": FLAG,
              "bias": (3, [3, 4])}),
@@ -176,7 +178,7 @@ def _attention() -> list[Call]:
     heads = (*WRONG_KIND, tensor(2, 4, 2, 15), tensor(4, 16), tensor())
     numbers = (99, "x", None, 2.5)
     return [
-        _of("fused_attn_fwd with keywords", cpp_extensions.fused_attn_fwd, arguments,
+        _make_call("fused_attn_fwd with keywords", cpp_extensions.fused_attn_fwd, arguments,
             {"q": heads, "k": heads, "v": (*WRONG_KIND, tensor(2, 3, 2, 16), tensor(4, 16), tensor()),
              "fake_dtype": ("float32", None, torch.int32, 3),
              "fused_attention_backend": (kinds.NVTE_No_Backend, "F16", None), "qkv_layout": (WORD, 3, None),
@@ -184,14 +186,14 @@ def _attention() -> list[Call]:
              "attn_scale": NUMBER, "dropout": RATE, "attn_bias": (3, "bias"),
              "cu_seqlens_q": (3, None, [0, 4, 8], tensor(3)), "cu_seqlens_kv": (3, None, [0, 4, 8], tensor(3)),
              "window_size": (5, (1,), (1.5, 2), "ab", None), "o_quantizer": QUANTIZER, "is_training": FLAG}),
-        _of("get_fused_attn_backend", tex.get_fused_attn_backend, query,
+        _make_call("get_fused_attn_backend", tex.get_fused_attn_backend, query,
             {"q_dtype": numbers, "kv_dtype": numbers, "qkv_layout": numbers, "bias_type": numbers,
              "attn_mask_type": numbers, "softmax_type": numbers, "p_dropout": RATE, "num_attn_heads": (0, -1, 2.5, "4"),
              "num_gqa_groups": (0, -1, 3, 2.5), "max_seqlen_q": (-1, 2.5, "8"), "max_seqlen_kv": (-1, 2.5, "8"),
              "head_dim_qk": (0, -1, 2.5), "head_dim_v": (0, -1, 2.5), "window_size_left": (1.5, "1", None)}),
-        _of("fa_prepare_fwd", tex.fa_prepare_fwd, {"qkvi": tensor(4, 2, 2, 48)},
+        _make_call("fa_prepare_fwd", tex.fa_prepare_fwd, {"qkvi": tensor(4, 2, 2, 48)},
             {"qkvi": (*WRONG_KIND, tensor(4, 2, 2, 47), tensor(4, 48), tensor())}),
-        _of("fa_prepare_bwd", tex.fa_prepare_bwd, {"q": q, "k": q.clone(), "v": q.clone()},
+        _make_call("fa_prepare_bwd", tex.fa_prepare_bwd, {"q": q, "k": q.clone(), "v": q.clone()},
             {"q": (*WRONG_KIND, tensor(2, 4, 2, 15)), "k": (*WRONG_KIND, tensor(2, 4, 2, 15)), "v": WRONG_KIND}),
     ]  # fmt: skip
 
@@ -202,13 +204,13 @@ def _others() -> list[Call]:
              "amax_compute_algo": "max", "fp8_dtype": te.DType.kFloat8E4M3, "margin": 0}  # fmt: skip
     rates = (-0.1, 1.5, float("nan"), "0.1", None)
     return [
-        _of("dropout_fwd", tex.dropout_fwd, {"input": x, "dropout_probability": 0.5},
+        _make_call("dropout_fwd", tex.dropout_fwd, {"input": x, "dropout_probability": 0.5},
             {"input": (*WRONG_KIND, *INTEGERS), "dropout_probability": rates, "out": (3, tensor(3))}),
-        _of("dropout_bwd", tex.dropout_bwd,
+        _make_call("dropout_bwd", tex.dropout_bwd,
             {"grad_output": x, "mask": tensor(32, dtype=torch.uint8), "dropout_probability": 0.5},
             {"grad_output": (*WRONG_KIND, *INTEGERS), "mask": (*WRONG_KIND, tensor(31, dtype=torch.uint8), tensor(32)),
              "dropout_probability": rates, "grad_input": (3, tensor(3))}),
-        _of("fused_amax_and_scale_update_after_reduction", tex.fused_amax_and_scale_update_after_reduction, state,
+        _make_call("fused_amax_and_scale_update_after_reduction", tex.fused_amax_and_scale_update_after_reduction, state,
             {"amax_reduction_buffer": (*WRONG_KIND, tensor(3)),
              "amax_histories": (3, None, [3], [tensor(4, 3)], [tensor(2)]),
              "scales": (3, None, [3], [tensor(3)], [tensor(2, dtype=torch.int64)]), "amax_compute_algo": (*NAME, None),

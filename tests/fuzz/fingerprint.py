@@ -1,6 +1,6 @@
 """fingerprint(objects) = {place: value}: all state that a rejected call could have changed.
 
-Tensors count with their bytes, their gradients and their identity, objects of the package with all their attributes.
+Tensors count with their bytes, gradients and identity, package objects with all their attributes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from transformer_engine.pytorch.quantization.autocast import here, snapshot
 from transformer_engine.pytorch.runtime import device_checks
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, torch.Size)
-# Caches keyed by shapes and names: no result depends on the order of calls.
+# Caches keyed by shapes and names: no result depends on the call order.
 MEMORIES = ("_foreseen", "_plans")
 OURS = ("transformer_engine", "transformer_engine_torch")
 
 
 def fingerprint(*watched: Any) -> dict[str, Any]:
-    """Return the current state of the watched objects and of the process."""
+    """Current state of the watched objects and the process."""
     found: dict[str, Any] = {}
     visit = _Visit(found)
     for number, value in enumerate(watched):
@@ -54,7 +54,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def _process() -> dict[str, Any]:
-    """State that belongs to no object of the caller's."""
+    """State that belongs to none of the caller's objects."""
     return {
         "torch random state": torch.get_rng_state().numpy().tobytes(),
         "cuda random state": torch.cuda.get_rng_state().numpy().tobytes()
@@ -119,7 +119,7 @@ class _Visit:
             self.found[place] = (type(value).__name__, id(value))
 
     def _tensor(self, place: str, value: torch.Tensor) -> None:
-        # The version is raised by writes in place, of the same bits too.
+        # In-place writes raise the version, even if the bits stay the same.
         self.found[place] = (
             type(value).__name__,
             id(value),
@@ -154,7 +154,7 @@ class _Kind(enum.Enum):
     PLAIN, FUNCTION, TENSOR, MAPPING, SEQUENCE, GENERATOR, OBJECT, OTHER = range(8)
 
 
-@functools.cache  # checking against abstract classes and tuples of types takes half of a fingerprint's time
+@functools.cache  # checking against abstract classes and type tuples takes half a fingerprint's time
 def _kind(of: type) -> _Kind:
     kinds = {
         PLAIN: _Kind.PLAIN,

@@ -1,4 +1,4 @@
-"""Bad calls of constructed layers: their forward passes, with and without recipes."""
+"""Bad calls to constructed layers: their forward passes, with and without recipes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SWITCHES = {"is_first_microbatch": FLAG}
 RESULTS = {"fp8_output": FLAG, "fp8_grad": FLAG}
 
 
-def of_forward(
+def make_forward_call(
     name: str,
     layer: Callable[[], torch.nn.Module],
     arguments: dict[str, Any],
@@ -61,7 +61,7 @@ def of_forward(
 
 
 def forward_calls() -> list[Call]:
-    """Return calls of every layer; layers with matrix products under every recipe."""
+    """Calls to every layer; layers with matrix products under every recipe."""
     calls = [*_norms(), *_dot_product_attention(), *_inference(), *_composites()]
     for name, under in RECIPES.items():
         calls += _products(name, under)
@@ -73,13 +73,13 @@ def _products(name: str, under: recipe.Recipe | None) -> list[Call]:
     splits = (None, 3, [32], [16, 15], [-1, 33], [16.5, 15.5], "22", torch.tensor([16.5, 15.5]), [16, 16, 0],
               torch.tensor([[16, 16]]), {"a": 32})  # fmt: skip
     return [
-        of_forward(f"Linear, {name}", lambda: te.Linear(32, 32, device="cpu"), x,
+        make_forward_call(f"Linear, {name}", lambda: te.Linear(32, 32, device="cpu"), x,
                  {"inp": ROWS}, SWITCHES, RESULTS, under=under),
-        of_forward(f"LayerNormLinear, {name}", lambda: te.LayerNormLinear(32, 32, device="cpu"), x,
+        make_forward_call(f"LayerNormLinear, {name}", lambda: te.LayerNormLinear(32, 32, device="cpu"), x,
                  {"inp": ROWS}, SWITCHES, RESULTS, under=under),
-        of_forward(f"LayerNormMLP, {name}", lambda: te.LayerNormMLP(32, 32, device="cpu"), x,
+        make_forward_call(f"LayerNormMLP, {name}", lambda: te.LayerNormMLP(32, 32, device="cpu"), x,
                  {"inp": ROWS}, SWITCHES, under=under),
-        of_forward(f"GroupedLinear, {name}", lambda: te.GroupedLinear(2, 32, 32, device="cpu"),
+        make_forward_call(f"GroupedLinear, {name}", lambda: te.GroupedLinear(2, 32, 32, device="cpu"),
                  {**x, "m_splits": [16, 16]},
                  {"inp": (*ROWS, tensor(32, 32).to_sparse()), "m_splits": splits}, SWITCHES, under=under),
     ]  # fmt: skip
@@ -92,17 +92,17 @@ def _norms() -> list[Call]:
     scores = (*WRONG_KIND, tensor(4), tensor(1, 2, 4, 4, dtype=torch.int64))
     masks = (*NOT_A_TENSOR, tensor(3, 3).bool(), tensor(1, 1, 5, 4).bool())
     return [
-        *(of_forward(f"{name}.forward", lambda kind=kind: kind(32, device="cpu"), {"input": tensor(4, 32)},
+        *(make_forward_call(f"{name}.forward", lambda kind=kind: kind(32, device="cpu"), {"input": tensor(4, 32)},
                    {"input": inputs}) for name, kind in names.items()),
-        of_forward("L2Normalization.forward", L2Normalization, {"x": tensor(4, 32)},
+        make_forward_call("L2Normalization.forward", L2Normalization, {"x": tensor(4, 32)},
                  {"x": (*WRONG_KIND, tensor(4, 32, dtype=torch.int64))}),
-        of_forward("DropPath.forward", lambda: DropPath(0.5), {"hidden_state": tensor(4, 4, 32)},
+        make_forward_call("DropPath.forward", lambda: DropPath(0.5), {"hidden_state": tensor(4, 4, 32)},
                  {"hidden_state": (*WRONG_KIND, tensor(4), tensor(4, 4, 32, dtype=torch.int64))}),
-        of_forward("FusedScaleMaskSoftmax.forward", lambda: FusedScaleMaskSoftmax(torch.add),
+        make_forward_call("FusedScaleMaskSoftmax.forward", lambda: FusedScaleMaskSoftmax(torch.add),
                  {"inp": tensor(1, 2, 4, 4), "mask": None, "attn_mask_type": "causal"},
                  {"inp": scores, "mask": masks, "attn_mask_type": (*NAME, None),
                   "scale": ("1", NAN, [1.0])}),
-        of_forward("RotaryPositionEmbedding.forward", lambda: te.RotaryPositionEmbedding(16), {"max_seq_len": 8},
+        make_forward_call("RotaryPositionEmbedding.forward", lambda: te.RotaryPositionEmbedding(16), {"max_seq_len": 8},
                  {"max_seq_len": (-1, 2.5, "8", None), "offset": (NAN, "8", None)}),
     ]  # fmt: skip
 
@@ -146,22 +146,22 @@ def _dot_product_attention() -> list[Call]:
         "kv_layer": (tensor(4, 2, 2, 4, 16),),
     }
     calls = [
-        of_forward("DotProductAttention.forward", layer, qkv, own, CALL),
-        of_forward("DotProductAttention.forward, fp8", layer, qkv,
+        make_forward_call("DotProductAttention.forward", layer, qkv, own, CALL),
+        make_forward_call("DotProductAttention.forward, fp8", layer, qkv,
                  {name: values for name, values in {**own, **CALL}.items() if name != "fp8_output"},
                  under=ATTENTION_RECIPE),
-        of_forward("DotProductAttention.forward, bias", layer, biased,
+        make_forward_call("DotProductAttention.forward, bias", layer, biased,
                  {"core_attention_bias": (*NOT_A_TENSOR, None, tensor(4, 4), tensor(1, 4, 4, 5), tensor(1, 3, 4, 4),
                                           tensor(1, 4, 4, 4, dtype=torch.int64),
                                           tensor(1, 4, 4, 4, dtype=torch.bool), tensor(1, 4, 4, 4, device="meta"))}),
-        of_forward("DotProductAttention.forward, slopes", layer, sloped,
+        make_forward_call("DotProductAttention.forward, slopes", layer, sloped,
                  {"alibi_slopes": (*NOT_A_TENSOR, tensor(3), tensor(4, dtype=torch.int64), tensor(3, 4), tensor(),
                                    tensor(4, dtype=torch.bool), tensor(4, device="meta"))}),
-        of_forward("DotProductAttention.forward, packed", layer, {"qkv_layer": packed},
+        make_forward_call("DotProductAttention.forward, packed", layer, {"qkv_layer": packed},
                  {"qkv_layer": (*NOT_A_TENSOR, tensor(4, 2, 2, 4, 16), tensor(4, 16), tensor()),
                   "query_layer": (HEADS,), "key_layer": (HEADS,), "value_layer": (HEADS,),
                   "kv_layer": (tensor(4, 2, 2, 4, 16),), "qkv_interleave_dim": (0, 5, "3", -1, None, 2.5)}),
-        of_forward("DotProductAttention.forward, kv packed", layer,
+        make_forward_call("DotProductAttention.forward, kv packed", layer,
                  {"query_layer": HEADS, "kv_layer": tensor(4, 2, 2, 4, 16)},
                  {"kv_layer": (*NOT_A_TENSOR, tensor(4, 2, 3, 4, 16), tensor()), "key_layer": (HEADS,),
                   "query_layer": (*NOT_A_TENSOR, None), "value_layer": (HEADS,)}),
@@ -209,18 +209,18 @@ def _composites() -> list[Call]:
     calls = []
     for name, under in (("high precision", None), ("delayed", RECIPES["delayed"])):
         calls += [
-            of_forward(f"MultiheadAttention.forward, {name}", lambda: te.MultiheadAttention(32, 4, **off),
+            make_forward_call(f"MultiheadAttention.forward, {name}", lambda: te.MultiheadAttention(32, 4, **off),
                      {"hidden_states": x}, shared, {"hidden_states": inputs},
                      under=under),
-            of_forward(f"MultiheadAttention.forward, cross, {name}",
+            make_forward_call(f"MultiheadAttention.forward, cross, {name}",
                      lambda: te.MultiheadAttention(32, 4, attention_type="cross", **off),
                      {"hidden_states": x, "encoder_output": x.clone()},
                      {"encoder_output": inputs, "hidden_states": inputs}, under=under),
-            of_forward(f"TransformerLayer.forward, {name}",
+            make_forward_call(f"TransformerLayer.forward, {name}",
                      lambda: te.TransformerLayer(32, 32, 4, hidden_dropout=0.0, **off),
                      {"hidden_states": x}, layer, {"hidden_states": inputs},
                      under=under),
-            of_forward(f"TransformerLayer.forward, decoder, {name}",
+            make_forward_call(f"TransformerLayer.forward, decoder, {name}",
                      lambda: te.TransformerLayer(32, 32, 4, layer_type="decoder", hidden_dropout=0.0, **off),
                      {"hidden_states": x, "encoder_output": x.clone()},
                      {"encoder_output": inputs, "hidden_states": inputs}, under=under),

@@ -1,4 +1,4 @@
-"""Bad calls of functions: quantizers, distributed helpers, reports, and the flat names of the extension module."""
+"""Bad function calls: quantizers, distributed helpers, reports, and the extension module's flat names."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _quantizing() -> list[Call]:
         calls += [
             Call(f"{name}.quantize", _method(build, "quantize", tensor=tensor(32, 32)),
                  {"tensor": VALUES, "out": (3, "out", tensor(32, 32)), "dtype": RESULT_DTYPE}, stateful=True),
-            Call(f"{name}.update_quantized", _into(build),
+            Call(f"{name}.update_quantized", _make_quantize_call(build),
                  {"src": (*VALUES, tensor(16, 32), tensor(32)), "dst": (3, None, tensor(32, 32)),
                   "noop_flag": (3, "1", [1.0], tensor(3))}, stateful=True),
             Call(f"{name}.make_empty", _method(build, "make_empty", shape=(32, 32)),
@@ -64,7 +64,7 @@ def _method(build: Callable[[], Any], method: str, **arguments: Any) -> Callable
     return make
 
 
-def _into(build: Callable[[], te.Quantizer]) -> Callable[[], Made]:
+def _make_quantize_call(build: Callable[[], te.Quantizer]) -> Callable[[], Made]:
     def make() -> Made:
         quantizer = build()
         target = quantizer.quantize(tensor(32, 32))
@@ -110,7 +110,7 @@ def _distributed() -> list[Call]:
              {**inputs, "tp_group": GROUP, "all_reduce_type": NAME, "async_op": FLAG}),
         Call("initialize_affine_weight_gpu", lambda: Made(filled, {}),
              {"weight": WRONG_KIND, "init_method": (*FUNCTION, None), "get_rng_state_tracker": FUNCTION, **attributes}),
-        Call("set_tensor_model_parallel_attributes", lambda: Made(_marked, {"tensor": weight}),
+        Call("set_tensor_model_parallel_attributes", lambda: Made(_mark_parallel, {"tensor": weight}),
              {"tensor": (*WRONG_KIND,), "is_parallel": FLAG, "dim": (1.5, "0", None), "stride": (0, 1.5, "1", None)}),
         Call("TensorParallel", lambda: Made(tensor_parallel.TensorParallel, {"mode": "column", "size": 2}),
              {"mode": NAME, "size": (0, -1, 2.5, "2", None)}),
@@ -119,7 +119,7 @@ def _distributed() -> list[Call]:
     ]  # fmt: skip
 
 
-def _marked(tensor: Any, is_parallel: Any = True, dim: Any = 0, stride: Any = 1) -> None:
+def _mark_parallel(tensor: Any, is_parallel: Any = True, dim: Any = 0, stride: Any = 1) -> None:
     twin = torch.nn.Parameter(tensor.detach().clone()) if isinstance(tensor, torch.Tensor) else tensor
     tensor_parallel.set_tensor_model_parallel_attributes(twin, is_parallel, dim, stride)
 
@@ -149,13 +149,13 @@ def _reports() -> list[Call]:
             pass
 
     return [
-        Call("explain", lambda: Made(_explained, {}), {"function": FUNCTION, "backward": FLAG}),
+        Call("explain", lambda: Made(_explain, {}), {"function": FUNCTION, "backward": FLAG}),
         Call("memory_plan", lambda: Made(te.memory_plan, {"model": model, "recipe": None, "tokens": 16}, [model]),
              {"model": (3, "model", None, torch.relu), "recipe": RECIPE, "tokens": (0, -1, 2.5, "16", None, True),
               "input_gradient": FLAG, "inputs": (3, "x")}),
         Call("graphed", lambda: Made(te.graphed, {"module": torch.relu}),
              {"module": (3, "relu", None), "after": SIZE, "signatures": SIZE}),
-        Call("make_graphed_callables", lambda: Made(_graphed, {"modules": torch.nn.Identity()}),
+        Call("make_graphed_callables", lambda: Made(_graph_callables, {"modules": torch.nn.Identity()}),
              {"modules": (3, "model", None, [model], ()), "sample_args": (3, "x", (3,), None),
               "sample_kwargs": ({"a": object}, 3),
               "num_warmup_iters": COUNT, "allow_unused_input": FLAG, "enabled": FLAG, "calibrating": FLAG,
@@ -169,7 +169,7 @@ def _reports() -> list[Call]:
     ]  # fmt: skip
 
 
-def _graphed(modules: Any, **options: Any) -> Any:
+def _graph_callables(modules: Any, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return te.make_graphed_callables(modules, **({"sample_args": (tensor(4),)} | options))
@@ -180,5 +180,5 @@ def _deterministic(enabled: Any = False) -> None:
         pass
 
 
-def _explained(function: Any = torch.relu, **options: Any) -> Any:
+def _explain(function: Any = torch.relu, **options: Any) -> Any:
     return te.explain(function, tensor(4), **options)

@@ -1,4 +1,4 @@
-"""A bad argument raises an error that names it and the remedy, and leaves every bit of state unchanged."""
+"""A bad argument raises an error that names it and the remedy, and changes no bit of state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import transformer_engine
 from tests.fuzz.attention_calls import attention_calls
-from tests.fuzz.bad_values import Made, names_it, shown
+from tests.fuzz.bad_values import Made, format_value, names_it
 from tests.fuzz.constructor_calls import constructor_calls
 from tests.fuzz.expert_calls import expert_calls
 from tests.fuzz.fingerprint import differences, fingerprint
@@ -39,7 +39,7 @@ def _quiet():
 
 
 class Trial:
-    """Makes bad calls of one callable in sequence and compares the state before and after each."""
+    """Makes bad calls to one callable in sequence and compares the state before and after each."""
 
     def __init__(self, made: Made):
         self.made = made
@@ -49,7 +49,7 @@ class Trial:
         return fingerprint(self.made.arguments, *self.made.watched)
 
     def outcome(self, argument: str, value: object) -> str | None:
-        """Return the fault in the error of a bad call, or None."""
+        """Fault in a bad call's error, or None."""
         try:
             self.made.function(**{**self.made.arguments, argument: value})
         except Exception as error:
@@ -103,12 +103,16 @@ def test_every_bad_call_is_rejected_and_changes_nothing(name: str):
             for argument, value in call.cases():
                 fault = trial.outcome(argument, value)
                 if fault is not None:
-                    faults.append(f"{name}({argument}={shown(value)}) {when} the first good call {fault}")
+                    faults.append(
+                        f"{name}({argument}={format_value(value)}) {when} the first good call {fault}"
+                    )
     assert not faults, "\n".join([f"{len(faults)} faults", *faults])
 
 
 def test_there_are_a_thousand_distinct_bad_calls():
     distinct = {
-        (call.name, argument, shown(value)) for call in CALLS.values() for argument, value in call.cases()
+        (call.name, argument, format_value(value))
+        for call in CALLS.values()
+        for argument, value in call.cases()
     }
     assert len(distinct) >= 1000, len(distinct)

@@ -1,4 +1,4 @@
-"""Bad calls of the losses, and of the operations on lists of tensors."""
+"""Bad calls to the losses and to the tensor-list operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-8, "step": 1, "mod
 
 
 def training_calls() -> list[Call]:
-    """One call a function."""
+    """One call per function."""
     return [*_losses(), *_lists()]
 
 
@@ -58,9 +58,9 @@ def _lists() -> list[Call]:
     )
     number = {"scale": ("1.0", [1.0], None)}
     calls = [
-        _of("multi_tensor_scale", {"tensor_lists": two, "scale": 2.0}, {"tensor_lists": lists, **number}, flag, flags),
-        _of("multi_tensor_l2norm", {"tensor_lists": two[:1]}, {"tensor_lists": (*lists[:4], two, [[3]])}, flag, flags),
-        _of("multi_tensor_unscale_l2norm", {"tensor_lists": two[:1], "inv_scale": tensor(1)},
+        _make_call("multi_tensor_scale", {"tensor_lists": two, "scale": 2.0}, {"tensor_lists": lists, **number}, flag, flags),
+        _make_call("multi_tensor_l2norm", {"tensor_lists": two[:1]}, {"tensor_lists": (*lists[:4], two, [[3]])}, flag, flags),
+        _make_call("multi_tensor_unscale_l2norm", {"tensor_lists": two[:1], "inv_scale": tensor(1)},
             {"tensor_lists": lists[:4], "inv_scale": (*WRONG_KIND, tensor(2))}, flag, flags),
     ]  # fmt: skip
     four = {"tensor_lists": [[tensor(4)] for _ in range(4)], **ADAM, "weight_decay": 0.0}
@@ -72,13 +72,15 @@ def _lists() -> list[Call]:
         "step": steps,
         "mode": (2, -1),
     }
-    return [*calls, _of("multi_tensor_adam", four, bad, flag, flags)]
+    return [*calls, _make_call("multi_tensor_adam", four, bad, flag, flags)]
 
 
 def target() -> torch.Tensor:
     return torch.zeros(4, dtype=torch.int64)
 
 
-def _of(name: str, arguments: dict[str, Any], bad: dict[str, Any], flag: torch.Tensor, flags: Any) -> Call:
+def _make_call(
+    name: str, arguments: dict[str, Any], bad: dict[str, Any], flag: torch.Tensor, flags: Any
+) -> Call:
     given = {"chunk_size": 65536, "noop_flag": flag, **arguments}
     return Call(f"tex.{name}", lambda: Made(getattr(tex, name), given), {**bad, "noop_flag": flags})

@@ -1,1 +1,1 @@
-"""Tests of CUDA graphs."""
+"""Tests for CUDA graphs."""

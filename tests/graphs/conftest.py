@@ -17,22 +17,22 @@ def _emulation(emulated):
 
 @pytest.fixture
 def rerun(monkeypatch):
-    """Replace the recorders of make_graphed_callables and te.graphed by ones that share a log."""
-    return _installed(monkeypatch, RerunRecorder())
+    """Replace the recorders in make_graphed_callables and te.graphed by recorders that share a log."""
+    return _install(monkeypatch, RerunRecorder())
 
 
 @pytest.fixture
 def capture(monkeypatch):
-    """Replace the recorders of te.graphed by ones that record operations, and nothing that the host does."""
+    """Replace te.graphed's recorders by recorders that record operations, and nothing that the host does."""
     real = checks.one_number
     # As for tensors on a GPU, whose values an optimizer does not read.
     monkeypatch.setattr(
         checks, "one_number", lambda name, value: None if torch.is_tensor(value) else real(name, value)
     )
-    return _installed(monkeypatch, CaptureRecorder())
+    return _install(monkeypatch, CaptureRecorder())
 
 
-def _installed(monkeypatch, recorder):
+def _install(monkeypatch, recorder):
     monkeypatch.setattr(build, "graph_recorder", recorder.in_pool)
     monkeypatch.setattr(automatic, "records", lambda device: True)
     return recorder

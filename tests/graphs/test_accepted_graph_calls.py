@@ -1,4 +1,4 @@
-"""Calls of make_graphed_callables and of its results that the original accepts, against eager calls."""
+"""make_graphed_callables: calls and results that the original accepts, against eager calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIZES = {
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_an_order_takes_every_form_of_numbers(order, sizes, rerun):
+def test_an_order_accepts_all_number_types(order, sizes, rerun):
     eager, graphed = layers(2)
     samples = tuple((sample(i).requires_grad_(),) for i in range(2))
     made = te.make_graphed_callables(
@@ -70,7 +70,7 @@ def test_an_order_takes_every_form_of_numbers(order, sizes, rerun):
         (7, TypeError, "_order=7 is not a sequence; give a list of numbers"),
     ],
 )
-def test_a_bad_order_is_named(order, error, message):
+def test_an_invalid_order_is_named(order, error, message):
     _, graphed = layers(1)
     with pytest.raises(error, match=message):
         te.make_graphed_callables(tuple(graphed), ((sample(),),), _order=order)
@@ -89,7 +89,7 @@ def test_chunk_sizes_without_an_order_warn_once(rerun):
 @pytest.mark.parametrize(
     "flag", [torch.tensor(False), numpy.bool_(False), 0, "", [False], (torch.tensor(False),)]
 )
-def test_enabled_takes_every_flag_and_a_list(flag, rerun):
+def test_enabled_accepts_all_flag_types_and_a_list(flag, rerun):
     eager, graphed = layers(1)
     (made,) = te.make_graphed_callables(tuple(graphed), ((sample(),),), enabled=flag)
     assert torch.equal(made(sample(3)), eager[0](sample(3)))

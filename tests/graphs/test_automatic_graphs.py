@@ -1,4 +1,4 @@
-"""te.graphed captures calls automatically with the bits of eager calls, and reports why a call is not captured."""
+"""te.graphed captures calls automatically, bitwise equal to eager calls, or reports why it does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import RECIPES, layer_of
+from tests.support.layers import RECIPES, make_layer
 from transformer_engine.pytorch.graphs import automatic
 from transformer_engine.pytorch.graphs.signature import SameObject, module_standing
 
@@ -22,7 +22,7 @@ def _x(seed=0, tokens=TOKENS):
 
 def _layer(kind="Linear", **options):
     sized = {"out_features": HIDDEN} if "Linear" in kind else {}
-    return layer_of(kind, device="cpu", **(sized | options))
+    return make_layer(kind, device="cpu", **(sized | options))
 
 
 def _step(call, module, recipe, seed, tokens=TOKENS, **keywords):
@@ -37,7 +37,7 @@ def _equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _kept(module):
+def _entry_count(module):
     return module.forward.kept
 
 
@@ -50,14 +50,14 @@ def _reason(module, *args, **kwargs):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer"])
 @pytest.mark.sampled
-def test_the_fourth_call_is_captured_and_all_have_the_bits_of_eager_ones(kind, recipe, rerun):
+def test_the_fourth_call_is_captured_and_all_calls_equal_eager_bitwise(kind, recipe, rerun):
     recipe = RECIPES[recipe]
     eager = _layer(kind)
     module = te.graphed(copy.deepcopy(eager))
     assert set(module.state_dict()) == set(eager.state_dict())
     for seed in range(6):
         assert _equal(_step(module, module, recipe, seed), _step(eager, eager, recipe, seed))
-        assert _kept(module) == (seed >= 3)
+        assert _entry_count(module) == (seed >= 3)
     assert rerun.log == ["forward", "backward"] * 3
 
 
@@ -68,13 +68,13 @@ def test_explain_reports_how_many_calls_precede_the_capture(rerun):
     assert _reason(module, x) == ("eager", "1 calls of this signature so far; it is captured after 2")
     module(x).sum().backward()
     module(x).sum().backward()
-    assert _kept(module) == 1
+    assert _entry_count(module) == 1
     assert _reason(module, x) == ("captured", None)
     chosen, reason = _reason(module, _x(0, 8).requires_grad_())
     assert chosen == "eager"
     assert reason is not None
     assert reason.startswith("1 signatures are kept already")
-    assert rerun.log == ["forward", "backward"] * 2  # of the two calls; calls inside explain run eagerly
+    assert rerun.log == ["forward", "backward"] * 2  # for the two calls; calls inside explain run eagerly
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -86,17 +86,17 @@ def test_on_a_cpu_every_call_is_eager_and_the_reason_is_reported():
     assert _reason(module, _x()) == ("eager", "an argument is on cpu; a CUDA graph takes tensors of a GPU")
 
 
-def _captured(module, x):
+def _capture(module, x):
     for _ in range(4):
         module(x).sum().backward()
-    assert _kept(module) == 1
+    assert _entry_count(module) == 1
     return module
 
 
 def test_values_frozen_by_a_capture_are_part_of_the_signature(rerun):
     module = te.graphed(_layer())
     x = _x().requires_grad_()
-    _captured(module, x)
+    _capture(module, x)
     calls = [
         lambda: module(_x(0, 8)),
         lambda: module(_x()),
@@ -119,10 +119,10 @@ def test_values_frozen_by_a_capture_are_part_of_the_signature(rerun):
     assert rerun.log == ["forward", "backward"]
 
 
-def test_a_parameter_that_moved_is_read_where_it_is(rerun):
+def test_a_moved_parameter_is_read_at_its_new_address(rerun):
     eager = _layer()
     module = te.graphed(copy.deepcopy(eager))
-    _captured(module, _x().requires_grad_())
+    _capture(module, _x().requires_grad_())
     for layer in (eager, module):
         layer.weight.data = layer.weight.data * 2
         layer.zero_grad()
@@ -132,7 +132,7 @@ def test_a_parameter_that_moved_is_read_where_it_is(rerun):
 def test_a_written_setting_takes_effect(rerun):
     eager = _layer("LayerNormMLP")
     module = te.graphed(copy.deepcopy(eager))
-    _captured(module, _x().requires_grad_())
+    _capture(module, _x().requires_grad_())
     eager.activation = module.activation = "relu"
     assert torch.equal(module(_x(4)), eager(_x(4)))
 
@@ -146,7 +146,7 @@ class _Settings:
 
 
 class _Foreign(torch.nn.Module):
-    """A caller's module with layers of torch. Writes to their attributes are not reported."""
+    """A caller's module with torch layers. Writes to their attributes are not reported."""
 
     def __init__(self):
         super().__init__()
@@ -195,22 +195,22 @@ def _replace_norm(module):
 def test_graph_is_not_replayed_after_a_write_to_a_foreign_layer(write, rerun):
     module = te.graphed(_Foreign())
     x = _x().requires_grad_()
-    _captured(module, x)
+    _capture(module, x)
     assert _reason(module, x) == ("captured", None)
     write(module)
     assert _reason(module, x) == ("eager", "0 calls of this signature so far; it is captured after 3")
 
 
-def test_graph_is_replayed_again_when_a_setting_of_a_foreign_layer_returns(rerun):
+def test_graph_is_replayed_again_when_a_foreign_layers_setting_is_restored(rerun):
     module = te.graphed(_Foreign())
     x = _x().requires_grad_()
-    _captured(module, x)
+    _capture(module, x)
     for eps, chosen in ((0.1, "eager"), (1e-5, "captured")):
         module.layers[0].eps = eps
         assert _reason(module, x)[0] == chosen
 
 
-def test_results_that_a_layer_keeps_do_not_prevent_a_capture(rerun):
+def test_results_that_a_layer_stores_do_not_prevent_a_capture(rerun):
     class Router(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -225,13 +225,13 @@ def test_results_that_a_layer_keeps_do_not_prevent_a_capture(rerun):
     x = _x().requires_grad_()
     for _ in range(8):
         module(x).sum().backward()
-    assert _kept(module) == 1
+    assert _entry_count(module) == 1
 
 
 @pytest.mark.parametrize(
     ("kind", "part"), [(torch.nn.ReLU, module_standing), (_Settings, SameObject), (object, SameObject)]
 )
-def test_signature_does_not_accept_a_new_object_at_the_address_of_an_old_one(kind, part):
+def test_a_signature_rejects_a_new_object_at_an_old_objects_address(kind, part):
     value = kind()
     first, again, address = part(value), part(value), id(value)
     assert first == again and hash(first) == hash(again)
@@ -247,7 +247,7 @@ def test_signature_does_not_accept_a_new_object_at_the_address_of_an_old_one(kin
 def test_calls_that_never_repeat_a_signature_do_not_accumulate(rerun):
     module = te.graphed(_Foreign())
     x = _x().requires_grad_()
-    _captured(module, x)
+    _capture(module, x)
     for step in range(3 * automatic.EAGER_SIGNATURES):
         module.multiplier = 3.0 + step
         module(x)
@@ -259,7 +259,7 @@ def test_calls_that_never_repeat_a_signature_do_not_accumulate(rerun):
 def test_a_second_forward_before_the_backward_runs_eagerly(rerun):
     eager = _layer("LayerNormMLP")
     module = te.graphed(copy.deepcopy(eager))
-    _captured(module, _x().requires_grad_())
+    _capture(module, _x().requires_grad_())
     module.zero_grad()
     for call in (module, eager):
         first, second = _x(1).requires_grad_(), _x(2).requires_grad_()
@@ -279,7 +279,7 @@ def test_a_second_forward_before_the_backward_runs_eagerly(rerun):
 
 def test_outputs_belong_to_the_caller(rerun):
     module = te.graphed(_layer())
-    _captured(module, _x().requires_grad_())
+    _capture(module, _x().requires_grad_())
     with torch.no_grad():
         for _ in range(4):
             module(_x())
@@ -301,7 +301,7 @@ def test_a_flag_passes_the_first_microbatch_to_the_graph(rerun):
             for p, q in zip(eager.parameters(), module.parameters(), strict=True):
                 p.mul_(1.25)
                 q.mul_(1.25)
-    assert _kept(module) == 1
+    assert _entry_count(module) == 1
     x = _x(9)
     with te.autocast(recipe=recipe):
         assert torch.equal(module(x, False), eager(x, False))
@@ -334,7 +334,7 @@ def test_the_reason_against_a_capture_is_named(inner, other, message, rerun):
 def test_hooks_inside_are_called_in_every_call(rerun):
     module = te.graphed(_Outer())
     seen = []
-    _captured(module, _x().requires_grad_())
+    _capture(module, _x().requires_grad_())
     module.inner.register_forward_hook(lambda *_: seen.append(1))
     module(_x().requires_grad_())
     assert seen == [1]
@@ -348,12 +348,12 @@ def test_a_checkpoint_runs_the_module_itself(reentrant, rerun):
     for _ in range(5):
         te.checkpoint(module, x, use_reentrant=reentrant).sum().backward()
     assert rerun.log == []
-    assert _kept(module) == 0
+    assert _entry_count(module) == 0
 
 
 def test_saved_tensor_hooks_see_the_saved_tensors(rerun):
     module = te.graphed(_layer())
-    _captured(module, _x().requires_grad_())
+    _capture(module, _x().requires_grad_())
     seen = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         module(_x().requires_grad_())
@@ -376,7 +376,7 @@ def test_a_call_that_cannot_be_captured_runs_eagerly_and_warns_once(rerun, monke
     assert "could not be captured" in _reason(module, _x(4).requires_grad_())[1]
 
 
-def test_functions_are_wrapped(rerun):
+def test_te_graphed_wraps_functions(rerun):
     call = te.graphed(lambda x, y=None: (x * 2, x + 1 if y is None else y))
     x = _x().requires_grad_()
     for _ in range(6):
@@ -389,28 +389,28 @@ def test_functions_are_wrapped(rerun):
 
 def test_copies_and_pickles_begin_without_graphs(rerun):
     module = te.graphed(_layer())
-    _captured(module, _x().requires_grad_())
+    _capture(module, _x().requires_grad_())
     twin = copy.deepcopy(module)
-    assert _kept(twin) == 0
+    assert _entry_count(twin) == 0
     assert twin.forward.module is twin
     assert torch.equal(twin(_x(3)), module(_x(3)))
     with torch.no_grad():
         twin.weight.zero_()
     assert module.weight.any()
-    again = pickle.loads(pickle.dumps(_graphed_linear()))
+    again = pickle.loads(pickle.dumps(_make_graphed_linear()))
     assert isinstance(again.forward, automatic.AutomaticGraph)
 
 
-def _graphed_linear():
+def _make_graphed_linear():
     return te.graphed(torch.nn.Linear(4, 4))
 
 
-def test_reset_forgets_and_begins_again(rerun):
+def test_reset_frees_graphs_and_captures_again(rerun):
     module = te.graphed(_layer())
-    _captured(module, _x().requires_grad_())
+    _capture(module, _x().requires_grad_())
     module.reset()
-    assert _kept(module) == 0
-    _captured(module, _x().requires_grad_())
+    assert _entry_count(module) == 0
+    _capture(module, _x().requires_grad_())
 
 
 @pytest.mark.parametrize(
@@ -432,10 +432,10 @@ def test_a_module_is_graphed_once():
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer"])
-def test_cuda_graphs_that_captured_themselves_have_the_bits_of_eager_calls(kind, recipe):
+def test_automatic_cuda_graphs_are_bitwise_equal_to_eager_calls(kind, recipe):
     recipe = RECIPES[recipe]
     sized = {"out_features": HIDDEN} if "Linear" in kind else {}
-    eager = layer_of(kind, device="cuda", **sized).to(torch.bfloat16)
+    eager = make_layer(kind, device="cuda", **sized).to(torch.bfloat16)
     module = te.graphed(copy.deepcopy(eager))
     for seed in range(8):
         results = []
@@ -446,4 +446,4 @@ def test_cuda_graphs_that_captured_themselves_have_the_bits_of_eager_calls(kind,
             y.square().sum().backward()
             results.append([y.detach(), x.grad, *(p.grad.clone() for p in call.parameters())])
         assert _equal(*results)
-    assert _kept(module) == 1, te.explain(module, x)
+    assert _entry_count(module) == 1, te.explain(module, x)

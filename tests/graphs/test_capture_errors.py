@@ -1,4 +1,4 @@
-"""The error of a body that cannot be captured reaches the caller, though the end of the capture fails as well."""
+"""The error from a body that cannot be captured reaches the caller, though ending the capture fails too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def recorder(monkeypatch):
 @pytest.mark.parametrize(
     "error", [RuntimeError("operation not permitted when stream is capturing"), KeyError("x")]
 )
-def test_the_error_of_a_body_is_raised(recorder, error):
+def test_a_bodys_error_is_raised(recorder, error):
     def body():
         raise error
 

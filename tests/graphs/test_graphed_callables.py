@@ -1,4 +1,4 @@
-"""make_graphed_callables: replays have the bits of eager calls, and capturing changes no state."""
+"""make_graphed_callables: replays are bitwise equal to eager calls, and capturing changes no state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import RECIPES, layer_of
+from tests.support.layers import RECIPES, make_layer
 from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.graphs import arguments
@@ -26,11 +26,11 @@ def _x(seed=0, shape=(TOKENS, BATCH, HIDDEN)):
 
 def _layer(kind, **options):
     sized = {"out_features": HIDDEN} if "Linear" in kind else {}
-    return layer_of(kind, device="cpu", **(sized | options))
+    return make_layer(kind, device="cpu", **(sized | options))
 
 
 def _state(module):
-    """Return the scales, amax histories and buffers of a module, which a step changes."""
+    """A module's scales, amax histories and buffers, which a step changes."""
     scales = [
         (state.scale.clone(), state.amax_history.clone())
         for layer in module.modules()
@@ -60,7 +60,7 @@ def _step(call, module, recipe, seed, **keywords):
     ]
 
 
-def _graphed(module, recipe=None, **options):
+def _graph(module, recipe=None, **options):
     return te.make_graphed_callables(
         module, (_x(99).requires_grad_(),), enabled=recipe is not None, recipe=recipe, **options
     )
@@ -71,10 +71,10 @@ def _graphed(module, recipe=None, **options):
     "kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"]
 )
 @pytest.mark.sampled
-def test_three_steps_have_the_bits_of_eager_ones(kind, recipe, rerun):
+def test_three_graphed_steps_are_bitwise_equal_to_eager_steps(kind, recipe, rerun):
     recipe = RECIPES[recipe]
     eager = _layer(kind)
-    replayed = _graphed(copy.deepcopy(eager), recipe)
+    replayed = _graph(copy.deepcopy(eager), recipe)
     for seed in range(3):
         expected = _step(eager, eager, recipe, seed)
         found = _step(replayed, replayed, recipe, seed)
@@ -84,7 +84,7 @@ def test_three_steps_have_the_bits_of_eager_ones(kind, recipe, rerun):
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
-def test_capturing_leaves_scales_gradients_and_random_states_as_they_were(recipe, rerun):
+def test_capturing_changes_no_scales_gradients_or_random_states(recipe, rerun):
     recipe = RECIPES[recipe]
     module = torch.nn.Sequential(_layer("LayerNormMLP"), torch.nn.BatchNorm1d(BATCH), torch.nn.Dropout(0.5))
     for p in module.parameters():
@@ -95,7 +95,7 @@ def test_capturing_leaves_scales_gradients_and_random_states_as_they_were(recipe
     gradients = [p.grad for p in module.parameters()]
     values = [g.clone() for g in gradients]
     assert not graph.is_graph_capturing()
-    _graphed(module, recipe)
+    _graph(module, recipe)
     assert _equal(_state(module), before)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is g for p, g in zip(module.parameters(), gradients, strict=True))
@@ -103,15 +103,15 @@ def test_capturing_leaves_scales_gradients_and_random_states_as_they_were(recipe
     assert not graph.is_graph_capturing()
 
 
-def test_states_that_warming_up_has_made_are_those_of_a_first_call(rerun):
-    module = _graphed(_layer("Linear"), RECIPES["delayed"])
+def test_states_created_by_warm_up_equal_a_first_calls_states(rerun):
+    module = _graph(_layer("Linear"), RECIPES["delayed"])
     for key in ("scaling_fwd", "scaling_bwd"):
         (state,) = module.numerics.delayed_states(key)
         assert torch.equal(state.scale, torch.ones_like(state.scale))
         assert not state.amax_history.any()
 
 
-def test_a_model_in_pieces_is_the_model(rerun):
+def test_a_model_graphed_in_pieces_equals_the_eager_model(rerun):
     recipe = RECIPES["delayed"]
     eager = torch.nn.ModuleList([_layer("LayerNormMLP"), _layer("Linear"), _layer("LayerNormLinear")])
     pieces = copy.deepcopy(eager)
@@ -142,7 +142,7 @@ def test_a_model_in_pieces_is_the_model(rerun):
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer", "GroupedLinear"])
 @pytest.mark.sampled
-def test_cached_weights_are_renewed_in_the_first_microbatch_only(kind, recipe, rerun):
+def test_cached_weights_are_updated_in_the_first_microbatch_only(kind, recipe, rerun):
     recipe = RECIPES[recipe]
     eager = _layer(kind)
     replayed = copy.deepcopy(eager)
@@ -169,7 +169,7 @@ def test_cached_weights_are_renewed_in_the_first_microbatch_only(kind, recipe, r
 
 
 class _Remembering(te.Linear):
-    """A layer as in other libraries: the first call after setting `is_first_microbatch = True` is the first."""
+    """A layer as in other libraries: the first call after `is_first_microbatch = True` is the first."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -186,7 +186,7 @@ def test_modules_that_store_the_first_microbatch_flag_follow_it(caches, rerun):
     recipe = RECIPES["delayed"]
     eager = _Remembering(HIDDEN, HIDDEN, device="cpu")
     replayed = copy.deepcopy(eager)
-    graphed = _graphed(replayed, recipe, cache_quantized_params=caches)
+    graphed = _graph(replayed, recipe, cache_quantized_params=caches)
     assert replayed.is_first_microbatch
     for step in range(2):
         for microbatch in range(2):
@@ -210,14 +210,14 @@ class _Grouped(torch.nn.Module):
         return self.layer(x.view(-1, HIDDEN), [32, 32], is_first_microbatch).view(TOKENS, BATCH, -1)
 
 
-def test_sums_of_weight_gradients_begin_with_the_first_microbatch(rerun):
+def test_weight_gradient_sums_begin_with_the_first_microbatch(rerun):
     eager = _layer("Linear", fuse_wgrad_accumulation=True)
     replayed = copy.deepcopy(eager)
     for layer in (eager, replayed):
         layer.weight.main_grad = torch.full((HIDDEN, HIDDEN), 7.0)
         layer.weight.grad_added_to_main_grad = False
     recipe = RECIPES["current"]
-    graphed = _graphed(replayed, recipe, cache_quantized_params=True)
+    graphed = _graph(replayed, recipe, cache_quantized_params=True)
     assert torch.equal(replayed.weight.main_grad, torch.full((HIDDEN, HIDDEN), 7.0))
     assert not replayed.weight.grad_added_to_main_grad
     for seed, first in ((0, True), (1, False), (2, True)):
@@ -227,7 +227,7 @@ def test_sums_of_weight_gradients_begin_with_the_first_microbatch(rerun):
     assert replayed.weight.grad_added_to_main_grad
 
 
-def test_replayed_tied_modules_add_to_one_sum_of_weight_gradients(rerun):
+def test_replayed_tied_modules_add_to_one_weight_gradient_sum(rerun):
     eager = torch.nn.ModuleList([_layer("Linear", fuse_wgrad_accumulation=True) for _ in range(2)])
     eager[1].weight = eager[0].weight
     replayed = copy.deepcopy(eager)
@@ -251,7 +251,7 @@ def test_delayed_weight_gradients_are_replayed_on_request(rerun):
     replayed = copy.deepcopy(eager)
     called = []
     replayed.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(1))
-    graphed = _graphed(replayed)
+    graphed = _graph(replayed)
     assert called == []
     for seed in range(2):
         found, expected = _step(graphed, replayed, None, seed), _step(eager, eager, None, seed)
@@ -262,9 +262,9 @@ def test_delayed_weight_gradients_are_replayed_on_request(rerun):
     assert called == [1, 1]
 
 
-def test_gradients_accumulate_over_replays_outside_the_memory_of_the_graph(rerun):
+def test_gradients_accumulate_over_replays_outside_graph_memory(rerun):
     eager = _layer("Linear")
-    replayed = _graphed(copy.deepcopy(eager))
+    replayed = _graph(copy.deepcopy(eager))
     for seed in range(3):
         _step(eager, eager, None, seed)
         _step(replayed, replayed, None, seed)
@@ -273,7 +273,7 @@ def test_gradients_accumulate_over_replays_outside_the_memory_of_the_graph(rerun
     assert not statics & {p.grad.data_ptr() for p in replayed.parameters()}
 
 
-def test_inputs_are_copied_to_the_samples_unless_they_are_them(rerun):
+def test_inputs_are_copied_to_the_samples_unless_they_are_the_samples(rerun):
     sample = _x().requires_grad_()
     module = te.make_graphed_callables(_layer("Linear"), (sample,))
     with torch.no_grad():
@@ -372,7 +372,7 @@ def test_a_keyword_without_effect_is_accepted_without_being_captured(rerun):
     assert torch.equal(graphed(_x(3), scale=None, power=1, mode="plain", inference_context=None), expected)
 
 
-def test_keywords_other_than_tensors_are_constants_of_the_graph(rerun):
+def test_keywords_other_than_tensors_are_constants_in_the_graph(rerun):
     eager = _Choosing()
 
     def keywords(seed, **changed):
@@ -401,7 +401,7 @@ def test_a_keyword_whose_content_may_change_is_rejected(rerun, wrong):
         te.make_graphed_callables(_Choosing(), (_x(),), sample_kwargs={"kind": wrong})
 
 
-def test_an_input_of_another_shape_is_rejected_and_changes_nothing(rerun):
+def test_an_input_with_another_shape_is_rejected_and_changes_nothing(rerun):
     sample = _x().requires_grad_()
     module = te.make_graphed_callables(_layer("Linear"), (sample,))
     before = sample.detach().clone()
@@ -418,7 +418,7 @@ def test_an_input_of_another_shape_is_rejected_and_changes_nothing(rerun):
 
 
 def test_a_backward_after_a_later_forward_is_rejected(rerun):
-    module = _graphed(_layer("Linear"))
+    module = _graph(_layer("Linear"))
     first = module(_x(1).requires_grad_())
     module(_x(2).requires_grad_())
     with pytest.raises(RuntimeError, match="the graph's forward has been replayed since"):
@@ -426,7 +426,7 @@ def test_a_backward_after_a_later_forward_is_rejected(rerun):
 
 
 def test_a_module_in_the_other_mode_runs_its_own_forward(rerun):
-    module = _graphed(_layer("TransformerLayer", hidden_dropout=0.5))
+    module = _graph(_layer("TransformerLayer", hidden_dropout=0.5))
     module.eval()
     x = _x(4)
     assert torch.equal(module(x), module(x))
@@ -442,7 +442,7 @@ def test_a_module_in_evaluation_has_a_forward_only(rerun):
 
 
 def test_a_reset_graph_raises(rerun):
-    module = _graphed(_layer("Linear"))
+    module = _graph(_layer("Linear"))
     module.reset()
     with pytest.raises(RuntimeError, match="has been reset"):
         module(_x())
@@ -450,13 +450,13 @@ def test_a_reset_graph_raises(rerun):
 
 def test_a_graphed_module_is_copied_before_and_not_after(rerun):
     with pytest.raises(TypeError, match="copy it before make_graphed_callables"):
-        copy.deepcopy(_graphed(_layer("Linear")))
+        copy.deepcopy(_graph(_layer("Linear")))
 
 
 def test_scales_are_updated_after_the_global_state_was_reset(rerun):
     recipe = RECIPES["delayed"]
     eager = _layer("Linear")
-    replayed = _graphed(copy.deepcopy(eager), recipe)
+    replayed = _graph(copy.deepcopy(eager), recipe)
     for seed in range(2):
         FP8GlobalStateManager.reset()
         assert _equal(_step(replayed, replayed, recipe, seed), _step(eager, eager, recipe, seed))
@@ -469,18 +469,18 @@ def _numbers(tracker):
     return state.get_state() if isinstance(state, torch.Generator) else state.clone()
 
 
-def test_tracked_random_states_are_where_they_were(rerun):
+def test_tracked_random_states_are_restored_after_capture(rerun):
     tracker = CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
     layer = _layer("MultiheadAttention", attention_dropout=0.3, get_rng_state_tracker=lambda: tracker)
     before = _numbers(tracker)
-    _graphed(layer)
+    _graph(layer)
     assert torch.equal(_numbers(tracker), before)
 
 
-def test_dropout_draws_the_numbers_of_an_eager_layer(rerun):
+def test_graphed_dropout_draws_the_same_numbers_as_eager(rerun):
     eager = _layer("TransformerLayer", hidden_dropout=0.3, attention_dropout=0.2)
-    replayed = _graphed(copy.deepcopy(eager))
+    replayed = _graph(copy.deepcopy(eager))
     for seed in range(2):
         torch.manual_seed(seed)
         expected = _step(eager, eager, None, seed)
@@ -491,7 +491,7 @@ def test_dropout_draws_the_numbers_of_an_eager_layer(rerun):
 # Schedules.
 
 
-def test_a_pipelines_order_makes_a_function_for_each_chunk_and_microbatch(rerun):
+def test_a_pipeline_order_gives_one_callable_per_chunk_and_microbatch(rerun):
     eager = torch.nn.ModuleList([_layer("Linear"), _layer("Linear")])
     layers = copy.deepcopy(eager)
     samples = tuple((_x(i).requires_grad_(),) for i in range(4))
@@ -513,7 +513,7 @@ def test_a_pipelines_order_makes_a_function_for_each_chunk_and_microbatch(rerun)
     assert _equal([p.grad for p in layers.parameters()], [p.grad for p in eager.parameters()])
 
 
-def test_buffers_are_shared_where_the_order_lets_them(rerun):
+def test_buffers_are_shared_if_the_order_permits(rerun):
     layers = (_layer("Linear"), _layer("Linear"))
     samples = tuple((_x(i).requires_grad_(),) for i in range(4))
     made = te.make_graphed_callables(
@@ -525,7 +525,7 @@ def test_buffers_are_shared_where_the_order_lets_them(rerun):
     assert torch.equal(made[3](made[1](x)), layers[1](layers[0](x)))
 
 
-def test_weight_gradients_may_have_a_place_in_the_order(rerun):
+def test_the_order_may_contain_weight_gradient_steps(rerun):
     layers = tuple(_layer("Linear", delay_wgrad_compute=True) for _ in range(2))
     samples = tuple((_x(i).requires_grad_(),) for i in range(2))
     te.make_graphed_callables(layers, samples, _order=[1, 2, -2, -2.5, -1, -1.5], _num_layers_per_chunk=1)
@@ -636,12 +636,12 @@ def test_an_input_that_nothing_depends_on_is_rejected_unless_allowed(rerun):
 
 
 def test_a_call_must_pass_its_microbatch_where_weights_are_cached(rerun):
-    module = _graphed(_layer("Linear"), RECIPES["current"], cache_quantized_params=True)
+    module = _graph(_layer("Linear"), RECIPES["current"], cache_quantized_params=True)
     with pytest.raises(ValueError, match="pass True or False"):
         module(_x())
 
 
-def test_earlier_names_warn_and_do_the_same(rerun):
+def test_deprecated_names_warn_and_behave_the_same(rerun):
     with (
         pytest.warns(DeprecationWarning, match="fp8_enabled is deprecated; use enabled"),
         pytest.warns(DeprecationWarning, match="fp8_recipe is deprecated; use recipe"),
@@ -657,7 +657,7 @@ def test_hooks_run_while_capturing_and_not_at_replays(rerun):
     kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     hooks = {kind: {0: lambda module, kind=kind: seen.append(kind)} for kind in kinds}
     round_it = []
-    module = _graphed(
+    module = _graph(
         _layer("Linear"),
         num_warmup_iters=2,
         capture_time_hooks=[hooks],
@@ -669,7 +669,7 @@ def test_hooks_run_while_capturing_and_not_at_replays(rerun):
     _step(module, module, None, 0)
     assert len(seen) == 12
     with pytest.raises(RuntimeError, match="has to return None"):
-        _graphed(_layer("Linear"), capture_time_hooks=[{"forward_hooks": {0: lambda module: 1}}])
+        _graph(_layer("Linear"), capture_time_hooks=[{"forward_hooks": {0: lambda module: 1}}])
     assert not graph.is_graph_capturing()
 
 
@@ -678,11 +678,11 @@ def test_hooks_run_while_capturing_and_not_at_replays(rerun):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to capture on")
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
-def test_without_a_gpu_callables_come_back_wrapped_and_eager(recipe):
+def test_without_a_gpu_callables_are_wrapped_and_run_eagerly(recipe):
     recipe = RECIPES[recipe]
     eager = _layer("LayerNormMLP")
     with pytest.warns(UserWarning, match="CUDA graphs need a GPU"):
-        wrapped = _graphed(copy.deepcopy(eager), recipe, cache_quantized_params=recipe is not None)
+        wrapped = _graph(copy.deepcopy(eager), recipe, cache_quantized_params=recipe is not None)
     for seed in range(2):
         first = {} if recipe is None else {"is_first_microbatch": seed == 0}
         assert _equal(
@@ -710,7 +710,7 @@ def test_states_are_saved_and_restored_by_the_names_that_clients_call():
         graph.restore_fp8_tensors([module], graph.save_fp8_tensors([module[0]], recipe))
 
 
-def test_an_unowned_tensor_is_the_same_memory_and_keeps_none():
+def test_an_unowned_tensor_shares_memory_without_keeping_it_alive():
     x = torch.arange(12.0).view(3, 4)
     alias = graph.make_weak_ref(x.t())
     assert torch.equal(alias, x.t())
@@ -722,10 +722,10 @@ def test_an_unowned_tensor_is_the_same_memory_and_keeps_none():
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
-def test_cuda_graphs_have_the_bits_of_eager_calls(kind, recipe):
+def test_cuda_graphs_are_bitwise_equal_to_eager_calls(kind, recipe):
     recipe = RECIPES[recipe]
     sized = {"out_features": HIDDEN} if "Linear" in kind else {}
-    eager = layer_of(kind, device="cuda", **sized).to(torch.bfloat16)
+    eager = make_layer(kind, device="cuda", **sized).to(torch.bfloat16)
     replayed = copy.deepcopy(eager)
     sample = _x(99).to("cuda", torch.bfloat16).requires_grad_()
     graphed = te.make_graphed_callables(replayed, (sample,), enabled=recipe is not None, recipe=recipe)
@@ -744,9 +744,9 @@ def test_cuda_graphs_have_the_bits_of_eager_calls(kind, recipe):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_cuda_graphs_renew_cached_weights_in_the_first_microbatch(recipe):
+def test_cuda_graphs_update_cached_weights_in_the_first_microbatch(recipe):
     recipe = RECIPES[recipe]
-    eager = layer_of("LayerNormMLP", device="cuda").to(torch.bfloat16)
+    eager = make_layer("LayerNormMLP", device="cuda").to(torch.bfloat16)
     replayed = copy.deepcopy(eager)
     sample = _x(99).to("cuda", torch.bfloat16).requires_grad_()
     graphed = te.make_graphed_callables(
@@ -798,7 +798,7 @@ def test_a_failed_capture_leaves_everything_usable(name):
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
-def test_a_capture_of_the_clients_own_renews_cached_weights_by_the_flag(recipe, monkeypatch):
+def test_a_clients_own_capture_updates_cached_weights_by_the_flag(recipe, monkeypatch):
     """Megatron-core captures layers itself, without a first microbatch, and sets the flag itself."""
     layer = _layer("LayerNormMLP", activation="swiglu")
     with torch.no_grad(), te.autocast(recipe=RECIPES[recipe]):
@@ -817,7 +817,7 @@ def test_a_capture_of_the_clients_own_renews_cached_weights_by_the_flag(recipe, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_a_replay_of_a_capture_of_the_clients_own_reads_the_flag(recipe):
+def test_replaying_a_clients_own_capture_reads_the_flag(recipe):
     layer = te.Linear(HIDDEN, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
     x = torch.randn(128, HIDDEN, device="cuda", dtype=torch.bfloat16)
     captured = torch.cuda.CUDAGraph()
@@ -850,8 +850,8 @@ def test_samples_may_be_lists(rerun):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("aside", [True, False])
-def test_held_gradient_accumulators_are_captured_from_a_side_stream(aside):
-    """Wrappers hold accumulators for their hooks; captures exclude those of the default stream and raise an error."""
+def test_referenced_gradient_accumulators_are_captured_from_a_side_stream(aside):
+    """Wrappers reference accumulators for hooks; captures exclude the default stream's and raise an error."""
     layer = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cuda")
     stream = torch.cuda.Stream() if aside else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -874,7 +874,7 @@ def test_held_gradient_accumulators_are_captured_from_a_side_stream(aside):
 
 
 class _Called(torch.nn.Module):
-    """A module whose `__call__` changes the form of the result, as the layers of Megatron-core do."""
+    """A module whose `__call__` changes the result's form, as Megatron-core's layers do."""
 
     def __init__(self):
         super().__init__()

@@ -41,7 +41,7 @@ class Trainer:
 
 
 class Scaled:
-    """A callable loss function with settings of its own."""
+    """A callable loss function with its own settings."""
 
     def __init__(self):
         self.weight = 1.0
@@ -57,14 +57,14 @@ def equal_calls(call, eager, first, count):
 
 
 def graph(make, calls=8):
-    """Compare the calls of two equal steps, of which one is graphed; return both steps."""
+    """Compare calls to two equal steps, one of them graphed; return both steps."""
     call, eager = te.graphed(make()), make()
     equal_calls(call, eager, 0, calls)
     return call, eager
 
 
-def prevented(make):
-    """Return the reason of a step whose calls equal eager calls and that has no graph."""
+def reason_against_capture(make):
+    """Reason reported by a step whose calls equal eager calls and that has no graph."""
     call, _ = graph(make)
     assert call.kept == 0
     return call.reason
@@ -99,7 +99,7 @@ def test_a_step_that_reads_a_value_on_the_host_is_named(capture):
     assert call.kept == 0
 
 
-def test_the_state_of_a_callable_object_is_compared(capture):
+def test_a_callable_objects_state_is_compared(capture):
     class Counting(Trainer):
         steps = 0
 
@@ -107,11 +107,11 @@ def test_the_state_of_a_callable_object_is_compared(capture):
             self.steps += 1
             return self.loss(x * self.steps, y).detach()
 
-    assert prevented(Counting).startswith("the previous call changed self.steps")
+    assert reason_against_capture(Counting).startswith("the previous call changed self.steps")
 
 
 @pytest.mark.parametrize("name", ["weight", "inner.bias"])
-def test_settings_of_a_callable_that_a_step_reads_are_part_of_the_signature(name, capture):
+def test_a_callables_settings_that_a_step_reads_are_part_of_the_signature(name, capture):
     losses = []
 
     def make():
@@ -138,7 +138,7 @@ def test_settings_of_a_callable_that_a_step_reads_are_part_of_the_signature(name
 
 
 @pytest.mark.parametrize("place", ["variable", "module"])
-def test_a_result_of_autograd_that_the_next_step_reads_prevents_a_capture(place, capture):
+def test_an_autograd_result_that_the_next_step_reads_prevents_a_capture(place, capture):
     def make():
         trainer = Trainer()
         holder = types.SimpleNamespace() if place == "variable" else trainer.model
@@ -151,10 +151,14 @@ def test_a_result_of_autograd_that_the_next_step_reads_prevents_a_capture(place,
 
         return step
 
-    assert "average" in prevented(make) if place == "variable" else "Linear" in prevented(make)
+    assert (
+        "average" in reason_against_capture(make)
+        if place == "variable"
+        else "Linear" in reason_against_capture(make)
+    )
 
 
-def test_a_result_of_autograd_in_a_layer_is_named(capture):
+def test_an_autograd_result_in_a_layer_is_named(capture):
     class Router(torch.nn.Linear):
         auxiliary = None
 
@@ -170,7 +174,7 @@ def test_a_result_of_autograd_in_a_layer_is_named(capture):
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05)
         return lambda x, y: trainer.loss(x, y).detach()
 
-    assert prevented(make).startswith("the previous call changed auxiliary of Router")
+    assert reason_against_capture(make).startswith("the previous call changed auxiliary of Router")
 
 
 def test_an_argument_that_a_step_writes_is_named(capture):
@@ -226,7 +230,7 @@ def _torch_draw(generator):
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_random_generators_of_the_host_prevent_a_capture(name, capture):
+def test_host_random_generators_prevent_a_capture(name, capture):
     trainer, draw = Trainer(), GENERATORS[name]()
     call = te.graphed(lambda x, y: trainer.loss(x * (1.0 + draw()), y).detach())
     for seed in range(8):
@@ -235,7 +239,7 @@ def test_random_generators_of_the_host_prevent_a_capture(name, capture):
     assert call.reason.startswith("the previous call changed a random generator of the host")
 
 
-def test_a_random_generator_of_a_layer_prevents_a_capture(capture):
+def test_a_layers_random_generator_prevents_a_capture(capture):
     class Noisy(torch.nn.Linear):
         def __init__(self):
             super().__init__(HIDDEN, HIDDEN)
@@ -251,11 +255,11 @@ def test_a_random_generator_of_a_layer_prevents_a_capture(capture):
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05)
         return lambda x, y: trainer.loss(x, y).detach()
 
-    assert "variable trainer.model.noise" in prevented(make)
+    assert "variable trainer.model.noise" in reason_against_capture(make)
 
 
 def test_a_global_variable_that_shares_the_name_of_an_attribute_is_not_read():
-    """`mean` changes after each call; the step reads the method `mean` of a tensor."""
+    """`mean` changes after each call; the step reads a tensor's method `mean`."""
     monkey = CaptureRecorder()
     trainer = Trainer()
     with pytest.MonkeyPatch.context() as patch:
@@ -271,11 +275,11 @@ def _scaled(x):
     return [part * scale for part in x.chunk(2)]
 
 
-def _by_module(x):
+def _scale_by_module_global(x):
     return [x * config.scale]
 
 
-def _by_class(x):
+def _scale_by_class_attribute(x):
     return [x * Trainer.factor]
 
 
@@ -288,7 +292,11 @@ class Layer(torch.nn.Linear):
 
 @pytest.mark.parametrize(
     ("parts", "owner", "name"),
-    [(_scaled, None, "scale"), (_by_module, config, "scale"), (_by_class, Trainer, "factor")],
+    [
+        (_scaled, None, "scale"),
+        (_scale_by_module_global, config, "scale"),
+        (_scale_by_class_attribute, Trainer, "factor"),
+    ],
 )
 def test_global_variables_of_nested_functions_are_part_of_the_signature(
     parts, owner, name, capture, monkeypatch
@@ -332,7 +340,7 @@ def test_global_variables_of_methods_and_forward_passes_are_part_of_the_signatur
     assert call.reason == "since the previous call, this changed: global variable scale"
 
 
-def test_a_model_of_an_inner_function_belongs_to_the_step(capture):
+def test_a_model_in_an_inner_function_belongs_to_the_step(capture):
     def make():
         trainer = Trainer()
 
@@ -357,7 +365,7 @@ def test_a_model_of_an_inner_function_belongs_to_the_step(capture):
     assert "of Linear" in call.reason
 
 
-def test_results_of_all_calls_have_no_autograd_graph(capture):
+def test_no_calls_result_has_an_autograd_graph(capture):
     trainer, other = Trainer(), torch.nn.Linear(HIDDEN, HIDDEN)
 
     def step(x, y):
@@ -370,7 +378,7 @@ def test_results_of_all_calls_have_no_autograd_graph(capture):
     assert [result.requires_grad for result in results] == [False] * 8
 
 
-def test_a_pool_ends_with_its_last_graph(capture, monkeypatch):
+def test_a_memory_pool_is_freed_with_its_last_graph(capture, monkeypatch):
     trainer = Trainer()
     call = te.graphed(lambda x, y: trainer.loss(x, y).detach())
     pools = []
@@ -392,7 +400,7 @@ def test_a_pool_ends_with_its_last_graph(capture, monkeypatch):
     assert pools[0] is pools[1] and pools[2] is not pools[0]
 
 
-def test_results_and_gradients_of_eager_calls_are_handed_to_the_stream_of_the_caller(capture):
+def test_eager_results_and_gradients_are_synchronized_with_the_callers_stream(capture):
     trainer = Trainer()
     call = te.graphed(lambda x, y: trainer.loss(x, y).detach())
     for seed in range(4):
@@ -404,7 +412,7 @@ def test_results_and_gradients_of_eager_calls_are_handed_to_the_stream_of_the_ca
 
 
 @pytest.mark.parametrize("error", [AttributeError, TypeError, AssertionError])
-def test_an_unexpected_error_of_a_capture_is_raised(error, capture, monkeypatch):
+def test_an_unexpected_capture_error_is_raised(error, capture, monkeypatch):
     trainer = Trainer()
     call = te.graphed(lambda x, y: trainer.loss(x, y).detach())
     for seed in range(4):
@@ -435,7 +443,7 @@ def test_a_capture_without_memory_is_tried_again(capture, monkeypatch):
     assert (call.kept, call.reason) == (1, None)
 
 
-def test_an_observer_is_the_reason_of_an_eager_call(capture):
+def test_an_observer_makes_calls_run_eagerly_with_that_reason(capture):
     trainer = Trainer()
     call = te.graphed(lambda x, y: trainer.loss(x, y).detach())
     layer = te.graphed(te.Linear(HIDDEN, HIDDEN, device="cpu"))
@@ -465,7 +473,7 @@ def test_a_cuda_graph_is_captured_again_after_a_reset():
 
 
 @pytest.mark.gpu
-def test_results_of_eager_cuda_calls_outlive_the_work_of_another_stream():
+def test_eager_cuda_results_outlive_another_streams_work():
     trainer = Trainer()
     trainer.model.cuda()
     call = te.graphed(

@@ -1,4 +1,4 @@
-"""The page of graphs: its examples run, on a CPU without capturing."""
+"""Examples on the graphs page run, on a CPU without capturing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from tests.support.pages import examples, run
 
 
-def test_the_examples_run(capsys):
+def test_the_graphs_pages_examples_run(capsys):
     assert len(examples("graphs.md")) == 3
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "CUDA graphs need a GPU")

@@ -1,4 +1,4 @@
-"""te.graphed(step): graphs of whole training steps have the bits of eager steps, or report what prevents them.
+"""te.graphed(step): graphed training steps equal eager steps bitwise, or report what prevents them.
 
 Without a GPU, a recording runs the step again. Its first run changes no memory, as a capture does.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import RECIPES, layer_of
+from tests.support.layers import RECIPES, make_layer
 from transformer_engine.pytorch.graphs.recorded_step import EntryGradients
 
 HIDDEN, TOKENS, BATCH = 64, 16, 4
@@ -29,14 +29,14 @@ class Training:
     """A model, an optimizer, and a step in the forms that users write.
 
     Args:
-        kind: Layer of this package.
-        recipe: Name of the recipe.
+        kind: Layer from this package.
+        recipe: Recipe name.
         form: Where the gradients are cleared: "first", "last", "in place" or "outside" of the step.
         optimizer: optimizer(parameters) -> the optimizer.
     """
 
     def __init__(self, kind="LayerNormMLP", recipe="none", form="first", optimizer=None, **options):
-        self.model = layer_of(kind, device="cpu", **options)
+        self.model = make_layer(kind, device="cpu", **options)
         self.recipe = RECIPES[recipe]
         self.form = form
         self.optimizer = (optimizer or sgd)(self.model.parameters())
@@ -94,7 +94,7 @@ def bit_equal(graphed, eager, call, steps):
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw, fused_adam])
 @pytest.mark.parametrize("form", ["first", "last", "in place", "outside"])
-def test_graphed_steps_have_the_bits_of_eager_steps(form, optimizer, capture):
+def test_graphed_steps_are_bitwise_equal_to_eager_steps(form, optimizer, capture):
     graphed, eager = both(form=form, optimizer=optimizer, recipe="delayed")
     call = te.graphed(graphed.step)
     bit_equal(graphed, eager, call, 12)
@@ -108,7 +108,7 @@ def test_graphed_steps_have_the_bits_of_eager_steps(form, optimizer, capture):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "TransformerLayer"])
-def test_layers_and_recipes_have_the_bits_of_eager_steps(kind, recipe, capture):
+def test_graphed_layers_and_recipes_are_bitwise_equal_to_eager_steps(kind, recipe, capture):
     sized = {"out_features": HIDDEN} if "Linear" in kind else {}
     graphed, eager = both(kind=kind, recipe=recipe, **sized)
     call = te.graphed(graphed.step)
@@ -132,7 +132,7 @@ def delayed(layer):
 
 
 @pytest.mark.slow
-def test_a_thousand_graphed_steps_have_the_losses_of_eager_steps(capture):
+def test_a_thousand_graphed_steps_have_eager_losses(capture):
     graphed, eager = both(kind="Linear", recipe="delayed", out_features=HIDDEN)
     call = te.graphed(graphed.step)
     found, expected = (run(one, training, 1000) for one, training in ((call, graphed), (eager.step, eager)))
@@ -225,7 +225,7 @@ def test_a_learning_rate_on_the_host_is_named(capture):
     assert call.reason.startswith("since the previous call, this changed: lr of SGD; keep it in a tensor")
 
 
-def test_quantized_parameters_are_stepped(capture):
+def test_graphed_steps_update_quantized_parameters(capture):
     def make():
         with te.quantized_model_init(recipe=RECIPES["current"]):
             model = te.Linear(HIDDEN, HIDDEN, device="cpu")
@@ -344,7 +344,7 @@ def test_state_on_the_host_prevents_a_capture_and_is_named(kind, message, captur
     assert equal(graphed.values(), eager.values())
 
 
-def test_hooks_of_modules_and_parameters_prevent_a_capture(capture):
+def test_module_and_parameter_hooks_prevent_a_capture(capture):
     training = Training()
     call = te.graphed(training.step)
     run(call, training, 1)
@@ -366,7 +366,7 @@ def test_an_input_that_requires_a_gradient_is_named(capture):
     assert call.reason.startswith("argument batch['x'] requires a gradient")
 
 
-def test_a_gradient_of_the_previous_call_that_is_read_prevents_a_capture(capture):
+def test_reading_the_previous_calls_gradient_prevents_a_capture(capture):
     training, eager = both(form="last")
 
     def logging(own):
@@ -389,7 +389,7 @@ def test_a_gradient_of_the_previous_call_that_is_read_prevents_a_capture(capture
     assert equal(training.values(), eager.values())
 
 
-def test_the_optimizer_reads_gradients_of_the_previous_call_in_place(capture):
+def test_the_optimizer_reads_the_previous_calls_gradients_in_place(capture):
     parameter = torch.nn.Parameter(torch.ones(4))
     parameter.grad = torch.full((4,), 2.0)
     optimizer = torch.optim.SGD([parameter], lr=0.5)
@@ -401,7 +401,7 @@ def test_the_optimizer_reads_gradients_of_the_previous_call_in_place(capture):
     assert torch.equal(parameter.detach(), torch.zeros(4)) and type(parameter.grad) is torch.Tensor
 
 
-def test_a_failed_capture_leaves_the_state_of_the_previous_step(capture, monkeypatch):
+def test_a_failed_capture_keeps_the_previous_steps_state(capture, monkeypatch):
     graphed, eager = both(optimizer=adamw, recipe="delayed")
     call = te.graphed(graphed.step)
     record = capture.record
@@ -417,7 +417,7 @@ def test_a_failed_capture_leaves_the_state_of_the_previous_step(capture, monkeyp
     assert call.reason.startswith("it could not be captured: operation not permitted")
 
 
-def test_an_error_of_the_step_is_raised_with_its_line(capture):
+def test_a_steps_error_is_raised_with_its_line(capture):
     training = Training()
     real = training.optimizer.step
 
@@ -489,7 +489,8 @@ class OnGpu:
     def __init__(self, recipe, optimizer, dropout):
         options = {"hidden_dropout": dropout, "attention_dropout": 0.0}
         self.model = torch.nn.Sequential(
-            layer_of("TransformerLayer", device="cuda", **options), layer_of("LayerNormMLP", device="cuda")
+            make_layer("TransformerLayer", device="cuda", **options),
+            make_layer("LayerNormMLP", device="cuda"),
         ).to(torch.bfloat16)
         self.recipe = recipe
         rate = torch.tensor(1e-3, device="cuda")
@@ -522,7 +523,7 @@ def _gpu_losses(call, training, steps):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("optimizer", ["adamw", "fused_adam"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_cuda_graphs_of_steps_have_the_losses_of_eager_steps(recipe, optimizer, dropout):
+def test_cuda_graphed_steps_have_eager_losses(recipe, optimizer, dropout):
     found = []
     with te.deterministic():
         for is_graphed in (True, False):
@@ -539,7 +540,7 @@ def test_cuda_graphs_of_steps_have_the_losses_of_eager_steps(recipe, optimizer, 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
-def test_a_thousand_cuda_graphed_steps_have_the_losses_of_eager_steps_and_flat_memory(recipe):
+def test_a_thousand_cuda_graphed_steps_have_eager_losses_and_constant_memory(recipe):
     found = []
     with te.deterministic():
         for is_graphed in (True, False):

@@ -1,1 +1,1 @@
-"""Tests of the Triton kernels without a GPU."""
+"""Tests for the Triton kernels without a GPU."""

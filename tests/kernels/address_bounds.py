@@ -1,7 +1,7 @@
-"""32-bit sums and products of a launch that can exceed 2^31 - 1 and reach an address, by interval arithmetic.
+"""A launch's 32-bit sums and products that can exceed 2^31 - 1 and reach an address, by interval arithmetic.
 
-The intervals come from the launch itself: its grid, its scalars and the bounds of its loops. Loaded numbers are
-positions of rows, pages or tokens, or numbers of tiles, for which the caller gives an upper bound.
+The intervals come from the launch itself: its grid, its scalars and its loop bounds. Loaded numbers are
+row, page or token positions, or tile counts, for which the caller gives an upper bound.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.kernels.written_pointers import code_of
+from tests.kernels.written_pointers import triton_code
 from transformer_engine.common.kernels.launch import LARGEST_EXTENT, Launch
 
 ROWS = LARGEST_EXTENT
 TILES = LARGEST_EXTENT // 128 + 128
-# These kernels multiply loaded numbers of tiles by 128 in 32 bits; they extend loaded rows to 64 bits first.
+# These kernels multiply loaded tile counts by 128 in 32 bits; they extend loaded rows to 64 bits first.
 _READ_TILES = ("grouped cast", "grouped blocks", "grouped gradient scaling")
 _VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 _AXES = {"x": 0, "y": 1, "z": 2}
 
 
 class Range(NamedTuple):
-    """Bounds of an integer; wraps: the line of a 32-bit operation that can overflow on the way to it."""
+    """Integer bounds; wraps: the line where a 32-bit operation on the way to this integer can overflow."""
 
     low: float
     high: float
@@ -39,22 +39,22 @@ UNKNOWN = Range(-math.inf, math.inf)
 
 
 def wrapping_offsets(launch: Launch, inputs: Sequence[str | None], loaded: int = ROWS) -> list[str]:
-    """Return the 32-bit operations that can overflow in the offset of an address.
+    """32-bit operations that can overflow in an address offset.
 
     Args:
-        loaded: Upper bound of the magnitude of loaded integers.
+        loaded: Upper bound for the magnitude of loaded integers.
     """
     names = launch.kernel.arg_names
     first = len(names) - len(launch.constants) - len(launch.scalars)
     scalars = dict(zip(names[first:], launch.scalars, strict=False))
     reader = _Reader(launch.grid, scalars, loaded)
-    for line in code_of(launch, inputs).splitlines():
+    for line in triton_code(launch, inputs).splitlines():
         reader.read(re.sub(r" loc\((?:[^()]|\([^()]*\))*\)$", "", line.strip()))
     return sorted(reader.found)
 
 
 class _Reader:
-    """The ranges of the integers of Triton IR, line by line."""
+    """Integer ranges in Triton IR, line by line."""
 
     def __init__(self, grid: tuple[int, int, int], scalars: dict[str, int | float], loaded: int):
         self.found: set[str] = set()
@@ -135,7 +135,7 @@ class _Reader:
             return Range(0, 1) if operation == "arith.cmpi" else UNKNOWN
         if operation == "arith.select":
             parts = parts[1:3]
-        found = _combined(operation, parts)
+        found = _result_range(operation, parts)
         wraps = next((part.wraps for part in parts if part.wraps), "")
         narrow = bool(re.search(r"(?:[ x])i32>?$", body))
         if narrow and operation in _ARITHMETIC and not (found.low >= -(1 << 31) and found.high < 1 << 31):
@@ -153,8 +153,8 @@ _SAME = (
 )  # fmt: skip
 
 
-def _combined(operation: str, parts: list[Range]) -> Range:
-    """Return the range of an operation's result, without the limits of its type."""
+def _result_range(operation: str, parts: list[Range]) -> Range:
+    """Range of an operation's result, without its type's limits."""
     one, two = parts[0], parts[-1]
     if operation in _SAME:
         return one
@@ -197,7 +197,7 @@ def _results(head: str) -> list[str]:
 
 
 def main() -> None:
-    """Print the overflows of every case of `written_cases` for matrices of the given shape, as JSON."""
+    """Print the overflows in every `written_cases` case for matrices with the given shape, as JSON."""
     from tests.kernels import written_cases
 
     written_cases.SHAPE = (int(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Compile the attention kernels for three GPUs, without one, and print counts of their PTX as JSON."""
+"""Compile the attention kernels for three GPUs, without one, and print PTX counts as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transformer_engine.common.kernels import (
 from transformer_engine.common.kernels.attention_problem import AttentionProblem
 from transformer_engine.common.kernels.launch import Launch
 
-# Compute capability -> bytes of shared memory that a program may have.
+# Compute capability -> shared-memory bytes that a program may have.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 VALUES, FLOATS, INTEGERS = "*bf16", "*fp32", "*i32"
 POINTERS = {
@@ -37,7 +37,7 @@ POINTERS = {
 def problem(
     shared_memory: int, *, queries: int = 4096, page: int = 0, biased: bool = False, softcap: float = 0.0
 ) -> AttentionProblem:
-    """Sequences of 4096 keys, heads of 128."""
+    """Sequences with 4096 keys and heads of size 128."""
     heads, groups, size = 32, 8, 128
     strides = (queries * heads * size, heads * size, size)
     keys = (4096 * groups * size, groups * size, size)
@@ -99,13 +99,13 @@ def launches(capability: int) -> Iterator[tuple[str, Launch, tuple[str, ...]]]:
 
 
 def compiled(launch: Launch, absent: tuple[str, ...], capability: int) -> tuple[str, int]:
-    """(PTX, bytes of shared memory) of a launch's kernel."""
-    result = compiled_for(GPUTarget("cuda", capability, 32), launch, absent)
+    """(PTX, shared-memory bytes) for a launch's kernel."""
+    result = compile_kernel(GPUTarget("cuda", capability, 32), launch, absent)
     return result.asm["ptx"], result.metadata.shared
 
 
-def compiled_for(target: GPUTarget, launch: Launch, absent: tuple[str, ...]):
-    """The compiled kernel of a launch for a GPU of either vendor."""
+def compile_kernel(target: GPUTarget, launch: Launch, absent: tuple[str, ...]):
+    """Compile a launch's kernel for a GPU from either vendor."""
     names = launch.kernel.arg_names
     first = len(names) - len(launch.constants)
     constants = dict(zip(names[first:], launch.constants, strict=True))

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.runtime.launching import Processors
 def pytest_configure() -> None:
     repair()
     interpreter.InterpreterBuilder.create_dot = _dot
-    np.seterr(divide="ignore", invalid="ignore")  # log2(0) of a row without a key
+    np.seterr(divide="ignore", invalid="ignore")  # log2(0) for a row without a key
     torch.set_num_threads(1)
     for backend in (triton, triton_decode):
         backend.processors = lambda device: Processors(2, 1 << 16)

@@ -1,4 +1,4 @@
-"""Launches of every cast on a simulated GPU, for matrices whose sizes are and are not multiples of the kernels' tiles.
+"""Every cast's launches on a simulated GPU, for sizes that are and are not multiples of the tiles.
 
 Layers pass even sizes to most casts. Predicated accesses need more registers and address arithmetic than plain ones, so
 that a kernel without stack on even sizes may spill on others.
@@ -26,7 +26,7 @@ GROUPS = 4
 
 
 def specs() -> list[QuantizeSpec]:
-    """Every quantization of both directions and of rows alone, with scales in rows and in swizzled order."""
+    """Every quantization in both directions and in rows alone, with scales in rows and in swizzled order."""
     both = list(quantized.SPECS.values())
     both += [replace(spec, tiled=True) for spec in both if spec.format in (MXFP8, NVFP4)]
     return both + [replace(spec, columnwise=False) for spec in both if not spec.hadamard]
@@ -43,7 +43,7 @@ def _quantize(spec: QuantizeSpec, rows: int, depth: int, dtype: torch.dtype) -> 
 
 
 def _fused(spec: QuantizeSpec, rows: int, depth: int) -> None:
-    """Casts within the kernels of norms, activations and column sums."""
+    """Casts within norm, activation and column-sum kernels."""
     x, pair, vector = _input(rows, depth), _input(rows, 2 * depth), _input(depth)
     scale = torch.ones(1, dtype=torch.float32, device="cuda")
     casts = [Cast(spec)]
@@ -67,7 +67,7 @@ def _grouped(spec: QuantizeSpec, rows: int, depth: int) -> None:
 
 
 def run() -> None:
-    """Call every cast; the simulation of the process records its launches."""
+    """Call every cast; the process's simulation records its launches."""
     for spec in specs():
         shapes = TRANSFORMED if spec.hadamard else PACKED if spec.format == NVFP4 else SHAPES
         for rows, depth in shapes:

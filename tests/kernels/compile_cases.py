@@ -1,4 +1,4 @@
-"""Compile every quantization kernel for sm90 and sm100, without a GPU, and print counts of its PTX as JSON.
+"""Compile every quantization kernel for sm90 and sm100, without a GPU, and print PTX counts as JSON.
 
 Two of the three kernels that compare errors are compiled for one architecture each; with `--all` for both.
 """
@@ -32,7 +32,7 @@ _DTYPES: dict[str | None, str] = {CODES: "float8_e4m3fn", "*fp8e5": "float8_e5m2
 def launches(
     overlaps: bool = True, shared_memory: int = 227 << 10
 ) -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
-    """(name, record, type of each pointer; None: that argument is not given); overlaps: with dependent launches."""
+    """(name, record, pointer types; None: that argument is absent); overlaps: with dependent launches."""
     machine = Machine(132, shared_memory, 2)
     float8 = {
         "x": VALUES,
@@ -67,13 +67,13 @@ def launches(
 
 
 def ptx_of(launch: Launch, pointers: dict[str, str | None], capability: int) -> tuple[str, int]:
-    """(PTX, bytes of shared memory) of a launch's kernel."""
+    """(PTX, shared-memory bytes) for a launch's kernel."""
     kernel = compiled(launch, pointers, capability)
     return kernel.asm["ptx"], kernel.metadata.shared
 
 
 def compiled(launch: Launch, pointers: dict[str, str | None], capability: int) -> Any:
-    """A launch's kernel for a capability, with the conversion of its row."""
+    """Compile a launch's kernel for a capability, with the row's conversion."""
     names = launch.kernel.arg_names
     dtypes = [_DTYPES.get(kind) for kind in pointers.values()]
     arguments, as_bytes = conversion.resolve(names, launch.constants, nvidia(*divmod(capability, 10)), dtypes)
@@ -91,7 +91,8 @@ def compiled(launch: Launch, pointers: dict[str, str | None], capability: int) -
     )
 
 
-# Of the kernels that LLVM optimizes for seconds, those compiled for one architecture by default, which is given.
+# Kernels that LLVM optimizes for seconds and that are compiled for one architecture by default: the given
+# one.
 COMPARING = {"nvfp4_4over6_squares": 100, "nvfp4_4over6_rows": 90}
 
 

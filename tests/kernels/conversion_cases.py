@@ -1,6 +1,6 @@
 """Compare each conversion between float32 and FP8 with the reference in Triton's interpreter; print {case: mismatches}.
 
-Arguments: the number of random float32 values.
+Argument: how many random float32 values to convert.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformer_engine.pytorch.primitives.quantize import encodings, torch_dtyp
 
 
 def contents(element: Element, count: int) -> dict[str, Tensor]:
-    """Values to convert: every bfloat16, random float32, and the neighbours of codes and of their midpoints."""
+    """Values to convert: every bfloat16, random float32, and the neighbours of codes and their midpoints."""
     generator = torch.Generator().manual_seed(0)
     halves = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     patterns = torch.randint(-(1 << 31), 1 << 31, (count // 2,), generator=generator).to(torch.int32)
@@ -48,7 +48,7 @@ def contents(element: Element, count: int) -> dict[str, Tensor]:
 
 
 def to_codes(x: Tensor, element: Element, way: str) -> Tensor:
-    """Codes of x by the kernel of a cast with a multiplier of 1."""
+    """Codes for x from a cast kernel with multiplier 1."""
     launch = cast.cast((1, x.numel()), element, True, False)
     launch = replace(launch, constants=(*launch.constants[:-1], way), handles={})
     codes = torch.empty(x.shape, dtype=torch_dtype(element))

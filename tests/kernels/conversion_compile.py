@@ -1,4 +1,4 @@
-"""Compile the kernels that convert FP8 codes for rows of the table of hardware, without a GPU; print facts as JSON.
+"""Compile the FP8 conversion kernels for rows in the hardware table, without a GPU; print facts as JSON.
 
 Arguments: "cover" for a sample, "--all" for every launch and row.
 """
@@ -47,7 +47,7 @@ def attention_casts() -> Iterator[Case]:
 
 
 def launches(row: Hardware) -> Iterator[Case]:
-    """(name, record, type of each pointer) of the kernels that write or read FP8 codes, planned for a row."""
+    """(name, record, pointer types) for the kernels that write or read FP8 codes, planned for a row."""
     yield from compile_cases.launches(row.has("dependent launch"), row.shared_memory)
     both: dict[str, str | None] = {"x": VALUES, "codes": GRADIENTS, "codes_t": GRADIENTS}
     both |= dict.fromkeys(("multiplier", "amax", "scale"), SCALAR)

@@ -1,10 +1,10 @@
-"""Run every kernel that converts FP8 codes with one conversion; print {case: [digest of the results, equal]} as JSON.
+"""Run every kernel that converts FP8 codes with one conversion; print {case: [result digest, equal]} as JSON.
 
 A quantization is equal if it has the reference's bits. Other kernels have digests only, which are the same for
 all conversions.
 
 Arguments: "native", "instruction" or "integers", then "cuda" (a GPU with all three), or "cpu" for Triton's interpreter,
-which has no PTX; then "--all" for more than quantizations, and "1/4" for the second of
+which has no PTX; then "--all" for more than quantizations, and "1/4" for the second out of
 four parts.
 """
 
@@ -71,7 +71,7 @@ SPECIAL = (torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 448.0, 464.0, 57344.0, 6
 
 
 def values(shape: tuple[int, int], seed: int = 0, special: bool = True) -> Tensor:
-    """Normal values of many magnitudes, with special values in the first row."""
+    """Normal values across many magnitudes, with special values in the first row."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp2(torch.randint(-12, 6, shape, generator=generator))
@@ -85,7 +85,7 @@ def number(value: float) -> Tensor:
 
 
 def quantizations(name: str, spec: QuantizeSpec) -> Iterator[tuple[str, Results, Results]]:
-    """(name, results of the kernels, results of the reference)."""
+    """(name, kernel results, reference results)."""
     halves = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).reshape(256, 256)
     square, narrow = (256, 256), (144, 66)
     kinds = itertools.cycle((torch.bfloat16, torch.float32, torch.float16))
@@ -116,7 +116,7 @@ def both(spec: QuantizeSpec, x: Tensor, scale: Tensor | None = None) -> tuple[Re
 
 
 def activations(shape: tuple[int, int], element: Element) -> Iterator[tuple[str, Results]]:
-    """Activations, their gradients and plain gradients, with codes of one scale or of blocks."""
+    """Activations, their gradients and plain gradients, with single-scale codes or block codes."""
     rows, width = shape
     machine = Machine(3, 1 << 16, 6)
     for name, gated in (("gelu", False), ("swiglu", True), ("identity", False)):
@@ -153,7 +153,7 @@ def activations(shape: tuple[int, int], element: Element) -> Iterator[tuple[str,
 
 
 def norms(element: Element) -> Iterator[tuple[str, Results]]:
-    """Norms of each plan: whole rows, rows in a stream, rows of any length."""
+    """Norms for each plan: whole rows, streamed rows, rows of any length."""
     widths = (
         ((8, 256), (4, 5120)) if ON_CPU else ((64, 256), (64, 4096), (64, 5120), (64, 10240), (16, 20480))
     )
@@ -189,7 +189,7 @@ def others(element: Element) -> Iterator[tuple[str, Results]]:
 
 
 def groups() -> Iterator[tuple[str, Results]]:
-    """Groups of rows and matrices by address."""
+    """Row groups and matrices by address."""
     splits, depth = (3, 131, 0, 70), 144
     total = sum(splits)
     device = torch.device(DEVICE)
@@ -216,7 +216,7 @@ def groups() -> Iterator[tuple[str, Results]]:
 
 
 def measured() -> Iterator[tuple[str, Results]]:
-    """Statistics of codes."""
+    """Code statistics."""
     x = values((130, 256), special=False)
     for name, spec in {
         "float8": QuantizeSpec(FLOAT8, E4M3),
@@ -245,7 +245,7 @@ def measured() -> Iterator[tuple[str, Results]]:
 
 
 def digest(results: Results) -> str:
-    """Hash of the results' bits; NaN of float32 has any bits."""
+    """Hash over the results' bits; a float32 NaN may have any bits."""
     total = hashlib.sha1()
     for result in results:
         if result is not None:
@@ -263,7 +263,7 @@ COUNTS: dict[str, Counter[str]] = {}
 
 
 def count_instructions(*, src, metadata, metadata_group, times, cache_hit) -> None:
-    """Count the conversions in the PTX of each compiled kernel."""
+    """Count the conversions in each compiled kernel's PTX."""
     for name, path in metadata_group.items():
         if name.endswith(".ptx"):
             ptx = Path(path).read_text()

@@ -1,6 +1,6 @@
-"""tl.dot_scaled in Triton's interpreter, as products of decoded values.
+"""tl.dot_scaled in Triton's interpreter, as products between decoded values.
 
-The interpreter has no tl.dot_scaled before Triton 3.9, and later reads the E4M3 scales of NVFP4 as exponents.
+The interpreter has no tl.dot_scaled before Triton 3.9, and later reads NVFP4's E4M3 scales as exponents.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from triton.runtime import interpreter as triton_interpreter
 CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-def decoded(codes: np.ndarray, element: torch.dtype | None, axis: int) -> np.ndarray:
-    """Values of FP8 codes, or of bytes with two E2M1 codes along an axis."""
+def decode_codes(codes: np.ndarray, element: torch.dtype | None, axis: int) -> np.ndarray:
+    """Decode FP8 codes, or bytes with two E2M1 codes along an axis."""
     if element is None:
         pair = np.stack((CODES[codes & 15], CODES[codes >> 4]), axis + 1)
         shape = list(codes.shape)
@@ -25,7 +25,7 @@ def decoded(codes: np.ndarray, element: torch.dtype | None, axis: int) -> np.nda
 
 
 def factors(scale, length: int) -> np.ndarray:
-    """Factors [rows, K] of scales, exponents in uint8 or E4M3."""
+    """Factors [rows, K] from scales: exponents in uint8 or E4M3."""
     if str(scale.dtype.scalar) == "fp8e4nv":
         found = (
             torch.from_numpy(np.ascontiguousarray(scale.data).view(np.uint8))
@@ -38,8 +38,8 @@ def factors(scale, length: int) -> np.ndarray:
 
 def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, total, *options):
     elements = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": None}
-    left = decoded(a.handle.data, elements[a_format], 1)
-    right = decoded(b.handle.data, elements[b_format], 0)
+    left = decode_codes(a.handle.data, elements[a_format], 1)
+    right = decode_codes(b.handle.data, elements[b_format], 0)
     length = left.shape[1] // a_scale.handle.data.shape[1]
     product = (left * factors(a_scale.handle, length)) @ (right * factors(b_scale.handle, length).T)
     return self.tensor(triton_interpreter.TensorHandle(product + total.handle.data, tl.float32), total.type)
@@ -49,7 +49,7 @@ create_dot = triton_interpreter.InterpreterBuilder.create_dot
 
 
 def dot_of_values(self, a, b, *rest):
-    """The interpreter's product, which multiplies the bits of bfloat16, of their values in float32."""
+    """The interpreter's product on float32 values; the original multiplies the bits of bfloat16."""
     if a.dtype.scalar == tl.bfloat16:
         a, b = (
             triton_interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
@@ -59,6 +59,6 @@ def dot_of_values(self, a, b, *rest):
 
 
 def install() -> None:
-    """Replace tl.dot_scaled, and tl.dot of bfloat16, in the interpreter of this process."""
+    """Replace tl.dot_scaled, and tl.dot for bfloat16, in this process's interpreter."""
     setattr(triton_interpreter.InterpreterBuilder, "create_dot", dot_of_values)  # noqa: B010
     setattr(TritonSemantic, "dot_scaled", dot_scaled)  # noqa: B010

@@ -1,4 +1,4 @@
-"""Compile the kernels of a mixture of experts for sm90, without a GPU; print sizes of PTX and shared memory as JSON."""
+"""Compile the mixture-of-experts kernels for sm90, without a GPU; print PTX and memory sizes as JSON."""
 
 from __future__ import annotations
 

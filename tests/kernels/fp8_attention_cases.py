@@ -1,4 +1,4 @@
-"""Run the kernels round FP8 attention in Triton's interpreter, compare with torch, print {case: equal} as JSON."""
+"""Run the kernels around FP8 attention in Triton's interpreter against torch; print {case: equal} as JSON."""
 
 from __future__ import annotations
 

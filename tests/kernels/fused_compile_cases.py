@@ -1,6 +1,6 @@
-"""Compile the softmax, dropout, packed-RoPE and fused-cast kernels without a GPU and print counts of their PTX.
+"""Compile the softmax, dropout, packed-RoPE and fused-cast kernels without a GPU and print PTX counts.
 
-By default, sm80 and sm100 have one launch of each kernel; `--all` compiles every launch for them too.
+By default, sm80 and sm100 have one launch per kernel; `--all` compiles every launch for them too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
 
 
 def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:
-    """Kernels that make FP8 codes."""
+    """Kernels that write FP8 codes."""
     for name, gated in (("gelu", False), ("swiglu", True)):
         launch = activation_cast.forward(
             name, gated, SHAPE, 8192, "bfloat16", (7.0, 1.7, 1.0), E4M3, columnwise=True
@@ -116,7 +116,7 @@ def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:
 
 
 def block_launches(shared_memory: int = 232448) -> Iterator[tuple[str, Launch, Pointers]]:
-    """Kernels that make FP8 codes in blocks; a launch of each plan."""
+    """Kernels that write FP8 codes in blocks; one launch per plan."""
     target: Pointers = {"codes": CODES, "scale": SCALAR, "codes_t": CODES, "scale_t": SCALAR}
     both = block_fused.Blocks(E4M3, True, False, True, 0.0, FLOAT32_MAX)
     constants = (7.0, 1.7, 1.0)
@@ -145,7 +145,7 @@ def block_launches(shared_memory: int = 232448) -> Iterator[tuple[str, Launch, P
 
 
 def one_per_kernel(launches: list[tuple[str, Launch, Pointers]]) -> list[tuple[str, Launch, Pointers]]:
-    """Return the last launch of each kernel."""
+    """Last launch per kernel."""
     return list(
         {launch.kernel.fn.__name__: (name, launch, pointers) for name, launch, pointers in launches}.values()
     )

@@ -1,7 +1,7 @@
 """Triton's CPU interpreter with correctly rounded narrow floating-point conversions, for tests only.
 
 Triton 3.6's interpreter truncates float32 to bfloat16 and rounds to FP8 half away from zero, without carrying into
-the exponent; torch's casts take their place here, with the saturation of the GPU's `cvt.rn.satfinite`. Call
+the exponent; torch's casts replace them here, with the GPU's saturation (`cvt.rn.satfinite`). Call
 `repair()` before the first kernel runs, in a process that has TRITON_INTERPRET=1.
 """
 
@@ -18,7 +18,7 @@ import torch
 from triton.language import core
 from triton.runtime import interpreter
 
-from tests.support.cases import by_test, cover
+from tests.support.cases import cover, group_cases
 from transformer_engine.common.kernels import launch
 
 _TORCH = {
@@ -35,7 +35,7 @@ _original = interpreter._convert_float
 
 
 def _convert_float(values, source, target, rounding):
-    """values (a numpy array of source's bits or numbers) as numbers or bits of target, nearest ties to even."""
+    """values (a numpy array with source's bits or numbers) in target's bits or numbers, ties to even."""
     source_dtype, target_dtype = _TORCH.get(str(source)), _TORCH.get(str(target))
     toward_zero = rounding == interpreter._ir.ROUNDING_MODE.RTZ
     if source_dtype is None or target_dtype is None or toward_zero:
@@ -65,7 +65,7 @@ _patched: set[str] = set()
 
 
 def _call_device_function(self, *arguments, **keywords):
-    """Return the function's result, without patching the language each time: a third of a test's time in Triton.
+    """Call without patching the language each time, which takes a third of a test's time in Triton.
 
     The calling kernel has patched the names that kernels import. Names that only Triton's own functions import (sums,
     maxima) are patched before the first such call and stay patched, as in Triton.
@@ -82,7 +82,7 @@ _original_numpy_type = interpreter._get_np_dtype
 
 
 def _numpy_type(type):
-    """Return the NumPy dtype of a Triton type. The original builds a table of all types for each call."""
+    """NumPy dtype for a Triton type. The original builds a table with all types in each call."""
     scalar = type.scalar
     found = _NUMPY_TYPES.get(scalar.name)
     if found is None:
@@ -91,7 +91,7 @@ def _numpy_type(type):
 
 
 def _initialize_tensor(self, handle, type):
-    """As the original, with one object per shape for `tensor.shape` and `tensor.numel`."""
+    """Like the original, with one object per shape for `tensor.shape` and `tensor.numel`."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.numel, self.shape = _numel_and_shape(*(type.shape.values if type.is_block() else ()))
 
@@ -102,7 +102,7 @@ def _numel_and_shape(*sizes: int):
 
 
 def _initialize_block_type(self, element_ty, shape):
-    """As the original, with the shape, the number of elements and the name of each type computed once."""
+    """Like the original, with each type's shape, element count and name computed once."""
     sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
     self.element_ty = element_ty
     self.shape, self.numel, self.name = _facts_of_block(element_ty.name, sizes)
@@ -117,7 +117,7 @@ def _facts_of_block(element: str, sizes: tuple):
 
 
 def repair() -> None:
-    """Replace the interpreter's conversion between floating-point types, and of tensors to integers; watch launches."""
+    """Replace the interpreter's float conversions and conversions of tensors to integers; watch launches."""
     # Integer additions and products compute whether they overflow, and discard the result unless `options.debug`.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
@@ -127,15 +127,15 @@ def repair() -> None:
     interpreter._convert_float = _convert_float
     interpreter._patch_lang_tensor = _patch_lang_tensor
     interpreter.InterpretedFunction.__call__ = _call_device_function
-    launch._compile = _watched
+    launch._compile = _watch_launches
 
 
 _original_compile = launch._compile
 _POISON = 0xA5
 
 
-def _watched(record, tensors):
-    """Return a launch function that raises AssertionError if a launch changes a tensor that its record does not name.
+def _watch_launches(record, tensors):
+    """Launch function that raises AssertionError if a launch changes a tensor that its record does not name.
 
     The outputs are filled with other bytes before every launch, so no kernel may rely on their earlier contents.
     """
@@ -177,7 +177,7 @@ def _same_memory(actual, expected):
 
 
 def same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Return whether shapes and bits are equal; float32 NaNs are equal for any sign and payload."""
+    """Whether shapes and bits are equal; float32 NaNs are equal for any sign and payload."""
     if actual is None or expected is None:
         return actual is None and expected is None
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -194,10 +194,10 @@ def same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> boo
 
 
 def keep_cover(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep INTERPRET cases of each test (two unless set), which differ in all that they can, or all of them."""
+    """Keep INTERPRET cases per test (two unless set), which differ as much as possible, or all cases."""
     count = os.environ.get("INTERPRET", "2")
     if count == "all":
         return
-    kept = {item for cases in by_test(items).values() for item in cover(cases, int(count))}
+    kept = {item for cases in group_cases(items).values() for item in cover(cases, int(count))}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

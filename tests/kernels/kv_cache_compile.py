@@ -1,4 +1,4 @@
-"""Compile the kernel that appends to a key-value cache, without a GPU, and print the size of its PTX as JSON."""
+"""Compile the kernel that appends to a key-value cache, without a GPU, and print its PTX size as JSON."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Compile all launches of training steps of layers for GPUs of the table of hardware, without a GPU; print JSON lines.
+"""Compile all launches in layers' training steps for GPUs in the hardware table; print JSON lines.
 
     PYTHONPATH=. python -m tests.kernels.layer_compile 8.9 [--sample] [--part 0/2]
 
-Each line is a pair of a title and facts: constants, instructions of tensor cores and of casts, registers, stack, shared
+Each line is a title with facts: constants, tensor-core and cast instructions, registers, stack, shared
 and tensor memory. `tests.primitives.hardware_layers` records the launches on the simulated GPU: with all libraries,
-without, and with the Triton backends of products and attention forced; `cast_shapes` records casts of matrices of other
-sizes. --sample compiles one launch per kernel, kind of operands and of tiles.
+without, and with the Triton backends for products and attention forced; `cast_shapes` records casts for
+matrices with other sizes. --sample compiles one launch per kernel, operand type and tile type.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformer_engine.common.kernels.launch import Launch, compile_options
 
 CAST = re.compile(r"\bcvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 DOUBLE_ROUNDING = re.compile(r"\bcvt\.\S*e[45]m[32]x2\.f16")
-# Capability of the dense products of a recipe by Triton.
+# Capability for a recipe's dense products by Triton.
 DENSE = {"block": "fp8 products", "mxfp8": "mxfp8 products", "nvfp4": "nvfp4 products"}
 
 
@@ -54,7 +54,7 @@ class Pointer:
 
 
 def use_target(hardware: Hardware) -> None:
-    """Make Triton compile for a GPU of the table in this process."""
+    """Make Triton compile for a GPU in the table in this process."""
     target = GPUTarget("cuda", hardware.target, 32)
     fake = SimpleNamespace(
         get_current_device=lambda: 0,
@@ -81,7 +81,7 @@ def compiled(launch: Launch, kinds: tuple[tuple[torch.dtype, bool] | None, ...],
 
 
 def constants(launch: Launch) -> dict[str, Any]:
-    """{name: value} of a launch's compile-time constants."""
+    """{name: value} for a launch's compile-time constants."""
     names = launch.kernel.arg_names
     return dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
 
@@ -102,7 +102,7 @@ def facts(recorded: RecordedLaunch, row: Hardware) -> dict[str, Any]:
     }
 
 
-def title_of(recorded: RecordedLaunch, row: Hardware) -> str:
+def launch_title(recorded: RecordedLaunch, row: Hardware) -> str:
     launch = recorded.launch
     function = launch.kernel.fn
     dtypes = [str(kind[0]).removeprefix("torch.") if kind else "-" for kind in recorded.kinds]
@@ -119,8 +119,8 @@ def title_of(recorded: RecordedLaunch, row: Hardware) -> str:
     )
 
 
-def forced(recipe_name: str, row: Hardware) -> AbstractContextManager[Any]:
-    """Force the Triton backends of a recipe's products, where the row has them."""
+def force_triton(recipe_name: str, row: Hardware) -> AbstractContextManager[Any]:
+    """Force the Triton backends for a recipe's products, if the row has them."""
     choice = {"attention": "triton"}
     scaled = recipe_name == "block" or optional.release("triton") >= row.scaled_dot
     if scaled and recipe_name in DENSE and row.has(DENSE[recipe_name]):  # pyright: ignore[reportArgumentType]
@@ -130,16 +130,16 @@ def forced(recipe_name: str, row: Hardware) -> AbstractContextManager[Any]:
     return use_backend(**choice)
 
 
-def recorded_launches(simulation: Simulation) -> list[RecordedLaunch]:
-    """The launches of all layers and recipes, by the tables' choice and by force, and of casts of uneven matrices."""
+def record_launches(simulation: Simulation) -> list[RecordedLaunch]:
+    """Launches for all layers and recipes, by the tables' choice and forced, and for uneven casts."""
     for by_force in (False, True):
         for layer, name, recipe in hardware_layers.cases():
-            with forced(name, simulation.hardware) if by_force else nullcontext():
+            with force_triton(name, simulation.hardware) if by_force else nullcontext():
                 for _ in hardware_layers.train(layer, recipe):
                     pass
     for name, make in hardware_layers.RECIPES.items():
         recipe = None if make is None else make()
-        with forced(name, simulation.hardware):
+        with force_triton(name, simulation.hardware):
             for layer in hardware_layers.ACCUMULATING:
                 for _ in hardware_layers.train(layer, recipe, accumulates=True):
                     pass
@@ -148,7 +148,7 @@ def recorded_launches(simulation: Simulation) -> list[RecordedLaunch]:
 
 
 def sample(every: list[RecordedLaunch]) -> list[RecordedLaunch]:
-    """One launch per kernel, kinds of its tensors of one byte, and constants on which its registers depend.
+    """One launch per kernel, one-byte tensor types, and constants on which its registers depend.
 
     Predicated tiles need more registers than whole ones, and float32 scales more than powers of two.
     """
@@ -158,7 +158,7 @@ def sample(every: list[RecordedLaunch]) -> list[RecordedLaunch]:
         codes = tuple(kind[0] if kind and kind[0].itemsize == 1 else None for kind in recorded.kinds)
         values = constants(launch)
         options = tuple(values.get(name) for name in ("EVEN", "PAIRS", "POWER_OF_TWO", "SQUARE"))
-        options += (values.get("CURVE") == "identity",)  # its launches have other numbers of warps
+        options += (values.get("CURVE") == "identity",)  # its launches have other warp counts
         options += (values.get("ACCUMULATE"), values.get("ADDS"))
         found.setdefault((launch.kernel, codes, options), recorded)
     return list(found.values())
@@ -166,7 +166,7 @@ def sample(every: list[RecordedLaunch]) -> list[RecordedLaunch]:
 
 def main(arguments: list[str]) -> None:
     simulation = hardware_layers.simulation(arguments)
-    every = recorded_launches(simulation)
+    every = record_launches(simulation)
     if "--sample" in arguments:
         every = sample(every)
     if "--part" in arguments:
@@ -174,10 +174,10 @@ def main(arguments: list[str]) -> None:
         every = every[part::parts]
     use_target(simulation.hardware)
     for recorded in every:
-        title = title_of(recorded, simulation.hardware)
+        title = launch_title(recorded, simulation.hardware)
         try:
             found = facts(recorded, simulation.hardware)
-        except Exception as error:  # failures are results of this program
+        except Exception as error:  # failures are this program's results
             found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[-400:]}"}
         print(json.dumps([title, found]), flush=True)
     print(json.dumps(["Triton", triton.__version__]))

@@ -1,4 +1,4 @@
-"""Compile the norms' forward kernels without a GPU and print, as JSON, how each deals a row to threads and sums it."""
+"""Compile the norms' forward kernels without a GPU; print as JSON how each distributes and sums rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCKS = Blocks(E4M3, False, False, True, 0.0, FLOAT32_MAX)
 
 
 def sums(width: int, centered: bool, codes: str | None, records: bool) -> list[str]:
-    """The layouts, written out, of the tensors of float32 that are summed; codes: one scale for all, or "blocks"."""
+    """Written-out layouts for the summed float32 tensors; codes: one scale for all, or "blocks"."""
     blocks = BLOCKS if codes == "blocks" else None
     element = E4M3 if codes == "one scale" else None
     rows = norm.NormRows(8192, width, width, "bfloat16", 1e-5, False, centered, 132)

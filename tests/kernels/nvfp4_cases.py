@@ -1,4 +1,4 @@
-"""Quantize random matrices by kernels of NVFP4's variants in Triton's interpreter; print the differences as JSON."""
+"""Quantize random matrices by the NVFP4 variants' kernels in the interpreter; print differences as JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Run every quantization kernel in Triton's interpreter, compare with the reference, print {case: equal} as JSON.
 
-By default the cases cover all pairs of specification, content and shape; `--all` runs their product.
+By default the cases cover all pairs among specification, content and shape; `--all` runs their product.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) ->
     )
 
 
-def of_nothing() -> dict[tuple[float, str], bool]:
-    """Both kernels use a given multiplier of 0 unchanged, or as 1 if the caller requests it."""
+def compare_zero_multiplier() -> dict[tuple[float, str], bool]:
+    """If a given multiplier is 0, both kernels use it unchanged, or as 1 if the caller requests it."""
     x, equal = matrix(80, 130, "normal", torch.bfloat16), {}
     zero, one = torch.zeros(1), torch.ones(1)
     for spec in (SPECS["float8"], SPECS["float8-both"]):
@@ -112,7 +112,7 @@ def main() -> None:
     dtypes = itertools.cycle((torch.bfloat16, torch.float32, torch.float16))
     for number, ((name, spec), content) in enumerate(itertools.product(SPECS.items(), CONTENTS)):
         equal = True
-        # The shapes of a specification's contents are shifted by one from those of the previous specification.
+        # Each specification's shapes are shifted by one against the previous specification.
         chosen = (
             SHAPES if "--all" in sys.argv else SHAPES[(number + number // len(CONTENTS)) % len(SHAPES) :][:1]
         )
@@ -122,7 +122,9 @@ def main() -> None:
             given = torch.tensor([1.7]) if scaled and spec.format == FLOAT8 else None
             equal = equal and is_equal(spec, matrix(rows, depth, content, next(dtypes)), given)
         results[f"{name}/{content}"] = equal
-    results |= {f"float8/given {number} {how}": equal for (number, how), equal in of_nothing().items()}
+    results |= {
+        f"float8/given {number} {how}": equal for (number, how), equal in compare_zero_multiplier().items()
+    }
     print(json.dumps(results))
 
 

@@ -1,7 +1,7 @@
 """Compile the launches that plain Triton kernels make for AMD's gfx942 and gfx950, without a GPU; print JSON.
 
-{"gfx942": {case: bytes of LDS}}; a failed compilation is an "error: ..." instead of the bytes. Kernels of FP8 codes are
-left out: `unsupported_casts` rejects them there.
+{"gfx942": {case: bytes of LDS}}; a failed compilation is an "error: ..." instead of the bytes. Kernels for
+FP8 codes are left out: `unsupported_casts` rejects them there.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.kernels import written_cases
-from tests.kernels.attention_compile_cases import compiled_for, problem
-from tests.kernels.written_pointers import _TYPES, _type_of
+from tests.kernels.attention_compile_cases import compile_kernel, problem
+from tests.kernels.written_pointers import _TYPES, _scalar_type
 from transformer_engine.common.hardware import ROWS, Hardware
 from transformer_engine.common.kernels import attention, attention_backward, attention_decode
 from transformer_engine.common.kernels.launch import Launch, compile_options
 
-# One case of each kernel that has no FP8 codes.
+# One case per kernel that has no FP8 codes.
 CASES = (
     "gelu",
     "gelu backward",
@@ -50,14 +50,14 @@ CASES = (
     "send by_mask=False probs=None",
     "kv cache paged=False",
 )
-WAVE = 64  # lanes of a wavefront
+WAVE = 64  # lanes in a wavefront
 
 
-def memory_of(launch: Launch, inputs: Sequence[str | None], architecture: str) -> int:
-    """Bytes of LDS of a launch's kernel, compiled to a code object."""
+def lds_bytes(launch: Launch, inputs: Sequence[str | None], architecture: str) -> int:
+    """LDS bytes for a launch's kernel, compiled to a code object."""
     names = launch.kernel.arg_names
     outputs = [None if output is None else f"*{_TYPES[output.dtype]}" for output in launch.outputs]
-    kinds = (*inputs, *outputs, *map(_type_of, launch.scalars), *["constexpr"] * len(launch.constants))
+    kinds = (*inputs, *outputs, *map(_scalar_type, launch.scalars), *["constexpr"] * len(launch.constants))
     signature = dict(zip(names, kinds, strict=True))
     constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
     constants |= {name: None for name, kind in signature.items() if kind is None}
@@ -93,8 +93,8 @@ def main() -> None:
         of_row = found[row.architecture] = {}
         for name in CASES if "--all" in sys.argv or row.architecture == "gfx942" else CASES[:2]:
             try:
-                of_row[name] = memory_of(*every[name], row.architecture)
-            except Exception as error:  # the failures are the result of this program
+                of_row[name] = lds_bytes(*every[name], row.architecture)
+            except Exception as error:  # the failures are this program's result
                 of_row[name] = f"error: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if row.architecture == "gfx942":
             of_row |= attention_memory(row)
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def attention_memory(row: Hardware) -> dict[str, int | str]:
-    """Bytes of LDS of attention's forward and backward pass and of a decoding step, planned for the row's LDS."""
+    """LDS bytes for attention's forward and backward pass and a decoding step, planned for the row's LDS."""
     shared, starts = row.shared_memory, ("starts_q", "starts_kv")
     plain = problem(shared)
     keys = attention_backward.keys(plain, (0, *plain.k), (0, *plain.v), 1)
@@ -113,7 +113,7 @@ def attention_memory(row: Hardware) -> dict[str, int | str]:
         "attention decode": (step, ("pages", *starts)),
     }
     target = GPUTarget("hip", row.architecture, WAVE)
-    return {name: compiled_for(target, *launch).metadata.shared for name, launch in launches.items()}
+    return {name: compile_kernel(target, *launch).metadata.shared for name, launch in launches.items()}
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ class Spill:
     Attributes:
         kernel: Module and name of the kernel.
         stack: Limit in bytes per thread.
-        constants: Values of the launch's constants, as text; launches with other values are not meant.
-        rows: Rows of the table of hardware; empty: every row.
-        releases: Releases of Triton, (major, minor); empty: every release.
+        constants: The launch's constants, as text; launches with other values are excluded.
+        rows: Rows in the hardware table; empty: every row.
+        releases: Triton releases, (major, minor); empty: every release.
     """
 
     kernel: str
@@ -56,14 +56,14 @@ WHOLE_SPILLS = (
     Spill("block_fused.backward_kernel", 256, WHOLE, ("8.0",)),
     # Three tiles in flight, which Triton 3.7 and newer hold without stack; two need none with 3.6.
     Spill("block_fused.backward_kernel", 336, {**WHOLE, **SQUARES, **IDENTITY}, ("8.6",), OLDEST),
-    # 4 warps, the fastest of 1 x 128 blocks on an H200. 8 warps need no stack on 9.0; squares were not timed.
+    # 4 warps, fastest for 1 x 128 blocks on an H200. 8 warps need no stack on 9.0; squares were not timed.
     Spill("block_fused.backward_kernel", 296, {**WHOLE, **SQUARES, **IDENTITY}, ("9.0",)),
     Spill("block_fused.backward_kernel", 120, {**WHOLE, **BLOCKS_1D, **IDENTITY}, ("9.0",), ((3, 9),)),
     Spill("block_fused.backward_kernel", 328, {**WHOLE, **SQUARES, **IDENTITY, **FLOAT32_SCALES}, ("9.0",)),
     Spill("block_fused.backward_kernel", 144, {**WHOLE, **BLOCKS_1D, **IDENTITY}, ("10.0", "10.3")),
     Spill("block_fused.backward_kernel", 472, {**WHOLE, **SQUARES, **IDENTITY}, ("10.0", "10.3")),
 )
-# Predicated tiles: sizes that are not multiples of the tiles.
+# Predicated tiles: sizes that are not multiples of the tile sizes.
 PREDICATED_SPILLS = (
     Spill("block_cast.both_blocks_kernel", 24, ODD_ROWS, ("8.0", *BLACKWELL)),
     Spill("block_fused.forward_kernel", 8, {**ODD_ROWS, **BLOCKS_1D}, ("8.0", "8.9")),
@@ -129,5 +129,5 @@ SPILLS = WHOLE_SPILLS + PREDICATED_SPILLS + RELEASE_SPILLS
 
 
 def stack_limit(kernel: str, constants: Mapping[str, str], row: str, release: tuple[int, ...]) -> int:
-    """Bytes of stack per thread that a launch may use, compiled for a row by a release of Triton."""
+    """Stack bytes per thread that a launch may use, compiled for a row by a Triton release."""
     return max((spill.stack for spill in SPILLS if spill.matches(kernel, constants, row, release)), default=0)

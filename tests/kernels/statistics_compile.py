@@ -1,6 +1,6 @@
-"""Compile the kernels that measure quantization, without a GPU, and print the size of their PTX as JSON.
+"""Compile the kernels that measure quantization, without a GPU, and print their PTX sizes as JSON.
 
-By default, sm100 has the block formats of Blackwell alone; `--all` compiles every scaling for it.
+By default, sm100 has only Blackwell's block formats; `--all` compiles every scaling for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALED = {
 
 
 def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
-    """(name, record, type of each pointer) for each scaling, then of the kernel that adds partial results."""
+    """(name, record, pointer types) for each scaling, then for the kernel that adds partial results."""
     for name, (scaling, packed, codes, scales, second) in SCALED.items():
         form = statistics.Codes(scaling, packed, (1, 32), 448.0, 464 / 448, (4096, 1, 128, 1))
         program = statistics.statistics((8192, 4096), (4096, 1), form)

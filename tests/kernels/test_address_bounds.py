@@ -1,4 +1,4 @@
-"""No launch computes the offset of an address in 32 bits that can overflow, up to the extents that backends accept."""
+"""No launch overflows 32-bit arithmetic in an address offset, up to the extents that backends accept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = {"tall": (LARGEST, 256), "wide": (256, LARGEST), "large": (1 << 20, 1 <
 
 
 def overflows(shape: tuple[int, int]) -> dict[str, list[str]]:
-    """Return the operations that can overflow, by the name of the launch."""
+    """Operations that can overflow, by launch name."""
     command = [sys.executable, "-W", "ignore", str(HERE / "address_bounds.py"), *map(str, shape)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -39,6 +39,6 @@ def test_offsets_that_overflow_are_found():
     from transformer_engine.common.kernels.launch import LARGEST_EXTENT
 
     assert not wrapping_offsets(transpose.transpose((512, LARGEST_EXTENT - 1)), ("*u8",))
-    # 255 rows of 8,421,505 columns
+    # 255 rows with 8,421,505 columns
     found = wrapping_offsets(transpose.transpose((512, 8_421_505)), ("*u8",))
     assert found and all("arith.muli" in line for line in found)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, int]]:
-    """The compiled code of each kernel, by capability and name."""
+    """Compiled code per kernel, by capability and name."""
     script = ROOT / "tests" / "kernels" / "attention_compile_cases.py"
     command = [sys.executable, "-W", "ignore", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

@@ -1,4 +1,4 @@
-"""The product with block scales in Gluon: the assembler's output, without a GPU."""
+"""The block-scaled product in Gluon: the assembler's output, without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = UNKNOWN
 SHARED_MEMORY = 232448  # bytes that a program on Hopper may have
 
 
-def assembled(folder: Path, launch, dtypes: tuple[str | None, ...]):
+def assemble(folder: Path, launch, dtypes: tuple[str | None, ...]):
     from triton.backends.nvidia.compiler import get_ptxas
 
     from transformer_engine.common.kernels.compiled import compiled
@@ -36,12 +36,12 @@ def assembled(folder: Path, launch, dtypes: tuple[str | None, ...]):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.sampled(4)
-def test_nothing_is_spilled_and_no_product_waits_for_the_one_before(tmp_path, by_row, dtype, m):
+def test_no_register_is_spilled_and_no_product_is_serialized(tmp_path, by_row, dtype, m):
     from transformer_engine.common.kernels.block_product import product
 
     launch = product(m, 4096, 28672, dtype, by_row=by_row, processors=132)
     second = "float8_e5m2" if by_row else "float8_e4m3fn"
-    kernel, said = assembled(tmp_path, launch, ("float8_e4m3fn", second, "float32", "float32", dtype))
+    kernel, said = assemble(tmp_path, launch, ("float8_e4m3fn", second, "float32", "float32", dtype))
     assert "0 bytes spill stores, 0 bytes spill loads" in said, said
     assert not re.search(r"C75\d\d|serialized", said), said
     assert kernel.shared_memory <= SHARED_MEMORY
@@ -54,7 +54,7 @@ def test_a_program_allocates_memory_for_its_tensor_maps(tmp_path):
 
     for by_row, maps in ((False, 4), (True, 5)):
         launch = product(512, 512, 512, "bfloat16", by_row=by_row, processors=132)
-        kernel, _ = assembled(tmp_path, launch, (*["float8_e4m3fn"] * 2, "float32", "float32", "bfloat16"))
+        kernel, _ = assemble(tmp_path, launch, (*["float8_e4m3fn"] * 2, "float32", "float32", "bfloat16"))
         assert kernel.scratch == 128 * maps
         assert len(kernel.pointers) == 5
         assert [scalar.value for scalar in kernel.scalars] == [512, 512, 512]

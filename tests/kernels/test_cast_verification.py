@@ -1,4 +1,4 @@
-"""`te verify --casts`: the definition of codes by intervals, and comparisons that find planted faults."""
+"""`te verify --casts`: codes defined by intervals, and comparisons that find planted faults."""
 
 import json
 
@@ -14,7 +14,7 @@ DTYPES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda element: element.name)
-def test_codes_within_the_range_are_those_of_torch(element):
+def test_codes_within_the_range_equal_torch(element):
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float()
     random = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * element.maximum / 8
     x = torch.cat((every, random))
@@ -38,11 +38,11 @@ def test_codes_within_the_range_are_those_of_torch(element):
         (E2M1, [float("nan"), -float("nan")], [7, 7]),
     ],
 )
-def test_codes_beyond_the_range_and_midpoints(element, values, codes):
+def test_values_beyond_the_range_saturate_and_midpoints_round_to_even(element, values, codes):
     assert cast_oracle.element_codes(torch.tensor(values), element).tolist() == codes
 
 
-def test_code_values_are_those_of_torch():
+def test_code_values_equal_torch():
     for element, dtype in DTYPES.items():
         expected = torch.arange(256, dtype=torch.uint8).view(dtype).float()
         assert torch.equal(
@@ -51,13 +51,13 @@ def test_code_values_are_those_of_torch():
         )
 
 
-def test_power_scales_are_the_smallest_that_hold_the_maximum():
+def test_power_of_two_scales_are_the_smallest_without_saturation():
     amax = torch.tensor([448.0, 449.0, 1.0, 0.0, 2.0**-149, 3.4e38])
     codes = cast_oracle.power_scales(amax, E4M3)
     assert codes.tolist() == [127, 128, 119, 0, 0, 247]
 
 
-def test_a_sample_of_the_casts_is_equal_on_this_machine():
+def test_sampled_casts_equal_the_definition_on_this_machine():
     verification = verify_casts(device=torch.device("cpu"))
     assert verification.equal
     compared = sum(result.compared for result in verification.results)
@@ -65,7 +65,7 @@ def test_a_sample_of_the_casts_is_equal_on_this_machine():
 
 
 @pytest.mark.gpu
-def test_a_sample_of_the_kernels_is_equal_on_a_gpu():
+def test_sampled_kernels_equal_the_definition_on_a_gpu():
     verification = verify_casts()
     assert verification.equal, verification.report()
     names = {result.name for result in verification.results}
@@ -74,7 +74,7 @@ def test_a_sample_of_the_kernels_is_equal_on_a_gpu():
 
 
 @pytest.mark.parametrize("title", cast_kernels.PRODUCERS)
-def test_producers_compute_every_number_of_sixteen_bits(title):
+def test_producers_compute_every_16_bit_number(title):
     """Each result of a producer, without a cast, contains all of them; ReLU has no negative ones."""
     numbers = cast_verification.Numbers(torch.device("cpu"), complete=False)
     x = numbers.halves(torch.bfloat16)

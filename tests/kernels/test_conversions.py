@@ -1,4 +1,4 @@
-"""Conversions between float32 and FP8 codes: of each GPU of the table, against the reference and in PTX."""
+"""Conversions between float32 and FP8 codes: for each GPU in the table, against the reference and in PTX."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.skipif(
         ("12.1", (NATIVE, False)),
     ],
 )
-def test_a_launch_takes_the_conversion_of_its_gpu(architecture, expected):
+def test_a_launch_uses_its_gpus_conversion(architecture, expected):
     row = hardware_named("nvidia", architecture)
     constants, as_bytes = conversion.resolve(["x", "CONVERSION"], (NATIVE,), row, ["float32", E4M3, None])
     assert (*constants, as_bytes) == expected
 
 
-def test_another_conversion_in_a_record_is_used_on_every_gpu():
+def test_an_explicit_conversion_in_a_record_is_used_on_every_gpu():
     for row in (nvidia(9, 0), nvidia(8, 0), NO_GPU):
         assert conversion.resolve(["CONVERSION"], (INSTRUCTION,), row, [E5M2]) == ((INSTRUCTION,), False)
         assert conversion.resolve(["CONVERSION"], (INTEGERS[E5M2],), row, []) == ((INTEGERS[E5M2],), True)
@@ -81,7 +81,7 @@ def test_quantizations_by_integers_equal_the_reference():
 
 
 @pytest.mark.slow
-def test_every_kernel_gives_the_same_bits_by_integers():
+def test_every_kernel_is_bitwise_equal_with_integer_conversion():
     native, integers = (run_launches(way, "cpu", "--all")["cases"] for way in ("native", "integers"))
     assert len(native) == 93
     assert native == integers
@@ -89,7 +89,7 @@ def test_every_kernel_gives_the_same_bits_by_integers():
 
 
 @pytest.mark.gpu
-def test_every_kernel_gives_the_same_bits_by_each_conversion_on_a_gpu():
+def test_every_kernel_is_bitwise_equal_with_each_conversion_on_a_gpu():
     """The inline PTX and the integer arithmetic, on a GPU with native conversions."""
     cases: dict[str, dict] = {way: {} for way in ("native", "instruction", "integers")}
     counts = dict.fromkeys(cases, 0)
@@ -115,12 +115,12 @@ def compiled(request) -> dict[str, dict]:
     return json.loads(programs.output(command, HERE, os.environ, patience=3600).splitlines()[-1])
 
 
-# Kernels without a conversion to codes: maxima, transposes and readers.
+# Kernels that do not convert to codes: maxima, transposes and readers.
 READERS = ("amax", "row_maxima", "cast-maximum", "values", "transpose", "sum")
 STATISTICS = ("none", "one", "blocks", "exponents", "two levels")
 
 
-def test_casts_take_the_instruction_or_the_sums_of_their_hardware(compiled):
+def test_casts_use_their_hardwares_instruction_or_sums(compiled):
     assert len(compiled) in (17, 6 * 43)
     for name, facts in compiled.items():
         architecture, kernel = name.split(" ", 1)
@@ -132,7 +132,7 @@ def test_casts_take_the_instruction_or_the_sums_of_their_hardware(compiled):
         assert facts["roundings to float16"] == facts["fused sums"] == 0, name
 
 
-# Two FP4 candidates of a tile in registers; and on Hopper's plan, tiles of 128 x 128 in both directions.
+# Two FP4 candidates per tile in registers; and in Hopper's plan, 128 x 128 tiles in both directions.
 SPILLING = ("nvfp4_4over6", "block1d_both", "backward_blocks_True")
 
 
@@ -143,7 +143,7 @@ def test_kernels_fit_the_shared_memory_and_use_no_stack_but_for_listed_ones(comp
 
 
 @pytest.mark.parametrize(("memory", "stages"), [(101376, 2), (227 << 10, 3)])
-def test_pipelines_of_float32_fit_the_shared_memory_of_the_gpu(memory, stages):
+def test_float32_pipelines_fit_the_gpus_shared_memory(memory, stages):
     from transformer_engine.common.formats import E4M3 as ELEMENT
     from transformer_engine.common.formats import FLOAT32_MAX
     from transformer_engine.common.kernels import block_cast, column_sums, norm

@@ -1,4 +1,4 @@
-"""The kernels of a mixture of experts compile for Hopper without a GPU."""
+"""The mixture-of-experts kernels compile for Hopper without a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def printed(*arguments: str, **variables: str) -> str:
-    """Return the output of a Python process, which must succeed."""
+def run_python(*arguments: str, **variables: str) -> str:
+    """Run a Python process, which must succeed, and return its output."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True
     )
@@ -28,7 +28,7 @@ def printed(*arguments: str, **variables: str) -> str:
 
 
 def test_the_kernels_compile_for_hopper():
-    output = printed("-W", "ignore", "tests/kernels/experts_compile.py", PYTHONPATH=search_path())
+    output = run_python("-W", "ignore", "tests/kernels/experts_compile.py", PYTHONPATH=search_path())
     facts = json.loads(output.splitlines()[-1])
     assert min(case["ptx"] for case in facts.values()) > 1000
     assert max(case["shared"] for case in facts.values()) <= 227 * 1024

@@ -1,4 +1,4 @@
-"""The kernels round FP8 attention without a GPU: in Triton's interpreter, and through its compiler for Hopper."""
+"""The kernels around FP8 attention without a GPU: in Triton's interpreter, and compiled for Hopper."""
 
 from __future__ import annotations
 

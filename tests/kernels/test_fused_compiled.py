@@ -34,7 +34,7 @@ def test_every_kernel_compiles_and_fits_the_shared_memory(compiled):
     assert [name for name, facts in compiled.items() if facts["shared"] > LIMITS[name.split("-")[0]]] == []
 
 
-def test_no_kernel_but_those_of_large_angles_computes_in_double_precision(compiled):
+def test_only_large_angle_kernels_compute_in_double_precision(compiled):
     doubled = [name for name, facts in compiled.items() if facts["double"]]
     assert [name for name in doubled if "rope" not in name] == []
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.kernels.test_block_product import SHARED_MEMORY, UNKNOWN, assembled
+from tests.kernels.test_block_product import SHARED_MEMORY, UNKNOWN, assemble
 from transformer_engine.common import optional
 
 pytestmark = UNKNOWN
@@ -29,12 +29,12 @@ def check(kernel, output: str) -> None:
 @pytest.mark.parametrize("bias", [None, "bfloat16"])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.sampled(5)
-def test_products_of_rows_spill_nothing(tmp_path, exact, bias, dtype, n, k):
+def test_row_products_spill_nothing(tmp_path, exact, bias, dtype, n, k):
     from transformer_engine.common.kernels.grouped_product import product_of_rows
 
     launch = product_of_rows(32768, n, k, 64, dtype, exact=exact, processors=132)
     dtypes = (CODES, CODES, *SCALES, bias, "int32", None, dtype)
-    check(*assembled(tmp_path, launch, dtypes))
+    check(*assemble(tmp_path, launch, dtypes))
 
 
 @pytest.mark.parametrize("n, k", [(1408, 2048), (400, 272)])
@@ -42,14 +42,14 @@ def test_products_of_rows_spill_nothing(tmp_path, exact, bias, dtype, n, k):
 @pytest.mark.parametrize("by_address", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.sampled(6)
-def test_products_of_columns_spill_nothing(tmp_path, exact, by_address, dtype, accumulates, n, k):
+def test_column_products_spill_nothing(tmp_path, exact, by_address, dtype, accumulates, n, k):
     from transformer_engine.common.kernels.grouped_product import product_of_columns
 
     options = {"exact": exact, "processors": 132, "accumulates": accumulates, "by_address": by_address}
     launch = product_of_columns(n, k, 64, dtype, **options)
     table = "int64" if by_address else None
     dtypes = (GRADIENTS, CODES, *SCALES, None, "int32", table, dtype)
-    check(*assembled(tmp_path, launch, dtypes))
+    check(*assemble(tmp_path, launch, dtypes))
 
 
 def test_programs_do_not_outnumber_tiles_or_processors():
@@ -61,7 +61,7 @@ def test_programs_do_not_outnumber_tiles_or_processors():
     assert product_of_columns(1408, 2048, 64, "bfloat16", **options).grid == (132, 1, 1)
 
 
-def test_sums_are_added_to_float32_only():
+def test_products_accumulate_only_into_float32():
     from transformer_engine.common.kernels.grouped_product import product_of_columns
 
     with pytest.raises(AssertionError, match="rounded once"):

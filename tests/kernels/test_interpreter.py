@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def interpreted_by(script: str, *arguments: str) -> dict:
-    """Return the JSON object that a script of this folder prints in Triton's interpreter."""
+def run_in_interpreter(script: str, *arguments: str) -> dict:
+    """Run a script from this folder in Triton's interpreter and parse the JSON object that it prints."""
     command = ["-W", "ignore", str(HERE / script), *arguments]
     return json.loads(forked.output(command, HERE, interpreting(), patience=900).splitlines()[-1])
 
@@ -30,7 +30,7 @@ CASES = ["cover", pytest.param("--all", marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module", params=CASES)
 def interpreted(request) -> dict[str, bool]:
-    return interpreted_by("quantize_cases.py", request.param)
+    return run_in_interpreter("quantize_cases.py", request.param)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -39,7 +39,8 @@ def compiled(request) -> dict[str, dict[str, int]]:
     return json.loads(programs.output(command, HERE, os.environ, patience=900).splitlines()[-1])
 
 
-# Kernels that LLVM optimizes for seconds; the cover compiles that of tiles for both architectures, the others for one.
+# Kernels that LLVM optimizes for seconds; the cover compiles the kernel for tiles for both architectures, the
+# others for one.
 COMPARING = {"sm90-nvfp4_4over6_rows", "sm100-nvfp4_4over6_squares"}
 COMPARING |= {"sm90-nvfp4_4over6_tiles", "sm100-nvfp4_4over6_tiles"}
 COMPARING_ON_BOTH = COMPARING | {"sm100-nvfp4_4over6_rows", "sm90-nvfp4_4over6_squares"}

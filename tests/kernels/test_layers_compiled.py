@@ -1,4 +1,4 @@
-"""Launches of layers' training steps, compiled for GPUs of the table: instructions, stack, shared and tensor memory."""
+"""Launches in layers' training steps, compiled for GPUs in the table: instructions, stack, memory."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ HALVES = r"mma\.sync\S*\.f16\.f16"
 TITLE = re.compile(r"(\S+) ([\w.]+)\(.*?\) \[([^\]]*)\]")
 
 
-def wanted(kernel: str, dtypes: list[str], row: Hardware, native: bool) -> str | None:
-    """Pattern of all matrix instructions of a kernel; None for a kernel without products.
+def instruction_pattern(kernel: str, dtypes: list[str], row: Hardware, native: bool) -> str | None:
+    """Pattern for all matrix instructions in a kernel; None for a kernel without products.
 
     Args:
-        native: The release of Triton has the row's instructions of FP8 codes.
+        native: The Triton release has the row's instructions for FP8 codes.
     """
     codes = any(dtype.startswith("float8") for dtype in dtypes[:2])
     if kernel in SCALED:
@@ -63,7 +63,7 @@ def wanted(kernel: str, dtypes: list[str], row: Hardware, native: bool) -> str |
 
 
 def compiled(architecture: str, *options: str) -> dict[str, dict]:
-    """{title: facts} of the launches of a row."""
+    """{title: facts} for a row's launches."""
     arguments = ["-W", "ignore", "-m", "tests.kernels.layer_compile", architecture, "--sample", *options]
     environment = {**os.environ, "PYTHONPATH": programs.search_path()}
     lines = programs.output(arguments, programs.ROOT, environment, patience=3600).splitlines()
@@ -73,7 +73,7 @@ def compiled(architecture: str, *options: str) -> dict[str, dict]:
 
 
 def check(architecture: str, found: dict[str, dict], release: tuple[int, ...]) -> None:
-    """Check the launches of a row, compiled by a release of Triton."""
+    """Check a row's launches, compiled by a Triton release."""
     row = NVIDIA[architecture]
     native = release >= row.scaled_dot
     for title, facts in found.items():
@@ -90,7 +90,7 @@ def check(architecture: str, found: dict[str, dict], release: tuple[int, ...]) -
             facts,
         )
         assert facts["double roundings"] == 0, title
-        pattern = wanted(kernel, dtypes, row, native)
+        pattern = instruction_pattern(kernel, dtypes, row, native)
         if pattern is None:
             assert facts["products"] == [] or kernel.startswith(("nvfp4", "router", "attention")), (
                 title,
@@ -124,7 +124,7 @@ def test_spills_name_kernels_and_whether_their_tiles_are_predicated():
         assert set(spill.rows) <= set(NVIDIA), spill
 
 
-def test_limits_of_predicated_tiles_do_not_hold_for_whole_tiles():
+def test_stack_limits_for_predicated_tiles_do_not_apply_to_full_tiles():
     kernel, float32 = "grouped_block_cast.square_block_kernel", {"POWER_OF_TWO": "False"}
     assert stack_limit(kernel, {**float32, "EVEN": "False"}, "8.0", (3, 8)) == 80
     assert stack_limit(kernel, {**float32, "EVEN": "True"}, "8.0", (3, 8)) == 0
@@ -132,7 +132,7 @@ def test_limits_of_predicated_tiles_do_not_hold_for_whole_tiles():
 
 
 @pytest.mark.parametrize(("architecture", "warps"), [("9.0", 4), ("10.0", 4), ("11.0", 8), ("12.0", 8)])
-def test_blocks_of_both_directions_have_as_many_warps_as_need_no_stack(architecture, warps):
+def test_two_directional_block_casts_use_enough_warps_to_need_no_stack(architecture, warps):
     from transformer_engine.common.kernels import block_cast  # it imports triton
 
     row = NVIDIA[architecture]
@@ -144,7 +144,7 @@ def test_blocks_of_both_directions_have_as_many_warps_as_need_no_stack(architect
 
 @pytest.mark.parametrize("operation", ["column_sums", "activation"])
 @pytest.mark.parametrize(("architecture", "threads"), [("9.0", 2048), ("11.0", 1536), ("12.0", 1536)])
-def test_plans_of_fused_casts_read_the_threads_of_the_gpu(monkeypatch, operation, architecture, threads):
+def test_fused_cast_plans_read_the_gpus_thread_limit(monkeypatch, operation, architecture, threads):
     backend = importlib.import_module(f"transformer_engine.pytorch.primitives.{operation}.triton")
     row = NVIDIA[architecture]
     monkeypatch.setattr(backend, "current_hardware", lambda: row)
@@ -184,7 +184,7 @@ def test_weight_gradients_of_groups_have_tiles_that_fit_the_registers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", NVIDIA)
-def test_every_kernel_of_a_training_step_compiles_as_planned(architecture):
+def test_every_training_step_kernel_compiles_as_planned(architecture):
     row, release = NVIDIA[architecture], optional.release("triton")
     if (reason := optional.triton_problem(row, release)) is not None:
         pytest.skip(reason)
@@ -195,7 +195,7 @@ def test_every_kernel_of_a_training_step_compiles_as_planned(architecture):
     # Blocks with power-of-two scales are multiplied by exponents where the instruction reads them.
     exponents = row.has("mxfp8 products") and release >= row.scaled_dot
     assert ("promoted_product.block_kernel" in kernels) == (row.has("fp8 products") and not exponents)
-    # On 12.1, Triton before 3.8 has no native product of MXFP8 and NVFP4: cuBLASLt is the only backend.
+    # On 12.1, Triton before 3.8 has no native product for MXFP8 and NVFP4: cuBLASLt is the only backend.
     products = {kernel for kernel in kernels if kernel in SCALED[:2]}
     assert not products or row.has("mxfp8 products")
     # Operands and scales by TMA where the instruction reads them from shared and tensor memory.

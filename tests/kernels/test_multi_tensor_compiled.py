@@ -1,4 +1,4 @@
-"""The code that Triton compiles for Hopper from the kernels over lists of tensors, without a GPU."""
+"""Code that Triton compiles for Hopper from the tensor-list kernels, without a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_thread_moves_16_bytes_at_once_where_every_tensor_is_aligned(aligned):
 
     launch = multi_tensor.adam(3, ("float32",) * 4, Adam(), aligned)
     ptx, shared = ptx_of(launch, {"table": "*i64", "rates": "*fp32", "flag": None}, 90)
-    # Eight elements a thread in each of four lists, of which three are written.
+    # Eight elements per thread in each of four lists; three lists are written.
     assert len(re.findall(r"ld\.global\S*v4", ptx)) == (8 if aligned else 0)
     assert len(re.findall(r"st\.global\S*v4", ptx)) == (6 if aligned else 0)
     assert shared == 0

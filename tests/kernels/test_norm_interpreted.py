@@ -1,4 +1,4 @@
-"""The tests of the kernels that move memory and compute little, run again on the CPU by Triton's interpreter."""
+"""Tests for kernels that move memory and compute little, run again on the CPU by Triton's interpreter."""
 
 from __future__ import annotations
 

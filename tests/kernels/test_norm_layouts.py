@@ -1,4 +1,4 @@
-"""A norm that makes FP8 codes, or a maximum, sums its rows in the order of the norm that makes numbers."""
+"""A norm that writes FP8 codes, or a maximum, sums its rows in the order of a norm that writes numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_rows_have_the_same_thread_layout_in_every_variant():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "width"), [(4, 512), (16, 100), (64, 4096), (8192, 4096)])
-def test_codes_of_a_norm_are_transposed_in_pairs(dtype, rows, width):
+def test_a_norms_codes_are_transposed_in_pairs(dtype, rows, width):
     """The norm kernel would transpose codes one at a time, which ptxas 12.8 miscompiles: see `kernels.tile`."""
     from transformer_engine.common.formats import E4M3
     from transformer_engine.common.kernels import norm_codes

@@ -1,4 +1,4 @@
-"""Kernels of 4over6 and of scales per row against the reference, bit for bit, in the interpreter and on a GPU."""
+"""Kernels for 4over6 and per-row scales equal the reference bitwise, in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from tests.kernels.test_interpreter import interpreted_by
+from tests.kernels.test_interpreter import run_in_interpreter
 from tests.support.nvfp4_random import CONTENTS, cases, differing, specs
 
 needs_triton = pytest.mark.skipif(
@@ -22,15 +22,15 @@ def test_a_hundred_cases_cover_every_variant_and_content():
 
 @needs_triton
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_interpreted_kernels_of_variants_give_the_reference_bits(count):
-    result = interpreted_by("nvfp4_cases.py", str(count))
+def test_interpreted_variant_kernels_equal_the_reference_bitwise(count):
+    result = run_in_interpreter("nvfp4_cases.py", str(count))
     assert result["compared"] == count
     assert result["differing"] == {}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
-def test_kernels_of_variants_give_the_reference_bits_on_a_gpu(monkeypatch, count):
+def test_variant_kernels_equal_the_reference_bitwise_on_a_gpu(monkeypatch, count):
     monkeypatch.setenv("TE_EMULATE", "1")
     found = {name: fields for name, spec, x in cases(count, "cuda") if (fields := differing(spec, x))}
     assert found == {}

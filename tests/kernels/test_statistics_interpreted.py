@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def printed(*arguments: str, **variables: str) -> str:
-    """Return the output of a separate Python process; if it fails, raise with its output."""
+def run_python(*arguments: str, **variables: str) -> str:
+    """Run a separate Python process and return its output; if it fails, raise with the output."""
     environment = {**os.environ, "PYTHONPATH": search_path(), **variables}
     made = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -32,7 +32,7 @@ def printed(*arguments: str, **variables: str) -> str:
 def test_the_kernels_pass_their_tests_in_the_interpreter():
     options = ("-q", "-x", "-p", "tests.kernels.norm_interpreter", "-p", "no:cacheprovider", "-k", "triton")
     interpreted = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    assert " passed" in printed(
+    assert " passed" in run_python(
         "-m", "pytest", *options, "tests/primitives/test_statistics.py", **interpreted
     )
 
@@ -41,5 +41,7 @@ def test_the_kernels_pass_their_tests_in_the_interpreter():
     ("cases", "count"), [("cover", 8), pytest.param("--all", 11, marks=pytest.mark.slow)]
 )
 def test_the_kernels_compile_for_hopper_and_blackwell(cases, count):
-    sizes = json.loads(printed("-W", "ignore", "tests/kernels/statistics_compile.py", cases).splitlines()[-1])
+    sizes = json.loads(
+        run_python("-W", "ignore", "tests/kernels/statistics_compile.py", cases).splitlines()[-1]
+    )
     assert len(sizes) == count and min(sizes.values()) > 1000

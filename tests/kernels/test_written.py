@@ -27,8 +27,8 @@ def facts(request) -> dict[str, dict]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def started_kernels() -> set[str]:
-    """Return module.kernel of every kernel that the package launches."""
+def find_launched_kernels() -> set[str]:
+    """ "module.kernel" for every kernel that the package launches."""
     found = set()
     for path in KERNELS.glob("*.py"):
         functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
@@ -42,7 +42,7 @@ def started_kernels() -> set[str]:
 
 
 def test_every_launched_kernel_is_checked(facts):
-    assert started_kernels() == {case["kernel"] for case in facts.values()}
+    assert find_launched_kernels() == {case["kernel"] for case in facts.values()}
 
 
 def test_a_launch_declares_exactly_the_arguments_that_its_kernel_writes(facts):
@@ -50,26 +50,26 @@ def test_a_launch_declares_exactly_the_arguments_that_its_kernel_writes(facts):
     assert different == {}
 
 
-def test_a_launch_declares_the_tables_that_its_kernel_takes_addresses_from(facts):
+def test_a_launch_declares_the_address_tables_that_its_kernel_reads(facts):
     assert {n: case for n, case in facts.items() if case["declared tables"] != case["tables"]} == {}
     assert {n: case for n, case in facts.items() if case["declared through"] != case["through"]} == {}
     assert sum(bool(case["tables"]) for case in facts.values()) >= 7
 
 
 def test_missing_and_extra_declarations_are_found():
-    from tests.kernels.written_cases import FLOAT, HALF, SHAPE, facts_of
+    from tests.kernels.written_cases import FLOAT, HALF, SHAPE, launch_writes
     from transformer_engine.common.formats import E4M3
     from transformer_engine.common.kernels import cast
 
     record = cast.cast(SHAPE, E4M3, True, False, records=True)
-    less = facts_of(dataclasses.replace(record, in_place=()), (HALF, FLOAT, FLOAT))
+    less = launch_writes(dataclasses.replace(record, in_place=()), (HALF, FLOAT, FLOAT))
     assert set(less["written"]) - set(less["declared"]) == {"amax"}
-    more = facts_of(dataclasses.replace(record, in_place=(1, 2)), (HALF, FLOAT, FLOAT))
+    more = launch_writes(dataclasses.replace(record, in_place=(1, 2)), (HALF, FLOAT, FLOAT))
     assert set(more["declared"]) - set(more["written"]) == {"multiplier"}
 
 
 @pytest.mark.parametrize("fault", ["too few", "another dtype", "an output that is not asked for"])
-def test_a_start_that_differs_from_its_record_is_rejected(fault):
+def test_launch_arguments_that_differ_from_the_record_are_rejected(fault):
     from transformer_engine.common.formats import E4M3
     from transformer_engine.common.kernels import cast
     from transformer_engine.common.kernels.launch import start
@@ -125,5 +125,5 @@ class TestProgram:
             ProgramStep(total, ("partials",), ("sums", None)),
         )
         program = Program(("x",), ordered, ("sums", None))
-        # 0 is None, 1 is x; then two outputs a step.
+        # 0 is None, 1 is x; then two outputs per step.
         assert program.places == (((strips, (1,)), (total, (3,))), (4, 0))

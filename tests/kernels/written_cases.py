@@ -1,6 +1,6 @@
-"""Every launch's declared and actual writes, from the code that Triton makes of its kernel without a GPU, as JSON.
+"""Every launch's declared and actual writes, from the code that Triton generates without a GPU, as JSON.
 
-Of crossed options, the program compiles each value of each option, or with --all every combination.
+For crossed options, the program compiles each option's values, or with --all every combination.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kernels.attention_compile_cases import problem
-from tests.kernels.written_pointers import code_of, pointers_of
+from tests.kernels.written_pointers import find_pointers, triton_code
 from transformer_engine.common.formats import E4M3, FLOAT32_MAX
 from transformer_engine.common.kernels import (
     activation,
@@ -461,10 +461,10 @@ def attentions() -> Iterator[Case]:
     yield "values without a history", values, (CODES, FLOAT, None, None)
 
 
-def facts_of(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[str] | str]:
-    """Return the written arguments and tables, as declared by the record and as found in the code."""
+def launch_writes(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[str] | str]:
+    """The written arguments and tables, as declared by the record and as found in the code."""
     names = launch.kernel.arg_names
-    found = pointers_of(code_of(launch, inputs))
+    found = find_pointers(triton_code(launch, inputs))
     outputs = zip(names[launch.inputs :], launch.outputs, strict=False)
     written = {name for name, output in outputs if output is not None}
     written |= {names[place] for place in launch.in_place if inputs[place] is not None}
@@ -490,7 +490,7 @@ def main() -> None:
         for name, launch, inputs in group():
             if name in found:
                 raise ValueError(f"two cases are called {name!r}: one would hide the other")
-            found[name] = facts_of(launch, inputs)
+            found[name] = launch_writes(launch, inputs)
     print(json.dumps(found))
 
 

@@ -1,4 +1,4 @@
-"""Which pointers a launch's kernel writes: read from the code that Triton makes of it, before any optimisation."""
+"""Which pointers a launch's kernel writes, read from the code that Triton generates, unoptimised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_engine.common.kernels.launch import Launch
 
 _TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "u8", "int32": "i32"}
 _TYPES |= {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", None: "fp32"}
-# Operations of tensor descriptors, whose first operand is the pointer or the descriptor of its tensor.
+# Tensor descriptor operations, whose first operand is the pointer or its tensor's descriptor.
 _DESCRIPTORS = ("tt.make_tensor_descriptor", "tt.descriptor_load", "tt.descriptor_store")
 _VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 # An argument's address, or one that was loaded from the tensor there.
@@ -24,20 +24,20 @@ _Reach = tuple[str, bool]
 
 
 class Pointers(NamedTuple):
-    """Names of arguments that a kernel writes, reads addresses from, or writes through addresses of."""
+    """Arguments that a kernel writes, reads addresses from, or writes through loaded addresses."""
 
     written: set[str]
     tables: set[str]
     written_through: set[str]
 
 
-def code_of(launch: Launch, inputs: Sequence[str | None]) -> str:
+def triton_code(launch: Launch, inputs: Sequence[str | None]) -> str:
     """Triton's own code for a launch; inputs are their types, None where one is not given."""
     names = launch.kernel.arg_names
     outputs = [None if output is None else f"*{_TYPES[output.dtype]}" for output in launch.outputs]
     given = (*inputs, *outputs)
     assert len(inputs) == launch.inputs, (launch.kernel.fn.__name__, launch.inputs, inputs)
-    numbers = [_type_of(number) for number in launch.scalars]
+    numbers = [_scalar_type(number) for number in launch.scalars]
     signature = dict(zip(names, [*given, *numbers, *["constexpr"] * len(launch.constants)], strict=True))
     constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
     constants |= {name: None for name, kind in signature.items() if kind is None}
@@ -57,17 +57,17 @@ def code_of(launch: Launch, inputs: Sequence[str | None]) -> str:
     return str(made(module, {}, options, 90))
 
 
-def _type_of(number: float) -> str:
+def _scalar_type(number: float) -> str:
     if isinstance(number, float):
         return "fp32"
     return "i32" if -(1 << 31) <= number < 1 << 31 else "i64"
 
 
-def pointers_of(code: str) -> Pointers:
+def find_pointers(code: str) -> Pointers:
     """Trace every pointer that the code stores to back to its possible arguments."""
     by_engine: set[str] = set()
     if "ttng.tensormap_create" in code:
-        by_engine = _written_by_the_copy_engine(code)
+        by_engine = _copy_engine_targets(code)
         if "tt.store" not in code:
             return Pointers(by_engine, set(), set())
     flow = _Flow(code)
@@ -90,8 +90,8 @@ def pointers_of(code: str) -> Pointers:
     return Pointers(written, {name for value in flow.addresses for name, _ in reach[value]}, through)
 
 
-def _written_by_the_copy_engine(code: str) -> set[str]:
-    """The arguments whose maps something is copied to; the parts of a warp-specialized kernel get maps as arguments."""
+def _copy_engine_targets(code: str) -> set[str]:
+    """Arguments whose tensor maps are copy targets; warp-specialized parts receive maps as arguments."""
     assert not re.search(r"tt\.call|scf\.while", code), "it has regions whose maps are not followed"
     source: dict[str, str] = {}
     handed: list[str] = []
@@ -115,7 +115,7 @@ def _written_by_the_copy_engine(code: str) -> set[str]:
 
 
 class _Flow:
-    """The data flow of pointers.
+    """Pointer data flow.
 
     edges       (value, its source, whether it is loaded from the source)
     stored      pointers that are stored to
@@ -129,7 +129,7 @@ class _Flow:
         self.edges: list[tuple[str, str, bool]] = []
         self.stored: list[str] = []
         self.addresses: list[str] = []
-        # For every region that encloses a line: unique names of its values, and targets of its yields.
+        # For every region that encloses a line: unique names for its values, and its yields' targets.
         self._scopes: list[tuple[dict[str, str], tuple[list[str], ...]]] = [({}, ())]
         self._count = 0
         for line in code.splitlines():
@@ -182,7 +182,7 @@ class _Flow:
             ]
 
     def _defined(self, head: str) -> list[str]:
-        """Return unique names of the values that a line defines, because sibling regions reuse names."""
+        """Unique names for the values that a line defines, because sibling regions reuse names."""
         name, _, count = head.partition(":")
         names = [f"{name}#{i}" for i in range(int(count))] if count else [name] if name else []
         for name in names:

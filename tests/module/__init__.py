@@ -1,1 +1,1 @@
-"""Tests of the modules."""
+"""Tests for the modules."""

@@ -1,4 +1,4 @@
-"""Prints {case: digest of results and gradients} of layers and chains of operations under every recipe, as JSON.
+"""Prints {case: digest of results and gradients} for layers and operation chains under every recipe, as JSON.
 
 `test_fast_path.py` compares the digests with and without TE_FAST=0.
 """
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import NAMES, RECIPES, call_of, layer_of
+from tests.support.layers import NAMES, RECIPES, make_call, make_layer
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.quantization import emulate
 
-CALLS = 4  # a pass is compiled in the second call of a kind
+CALLS = 4  # a pass is compiled in the second call with a given signature
 DTYPE = torch.bfloat16
 SIZE = 64
 
@@ -45,8 +45,8 @@ def digest(tensors: list[Any]) -> str:
     return found.hexdigest()[:16]
 
 
-def trained(module: torch.nn.Module, x: torch.Tensor, call: Callable[[], Any], recipe: Recipe | None) -> str:
-    """Digest of the outputs and gradients of some steps, between which the parameters change."""
+def train(module: torch.nn.Module, x: torch.Tensor, call: Callable[[], Any], recipe: Recipe | None) -> str:
+    """Digest of outputs and gradients over several steps, between which the parameters change."""
     seen: list[Any] = []
     for _ in range(CALLS):
         x.grad = None
@@ -67,16 +67,16 @@ def trained(module: torch.nn.Module, x: torch.Tensor, call: Callable[[], Any], r
 def results() -> Iterator[tuple[str, str]]:
     for kind, recipe in RECIPES.items():
         for name in NAMES:
-            layer = layer_of(name).to(DTYPE)
-            x, call = call_of(layer, DTYPE)
-            yield f"{name}/{kind}", trained(layer, x, call, recipe)
+            layer = make_layer(name).to(DTYPE)
+            x, call = make_call(layer, DTYPE)
+            yield f"{name}/{kind}", train(layer, x, call, recipe)
         for name, operations in chains().items():
             torch.manual_seed(0)
             chain = ops.Sequential(*operations)
             for parameter in chain.parameters():
                 torch.nn.init.normal_(parameter, std=0.3)
             x = torch.randn(SIZE, SIZE).to(parameter.device, DTYPE).requires_grad_()
-            yield f"{name}/{kind}", trained(chain, x, lambda chain=chain, x=x: chain(x), recipe)
+            yield f"{name}/{kind}", train(chain, x, lambda chain=chain, x=x: chain(x), recipe)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Print {layer and recipe: differences} between the steps of a pass and compiled passes, on a simulated GPU.
 
-Every layer is run under every recipe; with and without cached weights if the argument is "all", otherwise in turn. With
-a compute capability as the argument, such as "10.0", some layers are run under the recipes of its block scales. With
-"deferred", some layers cast columns in the backward pass.
+Every layer runs under every recipe; with and without cached weights if the argument is "all", otherwise in
+turn. With a compute capability as the argument, such as "10.0", some layers run under its block-scaling
+recipes. With "deferred", some layers cast columns in the backward pass.
 
-Memory holds symbols instead of numbers. Every output of a kernel or product is a symbol of its name, its scalars and
-the symbols that it reads. Two steps that produce the same symbols in results, gradients and scaling states have
-launched the same kernels on the same inputs.
+Memory holds symbols instead of numbers. The output of a kernel or product is a symbol made from its name, its
+scalars and the symbols that it reads. Two steps that produce the same symbols in results, gradients and
+scaling states have launched the same kernels on the same inputs.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ SCALED_RECIPES = {
     "nvfp4": recipes.NVFP4BlockScaling,
 }
 COMPILED = (
-    4  # the second call of a kind compiles a forward pass, and the second backward after it a backward pass
+    4  # a signature's second call compiles a forward pass, and the second backward after it a backward pass
 )
 
 memory: dict[Any, Any] = {}  # by address
-inputs: list[weakref.ref[torch.Tensor]] = []  # of all steps
+inputs: list[weakref.ref[torch.Tensor]] = []  # in all steps
 wait_for_shards, send_shard = operands._Received.wait, operands._sent
 
 
@@ -105,7 +105,7 @@ def read(address: int | None) -> Any:
 
 
 def _sharded(**options: Any) -> dict[str, Any]:
-    """Return the options of a layer that two ranks share."""
+    """Options for a layer that two ranks share."""
     shared = {"tp_group": dist.group.WORLD, "tp_size": 2, "sequence_parallel": True}
     return {**shared, "params_dtype": torch.bfloat16, **options}
 
@@ -118,7 +118,7 @@ class Done:
 
 
 def communicate(name: str) -> Any:
-    """Return a collective that computes symbols."""
+    """A collective that computes symbols."""
 
     def collective(made: torch.Tensor, sent: Any = None, *_: Any, **__: Any) -> Done:
         source = sent if isinstance(sent, torch.Tensor) else made
@@ -128,25 +128,25 @@ def communicate(name: str) -> Any:
     return collective
 
 
-def named(operation: str, made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return the result of an operation of torch; if it is a copy, the copy gets a symbol of operation and source."""
+def name_copy(operation: str, made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Result of a torch operation; a copy gets a symbol made from the operation and the source."""
     if made.data_ptr() != source.data_ptr():
         memory[made.data_ptr()] = hash((operation, read(source.data_ptr())))
     return made
 
 
 def scales_in_library_layout(operand: Any, shape: Any) -> torch.Tensor:
-    """Return scales of blocks in cuBLASLt's layout."""
-    return named("layout", block_scale_memory(operand, shape), operand.scale)
+    """Block scales in cuBLASLt's layout."""
+    return name_copy("layout", block_scale_memory(operand, shape), operand.scale)
 
 
 def scales_in_tiles(operand: Any) -> torch.Tensor:
-    """Return swizzled scales, which are a copy if they were row-major or float32."""
-    return named("swizzled", swizzle_operand_scale(operand), operand.scale)
+    """Swizzled scales, which are a copy if they were row-major or float32."""
+    return name_copy("swizzled", swizzle_operand_scale(operand), operand.scale)
 
 
 def scalars_of_levels(a: Any, b: Any, accumulates: bool) -> torch.Tensor:
-    """Return alpha and beta in memory, a symbol of the second-level maxima."""
+    """alpha and beta in memory, a symbol for the second-level maxima."""
     scalars = torch.zeros(2)
     memory[scalars.data_ptr()] = hash(
         ("alpha", read(a.amax.data_ptr()), read(b.amax.data_ptr()), accumulates)
@@ -155,7 +155,7 @@ def scalars_of_levels(a: Any, b: Any, accumulates: bool) -> torch.Tensor:
 
 
 def random_numbers(*shape: Any, **options: Any) -> torch.Tensor:
-    """Return a tensor whose symbol counts the draws of a step."""
+    """A tensor whose symbol counts the draws in a step."""
     drawn = torch.zeros(*shape, **options)
     memory["draws"] = memory.get("draws", 0) + 1
     memory[drawn.data_ptr()] = hash(("random", memory["draws"]))
@@ -163,7 +163,7 @@ def random_numbers(*shape: Any, **options: Any) -> torch.Tensor:
 
 
 def maxima_of_ranks(group: Any, elements: int, *maxima: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the maxima over the ranks of a group, which one collective reduces."""
+    """Maxima over a group's ranks, reduced by one collective."""
     joined = tuple(read(maximum.data_ptr()) for maximum in maxima)
     reduced = tuple([torch.empty(1) for _ in range(elements)])
     for number, maximum in enumerate(reduced):
@@ -173,12 +173,12 @@ def maxima_of_ranks(group: Any, elements: int, *maxima: torch.Tensor) -> tuple[t
 
 def sent_shard(part: torch.Tensor, group: Any) -> Any:
     """Start gathering codes or scales, which are copied if they are not contiguous."""
-    return send_shard(named("contiguous", part.contiguous(), part), group)
+    return send_shard(name_copy("contiguous", part.contiguous(), part), group)
 
 
-def joined_shards(received: operands._Received, ranks: int, axis: int) -> torch.Tensor:
-    """Return gathered codes or scales, which are copied if they are joined along the last axis."""
-    return named("joined", wait_for_shards(received, ranks, axis), received.bytes)
+def wait_and_name_shards(received: operands._Received, ranks: int, axis: int) -> torch.Tensor:
+    """Wait for gathered codes or scales, which are copied if they are joined along the last axis."""
+    return name_copy("joined", wait_for_shards(received, ranks, axis), received.bytes)
 
 
 class Kernel:
@@ -238,7 +238,7 @@ def pretend(capability: tuple[int, int] = pretended_gpu.HOPPER) -> None:
     torch.rand = random_numbers
     current_scaling._all_reduce_joined = maxima_of_ranks
     pretended_gpu.everywhere("block_scale_memory", scales_in_library_layout)
-    operands._Received.wait, operands._sent = joined_shards, sent_shard
+    operands._Received.wait, operands._sent = wait_and_name_shards, sent_shard
     middle = (0, 0, False, False, None, None, None, None, None, None)
 
     def compiled(launch: Any, tensors: Any) -> Any:
@@ -258,7 +258,7 @@ def pretend(capability: tuple[int, int] = pretended_gpu.HOPPER) -> None:
 
 
 def name_inputs(module: Any, x: torch.Tensor) -> dict[str, Any]:
-    """Give input, parameters, cached weights and scaling states a symbol each; return the states."""
+    """Assign symbols to the input, parameters, cached weights and scaling states; return the states."""
     states = {
         f"{key}.{name}": getattr(state, name)
         for key, state in module.numerics.meta.items()
@@ -280,7 +280,7 @@ def name_inputs(module: Any, x: torch.Tensor) -> dict[str, Any]:
 
 
 def symbols(module: Any, x: torch.Tensor, y: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
-    """Run the backward pass of y; return the symbols of results, gradients and states."""
+    """Run the backward pass from y; return the symbols for results, gradients and states."""
     if y.requires_grad:
         dy = torch.zeros_like(y)
         memory[dy.data_ptr()] = "dy"
@@ -291,7 +291,7 @@ def symbols(module: Any, x: torch.Tensor, y: torch.Tensor, states: dict[str, Any
 
 
 def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
-    """Return the symbols of results, gradients and states after a step; the `first` microbatch caches weights."""
+    """Symbols for results, gradients and states after a step; the `first` microbatch caches weights."""
     x = torch.zeros(128, 1, 512, dtype=torch.bfloat16, requires_grad=True)
     inputs.append(weakref.ref(x))
     states = name_inputs(module, x)
@@ -301,7 +301,7 @@ def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
 
 
 def compiled_passes(module: Any) -> list[int]:
-    """Return the number of compiled kinds of each pass of a layer."""
+    """Number of compiled signatures per pass of a layer."""
     specs = [spec for spec in module._specs.values() if spec.compiled is not None]
     return [
         sum(kind.generated is not None for kind in compiled.kinds.values())
@@ -311,7 +311,7 @@ def compiled_passes(module: Any) -> list[int]:
 
 
 def reasons(module: Any) -> set[str]:
-    """Return the reasons why passes of a layer are not compiled."""
+    """Reasons why a layer's passes are not compiled."""
     specs = [spec for spec in module._specs.values() if spec.compiled is not None]
     kinds = [kind for spec in specs for run in spec.compiled.passes for kind in run.kinds.values()]
     return {kind.reason for kind in kinds if kind.reason is not None}
@@ -322,7 +322,7 @@ def differences(name: str, kind: str, cached: bool) -> str | None:
     if cached:
         step(module, recipe, True)
     steps = [step(module, recipe, False if cached else None) for _ in range(COMPILED + 3)]
-    if compiled_passes(module)[-2:] != [1, 1]:  # of the latest spec
+    if compiled_passes(module)[-2:] != [1, 1]:  # in the latest spec
         return f"compiled: {compiled_passes(module)}, {reasons(module)}"
     expected = steps[1]  # the first step has no states yet
     if "?" in expected.values():
@@ -334,8 +334,8 @@ def differences(name: str, kind: str, cached: bool) -> str | None:
     return None
 
 
-def overlooked_setting() -> str | None:
-    """Return how compiled passes fail to follow a changed setting of a quantizer; None if they follow it."""
+def find_missed_setting() -> str | None:
+    """How compiled passes miss a changed quantizer setting; None if they follow it."""
     module, recipe = LAYERS["linear"](), host_calls.RECIPES["current"]()
     before = [step(module, recipe, None) for _ in range(COMPILED + 3)][-1]
     module.quantizers["scaling_fwd"][0].force_pow_2_scales = True
@@ -347,8 +347,8 @@ def overlooked_setting() -> str | None:
     return None if all(made == expected for made in found) else "a pass compiled before the change"
 
 
-def kept_inputs(name: str, kind: str) -> str | None:
-    """Return the steps whose inputs compiled passes keep alive; None if all are freed."""
+def find_live_inputs(name: str, kind: str) -> str | None:
+    """Steps whose inputs compiled passes keep alive; None if all are freed."""
     module, recipe = LAYERS[name](), host_calls.RECIPES[kind]()
     inputs.clear()
     for _ in range(COMPILED + 3):
@@ -370,8 +370,10 @@ def results_of_hopper(every: bool) -> dict[str, str | None]:
         if (not cached if kind == "none" else every or cached == bool((row + column) % 2))
     ]
     found = {"/".join(map(str, case)): differences(*case) for case in cases}
-    found["a quantizer's setting"] = overlooked_setting()
-    return found | {f"kept inputs/{name}": kept_inputs(name, "block") for name in ("linear", "parallel_mlp")}
+    found["a quantizer's setting"] = find_missed_setting()
+    return found | {
+        f"kept inputs/{name}": find_live_inputs(name, "block") for name in ("linear", "parallel_mlp")
+    }
 
 
 def results_of_block_scales(architecture: str) -> dict[str, str | None]:
@@ -388,7 +390,7 @@ def results_of_block_scales(architecture: str) -> dict[str, str | None]:
 
 
 def results_of_deferred_columns() -> dict[str, str | None]:
-    """Differences where the backward pass casts the columns of weights, and of an input that is saved elsewhere."""
+    """Differences if the backward pass casts columns of weights and of an input that is saved elsewhere."""
     deferred_columns._FEWEST_ROWS = deferred_columns._FEWEST_ELEMENTS = 0
     pretend(pretended_gpu.HOPPER)
     LAYERS["shared_input"] = _shared_input

@@ -2,8 +2,8 @@
 
     python tests/module/generated_random_launches.py COUNT
 
-`generated_launches.py` describes the comparison. The layers are those of `test_random_layers.py`, in bfloat16 and under
-the recipes whose kernels the simulated GPU has. Hypothesis draws them, the same ones in every run.
+`generated_launches.py` describes the comparison. The layers come from `test_random_layers.py`, in bfloat16
+and under the recipes whose kernels the simulated GPU has. Hypothesis draws them, the same ones in every run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from transformer_engine.common.dispatch import observing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 STEPS = launches.COMPILED + 2
-# Of the other values, the simulated GPU has no kernels or products, or passes have effects that are not compiled.
+# For other values, the simulated GPU has no kernels or products, or passes have effects that are not
+# compiled.
 CHOICES: dict[str, list[Any]] = {
     "kind": ["Linear", "LayerNormLinear", "LayerNormMLP"],
     "recipe": ["none", "delayed", "current", "block"],
@@ -35,7 +36,7 @@ CHOICES: dict[str, list[Any]] = {
 
 
 def step(case: Settings, layer: Any, number: int) -> dict[str, Any]:
-    """Symbols of the results, gradients and scaling states of one step."""
+    """Symbols for the results, gradients and scaling states in one step."""
     x, recipe = case.sample(number, torch.device("cpu")), case.made_recipe()
     states = launches.name_inputs(layer, x)
     with te.autocast(enabled=recipe is not None, recipe=recipe):

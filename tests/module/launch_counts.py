@@ -1,7 +1,8 @@
-"""Print {layer and recipe: counts} of the launches of a warm forward and backward pass, on a simulated H200.
+"""Print {layer and recipe: launch counts} for a warm forward and backward pass, on a simulated H200.
 
-Counts are kernels of this package, products, and operations of torch that would launch a kernel. The attention of a
-TransformerLayer is a backend without launches, which like cuDNN writes its gradients into given tensors.
+The counts are this package's kernels, products, and torch operations that would launch a kernel. A
+TransformerLayer's attention is a backend without launches, which like cuDNN writes its gradients into given
+tensors.
 
 layer            one weight for queries, keys and values, without rotary embedding
 rotary_layer     the same with rotary embedding
@@ -42,7 +43,7 @@ LAYERS = {
     "separate_layer": _separate_layer,
 }
 WARM = 6  # calls before the counted one: passes are compiled by then
-# Operations of torch that launch one kernel each; others that occur call these.
+# Torch operations that launch one kernel each; other operations call these.
 LAUNCHING = ("add", "add_", "cat", "copy_", "div", "fill_", "mul", "mul_", "sum")
 
 counts: collections.Counter[str] = collections.Counter()
@@ -78,8 +79,8 @@ def pretend() -> None:
     cublaslt_library.bindings().matmul = product
 
 
-def counted(name: str, recipe: str) -> dict[str, int]:
-    """Launches of one warm step of a layer."""
+def launch_counts(name: str, recipe: str) -> dict[str, int]:
+    """Launches in one warm step of a layer."""
     given: dict[str, Any] = {}
     if name in ("rotary_layer", "separate_layer"):
         given["rotary_pos_emb"] = RotaryPositionEmbedding(host_calls.WIDTH // 4)(host_calls.ROWS)
@@ -99,6 +100,10 @@ if __name__ == "__main__":
     pretend()
     print(
         json.dumps(
-            {f"{name}/{recipe}": counted(name, recipe) for name in LAYERS for recipe in host_calls.RECIPES}
+            {
+                f"{name}/{recipe}": launch_counts(name, recipe)
+                for name in LAYERS
+                for recipe in host_calls.RECIPES
+            }
         )
     )

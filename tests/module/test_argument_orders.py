@@ -1,4 +1,4 @@
-"""Positional calls in the argument orders of earlier releases give the module, or the result, of a call by keyword."""
+"""Positional calls in earlier releases' argument orders equal the call by keyword."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _warnings():
     warning.forget_issued()
 
 
-def recorded(call):
-    """Return the result of a call and its warnings about positional arguments."""
+def call_with_warnings(call):
+    """A call's result and its warnings about positional arguments."""
     with warnings.catch_warnings(record=True) as issued:
         warnings.simplefilter("always")
         result = call()
@@ -66,14 +66,16 @@ CONSTRUCTORS = [
 
 
 @pytest.mark.parametrize(("kind", "leading", "rest", "release", "attributes"), CONSTRUCTORS, ids=str)
-def test_a_core_attention(kind, leading, rest, release, attributes):
-    layer, issued = recorded(lambda: getattr(te, kind)(*leading, *rest))
+def test_core_attention_accepts_older_argument_orders(kind, leading, rest, release, attributes):
+    layer, issued = call_with_warnings(lambda: getattr(te, kind)(*leading, *rest))
     assert tuple(getattr(layer, name) for name in CORE_ATTRIBUTES) == attributes
     assert type(layer.softcap) is float
     assert len(issued) == (release is not None)
     if release is not None:
         assert f"{kind}.__init__" in issued[0] and f"release {release}" in issued[0]
-        assert not recorded(lambda: getattr(te, kind)(*leading, *rest))[1], "one warning per process"
+        assert not call_with_warnings(lambda: getattr(te, kind)(*leading, *rest))[1], (
+            "one warning per process"
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,8 @@ def test_a_core_attention(kind, leading, rest, release, attributes):
     ],
     ids=str,
 )
-def test_an_attention_layer(rest, release, softcap):
-    layer, issued = recorded(lambda: te.MultiheadAttention(*LAYER, *rest, device=DEVICE))
+def test_attention_layers_accept_older_argument_orders(rest, release, softcap):
+    layer, issued = call_with_warnings(lambda: te.MultiheadAttention(*LAYER, *rest, device=DEVICE))
     assert (layer.softcap, layer.num_gqa_groups, layer.tp_size) == (softcap, 2, 1)
     assert len(issued) == (release is not None) and all(f"release {release}" in text for text in issued)
 
@@ -100,8 +102,10 @@ def test_an_attention_layer(rest, release, softcap):
     ],
     ids=str,
 )
-def test_a_transformer_layer(rest, release, softcap):
-    layer, issued = recorded(lambda: te.TransformerLayer(*WHOLE, *rest, layer_type="decoder", device=DEVICE))
+def test_transformer_layers_accept_older_argument_orders(rest, release, softcap):
+    layer, issued = call_with_warnings(
+        lambda: te.TransformerLayer(*WHOLE, *rest, layer_type="decoder", device=DEVICE)
+    )
     assert (layer.softcap, layer.enc_dec_attn_mask_type) == (softcap, "padding")
     assert layer.inter_attention.window_size == (1, 1)
     assert len(issued) == (release is not None) and all(f"release {release}" in text for text in issued)
@@ -116,19 +120,19 @@ def test_a_transformer_layer(rest, release, softcap):
     ],
     ids=str,
 )
-def test_calls_of_a_core_attention(rest, release):
+def test_core_attention_calls_accept_older_argument_orders(rest, release):
     q = torch.randn(2, 5, 2, 8)
     layer = te.DotProductAttention(2, 8, qkv_format="bshd")
     leading = (q, q, q, None, "bshd", None, None, None, None, None, None, "causal", None)
-    got, issued = recorded(lambda: layer(*leading, *rest))
+    got, issued = call_with_warnings(lambda: layer(*leading, *rest))
     assert torch.equal(got, layer(q, q, q, softcap=0.5 if release is None else 0.0))
     assert len(issued) == (release is not None) and all(f"release {release}" in text for text in issued)
 
 
-def test_calls_of_layers_in_the_order_of_2_11():
+def test_layer_calls_accept_the_argument_order_of_2_11():
     x, encoded = torch.randn(5, 1, 16), torch.randn(4, 1, 16)
     attention = te.MultiheadAttention(16, 2, attention_dropout=0.0, device=DEVICE)
-    got, issued = recorded(
+    got, issued = call_with_warnings(
         lambda: attention(x, None, None, "causal", (2, 0), None, False, None, None, "alibi")
     )
     assert (
@@ -138,11 +142,11 @@ def test_calls_of_layers_in_the_order_of_2_11():
     layer = te.TransformerLayer(
         16, 32, 2, layer_type="decoder", hidden_dropout=0.0, attention_dropout=0.0, device=DEVICE
     )
-    got, issued = recorded(lambda: layer(x, None, "causal", (2, 0), encoded))
+    got, issued = call_with_warnings(lambda: layer(x, None, "causal", (2, 0), encoded))
     assert torch.equal(got, layer(x, window_size=(2, 0), encoder_output=encoded)) and len(issued) == 1
 
 
-def test_a_call_that_fits_no_order_raises_the_error_of_the_present_one():
+def test_a_call_that_fits_no_order_raises_the_current_orders_error():
     with pytest.raises((TypeError, ValueError), match="softcap"):
         te.DotProductAttention(*CORE, None, "text")
     with pytest.raises(TypeError, match="multiple values"):
@@ -161,13 +165,13 @@ def test_an_older_order_does_not_repeat_a_keyword():
     assert list(inspect.signature(Module.call).parameters) == ["self", "a", "b", "c", "d"]
 
 
-def test_functions_and_moved_arguments():
+def test_functions_accept_moved_arguments():
     @accepts_older_orders(v2=(("kind", 1), "order"))
     def call(a: int, b: Sequence[int], order: Literal["x", "y"] = "x", c: str = "c", kind: int | None = None):
         return a, b, order, c, kind
 
     results = [
-        recorded(lambda args=args: call(*args))
+        call_with_warnings(lambda args=args: call(*args))
         for args in ((1, [2]), (1, [2], "y", "z"), (1, 7, [2]), (1, 7, [2], "z"), (1, [2], "z"))
     ]
     assert [result for result, _ in results] == [
@@ -177,7 +181,7 @@ def test_functions_and_moved_arguments():
     assert [len(issued) for _, issued in results] == [0, 0, 1, 0, 0], "one warning per order"
 
 
-def test_fused_attention_in_both_orders():
+def test_fused_attention_accepts_both_argument_orders():
     q, k, v, grad = (torch.randn(2, 6, 4, 8) for _ in range(4))
     bounds, layout, kinds = (
         torch.tensor([0, 6, 12]),
@@ -186,35 +190,35 @@ def test_fused_attention_in_both_orders():
     )
     backend = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
     head = (True, 6, 6, bounds, bounds, q, k, v, torch.float32, backend, *[None] * 7, 0.5, 0.0, True, layout)
-    (want, aux), issued = recorded(lambda: fused_attn.fused_attn_fwd(*head, "bshd", None, *kinds))
+    (want, aux), issued = call_with_warnings(lambda: fused_attn.fused_attn_fwd(*head, "bshd", None, *kinds))
     assert not issued
-    (out, _), issued = recorded(lambda: fused_attn.fused_attn_fwd(*head, *kinds))
+    (out, _), issued = call_with_warnings(lambda: fused_attn.fused_attn_fwd(*head, *kinds))
     assert torch.equal(out, want) and len(issued) == 1 and "release 2.11" in issued[0]
-    (turned, _), _ = recorded(lambda: fused_attn.fused_attn_fwd(*head, "sbhd", None, *kinds))
+    (turned, _), _ = call_with_warnings(lambda: fused_attn.fused_attn_fwd(*head, "sbhd", None, *kinds))
     assert torch.equal(turned.transpose(0, 1), want)
 
     head = (6, 6, bounds, bounds, q, k, v, want, grad, torch.float32)
     tail = (backend, *[None] * 5, 0.5, 0.0, True, layout)
     orders = ("bshd", "bshd", layout)
-    exact, issued = recorded(lambda: fused_attn.fused_attn_bwd(*head, aux, *tail, *orders, *kinds))
+    exact, issued = call_with_warnings(lambda: fused_attn.fused_attn_bwd(*head, aux, *tail, *orders, *kinds))
     assert not issued
     for dtype in (torch.float32, tex.DType.kFloat32):
-        found, issued = recorded(
+        found, issued = call_with_warnings(
             lambda dtype=dtype: fused_attn.fused_attn_bwd(*head, dtype, aux, *tail, *kinds)
         )
         assert all(torch.equal(x, y) for x, y in zip(found[:3], exact[:3], strict=True))
         assert len(issued) == (dtype is torch.float32)
     halves = fused_attn.fused_attn_bwd(*head, aux, *tail, *orders, *kinds, dqkv_dtype=torch.float16)
     assert [x.dtype for x in halves[:3]] == [torch.float16] * 3
-    # Without the orders of axes, tensors have those of the queries.
+    # By default, all tensors have the queries' axis order.
     assert torch.equal(
         fused_attn.fused_attn_bwd(*head, aux, *tail)[0],
         fused_attn.fused_attn_bwd(*head, aux, *tail, *orders)[0],
     )
 
 
-def test_parameters_of_a_choice_in_both_orders():
-    present, issued = recorded(
+def test_attention_params_accept_both_argument_orders():
+    present, issued = call_with_warnings(
         lambda: AttentionParams(torch.Tensor, torch.float16, torch.float32, "bs3hd", 3)
     )
     assert (present.nominal_dtype, present.qkv_layout, present.batch_size, len(issued)) == (
@@ -223,5 +227,5 @@ def test_parameters_of_a_choice_in_both_orders():
         3,
         0,
     )
-    former, issued = recorded(lambda: AttentionParams(torch.Tensor, torch.float16, "bs3hd", 3))
+    former, issued = call_with_warnings(lambda: AttentionParams(torch.Tensor, torch.float16, "bs3hd", 3))
     assert (former.qkv_layout, former.batch_size, len(issued)) == ("bs3hd", 3, 1)

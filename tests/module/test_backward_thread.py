@@ -1,4 +1,4 @@
-"""Backward passes stay on the thread of a process that uses one GPU."""
+"""Backward passes stay on the calling thread in a process that uses one GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def in_new_thread():
     return run
 
 
-def enabled() -> bool:
+def multithreading_enabled() -> bool:
     return torch._C._is_multithreading_enabled()
 
 
@@ -61,7 +61,7 @@ def test_a_process_with_one_gpu_uses_the_calling_thread(
 
     def switched() -> bool:
         fast.run_backward_on_calling_thread()
-        return enabled()
+        return multithreading_enabled()
 
     assert in_new_thread(switched) is expected
 
@@ -73,16 +73,16 @@ def test_a_caller_that_wants_torchs_threads_keeps_them(monkeypatch, in_new_threa
         fast.run_backward_on_calling_thread()
         torch.autograd.set_multithreading_enabled(True)
         fast.run_backward_on_calling_thread()
-        return enabled()
+        return multithreading_enabled()
 
     assert in_new_thread(turned_on_again)
 
 
 def test_other_threads_are_left_alone(monkeypatch, in_new_thread):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    before = enabled()
+    before = multithreading_enabled()
     in_new_thread(fast.run_backward_on_calling_thread)
-    assert enabled() is before
+    assert multithreading_enabled() is before
 
 
 @pytest.mark.gpu

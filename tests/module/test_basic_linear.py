@@ -1,4 +1,4 @@
-"""ops.BasicLinear's passes are those of te.Linear: y = x @ w.T + b, dx = dy @ w, dw = dy.T @ x."""
+"""ops.BasicLinear's passes equal te.Linear's: y = x @ w.T + b, dx = dy @ w, dw = dy.T @ x."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def quantizers(recipe):
     )
 
 
-def test_without_quantizers_the_passes_are_those_of_torch(tensors):
+def test_passes_without_quantizers_equal_torch(tensors):
     x, w, b, dy = tensors.values()
     y, x_kept, w_kept = BasicLinear._functional_forward(x, w, bias=b)
     torch.testing.assert_close(y, torch.nn.functional.linear(x, w, b))
@@ -40,7 +40,7 @@ def test_without_quantizers_the_passes_are_those_of_torch(tensors):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-def test_with_quantizers_the_passes_are_those_of_a_layer(recipe, tensors, emulated):
+def test_passes_with_quantizers_equal_a_layer(recipe, tensors, emulated):
     x, w, b, dy = tensors.values()
     layer = te.Linear(64, 96, params_dtype=torch.bfloat16, device=x.device)
     with torch.no_grad():

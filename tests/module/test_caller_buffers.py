@@ -1,4 +1,4 @@
-"""Caller buffers of GroupedLinear: the output and the input gradient are written into memory that the caller passes."""
+"""Caller buffers in GroupedLinear: output and input gradient are written into the caller's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 SPLITS = [16, 0, 32]
 
 
-def layer_of(device, dtype=torch.float32, **options):
+def make_layer(device, dtype=torch.float32, **options):
     return te.GroupedLinear(3, 64, 32, device=device, params_dtype=dtype, **options)
 
 
@@ -20,7 +20,7 @@ def layer_of(device, dtype=torch.float32, **options):
 def test_results_are_written_into_the_buffers_and_share_them(recipe, together, device, monkeypatch):
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1" if together else "0")
     dtype = torch.bfloat16 if together else torch.float32
-    layer = layer_of(device, dtype)
+    layer = make_layer(device, dtype)
     x = torch.randn(48, 64, device=device, dtype=dtype, requires_grad=True)
     grad = torch.randn(48, 32, device=device, dtype=dtype)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -44,8 +44,8 @@ def test_results_are_written_into_the_buffers_and_share_them(recipe, together, d
         out.fill_(float("nan"))
 
 
-def test_leading_dimensions_and_inference_take_buffers_too(device):
-    layer = layer_of(device, return_bias=True)
+def test_leading_dimensions_and_inference_support_buffers(device):
+    layer = make_layer(device, return_bias=True)
     x = torch.randn(4, 12, 64, device=device)
     out = torch.empty(4, 12, 32, device=device)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_leading_dimensions_and_inference_take_buffers_too(device):
     ],
 )
 def test_a_mismatched_buffer_raises_and_nothing_is_written(buffer, words, device):
-    layer = layer_of(device)
+    layer = make_layer(device)
     x = torch.randn(48, 64, device=device, requires_grad=True)
     given = buffer(device)
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_a_mismatched_buffer_raises_and_nothing_is_written(buffer, words, device
 
 
 def overlapping(case, device, dtype=torch.float32):
-    """Return input, out and dgrad_out [48, 64] each, two of which share memory."""
+    """input, out and dgrad_out, [48, 64] each, two of which share memory."""
     memory = torch.randn(3, 48 * 64, device=device, dtype=dtype)
     x, out, dgrad_out = memory.clone().view(3, 48, 64)
     flat = memory.view(-1)
@@ -145,7 +145,7 @@ def test_dgrad_out_over_an_input_without_gradient_has_no_effect(device):
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("shared", ["one dgrad_out for two layers", "out and dgrad_out"])
-def test_a_gradient_in_the_memory_of_dgrad_out_is_read_before_it_is_overwritten(
+def test_a_gradient_in_dgrad_outs_memory_is_read_before_it_is_overwritten(
     shared, together, device, monkeypatch
 ):
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1" if together else "0")
@@ -156,7 +156,7 @@ def test_a_gradient_in_the_memory_of_dgrad_out_is_read_before_it_is_overwritten(
     def gradients(out, dgrad_out):
         if shared == "one dgrad_out for two layers":
             y = second(first(x, SPLITS, dgrad_out=dgrad_out), SPLITS, dgrad_out=dgrad_out)
-        else:  # the loss computes its gradient in the memory of the logits
+        else:  # the loss computes its gradient in the logits' memory
             y = first(x, SPLITS, out=out, dgrad_out=dgrad_out)
         te.parallel_cross_entropy(y.view(1, 48, 64), target, overwrite_input=True).sum().backward()
         found = [p.grad for p in (x, *first.parameters(), *second.parameters())]

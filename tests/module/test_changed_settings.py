@@ -1,4 +1,4 @@
-"""After a setting changes between two calls, the second call equals that of a module constructed with it."""
+"""After a setting changes between two calls, the second call equals a module constructed with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autoc
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 64, 96, 2, 16, 4
 
 
-def layer_of(kind, **options):
+def make_layer(kind, **options):
     torch.manual_seed(0)
     match kind:
         case "Linear" | "LayerNormLinear":
@@ -39,7 +39,7 @@ def layer_of(kind, **options):
 
 
 def results(layer, recipe, device=None):
-    """Return outputs and gradients of one call; `device` is that of the input if the layer has no parameters."""
+    """Outputs and gradients from one call; `device` is the input's device if the layer has no parameters."""
     torch.manual_seed(1)
     packed = isinstance(layer, DotProductAttention)
     shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
@@ -58,7 +58,7 @@ def results(layer, recipe, device=None):
     return [part.detach().clone() for part in ys] + [grad.clone() for grad in grads]
 
 
-# Kind, attribute, options before, value after, and the name of the option if it differs from the attribute.
+# Kind, attribute, options before, value after, and the option's name if it differs from the attribute.
 NORM = [("eps", {}, 0.5), ("zero_centered_gamma", {}, True)]
 FUSED = [
     *NORM,
@@ -113,12 +113,12 @@ CHANGES = [
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: f"{c[0]}-{c[1]}")
 @pytest.mark.sampled
-def test_an_attribute(change, recipe, device):
+def test_a_changed_attribute_takes_effect_in_the_next_call(change, recipe, device):
     kind, name, options, value, *option = change
-    layer = layer_of(kind, **options).to(device)
+    layer = make_layer(kind, **options).to(device)
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    made_with = layer_of(kind, **(options | {(option or [name])[0]: value})).to(device)
+    made_with = make_layer(kind, **(options | {(option or [name])[0]: value})).to(device)
     known = layer.state_dict()
     made_with.load_state_dict({key: known[key] for key in made_with.state_dict()})
     before = results(layer, RECIPES[recipe])
@@ -135,11 +135,11 @@ def test_an_attribute(change, recipe, device):
 @pytest.mark.parametrize(
     "kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "TransformerLayer"]
 )
-def test_the_recipe(kind, device):
-    layer = layer_of(kind).to(device)
+def test_a_changed_recipe_takes_effect_in_the_next_call(kind, device):
+    layer = make_layer(kind).to(device)
     for name in ("none", "current", "block", "nvfp4", "delayed", "none", "mxfp8"):
         FP8GlobalStateManager.reset()
-        fresh = layer_of(kind).to(device)
+        fresh = make_layer(kind).to(device)
         fresh.load_state_dict(
             {k: v for k, v in layer.state_dict().items() if not k.endswith("_extra_state")}, strict=False
         )
@@ -147,10 +147,10 @@ def test_the_recipe(kind, device):
 
 
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
-def test_fp8_auto(kind, device, monkeypatch):
+def test_changed_fp8_auto_takes_effect_in_the_next_call(kind, device, monkeypatch):
     """The variable depends on times measured on a GPU; other machines replace the measurement."""
     monkeypatch.setattr(precision, "reason_against_fp8", lambda *request: "it never pays")
-    layer = layer_of(kind).to(device)
+    layer = make_layer(kind).to(device)
     monkeypatch.setattr(specs, "estimates", lambda device, traced, quantized_weight: not traced)
     unquantized, quantized = results(layer, None), results(layer, RECIPES["current"])
     assert not same(unquantized, quantized)
@@ -176,20 +176,20 @@ ATTENTION_VARIABLES = {
 
 @pytest.mark.parametrize("name", ATTENTION_VARIABLES)
 @pytest.mark.parametrize("kind", ["DotProductAttention", "GroupedLinear"])
-def test_an_environment_variable(kind, name, device, monkeypatch):
+def test_a_changed_environment_variable_takes_effect_in_the_next_call(kind, name, device, monkeypatch):
     if name == "NVTE_DPA_FP8_RECIPE":
         monkeypatch.setenv("NVTE_DPA_FP8_RECIPE_DPA", "1")
-    layer, fresh = layer_of(kind).to(device), layer_of(kind).to(device)
+    layer, fresh = make_layer(kind).to(device), make_layer(kind).to(device)
     recipe = RECIPES["current"]
     results(layer, recipe)
     monkeypatch.setenv(name, ATTENTION_VARIABLES[name])
     assert same(results(layer, recipe), results(fresh, recipe))
     monkeypatch.delenv(name)
-    assert same(results(layer, recipe), results(layer_of(kind).to(device), recipe))
+    assert same(results(layer, recipe), results(make_layer(kind).to(device), recipe))
 
 
 def test_a_warm_attention_raises_once_all_backends_are_off(monkeypatch):
-    layer = layer_of("DotProductAttention")
+    layer = make_layer("DotProductAttention")
     results(layer, None)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.setenv(name, "0")
@@ -233,7 +233,7 @@ def test_attributes_of_callers_do_not_invalidate_the_cache(device, monkeypatch):
     assert len(layer._specs) == 2
 
 
-def test_a_compiled_layer_writes_its_callers_notes(device):
+def test_a_compiled_subclass_can_write_its_own_attributes(device):
     class Theirs(te.Linear):
         def forward(self, x):
             self.is_first_microbatch = False
@@ -247,7 +247,7 @@ def test_a_compiled_layer_writes_its_callers_notes(device):
     assert layer.is_first_microbatch is False
 
 
-def test_a_compiled_norm_takes_the_change(device):
+def test_a_compiled_norm_follows_a_changed_eps(device):
     layer = te.LayerNorm(HIDDEN, device=device)
     torch._dynamo.reset()
     x = torch.randn(TOKENS, HIDDEN, device=device)
@@ -258,7 +258,7 @@ def test_a_compiled_norm_takes_the_change(device):
 
 
 def test_structural_settings_are_fixed_after_construction(device):
-    layer = layer_of("TransformerLayer").to(device)
+    layer = make_layer("TransformerLayer").to(device)
     made_fused = te.MultiheadAttention(16, 2, fuse_qkv_params=True, device=device)
     for module, name, value in (
         (layer, "parallel_attention_mlp", True),
@@ -292,7 +292,7 @@ INVALID = [
 @pytest.mark.parametrize("change", INVALID, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_writing_an_invalid_value_raises_and_changes_nothing(change, device):
     kind, name, value, error, sentence = change
-    layer = layer_of(kind).to(device)
+    layer = make_layer(kind).to(device)
     known, before = layer._config, results(layer, None, device)
     with pytest.raises(error, match=sentence):
         setattr(layer, name, value)
@@ -302,25 +302,25 @@ def test_writing_an_invalid_value_raises_and_changes_nothing(change, device):
 
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
 def test_return_layernorm_output_of_none_means_false(kind, device):
-    layer = layer_of(kind).to(device)
+    layer = make_layer(kind).to(device)
     before = results(layer, None)
     layer.return_layernorm_output = None
     assert same(results(layer, None), before)
 
 
 def test_an_attention_without_a_sink_cannot_learn_one_later(device):
-    layer = layer_of("DotProductAttention").to(device)
+    layer = make_layer("DotProductAttention").to(device)
     layer.softmax_type = "learnable"
     with pytest.raises(ValueError, match="softmax_offset"):
         results(layer, None)
-    learnt = layer_of("DotProductAttention", softmax_type="learnable").to(device)
+    learnt = make_layer("DotProductAttention", softmax_type="learnable").to(device)
     torch.nn.init.constant_(learnt.softmax_offset, 2.0)
     learnt.softmax_type = "vanilla"
-    assert same(results(learnt, None)[:1], results(layer_of("DotProductAttention"), None, device)[:1])
+    assert same(results(learnt, None)[:1], results(make_layer("DotProductAttention"), None, device)[:1])
 
 
 def test_copies_have_independent_settings(device):
-    layer = layer_of("LayerNormLinear").to(device)
+    layer = make_layer("LayerNormLinear").to(device)
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     plain = step(layer, x)
     other = copy.deepcopy(layer)

@@ -1,4 +1,4 @@
-"""A warm layer caches the plans of its products and chooses again as soon as the choice may differ."""
+"""A warm layer caches its product plans and chooses again as soon as the choice may differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_engine.pytorch.primitives.gemm.request import EPILOGUES
 
 
 class Library:
-    """A backend with the highest priority, whose plans a layer caches like those of cuBLASLt."""
+    """A backend with the highest priority, whose plans a layer caches like cuBLASLt's."""
 
     rejection: str | None = None
 
@@ -40,7 +40,7 @@ def library(monkeypatch):
 
 @pytest.fixture(params=LAYERS)
 def warm(request, library):
-    """A warmed-up layer as a function that returns its results and the number of products the library computed."""
+    """A warmed-up layer as a function that returns its results and how many products the library computed."""
     layer = LAYERS[request.param](params_dtype=torch.bfloat16, device="cpu")
     x = sample("cpu", dtype=torch.bfloat16)
 
@@ -83,7 +83,7 @@ def test_a_forced_backend_that_rejects_the_call_raises(warm, library):
         warm()
 
 
-def test_an_observer_is_notified_of_the_products(warm):
+def test_an_observer_sees_products_with_cached_plans(warm):
     seen = []
     with observing(lambda operation, request: seen.append(operation)):
         warm()

@@ -1,4 +1,4 @@
-"""Combined options of layers: codes between layers, microbatches, frozen parameters, repeated use."""
+"""Layer options combined: codes between layers, microbatches, frozen parameters, repeated use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def distance(got, expected):
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_codes_travel_between_three_layers_in_both_directions(name, device):
+def test_codes_pass_between_three_layers_in_both_directions(name, device):
     first, second, third = (Linear(HIDDEN, HIDDEN, device=device) for _ in range(3))
     x, seen = sample(device), []
     for _ in range(3):
@@ -91,7 +91,7 @@ def test_main_grad_is_the_sum_over_microbatches(kind, name, dtype, device):
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", STATELESS)
-def test_later_microbatches_use_the_weights_of_the_first_until_the_next_step(kind, name, device):
+def test_later_microbatches_use_the_first_ones_weights_until_the_next_step(kind, name, device):
     layer, x, recipe = LAYERS[kind](device=device), sample(device), RECIPES[name]
     for _ in range(2):
         before = step(layer, x, recipe)
@@ -135,7 +135,7 @@ def test_a_recipe_that_overrides_the_backward_quantizes_the_forward_alone(name, 
 @pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_an_input_of_codes_with_leading_dimensions_has_near_gradients(name, override, keeps, device):
+def test_quantized_inputs_with_leading_dimensions_have_close_gradients(name, override, keeps, device):
     layer = Linear(HIDDEN, 96, device=device, save_original_input=keeps)
     values = sample(device).detach()
     codes = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device)(values).requires_grad_()
@@ -200,7 +200,7 @@ def assert_same_gradient(name, grad, expected):
         assert torch.equal(grad, expected)
 
 
-def test_the_output_of_a_norm_has_gradients_where_only_the_linear_part_is_trained(device):
+def test_a_returned_norm_output_has_gradients_if_only_the_linear_part_is_trained(device):
     layer = LayerNormLinear(HIDDEN, 96, device=device, return_layernorm_output=True)
     layer.layer_norm_weight.requires_grad_(False)
     layer.layer_norm_bias.requires_grad_(False)
@@ -334,7 +334,7 @@ def test_a_retained_checkpoint_repeats_its_gradients(reentrant, name, device):
 
 @pytest.mark.parametrize("kind", SQUARE)
 @pytest.mark.parametrize("name", STATELESS)
-def test_one_layer_used_twice_is_two_layers_that_share_their_parameters(kind, name, device):
+def test_one_layer_used_twice_equals_two_layers_with_shared_parameters(kind, name, device):
     layer = SQUARE[kind](device=device)
     twins = [copy.deepcopy(layer) for _ in range(2)]
     x = sample(device)
@@ -363,7 +363,7 @@ def test_one_layer_used_twice_records_the_larger_maximum(device):
 
 
 @pytest.mark.parametrize("kind", SQUARE)
-def test_regions_of_different_recipes_nest(kind, device):
+def test_autocast_regions_with_different_recipes_nest(kind, device):
     outer, inner = (SQUARE[kind](device=device) for _ in range(2))
     x = sample(device)
     expected = []

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True, dynamic=True) of experts: one graph for several batches, the bits of eager mode."""
+"""Experts under torch.compile(fullgraph=True, dynamic=True): one graph for several batches, as in eager."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Mixture(torch.nn.Module):
         return te.moe_unpermute(self.fc2(F.silu(gate) * linear, splits), row_id_map, probs), balance
 
 
-def trained(device: torch.device, compiles: bool) -> list[torch.Tensor]:
-    """Results and gradients of a step with each number of tokens."""
+def train(device: torch.device, compiles: bool) -> list[torch.Tensor]:
+    """Results and gradients from a step with each token count."""
     torch.manual_seed(0)
     layer = Mixture(device)
     model = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager") if compiles else layer
@@ -70,12 +70,12 @@ def trained(device: torch.device, compiles: bool) -> list[torch.Tensor]:
     return seen
 
 
-def test_a_layer_of_experts_is_one_graph_for_several_batches(device):
-    assert same_as_eager(trained(device, False), trained(device, True))
+def test_experts_compile_to_one_graph_for_several_batches(device):
+    assert same_as_eager(train(device, False), train(device, True))
 
 
 def grouped_steps(compiles: bool, recipe: Any) -> list[torch.Tensor]:
-    """Results and gradients of GroupedLinear with a tensor of rows; a weight and a bias are frozen."""
+    """Results and gradients from GroupedLinear with a tensor of rows; a weight and a bias are frozen."""
     torch.manual_seed(0)
     layer = te.GroupedLinear(EXPERTS, 32, 32, device="cpu")
     layer.weight1.requires_grad_(False)
@@ -96,7 +96,7 @@ def grouped_steps(compiles: bool, recipe: Any) -> list[torch.Tensor]:
     "name",
     ["mxfp8", *[pytest.param(name, marks=pytest.mark.slow) for name in ("none", "delayed", "current")]],
 )
-def test_a_tensor_of_rows_has_the_bits_of_eager_mode(name, emulated):
+def test_compiled_row_tensors_are_bitwise_equal_to_eager(name, emulated):
     expected, found = grouped_steps(False, RECIPES[name]), grouped_steps(True, RECIPES[name])
     assert len(expected) == len(found) == 2 * (2 + 2 * (EXPERTS - 1))
     assert all(map(torch.equal, found, expected))
@@ -112,7 +112,7 @@ CALLS = {
 }  # fmt: skip
 
 
-# test_a_layer_of_experts_is_one_graph_for_several_batches always compiles calls by mask.
+# test_experts_compile_to_one_graph_for_several_batches always compiles calls by mask.
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.sampled(1)
 def test_two_calls_share_one_graph(name):

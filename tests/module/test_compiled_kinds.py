@@ -1,4 +1,4 @@
-"""Every public layer in one graph under torch.compile(fullgraph=True): the results of eager mode, with each scaling.
+"""Every public layer under torch.compile(fullgraph=True): results equal eager mode, with each scaling.
 
 Chains of te.ops are in tests/ops/test_compiled.py.
 """
@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import NAMES, RECIPES, call_of, layer_of
+from tests.support.layers import NAMES, RECIPES, make_call, make_layer
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("emulated")]
 
-# Of each layer always one recipe; test_compiled_layers.py always runs layers with attention.
+# Always one recipe per layer; test_compiled_layers.py always runs layers with attention.
 ALWAYS = {
     ("Linear", "delayed"), ("LayerNormLinear", "current"), ("LayerNormMLP", "block"), ("GroupedLinear", "current"),
     ("LayerNorm", "none"), ("RMSNorm", "none"), ("DotProductAttention", "none"),
@@ -26,12 +26,12 @@ CASES = [
 ]
 
 
-def trained(layer: str, name: str, device: torch.device, compiles: bool) -> list[torch.Tensor]:
+def train(layer: str, name: str, device: torch.device, compiles: bool) -> list[torch.Tensor]:
     """Outputs and gradients of two steps."""
     FP8GlobalStateManager.reset()
     torch._dynamo.reset()
-    module, recipe = layer_of(layer, device=device), RECIPES[name]
-    x, call = call_of(module)
+    module, recipe = make_layer(layer, device=device), RECIPES[name]
+    x, call = make_call(module)
     if compiles:
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
     seen: list[torch.Tensor] = []
@@ -47,11 +47,11 @@ def trained(layer: str, name: str, device: torch.device, compiles: bool) -> list
 
 @pytest.mark.parametrize(("layer", "recipe"), CASES)
 def test_a_compiled_layer_trains_as_in_eager_mode(layer, recipe, device):
-    eager, compiled = trained(layer, recipe, device, False), trained(layer, recipe, device, True)
+    eager, compiled = train(layer, recipe, device, False), train(layer, recipe, device, True)
     assert len(eager) == len(compiled) >= 4
     for a, b in zip(eager, compiled, strict=True):
         if a.is_cuda:
-            # On a GPU, the bits of attention gradients differ between launches.
+            # On a GPU, attention gradients differ bitwise between launches.
             assert float((a - b).norm()) <= 0.1 * float(a.norm()) + 1e-6
         else:
             assert torch.equal(a, b)

@@ -1,11 +1,11 @@
-"""Whole layers under torch.compile(fullgraph=True) and every recipe: three training steps, the bits of eager mode."""
+"""Whole layers under torch.compile(fullgraph=True): three training steps per recipe equal eager bitwise."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.support.cases import crossed
+from tests.support.cases import cross_cases
 from tests.support.layers import RECIPES, same
 from transformer_engine.pytorch.attention import MultiheadAttention
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
@@ -55,7 +55,7 @@ def train(kind: str, name: str, device, compiles: bool) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drop_path", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
-def test_compiled_dropout_drops_the_elements_of_eager_dropout(drop_path, device):
+def test_compiled_and_eager_dropout_drop_the_same_elements(drop_path, device):
     options = {"hidden_dropout": 0.3, "attention_dropout": 0.0, "drop_path_rate": drop_path}
     torch.manual_seed(5)
     layer = TransformerLayer(HIDDEN, 96, HEADS, device=device, **options)
@@ -79,7 +79,7 @@ ALWAYS = {
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), crossed(RECIPES, LAYERS, ALWAYS))
+@pytest.mark.parametrize(("name", "kind"), cross_cases(RECIPES, LAYERS, ALWAYS))
 @pytest.mark.sampled(1)
 def test_training_compiled_equals_training_eagerly(kind, name, device):
     torch._dynamo.reset()
@@ -88,5 +88,5 @@ def test_training_compiled_equals_training_eagerly(kind, name, device):
         assert same(eager, compiled)
         return
     for a, b in zip(eager, compiled, strict=True):
-        # On a GPU, the bits of attention gradients differ between launches.
+        # On a GPU, attention gradients differ bitwise between launches.
         assert float((a - b).norm()) <= 0.1 * float(a.norm()) + 1e-6

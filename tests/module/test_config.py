@@ -1,4 +1,4 @@
-"""Settings of a module: properties of one frozen record, which a write replaces."""
+"""Module settings: properties backed by one frozen record, which a write replaces."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_write_before_the_constructor_is_kept_for_it():
     assert module.scale == 5.0 and module.config == {"their": "own"}
 
 
-def test_a_setting_that_is_not_there_yet_is_an_attribute_error():
+def test_reading_a_setting_before_construction_raises_attribute_error():
     assert not hasattr(Inner.__new__(Inner), "scale")
 
 
@@ -84,7 +84,7 @@ def test_a_write_reaches_the_children_and_the_hook():
     assert module.inner.scale == 7.0 and writes == [("scale", 7.0)]
 
 
-def test_settings_that_built_the_children_are_fixed():
+def test_settings_that_determine_the_children_are_fixed():
     module = Outer(depth=2)
     module.depth = 2
     with pytest.raises(AttributeError, match=r"depth=3.* make another one"):

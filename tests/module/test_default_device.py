@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import RECIPES, layer_of
+from tests.support.layers import RECIPES, make_layer
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 
 KINDS = [
@@ -24,11 +24,11 @@ KINDS = [
 ]
 
 
-def trained(kind: str, recipe: str, device: str | None) -> list[torch.Tensor]:
+def train(kind: str, recipe: str, device: str | None) -> list[torch.Tensor]:
     """Parameters after two steps and the output of a copy loaded from a checkpoint, under a default device."""
     torch.manual_seed(0)
-    layer = layer_of(kind, device="cpu")
-    other = layer_of(kind, device="cpu")
+    layer = make_layer(kind, device="cpu")
+    other = make_layer(kind, device="cpu")
     x = torch.randn(16, 4, 64)
     given = (x.view(64, 64), [32, 32]) if kind == "GroupedLinear" else (x,)
     with torch.device(device or "cpu"):
@@ -52,8 +52,8 @@ def trained(kind: str, recipe: str, device: str | None) -> list[torch.Tensor]:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled
-def test_a_default_device_changes_nothing(kind, recipe):
-    for found, expected in zip(trained(kind, recipe, "meta"), trained(kind, recipe, None), strict=True):
+def test_the_default_device_does_not_change_results(kind, recipe):
+    for found, expected in zip(train(kind, recipe, "meta"), train(kind, recipe, None), strict=True):
         assert found.device.type == "cpu"
         assert torch.equal(found, expected)
 

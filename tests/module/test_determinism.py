@@ -1,4 +1,4 @@
-"""Two runs of every layer and recipe give the same bits; nondeterministic operations raise with their name."""
+"""Two runs of every layer and recipe are bitwise equal; nondeterministic operations raise with their name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import NAMES, RECIPES, call_of, layer_of, same
+from tests.support.layers import NAMES, RECIPES, make_call, make_layer, same
 from transformer_engine.common.recipe import NVFP4BlockScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -24,11 +24,11 @@ def _free_again():
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
-def trained(name, recipe, steps, device, **options):
-    """Return all outputs, gradients and parameters of a run from a fixed seed."""
+def train(name, recipe, steps, device, **options):
+    """All outputs, gradients and parameters from a run with a fixed seed."""
     FP8GlobalStateManager.reset()
-    layer = layer_of(name, device=device, **options)
-    x, call = call_of(layer)
+    layer = make_layer(name, device=device, **options)
+    x, call = make_call(layer)
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3) if list(layer.parameters()) else None
     seen = []
@@ -50,7 +50,7 @@ def trained(name, recipe, steps, device, **options):
 @pytest.mark.sampled
 def test_two_runs_have_the_same_bits(name, recipe, device):
     with te.deterministic():
-        runs = [trained(name, RANDOM[recipe], 2, device) for _ in range(2)]
+        runs = [train(name, RANDOM[recipe], 2, device) for _ in range(2)]
     assert same(*runs)
 
 
@@ -59,13 +59,13 @@ def test_two_runs_have_the_same_bits(name, recipe, device):
     ("recipe", "by"),
     [("delayed", "switch"), ("nvfp4 with stochastic rounding", "switch"), ("block", "variable")],
 )
-def test_fifty_steps_of_a_layer_with_dropout_have_the_same_bits(recipe, by, device, monkeypatch):
+def test_fifty_steps_with_dropout_have_the_same_bits(recipe, by, device, monkeypatch):
     if by == "variable":
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     else:
         te.deterministic()
     options = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-    runs = [trained("TransformerLayer", RANDOM[recipe], 50, device, **options) for _ in range(2)]
+    runs = [train("TransformerLayer", RANDOM[recipe], 50, device, **options) for _ in range(2)]
     assert same(*runs)
 
 
@@ -90,7 +90,7 @@ def test_as_a_switch_it_persists_and_as_a_decorator_it_covers_one_call():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_one_object_is_entered_again_and_inside_of_itself():
+def test_one_context_object_can_be_entered_repeatedly_and_nested():
     block = te.deterministic()
     te.deterministic(False)
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_one_object_is_entered_again_and_inside_of_itself():
         assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_algorithms_are_not_chosen_by_time(monkeypatch):
+def test_determinism_and_autotuning_exclude_each_other(monkeypatch):
     with te.deterministic(), pytest.raises(RuntimeError, match="a choice of algorithms by time"):
         te.autotune().__enter__()
     with te.autotune(), pytest.raises(RuntimeError, match=r"te.autotune\(\) chooses algorithms by time"):
@@ -118,8 +118,8 @@ def test_algorithms_are_not_chosen_by_time(monkeypatch):
 @pytest.mark.parametrize("backend", ["flex", "torch_cudnn"])
 def test_nondeterministic_attention_backends_report_a_reason(backend, monkeypatch):
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    layer = layer_of("DotProductAttention", device="cpu")
-    _, call = call_of(layer)
+    layer = make_layer("DotProductAttention", device="cpu")
+    _, call = make_call(layer)
     explanation = te.explain(call)
     (decision,) = [d for d in explanation.decisions if d.operation == "attention"]
     reason = next(v.reason for v in decision.verdicts if v.backend == backend)

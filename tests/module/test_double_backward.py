@@ -1,4 +1,4 @@
-"""Second derivatives of every module under every recipe are correct, or raise with the operation's name."""
+"""Second derivatives through every module and recipe are correct, or raise with the operation's name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD = HIDDEN // HEADS
 
 
 def second_order(function, tensors):
-    """Gradients of the squared norm of the gradients of sin(function(tensors)), for every tensor."""
+    """Gradients of sum(g^2), where g are the gradients of sin(function(tensors)), for every tensor."""
     y = function(*tensors)
     ys = y if isinstance(y, tuple) else (y,)
     loss = sum((part * (1 + i)).sin().sum() for i, part in enumerate(ys))
@@ -34,7 +34,7 @@ def second_order(function, tensors):
 
 
 def assert_right(ours, plain, tensors):
-    """First and second derivatives in float32 are close to those of a plain program in float64."""
+    """Compare first and second derivatives in float32 with a plain float64 program."""
     tensors = [t.detach().requires_grad_() for t in tensors]
     wide = [t.detach().double().requires_grad_() for t in tensors]
     for made, exact in zip(second_order(ours, tensors), second_order(plain, wide), strict=True):
@@ -45,7 +45,7 @@ def assert_right(ours, plain, tensors):
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_the_norms_are_right(kind, zero_centered, device):
+def test_second_derivatives_of_norms_are_correct(kind, zero_centered, device):
     layer = getattr(te, kind)(HIDDEN, zero_centered_gamma=zero_centered, device=device)
 
     def ours(x, *parameters):
@@ -92,13 +92,13 @@ def plain_activation(name):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_the_activations_are_right(name, device):
+def test_second_derivatives_of_activations_are_correct(name, device):
     x = torch.randn(TOKENS, HIDDEN, device=device) * (4 if name == "clamped_swiglu" else 1)
     assert_right(lambda x: activation(name, x), plain_activation(name), [x])
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_scaled_softmax_is_right(causal, device):
+def test_second_derivatives_of_scaled_softmax_are_correct(causal, device):
     layer = FusedScaleMaskSoftmax(lambda scores, mask: scores.masked_fill(mask, -1e4))
     mask = None if causal else torch.rand(BATCH, 1, TOKENS, TOKENS, device=device) < 0.2
 
@@ -110,7 +110,7 @@ def test_the_scaled_softmax_is_right(causal, device):
     assert_right(lambda x: layer(x, mask, "causal" if causal else "padding", 0.5), plain, [x])
 
 
-def test_dropout_and_its_residual_sums_are_right(device):
+def test_second_derivatives_of_dropout_and_residual_sums_are_correct(device):
     x, bias, residual = (torch.randn(*s, HIDDEN, device=device) for s in ((TOKENS,), (), (TOKENS,)))
     torch.manual_seed(3)
     kept = (dropout(torch.ones_like(x), 0.3) != 0).double() / 0.7
@@ -129,20 +129,20 @@ def test_dropout_and_its_residual_sums_are_right(device):
     assert_right(lambda *t: bias_dropout_add(*t, 0.0), lambda x, b, r: r + x + b, [x, bias, residual])
 
 
-def rotated(x, angles):
+def apply_rotation(x, angles):
     a, b = x.chunk(2, -1)
     return x * angles.cos() + torch.cat((-b, a), -1) * angles.sin()
 
 
-def test_rotary_embedding_and_the_split_of_heads_are_right(device):
+def test_second_derivatives_of_rotary_embedding_and_head_splits_are_correct(device):
     angles = te.RotaryPositionEmbedding(HEAD)(TOKENS).to(device)
     x = torch.randn(TOKENS, BATCH, HEADS, HEAD, device=device)
-    assert_right(lambda x: apply_rotary_pos_emb(x, angles), lambda x: rotated(x, angles.double()), [x])
+    assert_right(lambda x: apply_rotary_pos_emb(x, angles), lambda x: apply_rotation(x, angles.double()), [x])
     packed = torch.randn(TOKENS, BATCH, HEADS, 3 * HEAD, device=device)
 
     def plain(x):
         q, k, v = x.chunk(3, -1)
-        return rotated(q, angles.double()), rotated(k, angles.double()), v * 1.0
+        return apply_rotation(q, angles.double()), apply_rotation(k, angles.double()), v * 1.0
 
     assert_right(
         lambda x: apply_fused_qkv_rotary_pos_emb(x, angles, angles, (HEAD, HEAD, HEAD)), plain, [packed]
@@ -158,7 +158,7 @@ def test_rotary_embedding_and_the_split_of_heads_are_right(device):
 
 @pytest.mark.parametrize("softmax", ["vanilla", "off-by-one", "learnable"])
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
-def test_attention_is_right(softmax, form, device, monkeypatch):
+def test_second_derivatives_of_attention_are_correct(softmax, form, device, monkeypatch):
     """Use the dense backend on a CPU, because torch differentiates its own attention operators."""
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
@@ -226,7 +226,7 @@ LAYERS = {
 
 
 def gradients(layer, x, recipe, **how):
-    """First-order gradients of a sum of sines for the input and every parameter."""
+    """First-order gradients for the input and every parameter; the loss is a sum of sines."""
     arguments = ([x[..., 0].numel() // 2] * 2,) if isinstance(layer, te.GroupedLinear) else ()
     torch.manual_seed(7)
     with autocast(enabled=recipe is not None, recipe=recipe):
@@ -238,7 +238,7 @@ def gradients(layer, x, recipe, **how):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sampled
-def test_a_layer_of_products_has_first_derivatives_and_rejects_second_ones(name, recipe, device):
+def test_linear_layers_have_first_derivatives_and_reject_second_ones(name, recipe, device):
     make, operation = LAYERS[name]
     layer = make(device)
     twin = copy.deepcopy(layer)  # with the same scaling states, which a pass changes
@@ -269,7 +269,7 @@ def test_fp8_attention_rejects_second_derivatives(device):
         torch.autograd.grad(grad.sum(), v)
 
 
-def test_torchs_own_attention_is_right_or_unsupported_by_torch(device):
+def test_torchs_attention_has_correct_second_derivatives_or_is_unsupported(device):
     layer = DotProductAttention(HEADS, HEAD, attn_mask_type="no_mask").to(device)
     tensors = [torch.randn(TOKENS, BATCH, HEADS, HEAD, device=device) for _ in range(3)]
 
@@ -284,7 +284,7 @@ def test_torchs_own_attention_is_right_or_unsupported_by_torch(device):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_second_derivatives_that_bypass_a_layer_are_right(recipe, device):
+def test_second_derivatives_that_bypass_a_layer_are_correct(recipe, device):
     layer = te.Linear(HIDDEN, FFN, device=device)
     x = torch.randn(2 * TOKENS, HIDDEN, device=device)
     other = torch.randn(HIDDEN, device=device, requires_grad=True)
@@ -304,7 +304,7 @@ def test_a_frozen_layer_passes_on_constant_gradients(device):
     assert torch.allclose(grad, dy @ layer.weight, atol=1e-5)
 
 
-def test_a_placeholder_of_a_gradient_that_went_elsewhere_stays_out_of_graphs(device):
+def test_the_placeholder_for_a_main_grad_gradient_requires_no_gradient(device):
     layer = te.Linear(HIDDEN, FFN, bias=False, fuse_wgrad_accumulation=True, device=device)
     layer.weight.main_grad = torch.zeros_like(layer.weight)
     layer.weight.grad_added_to_main_grad = False
@@ -323,7 +323,7 @@ def test_a_reentrant_checkpoint_rejects_second_derivatives(make, device):
         torch.autograd.grad(x.grad.sum(), x)
 
 
-def test_a_checkpoint_that_is_not_reentrant_is_right(device):
+def test_a_non_reentrant_checkpoint_has_correct_second_derivatives(device):
     layer = te.LayerNorm(HIDDEN, device=device)
     x = torch.randn(TOKENS, HIDDEN, device=device)
     made = [

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True, dynamic=True): one graph for several batches and sequences, the bits of eager mode.
+"""torch.compile(fullgraph=True, dynamic=True): one graph for several shapes, bitwise equal to eager.
 
 Failures with dynamic shapes occur where the tracer reads numbers; the tests trace two layers that share them.
 """
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.cases import crossed
+from tests.support.cases import cross_cases
 from tests.support.layers import RECIPES, same_as_eager
 from transformer_engine.common.recipe import Float8CurrentScaling, MMParams, recipe_description
 from transformer_engine.pytorch.attention import MultiheadAttention
@@ -40,7 +40,7 @@ LAYERS = {
     ),
 }
 SHAPES = ((32, 2), (64, 3))
-# Every layer and every recipe; symbolic shapes of a quantized layer take the tracer 5 to 30 s on one core.
+# Every layer and every recipe; tracing a quantized layer with symbolic shapes takes 5 to 30 s on one core.
 ALWAYS = {
     ("linear", "current"),
     ("linear", "block"),
@@ -65,7 +65,7 @@ def _no_compiled_code_left():
 
 
 def train(kind, recipe, device, backend):
-    """Outputs and gradients of a step with each shape."""
+    """Outputs and gradients from a step with each shape."""
     FP8GlobalStateManager.reset()
     torch.manual_seed(0)
     layer = LAYERS[kind](device)
@@ -82,7 +82,7 @@ def train(kind, recipe, device, backend):
     return seen
 
 
-@pytest.mark.parametrize(("kind", "name"), crossed(LAYERS, RECIPES, ALWAYS))
+@pytest.mark.parametrize(("kind", "name"), cross_cases(LAYERS, RECIPES, ALWAYS))
 @pytest.mark.sampled(1)
 def test_training_with_several_shapes_equals_eager_mode(kind, name, device):
     backend = "eager" if (kind, name) in ALWAYS else "aot_eager"

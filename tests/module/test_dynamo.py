@@ -1,4 +1,4 @@
-"""pytorch.dynamo: quantizers as constants of graphs, and descriptions of tensors."""
+"""pytorch.dynamo: quantizers as graph constants, and tensor descriptions."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Rounding(te.MXFP8Quantizer):
 
 
 @torch.library.custom_op("te_test::rounded", mutates_args=())
-def rounded(x: torch.Tensor, quantizer: Rounding) -> torch.Tensor:
+def quantize_and_dequantize(x: torch.Tensor, quantizer: Rounding) -> torch.Tensor:
     return quantizer(x).dequantize()
 
 
-@rounded.register_fake
+@quantize_and_dequantize.register_fake
 def _(x, quantizer):
     return torch.empty_like(x)
 
@@ -54,15 +54,15 @@ def test_an_operator_takes_a_quantizer_in_a_graph(emulated):
         return graph.forward
 
     x = torch.randn(64, 64)
-    compiled = torch.compile(lambda x, q: rounded(x, q) * 2, fullgraph=True, backend=counting)
+    compiled = torch.compile(lambda x, q: quantize_and_dequantize(x, q) * 2, fullgraph=True, backend=counting)
     fine, coarse = Rounding(E4M3), Rounding(te.DType.kFloat8E5M2)
     for quantizer in (fine, Rounding(E4M3), coarse):
-        assert torch.equal(compiled(x, quantizer), rounded(x, quantizer) * 2)
+        assert torch.equal(compiled(x, quantizer), quantize_and_dequantize(x, quantizer) * 2)
     assert len(traces) == 2  # an equal quantizer is the same constant
-    assert not torch.equal(rounded(x, fine), rounded(x, coarse))
+    assert not torch.equal(quantize_and_dequantize(x, fine), quantize_and_dequantize(x, coarse))
 
 
-def test_the_expression_of_a_graph_makes_an_equal_quantizer():
+def test_a_quantizers_graph_expression_evaluates_to_an_equal_quantizer():
     quantizer = Rounding(E4M3)
     assert dynamo.is_value_opaque_quantizer(quantizer)
     assert not dynamo.is_value_opaque_quantizer(te.MXFP8Quantizer(E4M3))
@@ -201,7 +201,7 @@ def _(x, quantizer):
     return dynamo.TensorSpec(x.shape, x.dtype, quantizer, device=x.device).create_inner_tensors()
 
 
-def test_an_operator_of_a_user_returns_the_inner_tensors_in_one_graph(emulated):
+def test_a_users_operator_returns_the_inner_tensors_in_one_graph(emulated):
     torch._dynamo.reset()
 
     def doubled(x, quantizer):

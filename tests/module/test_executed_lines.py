@@ -1,4 +1,4 @@
-"""A warm call enters a bounded number of files and lines, so that a reader can follow it from module to product."""
+"""A warm call executes few files and lines, so that a reader can follow it from module to product."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 from tests.support.fast_path import needs_fast_path
 from tests.support.programs import output_without_gpu
 
-# Upper bounds of `benchmarks/executed_lines.py`: (files, lines of code) of one warm forward and backward pass in FP8.
-# Lower a bound when a pass enters fewer. Lines have a margin of 3 %. `docs/architecture.md` has the goals.
+# Upper bounds for `benchmarks/executed_lines.py`: (files, lines of code) in one warm forward and backward
+# pass in FP8. Lower a bound when a pass enters fewer. Lines have a margin of 3 %. `docs/architecture.md` has
+# the goals.
 MOST = {"Linear": (28, 637), "LayerNormMLP": (36, 960), "TransformerLayer": (56, 1905)}
-FIRST_CALL = 2205  # calls of Python functions in the first call of a TransformerLayer
+FIRST_CALL = 2205  # Python function calls in a TransformerLayer's first call
 
 
 @needs_fast_path

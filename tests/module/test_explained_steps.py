@@ -1,4 +1,4 @@
-"""`explain(layer, x, steps=True)` reports every step of the passes that ran: results, backends, saved buffers."""
+"""`explain(layer, x, steps=True)` reports every executed step: results, backends, saved buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_engine.pytorch.functions.layer import runners
 from transformer_engine.pytorch.quantization import emulate
 
 
-def explained(layer: torch.nn.Module, x: torch.Tensor, recipe: str | None = None, **options):
+def explain_steps(layer: torch.nn.Module, x: torch.Tensor, recipe: str | None = None, **options):
     chosen = None if recipe is None else RECIPES[recipe]
     with emulate(), te.autocast(enabled=chosen is not None, recipe=chosen):
         return te.explain(layer, x, steps=True, **options)
@@ -21,7 +21,7 @@ def explained(layer: torch.nn.Module, x: torch.Tensor, recipe: str | None = None
 @pytest.mark.parametrize("kind", LAYERS)
 def test_both_passes_of_a_layer_are_reported(kind, recipe):
     layer = LAYERS[kind](device="cpu")
-    forward, backward = explained(layer, sample("cpu"), recipe).passes
+    forward, backward = explain_steps(layer, sample("cpu"), recipe).passes
     assert forward.name.startswith("forward pass") and backward.name.startswith("backward pass")
     assert forward.saved and not backward.saved
     for report in (*forward.steps, *backward.steps):
@@ -30,8 +30,8 @@ def test_both_passes_of_a_layer_are_reported(kind, recipe):
     assert "dw " in results and "dx " in results
 
 
-def test_a_step_names_its_backend_and_the_format_of_its_codes():
-    (forward,) = explained(
+def test_a_step_names_its_backend_and_code_format():
+    (forward,) = explain_steps(
         te.Linear(32, 32, device="cpu"), torch.randn(16, 32), "current", backward=False
     ).passes
     text = str(forward)
@@ -41,14 +41,14 @@ def test_a_step_names_its_backend_and_the_format_of_its_codes():
 def test_steps_are_reported_on_request_only():
     layer, x = te.Linear(32, 32, device="cpu"), torch.randn(16, 32)
     assert te.explain(layer, x).passes == ()
-    assert explained(layer, x).passes and not runners
+    assert explain_steps(layer, x).passes and not runners
 
 
 def test_both_passes_of_a_chain_are_reported():
     chain = te.ops.Sequential(
         te.ops.LayerNorm(64), te.ops.Linear(64, 96), te.ops.GELU(), te.ops.Linear(96, 64)
     ).cpu()
-    forward, backward = explained(chain, sample("cpu"), "current").passes
+    forward, backward = explain_steps(chain, sample("cpu"), "current").passes
     assert (forward.name, backward.name) == ("forward pass of Sequential", "backward pass of Sequential")
     assert forward.saved and not backward.saved
     text = str(forward) + str(backward)

@@ -1,4 +1,4 @@
-"""Delayed weight gradients after a backward pass that raised."""
+"""Delayed weight gradients after a backward pass that raised an exception."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import layer_of
+from tests.support.layers import make_layer
 from tests.support.training import Fails
 
 KINDS = ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"]
 
 
-def made(kind, device, **options):
+def build_layer(kind, device, **options):
     torch.manual_seed(2)
     if kind == "GroupedLinear":
         return te.GroupedLinear(2, 64, 64, device=device, **options)
-    return layer_of(kind, device=device, **({"out_features": 64} if "Linear" in kind else {}), **options)
+    return make_layer(kind, device=device, **({"out_features": 64} if "Linear" in kind else {}), **options)
 
 
 def run(layer, seed, device, passes=1):
@@ -32,8 +32,8 @@ def run(layer, seed, device, passes=1):
 
 @pytest.mark.parametrize("before", [0, 1], ids=["alone", "behind a pass that succeeded"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_a_failed_pass_are_not_those_of_the_next(kind, before, device):
-    layer, plain = made(kind, device, delay_wgrad_compute=True), made(kind, device)
+def test_a_failed_passs_gradients_do_not_reach_the_next_pass(kind, before, device):
+    layer, plain = build_layer(kind, device, delay_wgrad_compute=True), build_layer(kind, device)
     plain.load_state_dict(layer.state_dict())
     run(layer, 0, device, before)
     Fails.now = True

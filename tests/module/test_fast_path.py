@@ -1,4 +1,4 @@
-"""With TE_FAST=0 layers and operations have the same bits, and none of the pieces of `pytorch/fast` runs."""
+"""With TE_FAST=0, layers and operations are bitwise unchanged, and nothing from `pytorch/fast` runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(json.dumps({
 """
 
 
-def _printed(fast: str, *arguments: str) -> dict:
+def _run_script(fast: str, *arguments: str) -> dict:
     others = {name: text for name, text in os.environ.items() if not name.startswith(("TE_", "NVTE_"))}
     environment = others | {"PYTHONPATH": search_path(), "TE_FAST": fast}
     return json.loads(output(["-W", "ignore", *arguments], ROOT, environment, 600).splitlines()[-1])
@@ -54,7 +54,7 @@ def _printed(fast: str, *arguments: str) -> dict:
 @pytest.mark.any_device
 def test_layers_and_chains_have_equal_bits_without_the_fast_path():
     program = "tests/module/fast_path_results.py"
-    fast, plain = _printed("1", program), _printed("0", program)
+    fast, plain = _run_script("1", program), _run_script("0", program)
     assert len(fast) >= 60
     assert {name for name in fast | plain if fast.get(name) != plain.get(name)} == set()
 
@@ -62,6 +62,6 @@ def test_layers_and_chains_have_equal_bits_without_the_fast_path():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_switch_disables_every_piece():
     names = ("linear", "layernorm_linear", "layernorm_mlp", "chain")
-    fast, plain = _printed("1", "-c", PIECES), _printed("0", "-c", PIECES)
+    fast, plain = _run_script("1", "-c", PIECES), _run_script("0", "-c", PIECES)
     assert fast == {"compiled": dict.fromkeys(names, 2), "backward thread": True, "environment": True}
     assert plain == {"compiled": dict.fromkeys(names, 0), "backward thread": False, "environment": False}

@@ -1,4 +1,4 @@
-"""main_grad of a step: the first gradient of a first microbatch overwrites it, and all others of the step add to it."""
+"""main_grad within a step: the first microbatch's first gradient overwrites it, and all others add to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def weights(layer):
 
 
 def pair(kind, device, **options):
-    """Return a layer whose main_grad has values of an earlier step, and an equal layer that uses .grad."""
+    """A layer whose main_grad has an earlier step's values, and an equal layer that uses .grad."""
     layer = LAYERS[kind](device=device, fuse_wgrad_accumulation=True, **options)
     for p in weights(layer):
         p.main_grad = torch.full_like(p, 7.0, dtype=torch.float32)
@@ -97,7 +97,7 @@ def test_modules_that_share_one_main_grad_accumulate_both_gradients(kind, way, d
     second.load_state_dict(first.state_dict())
     for own, other in zip(weights(first), weights(second), strict=True):
         other.main_grad = own.main_grad
-    for scale in (1.0, 3.0):  # the second step overwrites the sums of the first one
+    for scale in (1.0, 3.0):  # the second step overwrites the first step's sums
         plain.zero_grad()
         x = (scale * sample(device)).detach().requires_grad_()
         y = CHECKPOINTS[way](lambda x: call(first, x, True), x)
@@ -112,7 +112,7 @@ def test_modules_that_share_one_main_grad_accumulate_both_gradients(kind, way, d
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_every_step_begins_anew(kind, device):
+def test_the_first_microbatch_of_every_step_overwrites_main_grad(kind, device):
     layer, plain = pair(kind, device)
     for _ in range(2):
         for p in weights(plain):
@@ -124,7 +124,7 @@ def test_every_step_begins_anew(kind, device):
         check(layer, plain)
 
 
-def test_an_evaluation_between_microbatches_overwrites_nothing(device):
+def test_evaluation_between_microbatches_keeps_main_grad(device):
     layer, plain = pair("linear", device)
     for first in (True, False):
         x = sample(device)

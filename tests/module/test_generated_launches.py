@@ -1,4 +1,4 @@
-"""A compiled pass launches the kernels of its steps on the same tensors; symbols in memory show it without a GPU."""
+"""A compiled pass launches its steps' kernels on the same tensors; symbols show it without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.programs import output_without_gpu
     ("cases", "count"), [("some", 55), ("deferred", 11), pytest.param("all", 94, marks=pytest.mark.slow)]
 )
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_compiled_passes_start_the_kernels_of_their_steps(cases: str, count: int):
+def test_compiled_passes_launch_the_kernels_of_their_steps(cases: str, count: int):
     done = output_without_gpu("tests/module/generated_launches.py", cases)
     found = json.loads(done.splitlines()[-1])
     assert len(found) == count
@@ -26,7 +26,7 @@ def test_compiled_passes_start_the_kernels_of_their_steps(cases: str, count: int
 @needs_fast_path
 @pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_generated_passes_of_random_layers_start_the_kernels_of_plain_passes(count: int):
+def test_generated_passes_launch_the_kernels_of_plain_passes_for_random_layers(count: int):
     done = output_without_gpu("tests/module/generated_random_launches.py", str(count), patience=1800)
     found = json.loads(done.splitlines()[-1])
     assert found["different"] == {}
@@ -37,7 +37,7 @@ def test_generated_passes_of_random_layers_start_the_kernels_of_plain_passes(cou
 @needs_fast_path
 @pytest.mark.parametrize("architecture", ["10.0", "12.0"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_compiled_passes_with_block_scales_start_the_kernels_of_their_steps(architecture: str):
+def test_compiled_block_scaled_passes_launch_the_kernels_of_their_steps(architecture: str):
     done = output_without_gpu("tests/module/generated_launches.py", architecture)
     found = json.loads(done.splitlines()[-1])
     assert len(found) == 24

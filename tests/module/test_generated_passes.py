@@ -1,4 +1,4 @@
-"""A compiled pass launches the kernels of its steps: results are equal, bit for bit."""
+"""A compiled pass launches the same kernels as its steps: results are bitwise equal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_engine.pytorch.functions import layer
 pytestmark = [pytest.mark.gpu, needs_fast_path]
 
 ROWS, WIDTH = 256, 512
-SCRATCH = 1 << 20  # shared by small buffers of a compiled pass, until it ends
+SCRATCH = 1 << 20  # shared by a compiled pass's small buffers, until it ends
 RECIPES = {
     "none": lambda: None,
     "delayed": recipes.DelayedScaling,
@@ -44,7 +44,7 @@ LAYERS = {
 
 @pytest.fixture
 def unwritten(monkeypatch):
-    """Return a function that turns off compiled passes."""
+    """A function that turns off compiled passes."""
 
     def never() -> None:
         monkeypatch.setattr(layer, "compiles_on", lambda device: False)
@@ -53,7 +53,7 @@ def unwritten(monkeypatch):
 
 
 def compiled_passes(module: torch.nn.Module) -> list[compiled.CompiledPass]:
-    """Return the passes of all specs of a layer and its children."""
+    """Passes of all specs in a layer and its children."""
     specs = [
         spec
         for child in module.modules()
@@ -63,19 +63,19 @@ def compiled_passes(module: torch.nn.Module) -> list[compiled.CompiledPass]:
     return [pass_ for spec in specs for pass_ in spec.compiled.passes]
 
 
-def generated(module: torch.nn.Module) -> list[compiled.Generated]:
+def find_generated_passes(module: torch.nn.Module) -> list[compiled.Generated]:
     kinds = [kind for pass_ in compiled_passes(module) for kind in pass_.kinds.values()]
     return [kind.generated for kind in kinds if kind.generated is not None]
 
 
 def reasons(module: torch.nn.Module) -> set[str]:
-    """Return why passes are not compiled."""
+    """Reasons why passes are not compiled."""
     kinds = [kind for pass_ in compiled_passes(module) for kind in pass_.kinds.values()]
     return {kind.reason for kind in kinds if kind.reason is not None}
 
 
 def step(module, recipe, x, dy, microbatches: int = 1) -> list[torch.Tensor]:
-    """Return results and gradients of one step, which runs all forward passes before the first backward pass."""
+    """Results and gradients from one step, which runs all forward passes before the first backward pass."""
     for parameter in module.parameters():
         parameter.grad = None
     inputs = [(x + i).detach().requires_grad_() for i in range(microbatches)]
@@ -99,7 +99,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("microbatches", (1, 2))
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_compiled_pass_has_the_bits_of_its_steps(name, kind, microbatches, unwritten):
+def test_a_compiled_pass_is_bitwise_equal_to_its_steps(name, kind, microbatches, unwritten):
     torch.manual_seed(0)
     written = LAYERS[name]()
     plain = copy.deepcopy(written)
@@ -111,8 +111,8 @@ def test_a_compiled_pass_has_the_bits_of_its_steps(name, kind, microbatches, unw
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a, b), f"step {number}: {a.shape}"
-    assert generated(written) and not generated(plain), reasons(written)
-    # torch adds up the gradients of norm(x); compiled passes do not launch its kernels.
+    assert find_generated_passes(written) and not find_generated_passes(plain), reasons(written)
+    # torch adds up norm(x)'s gradients; compiled passes do not launch its kernels.
     added = {"torch computes with a tensor of the pass (__add__)"}
     assert reasons(written) == (added if name == "norm_returned" else set())
 
@@ -143,11 +143,11 @@ def test_compiled_microbatches_read_the_cached_weights(name, kind, unwritten):
     found = steps(written)
     unwritten()
     assert all(torch.equal(a, b) for a, b in zip(found, steps(plain), strict=True))
-    assert len(generated(written)) >= 2 and not reasons(written)
+    assert len(find_generated_passes(written)) >= 2 and not reasons(written)
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_a_compiled_pass_takes_no_more_memory_than_its_steps(kind, unwritten):
+def test_a_compiled_pass_needs_no_more_memory_than_its_steps(kind, unwritten):
     def peak(module) -> int:
         recipe = RECIPES[kind]()
         x, dy = random(2048, 1, WIDTH, seed=0), random(2048, 1, WIDTH, seed=1)
@@ -171,7 +171,7 @@ def test_a_compiled_pass_is_captured_and_replayed(kind):
     with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
         for _ in range(5):
             expected = module(x)
-        assert generated(module)
+        assert find_generated_passes(module)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = module(x)
@@ -194,7 +194,7 @@ def test_a_compiled_pass_follows_the_current_stream():
     assert torch.equal(y, expected)
 
 
-def test_unaligned_tensors_run_the_steps():
+def test_unaligned_tensors_run_steps_instead_of_a_compiled_pass():
     module = LAYERS["linear"]()
     memory = random(ROWS * WIDTH + 8, seed=0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""GroupedLinear has the bits of a loop of Linear layers under every recipe."""
+"""GroupedLinear is bitwise equal to a loop over Linear layers under every recipe."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ GROUPS, IN, OUT = 4, 64, 32
 SPLITS = [32, 64, 0, 32]
 
 
-def loop_of(layer: GroupedLinear) -> torch.nn.ModuleList:
-    """One Linear for every group, with the group's parameters."""
+def make_linear_loop(layer: GroupedLinear) -> torch.nn.ModuleList:
+    """One Linear per group, with the group's parameters."""
     linears = torch.nn.ModuleList(
         Linear(IN, OUT, bias=layer.use_bias, device=layer.weight0.device) for _ in SPLITS
     )
@@ -50,7 +50,7 @@ def results(forward, parameters, x, recipe) -> list[torch.Tensor]:
 @pytest.mark.parametrize("bias", [False, True])
 def test_results_equal_a_loop_of_linears_bit_for_bit(name, bias, device):
     layer = GroupedLinear(GROUPS, IN, OUT, bias=bias, device=device)
-    linears = loop_of(layer)
+    linears = make_linear_loop(layer)
     weights = [f"weight{i}" for i in range(GROUPS)]
     ours = [getattr(layer, n) for n in [*weights, *(f"bias{i}" for i in range(GROUPS) if bias)]]
     theirs = [linear.weight for linear in linears] + [linear.bias for linear in linears if bias]
@@ -200,7 +200,7 @@ def test_each_group_registers_its_weight_and_then_its_bias(quantized, device):
     assert [name for name, _ in without.named_parameters()] == names[::2]
 
 
-def test_loading_a_state_does_not_depend_on_the_order_of_its_keys(device):
+def test_loading_a_state_dict_does_not_depend_on_key_order(device):
     layer, twin = (GroupedLinear(GROUPS, IN, OUT, device=device) for _ in range(2))
     state = layer.state_dict()
     weights_first = {name: state[name] for name in sorted(state, key=lambda name: name.startswith("bias"))}

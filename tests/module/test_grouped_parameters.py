@@ -1,4 +1,4 @@
-"""GroupedLinear with one weight [n, N, K] and one bias [n, N] has the bits of one with a parameter per group."""
+"""GroupedLinear with one weight [n, N, K] and one bias [n, N] is bitwise equal to one parameter per group."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _honoured(monkeypatch):
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
 
 
-def pair_of(device, recipe=None, **options) -> tuple[GroupedLinear, GroupedLinear]:
-    """Return layers with single parameters and with a parameter per group, of equal values; a recipe quantizes them."""
+def make_layer_pair(device, recipe=None, **options) -> tuple[GroupedLinear, GroupedLinear]:
+    """Layers with stacked and with per-group parameters, equal in value; a recipe quantizes them."""
     layers = []
     for single in (SINGLE, {}):
         torch.manual_seed(3)
@@ -42,8 +42,8 @@ def sample(device, dtype=torch.float32) -> torch.Tensor:
     return values.to(device, dtype).requires_grad_()
 
 
-def stacked(layer: GroupedLinear, of) -> list[torch.Tensor]:
-    """`of` every weight as one stack, then of every bias."""
+def stack_parameters(layer: GroupedLinear, of) -> list[torch.Tensor]:
+    """`of` applied to every weight, as one stack, then to every bias."""
     kinds = ["weight", "bias"] if layer.use_bias else ["weight"]
     return [torch.stack([of(getattr(layer, f"{kind}{i}")) for i in range(GROUPS)]) for kind in kinds]
 
@@ -57,17 +57,17 @@ def outcome(layer, x, recipe, **options) -> list[torch.Tensor]:
     if layer.single_grouped_weight:
         grads = [p.grad for p in layer.parameters()]
     else:
-        grads = stacked(layer, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+        grads = stack_parameters(layer, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
     dx, x.grad = x.grad, None
     layer.zero_grad()
     return [y.detach(), dx, *grads]
 
 
-def test_the_parameters_are_one_stack_each_with_the_values_of_separate_ones(device):
-    single, separate = pair_of(device)
+def test_stacked_parameters_equal_separate_parameters(device):
+    single, separate = make_layer_pair(device)
     assert [name for name, _ in single.named_parameters()] == ["weight", "bias"]
     assert single.weight.shape == (GROUPS, OUT, IN) and single.bias.shape == (GROUPS, OUT)
-    assert same([single.weight, single.bias], stacked(separate, torch.Tensor.detach))
+    assert same([single.weight, single.bias], stack_parameters(separate, torch.Tensor.detach))
     assert isinstance(single.weight, torch.nn.Parameter) and not hasattr(single, "weight0")
     for group in (single.weight, single.bias):
         assert isinstance(group, GroupedTensor) and group.quantizer is None and group.rowwise_data.dim() == 1
@@ -78,8 +78,8 @@ def test_the_parameters_are_one_stack_each_with_the_values_of_separate_ones(devi
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.sampled
-def test_values_and_gradients_are_those_of_separate_parameters(name, bias, device):
-    single, separate = pair_of(device, bias=bias)
+def test_stacked_results_and_gradients_equal_separate_parameters(name, bias, device):
+    single, separate = make_layer_pair(device, bias=bias)
     for first in (None, True, False):
         ours, theirs = (
             outcome(layer, sample(device), RECIPES[name], is_first_microbatch=first)
@@ -89,9 +89,9 @@ def test_values_and_gradients_are_those_of_separate_parameters(name, bias, devic
 
 
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])
-def test_grouped_products_have_the_values_of_separate_parameters(name, device, monkeypatch):
+def test_grouped_products_with_stacks_equal_separate_parameters(name, device, monkeypatch):
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
-    single, separate = pair_of(device, params_dtype=torch.bfloat16)
+    single, separate = make_layer_pair(device, params_dtype=torch.bfloat16)
     for first in (None, True, False):
         ours, theirs = (
             outcome(layer, sample(device, torch.bfloat16), RECIPES[name], is_first_microbatch=first)
@@ -109,7 +109,7 @@ def test_gradients_are_accumulated_into_one_main_grad(together, delayed, device,
         "delay_wgrad_compute": delayed,
         "params_dtype": torch.bfloat16,
     }
-    single, separate = pair_of(device, **options)
+    single, separate = make_layer_pair(device, **options)
     for layer in (single, separate):
         for p in layer.parameters():
             p.main_grad = torch.ones(p.shape, device=device)
@@ -117,12 +117,12 @@ def test_gradients_are_accumulated_into_one_main_grad(together, delayed, device,
     for layer in (single, separate):
         outcome(layer, sample(device, torch.bfloat16), None)
         layer.backward_dw()
-    (main_grad, _) = stacked(separate, lambda p: p.main_grad)
+    (main_grad, _) = stack_parameters(separate, lambda p: p.main_grad)
     assert torch.equal(single.weight.main_grad, main_grad) and single.weight.grad_added_to_main_grad
 
 
 def test_backward_dw_computes_delayed_gradients(device):
-    late, now = (pair_of(device, delay_wgrad_compute=late)[0] for late in (True, False))
+    late, now = (make_layer_pair(device, delay_wgrad_compute=late)[0] for late in (True, False))
     for layer in (late, now):
         layer(sample(device), SPLITS).sin().sum().backward()
     assert late.weight.grad is None and late.bias.grad is not None
@@ -131,7 +131,7 @@ def test_backward_dw_computes_delayed_gradients(device):
 
 
 def test_return_bias_returns_one_bias_per_group(device):
-    single, _ = pair_of(device, return_bias=True)
+    single, _ = make_layer_pair(device, return_bias=True)
     _, biases = single(sample(device), SPLITS)
     assert [bias.shape for bias in biases] == [(OUT,)] * GROUPS
     torch.stack(biases).sum().backward()
@@ -139,8 +139,8 @@ def test_return_bias_returns_one_bias_per_group(device):
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_stacks_have_the_codes_of_separate_parameters(name, device):
-    single, separate = pair_of(device, RECIPES[name])
+def test_quantized_stacks_have_the_same_codes_as_separate_parameters(name, device):
+    single, separate = make_layer_pair(device, RECIPES[name])
     assert isinstance(single.weight, GroupedTensor) and isinstance(single.weight, QuantizedTensor)
     assert single.weight.shape == (GROUPS, OUT, IN) and single.weight.data._base is None
     for i, member in enumerate(single.weight.split_into_quantized_tensors()):
@@ -152,7 +152,7 @@ def test_quantized_stacks_have_the_codes_of_separate_parameters(name, device):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_members_are_views_of_the_buffers(name, device):
-    single, _ = pair_of(device, RECIPES[name])
+    single, _ = make_layer_pair(device, RECIPES[name])
     single.weight.split_into_quantized_tensors()[2].quantize_(torch.full((OUT, IN), 2.0, device=device))
     values = single.weight.dequantize()
     assert torch.equal(values[2], torch.full_like(values[2], 2.0)) and not torch.equal(values[1], values[2])
@@ -161,9 +161,9 @@ def test_members_are_views_of_the_buffers(name, device):
 @pytest.mark.parametrize("name", [None, *QUANTIZED])
 @pytest.mark.parametrize("direction", ["to separate", "to single", "to itself"])
 @pytest.mark.sampled
-def test_checkpoints_convert_between_the_forms_bit_for_bit(name, direction, device):
+def test_checkpoints_convert_between_stacked_and_separate_parameters_bitwise(name, direction, device):
     recipe = RECIPES[name or "none"]
-    saved, other = pair_of(device, recipe)
+    saved, other = make_layer_pair(device, recipe)
     if direction == "to single":
         saved, other = other, saved
     loaded = copy.deepcopy(saved if direction == "to itself" else other)
@@ -180,8 +180,8 @@ def test_checkpoints_convert_between_the_forms_bit_for_bit(name, direction, devi
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_plain_tensors_hold_a_quantized_stack(name, device):
-    single, _ = pair_of(device, RECIPES[name])
+def test_plain_tensors_store_a_quantized_stack(name, device):
+    single, _ = make_layer_pair(device, RECIPES[name])
     again = copy.deepcopy(single)
     with torch.no_grad():
         again.weight.zero_()
@@ -191,7 +191,7 @@ def test_plain_tensors_hold_a_quantized_stack(name, device):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_an_optimizer_trains_a_quantized_stack_as_separate_parameters(name, device):
-    single, separate = pair_of(device, RECIPES[name], bias=False)
+    single, separate = make_layer_pair(device, RECIPES[name], bias=False)
     optimizers = [FusedAdam(layer.parameters(), lr=0.1, master_weights=True) for layer in (single, separate)]
     for _ in range(2):
         for layer, optimizer in zip((single, separate), optimizers, strict=True):
@@ -199,7 +199,7 @@ def test_an_optimizer_trains_a_quantized_stack_as_separate_parameters(name, devi
                 layer(sample(device), SPLITS).sin().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert torch.equal(single.weight.dequantize(), stacked(separate, lambda p: p.dequantize())[0])
+    assert torch.equal(single.weight.dequantize(), stack_parameters(separate, lambda p: p.dequantize())[0])
 
 
 @pytest.mark.parametrize("name", ["none", "current"])
@@ -253,7 +253,7 @@ def test_formats_without_plain_codes_and_scales_are_rejected(device):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimizer_trains_plain_groups_as_separate_parameters(optimizer, dtype, device):
-    layers = pair_of(device, params_dtype=dtype)
+    layers = make_layer_pair(device, params_dtype=dtype)
     optimizers = [optimizer(list(layer.parameters())) for layer in layers]
     addresses = [p.rowwise_data.data_ptr() for p in layers[0].parameters()]
     for _ in range(3):
@@ -264,21 +264,22 @@ def test_an_optimizer_trains_plain_groups_as_separate_parameters(optimizer, dtyp
             step.zero_grad()
     single, separate = layers
     assert same(
-        [single.weight.dequantize(), single.bias.dequantize()], stacked(separate, torch.Tensor.detach)
+        [single.weight.dequantize(), single.bias.dequantize()],
+        stack_parameters(separate, torch.Tensor.detach),
     )
     assert [p.rowwise_data.data_ptr() for p in single.parameters()] == addresses
 
 
-def test_a_plain_stack_of_an_older_checkpoint_loads(device):
-    single, _ = pair_of(device)
+def test_a_plain_stack_from_an_older_checkpoint_loads(device):
+    single, _ = make_layer_pair(device)
     weight, bias = torch.randn(GROUPS, OUT, IN), torch.randn(GROUPS, OUT)
     single.load_state_dict({"weight": weight, "bias": bias, "_extra_state": torch.empty(0)}, strict=False)
     assert torch.equal(single.weight.dequantize().cpu(), weight) and isinstance(single.weight, GroupedTensor)
     assert torch.equal(single.bias.dequantize().cpu(), bias)
 
 
-def test_conversions_keep_groups_of_plain_matrices(device):
-    single, separate = pair_of(device)
+def test_dtype_and_device_conversions_keep_plain_groups(device):
+    single, separate = make_layer_pair(device)
     for layer in (single, separate):
         layer.to(torch.bfloat16)
     assert isinstance(single.weight, GroupedTensor) and single.weight.rowwise_data.dtype == torch.bfloat16
@@ -291,7 +292,7 @@ def test_conversions_keep_groups_of_plain_matrices(device):
 
 
 def test_views_of_plain_groups_share_their_memory(device):
-    single, _ = pair_of(device)
+    single, _ = make_layer_pair(device)
     weight = single.weight.detach()
     flat, member, part = weight.view(-1), weight[1], weight.split(2)[1]
     assert flat.data_ptr() == weight.rowwise_data.data_ptr() and type(member) is torch.Tensor
@@ -300,8 +301,8 @@ def test_views_of_plain_groups_share_their_memory(device):
     assert not member.any() and bool((weight.dequantize()[2:] == 1.0).all())
 
 
-def test_memory_of_a_caller_takes_the_place_of_a_plain_group(device):
-    single, separate = pair_of(device)
+def test_a_callers_buffer_can_replace_a_plain_groups_memory(device):
+    single, separate = make_layer_pair(device)
     buffer = torch.empty(single.weight.numel(), device=device)
     buffer.copy_(single.weight.detach().view(-1))
     single.weight.data = buffer.view(

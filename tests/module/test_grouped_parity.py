@@ -1,4 +1,4 @@
-"""GroupedLinear with random settings: the bits of a loop of Linear layers, and no more saved bytes."""
+"""GroupedLinear with random settings: bitwise equal to a loop over Linear layers, and no more saved bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = 24
 
 
 class Case:
-    """A random layer, its recipe and calls; a loop of Linear layers with the same parameters.
+    """A random layer, its recipe and calls; a loop over Linear layers with the same parameters.
 
     Args:
         seed: Chooses everything.
@@ -62,7 +62,7 @@ class Case:
         ]
 
     def trained(self, layers: list[Any], grouped: bool) -> tuple[list[torch.Tensor | None], int]:
-        """Return results, gradients and scaling states of two steps, and the bytes that their passes saved."""
+        """Results, gradients and scaling states from two steps, and the bytes that their passes saved."""
         seen: list[torch.Tensor | None] = []
         saved: dict[int, torch.UntypedStorage] = {}
         held = {p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters()}
@@ -108,7 +108,7 @@ class Case:
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_random_settings_give_the_bits_of_a_loop_of_linears(seed, device):
+def test_random_settings_are_bitwise_equal_to_a_loop_over_linears(seed, device):
     case = Case(seed, device)
     ours, saved = case.trained([case.layer], True)
     theirs, saved_by_linears = case.trained(list(case.linears), False)
@@ -121,7 +121,7 @@ def test_random_settings_give_the_bits_of_a_loop_of_linears(seed, device):
 
 
 @pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
-def test_dequantized_backward_saves_no_input_of_frozen_weights(name, device):
+def test_dequantized_backward_saves_no_input_for_frozen_weights(name, device):
     recipe = dataclasses.replace(RECIPES[name], backward_override="dequantized")  # pyright: ignore[reportArgumentType]
     layer = te.GroupedLinear(3, IN, OUT, bias=False, params_dtype=torch.bfloat16, device=device)
     x = torch.randn(192, IN, device=device, dtype=torch.bfloat16)

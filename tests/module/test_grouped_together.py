@@ -1,4 +1,4 @@
-"""GroupedLinear with grouped products has the results of a loop of Linear layers for every recipe and all sizes."""
+"""GroupedLinear with grouped products equals a loop over Linear layers for every recipe and all sizes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _everywhere(monkeypatch):
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
 
 
-def layer_of(splits, device, **options) -> GroupedLinear:
+def make_layer(splits, device, **options) -> GroupedLinear:
     options = {"bias": True, "params_dtype": torch.bfloat16, "device": device, **options}
     layer = GroupedLinear(len(splits), IN, OUT, **options)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def sample(splits, device) -> torch.Tensor:
 def outcome(layer, x, splits, recipe, **options) -> list[torch.Tensor]:
     with autocast(enabled=recipe is not None, recipe=recipe):
         y = layer(x, splits, **options)
-    y.backward(gradient_of(y))
+    y.backward(sample_gradient(y))
     results = [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
     x.grad = None
     for parameter in layer.parameters():
@@ -63,8 +63,8 @@ def outcome(layer, x, splits, recipe, **options) -> list[torch.Tensor]:
     return results
 
 
-def gradient_of(y: torch.Tensor) -> torch.Tensor:
-    """The same values for every output of a shape."""
+def sample_gradient(y: torch.Tensor) -> torch.Tensor:
+    """The same values for every output with a given shape."""
     generator = torch.Generator().manual_seed(7)
     return torch.randn(y.shape, generator=generator).to(y)
 
@@ -85,7 +85,7 @@ def operations(layer, x, splits, recipe) -> set[str]:
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.sampled
 def test_grouped_results_equal_those_one_by_one(name, splits, bias, device, monkeypatch):
-    together = layer_of(splits, device, bias=bias)
+    together = make_layer(splits, device, bias=bias)
     alone = copy.deepcopy(together)
     for _ in range(3):
         x = sample(splits, device)
@@ -96,9 +96,9 @@ def test_grouped_results_equal_those_one_by_one(name, splits, bias, device, monk
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_the_setting_decides_between_grouped_and_one_by_one(name, device, monkeypatch):
+def test_the_environment_variable_disables_grouped_products(name, device, monkeypatch):
     splits = SPLITS["many"]
-    layer, x = layer_of(splits, device), sample(splits, device)
+    layer, x = make_layer(splits, device), sample(splits, device)
     assert "grouped_gemm" in operations(layer, x, splits, RECIPES[name])
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
     assert "grouped_gemm" not in operations(layer, x, splits, RECIPES[name])
@@ -129,9 +129,9 @@ def test_the_explanation_reports_why_groups_run_one_by_one(reason, device, monke
     assert "grouped_linear: together (1x)" in str(explained)
 
 
-def test_delayed_scaling_keeps_the_same_state_together_and_one_by_one(device, monkeypatch):
+def test_grouped_and_one_by_one_runs_keep_equal_delayed_scaling_states(device, monkeypatch):
     splits = SPLITS["many"]
-    together = layer_of(splits, device)
+    together = make_layer(splits, device)
     alone = copy.deepcopy(together)
     for _ in range(3):
         x = sample(splits, device)
@@ -144,9 +144,9 @@ def test_delayed_scaling_keeps_the_same_state_together_and_one_by_one(device, mo
         assert ours.amax_history.any()
 
 
-def test_a_state_restored_from_a_checkpoint_serves_all_groups(device):
+def test_a_state_from_a_checkpoint_applies_to_all_groups(device):
     splits = SPLITS["few"]
-    layer, fresh = layer_of(splits, device), layer_of(splits, device)
+    layer, fresh = make_layer(splits, device), make_layer(splits, device)
     x = sample(splits, device)
     for _ in range(2):
         outcome(layer, x, splits, RECIPES["delayed"])
@@ -162,9 +162,9 @@ def test_a_state_restored_from_a_checkpoint_serves_all_groups(device):
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_splits_on_the_device_give_the_bits_of_splits_on_the_host(name, device):
+def test_device_splits_are_bitwise_equal_to_host_splits(name, device):
     splits = SPLITS["ragged"]
-    layer, x = layer_of(splits, device), sample(splits, device)
+    layer, x = make_layer(splits, device), sample(splits, device)
     listed = outcome(copy.deepcopy(layer), x, splits, RECIPES[name])
     tensor = outcome(layer, x, torch.tensor(splits, device=device), RECIPES[name])
     for mine, other in zip(tensor, listed, strict=True):
@@ -176,8 +176,8 @@ def test_splits_on_the_device_give_the_bits_of_splits_on_the_host(name, device):
 @pytest.mark.sampled
 def test_fused_weight_gradients_accumulate_into_main_grad(name, dtype, device):
     splits = SPLITS["many"]
-    fused = layer_of(splits, device, bias=False, fuse_wgrad_accumulation=True)
-    plain = layer_of(splits, device, bias=False)
+    fused = make_layer(splits, device, bias=False, fuse_wgrad_accumulation=True)
+    plain = make_layer(splits, device, bias=False)
     plain.load_state_dict(fused.state_dict())
     for parameter in fused.parameters():
         parameter.main_grad = torch.ones_like(parameter, dtype=dtype)
@@ -186,14 +186,14 @@ def test_fused_weight_gradients_accumulate_into_main_grad(name, dtype, device):
     def gradients(layer, **options):
         with autocast(enabled=name != "none", recipe=RECIPES[name]):
             y = layer(x, splits, **options)
-        y.backward(gradient_of(y))
+        y.backward(sample_gradient(y))
         return list(layer.parameters())
 
     for ours, theirs in zip(gradients(fused), gradients(plain), strict=True):
         assert ours.grad is None
         assert_close(ours.main_grad, theirs.grad + 1)
         theirs.grad = None
-    # The first microbatch of a step overwrites the gradients of the previous step.
+    # A step's first microbatch overwrites the previous step's gradients.
     for ours, theirs in zip(gradients(fused, is_first_microbatch=True), gradients(plain), strict=True):
         assert_close(ours.main_grad, theirs.grad)
 
@@ -201,8 +201,8 @@ def test_fused_weight_gradients_accumulate_into_main_grad(name, dtype, device):
 @pytest.mark.parametrize("first", [False, True])
 def test_experts_that_share_one_main_grad_add_their_gradients(first, device):
     splits = SPLITS["many"]
-    fused = layer_of(splits, device, bias=False, fuse_wgrad_accumulation=True)
-    plain = layer_of(splits, device, bias=False)
+    fused = make_layer(splits, device, bias=False, fuse_wgrad_accumulation=True)
+    plain = make_layer(splits, device, bias=False)
     plain.load_state_dict(fused.state_dict())
     shared = torch.ones(OUT, IN, device=device)
     for number, parameter in enumerate(fused.parameters()):
@@ -210,7 +210,7 @@ def test_experts_that_share_one_main_grad_add_their_gradients(first, device):
     x = sample(splits, device)
     for layer in (fused, plain):
         y = layer(x, splits, **({"is_first_microbatch": True} if first and layer is fused else {}))
-        y.backward(gradient_of(y))
+        y.backward(sample_gradient(y))
     before = 0.0 if first else 1.0
     theirs = [parameter.grad.float() for parameter in plain.parameters()]
     assert_close(shared, theirs[1] + theirs[3] + theirs[7] + before)
@@ -218,9 +218,9 @@ def test_experts_that_share_one_main_grad_add_their_gradients(first, device):
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
-def test_weights_of_the_first_microbatch_serve_the_later_ones(name, device, monkeypatch):
+def test_later_microbatches_use_the_first_microbatchs_weights(name, device, monkeypatch):
     splits = SPLITS["many"]
-    layer, x = layer_of(splits, device), sample(splits, device)
+    layer, x = make_layer(splits, device), sample(splits, device)
     with autocast(recipe=RECIPES[name]):
         first = layer(x, splits, is_first_microbatch=True)
         with torch.no_grad():
@@ -242,7 +242,7 @@ def test_weights_of_the_first_microbatch_serve_the_later_ones(name, device, monk
 
 def test_frozen_weights_and_inputs_get_no_gradient(device):
     splits = SPLITS["few"]
-    layer, x = layer_of(splits, device, bias=False), sample(splits, device)
+    layer, x = make_layer(splits, device, bias=False), sample(splits, device)
     layer.requires_grad_(False)
     with autocast(recipe=RECIPES["current"]):
         layer(x, splits).float().sum().backward()
@@ -256,7 +256,7 @@ def test_frozen_weights_and_inputs_get_no_gradient(device):
 
 def test_partly_frozen_weights_run_one_by_one(device):
     splits = SPLITS["few"]
-    layer, x = layer_of(splits, device), sample(splits, device)
+    layer, x = make_layer(splits, device), sample(splits, device)
     layer.weight1.requires_grad_(False)
     assert "grouped_gemm" not in operations(layer, x, splits, None)
     layer(x, splits).sum().backward()
@@ -265,18 +265,18 @@ def test_partly_frozen_weights_run_one_by_one(device):
 
 def test_weights_moved_between_forward_and_backward_are_found(device):
     splits = SPLITS["few"]
-    layer, x = layer_of(splits, device, bias=False), sample(splits, device)
+    layer, x = make_layer(splits, device, bias=False), sample(splits, device)
     expected = outcome(layer, x, splits, None)
     y = layer(x, splits)
     for parameter in layer.parameters():
         parameter.data = parameter.data.clone()
-    y.backward(gradient_of(y))
+    y.backward(sample_gradient(y))
     assert torch.equal(x.grad, expected[1])
 
 
 def test_return_bias_leaves_the_biases_to_the_caller(device):
     splits = SPLITS["many"]
-    layer, x = layer_of(splits, device, return_bias=True), sample(splits, device)
+    layer, x = make_layer(splits, device, return_bias=True), sample(splits, device)
     y, biases = layer(x, splits)
     assert [torch.equal(b, getattr(layer, f"bias{i}")) for i, b in enumerate(biases)] == [True] * len(splits)
     added = torch.cat([part + b for part, b in zip(y.split(splits), biases, strict=True)])
@@ -286,7 +286,7 @@ def test_return_bias_leaves_the_biases_to_the_caller(device):
 
 @pytest.mark.parametrize("splits", [[64, 64], [32, 32, 32, 31], [64, 96, -32, 0]])
 def test_splits_that_do_not_cover_the_rows_are_rejected(splits, device):
-    layer = layer_of([32] * 4, device)
+    layer = make_layer([32] * 4, device)
     with pytest.raises(ValueError, match="splits"):
         layer(sample([128], device), splits)
 
@@ -307,9 +307,9 @@ WHOLE_BLOCKS = {"few": [128, 256, 0, 128], "many": [32, 0, 64, 224, 128, 32, 96,
 @pytest.mark.parametrize("options", [{}, {"single_grouped_weight": True}], ids=["", "stacked"])
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4 per row", "nvfp4 stochastic"])
 @pytest.mark.sampled(pairs=True)
-def test_groups_of_whole_blocks_equal_those_one_by_one(name, splits, bias, options, device, monkeypatch):
+def test_groups_with_full_blocks_equal_one_by_one_runs(name, splits, bias, options, device, monkeypatch):
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
-    together = layer_of(splits, device, bias=bias, **options)
+    together = make_layer(splits, device, bias=bias, **options)
     alone = copy.deepcopy(together)
     x, recipe = sample(splits, device), SCALED[name]
     assert "grouped_gemm" in operations(together, x, splits, recipe)
@@ -327,7 +327,7 @@ def test_groups_of_whole_blocks_equal_those_one_by_one(name, splits, bias, optio
 @pytest.mark.parametrize("splits", [[128, 16, 112], [40, 0, 88]])
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_groups_that_divide_a_block_run_one_by_one(name, splits, device):
-    layer, x = layer_of(splits, device), sample(splits, device)
+    layer, x = make_layer(splits, device), sample(splits, device)
     fits = name == "nvfp4" and splits[1] == 16  # whole blocks of 16, but not of 32
     expected = nullcontext() if fits else pytest.warns(UserWarning, match="high precision")
     with autocast(recipe=RECIPES[name]), expected:
@@ -337,9 +337,9 @@ def test_groups_that_divide_a_block_run_one_by_one(name, splits, device):
     assert "rows are not multiples of the format's blocks" in str(way.verdicts[0].reason)
 
 
-def test_a_float32_layer_runs_one_by_one_with_the_bits_of_linear(device):
+def test_float32_groups_run_one_by_one_and_are_bitwise_equal_to_linear(device):
     splits = SPLITS["few"]
-    layer = layer_of(splits, device, params_dtype=torch.float32)
+    layer = make_layer(splits, device, params_dtype=torch.float32)
     x = torch.randn(sum(splits), IN, device=device)
     linears = [Linear(IN, OUT, device=device) for _ in splits]
     with torch.no_grad():
@@ -355,9 +355,9 @@ def test_a_float32_layer_runs_one_by_one_with_the_bits_of_linear(device):
     importlib.util.find_spec("nvmath") is not None, reason="nvmath's products have bits of their own"
 )
 @pytest.mark.parametrize("name", TOGETHER)
-def test_few_groups_together_keep_the_bits_of_one_by_one(name, monkeypatch):
+def test_few_grouped_products_are_bitwise_equal_to_one_by_one_runs(name, monkeypatch):
     splits = SPLITS["few"]
-    together = layer_of(splits, "cuda", bias=False)
+    together = make_layer(splits, "cuda", bias=False)
     alone = copy.deepcopy(together)
     for _ in range(3):
         x = sample(splits, "cuda")
@@ -368,9 +368,9 @@ def test_few_groups_together_keep_the_bits_of_one_by_one(name, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_step_of_many_groups_is_captured_in_a_graph():
+def test_a_step_with_many_groups_is_captured_in_a_graph():
     splits = SPLITS["many"]
-    layer, x = layer_of(splits, "cuda", bias=False), sample(splits, "cuda")
+    layer, x = make_layer(splits, "cuda", bias=False), sample(splits, "cuda")
     expected = outcome(layer, x, splits, RECIPES["current"])
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -378,7 +378,7 @@ def test_a_step_of_many_groups_is_captured_in_a_graph():
         outcome(layer, x, splits, RECIPES["current"])
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    gradient = gradient_of(expected[0])
+    gradient = sample_gradient(expected[0])
     with torch.cuda.graph(graph), autocast(recipe=RECIPES["current"]):
         y = layer(x, splits)
         grads = torch.autograd.grad(y, [x, *layer.parameters()], gradient)

@@ -1,4 +1,4 @@
-"""Modules that users write on TransformerEngineBaseModule, with products and attention of the flat functions."""
+"""User modules based on TransformerEngineBaseModule, with products and attention by the flat functions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class _Attend(torch.autograd.Function):
 
 
 class OwnAttention(TransformerEngineBaseModule):
-    """Self attention of tokens [BATCH * LENGTH, HIDDEN], in FP8 inside of autocast."""
+    """Self attention over tokens [BATCH * LENGTH, HIDDEN], in FP8 inside autocast."""
 
     def __init__(self, device):
         super().__init__(name="own")
@@ -126,8 +126,8 @@ class OwnAttention(TransformerEngineBaseModule):
         return out.transpose(1, 2).reshape(-1, HIDDEN) @ self.proj_weight.t()
 
 
-def trained(module, recipe, device, steps=4):
-    """(losses, parameters) after steps of gradient descent towards fixed targets."""
+def train(module, recipe, device, steps=4):
+    """(losses, parameters) after gradient descent steps towards fixed targets."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(BATCH * LENGTH, HIDDEN, generator=generator).to(device)
     target = torch.randn(BATCH * LENGTH, HIDDEN, generator=generator).to(device)
@@ -150,12 +150,12 @@ def test_an_attention_written_on_the_base_class_trains_in_fp8_as_in_float32(reci
     module = OwnAttention(device)
     twin = copy.deepcopy(module)
     before = [p.detach().clone() for p in module.parameters()]
-    losses, moved = trained(module, recipe, device)
-    wanted_losses, wanted = trained(twin, None, device)
+    losses, moved = train(module, recipe, device)
+    wanted_losses, wanted = train(twin, None, device)
     assert wanted_losses[-1] < wanted_losses[0] - 0.02
     torch.testing.assert_close(losses, wanted_losses, rtol=0.01, atol=0.0)
     for start, got, want in zip(before, moved, wanted, strict=True):
-        # two roundings to E4M3 (1/16 each) of every gradient's operands, averaged over the sum
+        # two roundings to E4M3 (1/16 each) for every gradient's operands, averaged over the sum
         assert (got - want).norm() < 0.15 * (want - start).norm()
     if recipe.delayed():
         for key in ("scaling_fwd", "scaling_bwd"):
@@ -165,7 +165,7 @@ def test_an_attention_written_on_the_base_class_trains_in_fp8_as_in_float32(reci
 
 def test_state_of_a_hand_written_module_survives_a_checkpoint(device):
     module = OwnAttention(device)
-    trained(module, DelayedScaling(), device)
+    train(module, DelayedScaling(), device)
     fresh = OwnAttention(device)
     fresh.load_state_dict(module.state_dict())
     assert torch.equal(fresh.fp8_meta["scaling_fwd"].scale, module.fp8_meta["scaling_fwd"].scale)
@@ -202,7 +202,7 @@ def test_prepare_forward_sets_formats_and_dtype(device):
         module.prepare_forward(x)
 
 
-def test_a_recomputed_forward_quantizes_with_the_scales_of_the_first(device):
+def test_a_recomputed_forward_uses_the_first_runs_scales(device):
     seen = []
 
     class Watching(OwnAttention):
@@ -222,7 +222,7 @@ def test_a_recomputed_forward_quantizes_with_the_scales_of_the_first(device):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_forwards_in_any_order_quantize_with_the_scales_of_their_first_runs(reentrant, device):
+def test_recomputed_forwards_in_any_order_use_their_first_runs_scales(reentrant, device):
     seen = []
 
     class Watching(OwnAttention):
@@ -243,7 +243,7 @@ def test_recomputed_forwards_in_any_order_quantize_with_the_scales_of_their_firs
     assert module.fp8_meta["scaling_fwd"].scale[0].item() == after
 
 
-def test_states_of_one_direction_are_made_kept_and_reset(device):
+def test_scaling_states_per_direction_are_created_kept_and_reset(device):
     module = OwnAttention(device)
     recipe = DelayedScaling(amax_history_len=3)
     module.set_meta_tensor(True, recipe)
@@ -305,10 +305,10 @@ def test_parameters_without_an_init_function_get_the_default(device):
 
 
 class Adapted(te.Linear):
-    """A linear layer that a client extends: its own keywords, a second parameter, a forward round the original's."""
+    """A client's linear layer: its own keywords, a second parameter, a forward that wraps the original's."""
 
     def __init__(self, *args, rank=8, **kwargs):
-        self.config = {"rank": rank}  # before the constructor of the base, as clients do
+        self.config = {"rank": rank}  # before the base class's constructor, as clients do
         super().__init__(*args, **kwargs)
         self.down = torch.nn.Parameter(torch.full((rank, self.in_features), 0.01, device=self.weight.device))
         self.up = torch.nn.Parameter(torch.zeros(self.out_features, rank, device=self.weight.device))
@@ -344,8 +344,8 @@ def test_a_subclass_of_linear_adds_parameters_and_overrides_methods(recipe, devi
     assert layer.loaded is not None and layer.config == {"rank": 4}
 
 
-def roles_of(module, x, **call):
-    """Roles that a factory receives in one step of a module."""
+def record_roles(module, x, **call):
+    """Roles that a factory receives in one module step."""
     asked = []
 
     def factory(role):
@@ -360,9 +360,9 @@ def roles_of(module, x, **call):
     return asked
 
 
-def test_a_factory_is_called_once_per_slot_in_the_order_of_roles(device):
+def test_a_factory_is_called_once_per_slot_in_role_order(device):
     x = torch.randn(32, 64, device=device, requires_grad=True)
-    asked = roles_of(Adapted(64, 32, device=device, name="fc"), x)
+    asked = record_roles(Adapted(64, 32, device=device, name="fc"), x)
     kinds = [None if role is None else (role.module_type, role.tensor_type, role.name) for role in asked]
     assert kinds == [
         ("linear", "input", "fc"),
@@ -371,20 +371,20 @@ def test_a_factory_is_called_once_per_slot_in_the_order_of_roles(device):
         ("linear", "grad_output", "fc"),
         None,
     ]
-    asked = roles_of(te.GroupedLinear(2, 64, 32, device=device), x, m_splits=[16, 16])
+    asked = record_roles(te.GroupedLinear(2, 64, 32, device=device), x, m_splits=[16, 16])
     assert len(asked) == 10 and {role.module_type for role in asked} == {"grouped_linear"}
-    asked = roles_of(te.LayerNormMLP(64, 64, device=device, name="mlp"), x)
+    asked = record_roles(te.LayerNormMLP(64, 64, device=device, name="mlp"), x)
     assert [role.name for role in asked] == ["mlp.fc1"] * 3 + ["mlp.fc2"] * 3 + ["mlp.fc1"] * 2 + [
         "mlp.fc2"
     ] * 2
 
 
-def test_roles_at_the_border_of_a_layer_can_be_set(device):
+def test_output_and_grad_input_roles_can_be_set(device):
     x = torch.randn(32, 64, device=device, requires_grad=True)
     layer = te.Linear(64, 32, device=device)
     layer.output_quantizer_role = te.QuantizerRole("dpa", "qkv", "attention")
     layer.grad_input_quantizer_role = te.QuantizerRole("dpa", "do", "attention")
-    asked = roles_of(layer, x)
+    asked = record_roles(layer, x)
     assert [role.tensor_type for role in asked] == ["input", "weight", "qkv", "grad_output", "do"]
 
 
@@ -426,7 +426,7 @@ def test_one_factory_mixes_delayed_and_stateless_quantizers(device):
         layer.fp8_meta["scaling_bwd"].scale  # noqa: B018
 
 
-def test_roles_of_a_hand_written_module_choose_the_blocks_of_a_builtin_recipe(device):
+def test_a_hand_written_modules_roles_choose_a_builtin_recipes_blocks(device):
     class Swapped(TransformerEngineBaseModule):
         def get_quantizer_roles(self, *, fwd, num_quantizers):
             tensors = ("weight", "input", "output") if fwd else ("grad_output", "grad_input")
@@ -440,4 +440,4 @@ def test_roles_of_a_hand_written_module_choose_the_blocks_of_a_builtin_recipe(de
 def test_modules_with_roles_do_not_warn(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        roles_of(te.Linear(64, 32, device=device), torch.randn(32, 64, device=device, requires_grad=True))
+        record_roles(te.Linear(64, 32, device=device), torch.randn(32, 64, device=device, requires_grad=True))

@@ -1,4 +1,4 @@
-"""A warm pass enters a bounded number of functions, a measure of host time that needs neither a GPU nor a clock."""
+"""A warm pass calls a bounded number of functions: host time, measured without a GPU or a clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.fast_path import needs_fast_path
 from tests.support.programs import output_without_gpu
 
-# Upper bounds of package functions entered in one call of `benchmarks/host_calls.py`. Lower a bound when a pass
+# Upper bounds for package functions entered in one `benchmarks/host_calls.py` call. Lower a bound when a pass
 # enters fewer.
 MOST = {
     "linear/none/fb": 40,

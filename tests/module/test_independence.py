@@ -1,8 +1,8 @@
-"""For the same random state, the result of a layer does not depend on how it is called.
+"""For the same random state, a layer's result does not depend on how the layer is called.
 
 The ways: gradients recorded or not, in training mode; torch.autocast or inputs and parameters cast by hand; alone or
 before another call; recomputed by either library's checkpoint; replayed by a CUDA graph. All results have equal bits:
-outputs, gradients of the input and the parameters, and the state of the recipe.
+outputs, input and parameter gradients, and the recipe's state.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CASES = [
 ]
 
 
-def layer_of(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def make_layer(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """A layer in training mode with the same weights every time, which bfloat16 represents."""
     torch.manual_seed(0)
     layer = LAYERS[name]().to(device).train()
@@ -62,15 +62,15 @@ def layer_of(name: str, device: torch.device, dtype: torch.dtype = torch.float32
     return layer.to(dtype)
 
 
-def input_of(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def sample_input(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     packed = name.startswith("DotProductAttention")
     shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
     generator = torch.Generator().manual_seed(1)
     return torch.randn(shape, generator=generator).bfloat16().to(device, dtype).requires_grad_()
 
 
-def forward_of(name: str, layer: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The layer's call as a function of its input alone."""
+def bind_forward(name: str, layer: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The layer's call as a function that takes its input alone."""
     if name.startswith("DotProductAttention"):
         return lambda x: layer(*[part.contiguous() for part in x.unbind(2)])
     if name == "GroupedLinear":
@@ -91,16 +91,16 @@ def drop_nothing(layer: torch.nn.Module) -> None:
 
 
 def warm(layer: torch.nn.Module, name: str, recipe: str, dtype: torch.dtype, autocast: bool) -> None:
-    """Run a training step, so that scales are not the initial ones."""
-    x = input_of(name, next(iter(layer.parameters()), torch.empty(0)).device, dtype)
+    """Run a training step, so that scales have left their initial values."""
+    x = sample_input(name, next(iter(layer.parameters()), torch.empty(0)).device, dtype)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast), recipe_context(recipe):
-        y = forward_of(name, layer)(x)
+        y = bind_forward(name, layer)(x)
     y.float().square().sum().backward()
     layer.zero_grad(set_to_none=True)
 
 
-def states_of(layer: torch.nn.Module) -> list[torch.Tensor]:
-    """Scales and histories of delayed scaling."""
+def scaling_states(layer: torch.nn.Module) -> list[torch.Tensor]:
+    """Delayed-scaling scales and histories."""
     found = []
     for module in layer.modules():
         for key in ("scaling_fwd", "scaling_bwd"):
@@ -124,32 +124,32 @@ def results(
     backward: bool = True,
     dropout: bool = True,
 ) -> list[torch.Tensor]:
-    """Output, gradients of the input and the parameters, and the recipe's state after one step of a warm layer.
+    """Output, input and parameter gradients, and the recipe's state after one step on a warm layer.
 
     Args:
-        name, recipe, device, dtype: The layer, its recipe, and where and in which dtype its tensors are.
-        way: Calls a function of one tensor.
+        name, recipe, device, dtype: The layer, its recipe, and its tensors' device and dtype.
+        way: Calls a one-tensor function.
         autocast: Run the forward pass under torch.autocast; with `backward`, the backward pass too.
         dropout: Attention layers drop elements.
     """
     FP8GlobalStateManager.reset()
-    layer = layer_of(name, device, dtype)
+    layer = make_layer(name, device, dtype)
     if not dropout:
         drop_nothing(layer)
-    x = input_of(name, device, dtype)
+    x = sample_input(name, device, dtype)
     warm(layer, name, recipe, dtype, autocast)
     torch.manual_seed(2)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast), recipe_context(recipe):
-        y = way(forward_of(name, layer), x)
+        y = way(bind_forward(name, layer), x)
     if y.requires_grad:
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast and backward):
             weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(device, y.dtype)
             y.backward(weight)
     grads = [p.grad for p in (x, *layer.parameters()) if p.grad is not None]
-    return [y.detach().clone(), *[grad.clone() for grad in grads], *states_of(layer)]
+    return [y.detach().clone(), *[grad.clone() for grad in grads], *scaling_states(layer)]
 
 
-def without_gradients(forward: Any, x: torch.Tensor) -> torch.Tensor:
+def run_without_gradients(forward: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return forward(x)
 
@@ -164,7 +164,7 @@ def before_another_call(forward: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_outputs_do_not_depend_on_whether_gradients_are_recorded(name, recipe, device):
     recorded = results(name, recipe, device)[0]
-    assert torch.equal(results(name, recipe, device, without_gradients)[0], recorded)
+    assert torch.equal(results(name, recipe, device, run_without_gradients)[0], recorded)
 
 
 @pytest.mark.sampled
@@ -186,26 +186,26 @@ def test_torch_autocast_equals_inputs_cast_by_hand(name, recipe, backward, devic
     assert by_torch[0].dtype == torch.bfloat16
     for part, hand in zip(by_torch, by_hand, strict=True):
         if (part.dtype, hand.dtype) == (torch.float32, torch.bfloat16):
-            assert rounds_to(part, hand)
+            assert is_rounding(part, hand)
         else:
             assert same([part], [hand])
 
 
-def rounds_to(value: torch.Tensor, rounded: torch.Tensor) -> bool:
+def is_rounding(value: torch.Tensor, rounded: torch.Tensor) -> bool:
     """Whether bfloat16 numbers are float32 values rounded to nearest.
 
-    The CPU's bfloat16 products add in another order than its float32 products, so that a sum near the midpoint of two
-    bfloat16 numbers may round to either.
+    The CPU's bfloat16 products add in another order than its float32 products, so that a sum near the
+    midpoint between two bfloat16 numbers may round to either.
     """
     _, exponent = torch.frexp(rounded.float())
-    half_unit = torch.exp2(exponent.float() - 9)  # 8 bits of precision, and the mantissa of frexp is below 1
+    half_unit = torch.exp2(exponent.float() - 9)  # 8 bits of precision, and frexp's mantissa is below 1
     return bool(((value - rounded.float()).abs() <= half_unit * (1 + 2.0**-8)).all())
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("name", "recipe"), CASES)
-def test_a_later_call_changes_no_result(name, recipe, device):
-    """Except the state of delayed scaling, which records the maxima of both calls: here they are the same."""
+def test_a_later_call_does_not_change_results(name, recipe, device):
+    """Except the delayed-scaling state, which records both calls' maxima: here they are the same."""
     assert same(results(name, recipe, device, before_another_call), results(name, recipe, device))
 
 
@@ -262,16 +262,16 @@ def test_checkpoint_around_the_recipe_context_equals_stored_results(name, recipe
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_graphed_results_equal_eager_ones(name, recipe, device):
-    """Without dropout, whose random numbers a graph draws from a state of its own."""
+    """Without dropout, whose random numbers a graph draws from its own state."""
     if name.startswith("DotProductAttention") or name == "GroupedLinear":
         pytest.skip("not a callable of one tensor; tests/graphs captures them")
     chosen = RECIPES[recipe]
 
     def run(graphed: bool) -> list[torch.Tensor]:
         FP8GlobalStateManager.reset()
-        layer = layer_of(name, device, torch.bfloat16)
+        layer = make_layer(name, device, torch.bfloat16)
         drop_nothing(layer)
-        x = input_of(name, device, torch.bfloat16)
+        x = sample_input(name, device, torch.bfloat16)
         call: Any = layer
         if graphed:
             call = te.make_graphed_callables(
@@ -284,7 +284,7 @@ def test_graphed_results_equal_eager_ones(name, recipe, device):
         return [y.detach().clone(), *[p.grad.clone() for p in (x, *layer.parameters()) if p.grad is not None]]
 
     eager, replayed = run(False), run(True)
-    if recipe == "delayed":  # the warm-up steps of the capture record maxima: scales differ
+    if recipe == "delayed":  # the capture's warm-up steps record maxima: scales differ
         assert len(replayed) == len(eager)
     else:
         assert same(replayed, eager)

@@ -1,4 +1,4 @@
-"""Launches of a warm forward and backward pass of each layer under each recipe, which may only fall."""
+"""Launch counts for a warm forward and backward pass per layer and recipe, which may only fall."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.fast_path import needs_fast_path
 from tests.support.programs import output_without_gpu
 
-# (kernels, products, operations of torch). Lower a figure when a change needs fewer launches.
+# (kernels, products, torch operations). Lower a figure when a change needs fewer launches.
 LAUNCHES = {
     "linear/none": (0, 3, 0),
     "linear/delayed": (5, 3, 0),

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from tests.support.cases import crossed
+from tests.support.cases import cross_cases
 from tests.support.layers import HIDDEN, LAYERS, QUANTIZED, RECIPES, same, same_as_eager, sample, step
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
@@ -70,7 +70,7 @@ def lambda_module(layer):
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_recipe_quantizes_and_stays_near_high_precision(kind, name, device):
+def test_a_recipe_quantizes_and_stays_close_to_high_precision(kind, name, device):
     layer = LAYERS[kind](device=device)
     x = sample(device)
     exact = step(layer, x)
@@ -292,7 +292,7 @@ def test_recomputation_saves_memory():
 
 
 @pytest.mark.parametrize("split", [("query_", "key", "value"), {"a": 64, "b": 32}])
-def test_a_split_weight_is_the_whole_weight(split, device):
+def test_a_split_weight_equals_the_full_weight(split, device):
     layer = Linear(HIDDEN, 96, parameters_split=split, device=device)
     names = [name.rstrip("_") for name in split]
     assert [n for n, _ in layer.named_parameters()] == [f"{n}_weight" for n in names] + [
@@ -341,7 +341,7 @@ def test_torch_autocast_decides_the_compute_dtype(kind, name, device):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_meta_construction_defers_everything(kind, device):
+def test_meta_construction_defers_allocation_to_reset_parameters(kind, device):
     layer = LAYERS[kind](device="meta")
     assert all(p.is_meta for p in layer.parameters())
     with pytest.raises(RuntimeError, match="reset_parameters"):
@@ -357,7 +357,7 @@ def test_default_initialisation_is_normal_with_a_small_deviation(device):
     assert not layer.bias.any()
 
 
-def test_no_bias_leaves_an_empty_tensor(device):
+def test_without_bias_the_bias_is_an_empty_tensor(device):
     layer = Linear(HIDDEN, 32, bias=False, device=device)
     assert layer.bias.numel() == 0
     assert list(layer.state_dict()) == ["weight", "_extra_state"]
@@ -460,7 +460,7 @@ def test_quantized_parameters_train(kind, name, device):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    crossed(
+    cross_cases(
         ["current", "block", "mxfp8"],
         LAYERS,
         {
@@ -484,7 +484,7 @@ def test_quantized_parameters_compile_in_one_graph(kind, name, device):
     assert same_as_eager(eager, [y.detach(), x.grad, *(p.grad for p in layer.parameters())])
 
 
-def test_quantized_parameters_need_the_recipe_they_were_made_with(device):
+def test_quantized_parameters_need_their_own_recipe(device):
     with quantized_model_init(recipe=Float8CurrentScaling()):
         layer = Linear(HIDDEN, 32, device=device)
     with autocast(recipe=MXFP8BlockScaling()), pytest.raises(RuntimeError, match="Recipe mismatch"):
@@ -560,7 +560,7 @@ def test_odd_features_run_with_one_warning_at_most(name, device):
         warnings.simplefilter("always")
         first = step(layer, x, RECIPES[name])
         step(layer, x, RECIPES[name])
-    # Warnings of the package only: the garbage collector may close a file of an earlier test and warn about it.
+    # Package warnings only: the garbage collector may close a file from an earlier test and warn about it.
     assert len([w for w in caught if w.category is not ResourceWarning]) <= 1
     exact = F.linear(x, layer.weight, layer.bias)
     assert float((first[0] - exact).detach().norm() / exact.norm()) < 0.3
@@ -600,6 +600,6 @@ def test_invalid_options_raise_at_construction(make, error, message):
         make()
 
 
-def test_the_default_device_is_the_gpu_where_there_is_one():
+def test_the_default_device_is_the_gpu_if_present():
     layer = Linear(8, 8)
     assert layer.weight.device.type == ("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,7 +22,7 @@ class Peak(NamedTuple):
 
 
 def peaks(options: Options) -> Peak:
-    """1,000 bytes, less for each option."""
+    """1,000 bytes, less for each enabled option."""
     return Peak(
         1000 - 100 * len(options.recomputed) - 200 * options.caches_inputs - 50 * options.checkpointed
     )
@@ -67,7 +67,7 @@ def test_options_that_checkpointed_layers_do_not_support_are_left_out():
 
 
 @pytest.mark.parametrize("recipe", [recipes.Float8CurrentScaling(), recipes.DelayedScaling()])
-def test_a_model_of_rms_norms_has_a_plan_for_every_budget(recipe: recipes.Recipe):
+def test_an_rms_norm_model_has_a_plan_for_every_budget(recipe: recipes.Recipe):
     model = stack("RMSNorm")
     with te.emulate():
         default = te.memory_plan(model, recipe, TOKENS)
@@ -92,7 +92,7 @@ def stack(normalization: str = "LayerNorm") -> nn.Module:
     return nn.Sequential(*(layer() for _ in range(LAYERS)))
 
 
-def test_a_proposal_is_the_plan_of_its_options():
+def test_a_proposal_equals_the_plan_for_its_options():
     model, recipe = stack(), recipes.Float8CurrentScaling()
     with te.emulate():
         default = te.memory_plan(model, recipe, TOKENS)
@@ -120,6 +120,6 @@ def test_a_proposal_is_the_plan_of_its_options():
         ("80", TypeError, "must be a number"),
     ],
 )
-def test_other_budgets_are_rejected(budget, error, message):
+def test_invalid_budgets_are_rejected(budget, error, message):
     with pytest.raises(error, match=message):
         te.memory_plan(stack(), None, TOKENS, budget=budget)

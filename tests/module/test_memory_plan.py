@@ -1,4 +1,4 @@
-"""memory_plan: the planned saved bytes are those saved, and on a GPU the planned peak is the measured peak."""
+"""memory_plan: planned and actual saved bytes are equal, and on a GPU planned and measured peak."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ MODULES: dict[str, Make] = {
 }
 
 
-def saved_bytes(
+def count_saved_bytes(
     model: nn.Module,
     recipe: recipes.Recipe | None,
     x: torch.Tensor,
     parameters: list[torch.Tensor] | None = None,
 ) -> int:
-    """Bytes of the storages that a forward pass saves, except for parameters, its input and its output."""
+    """Total storage bytes that a forward pass saves, except for parameters, its input and its output."""
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,8 +125,8 @@ def test_planned_saved_bytes_equal_the_saved_bytes(name: str, recipe: str):
         model = MODULES[name](256, device="cpu")
         x = torch.randn(512, 256, dtype=BF16, requires_grad=True)
         plan = memory_plan(model, RECIPES[recipe], 512)
-        saved_bytes(model, RECIPES[recipe], x)  # makes the states of the recipe
-        actual = saved_bytes(model, RECIPES[recipe], x)
+        count_saved_bytes(model, RECIPES[recipe], x)  # creates the recipe's states
+        actual = count_saved_bytes(model, RECIPES[recipe], x)
     copies = sum(module.weight_copies for module in plan.modules)
     assert plan.saved + copies == actual
 
@@ -138,12 +138,12 @@ def test_the_parts_at_the_peak_add_up_to_it():
     assert plan.parameters == sum(module.parameters for module in plan.modules)
 
 
-def test_a_linear_layer_in_bfloat16_holds_the_memory_counted_by_hand():
+def test_a_bfloat16_linear_layers_memory_equals_a_count_by_hand():
     tokens, width = 512, 256
     plan = memory_plan(linear(width, device="cpu", bias=False), None, tokens)
     matrix = BF16.itemsize * width * 2 * width
     x, y = BF16.itemsize * tokens * width, BF16.itemsize * tokens * 2 * width
-    # At the end of the backward: weight and gradient; x, y and their gradients. Nothing else is needed.
+    # At the end of the backward pass: weight and gradient; x, y and their gradients. Nothing else is needed.
     assert plan.peak == 2 * matrix + 2 * (x + y)
     assert (plan.saved, plan.weight_copies, plan.transient) == (0, 0, 0)
 
@@ -156,14 +156,14 @@ def test_saved_activations_grow_with_the_tokens_and_weights_do_not(recipe: str):
     assert [m.weight_copies for m in large.modules] == [m.weight_copies for m in small.modules]
 
 
-def test_a_stack_of_layers_adds_up():
+def test_a_stacks_saved_bytes_are_the_sum_over_its_layers():
     one, three = (nn.Sequential(*(layer(128, device="cpu") for _ in range(n))) for n in (1, 3))
     first, all_of_them = memory_plan(one, None, 128), memory_plan(three, None, 128)
     hidden = BF16.itemsize * 128 * 128  # outputs between layers
     assert all_of_them.saved == 3 * first.saved + 2 * hidden
 
 
-def test_planning_leaves_the_model_and_the_shared_state_as_they_were():
+def test_planning_changes_neither_the_model_nor_shared_state():
     model = layernorm_mlp(128, device="cpu")
     recipe = RECIPES["delayed"]
     x = torch.randn(128, 128, dtype=BF16)
@@ -188,7 +188,7 @@ def test_a_model_on_the_meta_device_is_planned_without_memory():
     assert plan.peak > plan.parameters + plan.saved / 2
 
 
-def test_a_model_that_begins_with_something_else_takes_inputs():
+def test_a_model_with_another_first_layer_needs_explicit_inputs():
     model = nn.Sequential(nn.Embedding(100, 128, dtype=BF16), linear(128, device="cpu"))
     with pytest.raises(ValueError, match=r"does not follow from its modules; give inputs=\(tensor, \.\.\)"):
         memory_plan(model, None, 64)
@@ -215,7 +215,7 @@ def test_unplannable_arguments_are_rejected(model: Make, tokens: Any, error: typ
 
 
 def payload(model: nn.Module) -> list[torch.Tensor]:
-    """Codes and scales of quantized parameters, and the other parameters themselves."""
+    """Codes and scales for quantized parameters, and the other parameters themselves."""
     parts: list[torch.Tensor] = []
     for parameter in model.parameters():
         quantized = isinstance(parameter, te.QuantizedTensor)
@@ -233,8 +233,8 @@ def test_quantized_parameters_take_their_codes_and_scales_and_no_copies(name: st
             model = MODULES[name](256, device="cpu")
         x = torch.randn(512, 256, dtype=BF16, requires_grad=True)
         plan = memory_plan(model, RECIPES[recipe], 512)
-        saved_bytes(model, RECIPES[recipe], x, payload(model))  # makes the states of the recipe
-        actual = saved_bytes(model, RECIPES[recipe], x, payload(model))
+        count_saved_bytes(model, RECIPES[recipe], x, payload(model))  # creates the recipe's states
+        actual = count_saved_bytes(model, RECIPES[recipe], x, payload(model))
     held = sum(-(-part.nbytes // GRANULE) * GRANULE for part in payload(model))
     assert sum(module.parameters for module in plan.modules) == held
     assert plan.weight_copies == 0
@@ -257,16 +257,16 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 @pytest.mark.sampled
-def test_a_recomputed_stack_keeps_the_inputs_of_its_layers(reentrant: bool, recipe: str):
-    """4 layers keep 3 inputs [512, 256] in bfloat16 in addition to the model's input. The last backward pass, of the
-    first layer, takes the memory of that layer alone plus the parameters and gradients of the others."""
+def test_a_recomputed_stack_keeps_its_layers_inputs(reentrant: bool, recipe: str):
+    """4 layers keep 3 inputs [512, 256] in bfloat16 in addition to the model's input. The last backward
+    pass, the first layer's, needs this layer's memory plus the other layers' parameters and gradients."""
     chosen, x = RECIPES[recipe], torch.empty(512, 256, dtype=BF16, device="meta")
     layers = [layernorm_mlp(256, device="cpu") for _ in range(4)]
     with te.emulate():
         alone = memory_plan(layers[0], chosen, 512)
         again = memory_plan(Recomputed(layers, reentrant), chosen, 512, inputs=(x,))
     inputs = 512 * 256 * 2
-    scales = 4 * 2 * 3 * GRANULE if recipe == "delayed" else 0  # of layers, products, operands
+    scales = 4 * 2 * 3 * GRANULE if recipe == "delayed" else 0  # layers, products, operands
     assert again.saved == 3 * inputs + scales
     others = 3 * (
         alone.parameters + sum(module.parameters for module in alone.modules)
@@ -288,7 +288,7 @@ def test_the_table_names_modules_and_parts():
 
 
 def operations() -> dict[str, Callable[[], object]]:
-    """Calls of every operation that has a planned backend."""
+    """One call per operation that has a planned backend."""
     torch.manual_seed(0)
     x, wide, weight = torch.randn(64, 32), torch.randn(64, 64), torch.ones(32)
     spec = QuantizeSpec(FLOAT8, E4M3, columnwise=True)
@@ -378,7 +378,7 @@ def operations() -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize("name", operations())
-def test_a_planned_operation_returns_the_shapes_of_the_operation(name: str):
+def test_a_planned_operation_returns_the_operations_shapes(name: str):
     call = operations()[name]
     expected = call()
     with planning(lambda x, result: None):
@@ -392,7 +392,7 @@ def test_a_planned_operation_returns_the_shapes_of_the_operation(name: str):
 
 
 @pytest.mark.parametrize("name", ["gemm gelu", "gemm gelu only", "gemm gelu gradient", "gemm codes"])
-def test_a_planned_product_is_one_call_where_the_library_is(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_planned_product_is_one_library_call(name: str, monkeypatch: pytest.MonkeyPatch):
     call = operations()[name]
     expected = call()
     described = request.described
@@ -420,7 +420,7 @@ def test_a_planned_product_is_one_call_where_the_library_is(name: str, monkeypat
         ("swiglu backward block codes alone", 1),
     ],
 )
-def test_a_result_in_blocks_is_planned_in_memory_only_where_a_cast_follows(name: str, stored: int):
+def test_block_format_results_are_allocated_only_if_a_cast_follows(name: str, stored: int):
     call, ledger = operations()[name], Ledger(lambda: "")
     with planning(lambda x, result: None), ledger:
         planned = call()
@@ -428,7 +428,7 @@ def test_a_result_in_blocks_is_planned_in_memory_only_where_a_cast_follows(name:
     assert sum(allocated for _, allocated in ledger.events) == len(made) + stored
 
 
-def test_the_ledger_counts_a_storage_once_and_forgets_it():
+def test_the_ledger_counts_a_storage_once_until_it_is_freed():
     ledger = Ledger(lambda: "here")
     with ledger:
         x = torch.empty(1000, dtype=torch.uint8)
@@ -446,13 +446,13 @@ def test_the_ledger_counts_a_storage_once_and_forgets_it():
     ("rows", "columns", "expected"),
     [(8192, 14336, 139_460_608), (4096, 4096, 128 * MIB), (64, 4096, 0), (0, 16, 0)],
 )
-def test_a_sum_over_rows_takes_the_memory_measured_on_132_multiprocessors(
+def test_a_row_sums_planned_scratch_equals_the_figure_for_132_multiprocessors(
     rows: int, columns: int, expected: int
 ):
     assert sum_over_rows(rows, columns, 132) == expected
 
 
-def test_scratch_is_counted_at_the_peak_and_given_back():
+def test_scratch_memory_counts_at_the_peak_and_is_freed():
     ledger = Ledger(lambda: "", lambda operation, arguments: scratch_bytes(operation, arguments, 132))
     with ledger:
         x = torch.empty(4096, 4096, dtype=BF16)
@@ -465,7 +465,7 @@ def test_scratch_is_counted_at_the_peak_and_given_back():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 14336), (4096, 4096), (4096, 1, 2048), (256, 1024)])
-def test_a_sum_over_rows_takes_the_measured_memory(shape: tuple[int, ...]):
+def test_a_row_sums_planned_memory_equals_the_measured_memory(shape: tuple[int, ...]):
     x = torch.zeros(shape, dtype=BF16, device="cuda")
     axes = tuple(range(x.dim() - 1))
     x.sum(axes, dtype=torch.float32)
@@ -483,19 +483,19 @@ def test_a_sum_over_rows_takes_the_measured_memory(shape: tuple[int, ...]):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
 @pytest.mark.parametrize("name", [*MODULES, "layer"])
-def test_the_planned_peak_is_the_measured_one(name: str, recipe: str):
+def test_the_planned_peak_equals_the_measured_peak(name: str, recipe: str):
     width, tokens = 2048, 4096
     model = {**MODULES, "layer": layer}[name](width, device="cuda")
     x = torch.randn(tokens, 1, width, dtype=BF16, device="cuda", requires_grad=True)
     plan = memory_plan(model, RECIPES[recipe], tokens)
-    measured = plan.parameters + x.nbytes + measured_step(model, RECIPES[recipe], x)
-    # An earlier test's first product has allocated the workspaces of the libraries.
+    measured = plan.parameters + x.nbytes + measure_step(model, RECIPES[recipe], x)
+    # The first product in an earlier test has allocated the libraries' workspaces.
     planned = plan.peak - plan.workspace
     assert abs(planned - measured) <= 0.05 * measured, f"{measured / MIB:.1f} MiB measured\n{plan}"
 
 
-def measured_step(model: nn.Module, recipe: recipes.Recipe | None, x: torch.Tensor) -> int:
-    """The most bytes that a warm step allocates beyond the parameters, the recipe's state and its input."""
+def measure_step(model: nn.Module, recipe: recipes.Recipe | None, x: torch.Tensor) -> int:
+    """Peak bytes that a warm step allocates beyond the parameters, the recipe's state and its input."""
 
     def step() -> None:
         model.zero_grad(set_to_none=True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import BATCH, HEADS, HIDDEN, NAMES, RECIPES, TOKENS, call_of, layer_of
+from tests.support.layers import BATCH, HEADS, HIDDEN, NAMES, RECIPES, TOKENS, make_call, make_layer
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 
 def inputs(kind):
-    """Return the arguments of a call on the meta device."""
+    """Call arguments on the meta device."""
     if kind == "GroupedLinear":
         half = TOKENS * BATCH // 2
         return torch.empty(2 * half, HIDDEN, device="meta", requires_grad=True), [half, half]
@@ -25,7 +25,7 @@ def inputs(kind):
 @pytest.mark.parametrize("kind", NAMES)
 def test_meta_layer_computes_shapes_and_a_report(kind, recipe):
     args = inputs(kind)
-    layer, real = (layer_of(kind, device=device) for device in ("meta", "cpu"))
+    layer, real = (make_layer(kind, device=device) for device in ("meta", "cpu"))
     values = [x.new_zeros(x.shape, device="cpu") if isinstance(x, torch.Tensor) else x for x in args]
     with te.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
         assert str(te.explain(layer, *args))
@@ -53,15 +53,15 @@ def test_fp8_attention_on_meta_computes_shapes(recipe):
 @pytest.mark.parametrize("calibrating", [False, True])
 def test_meta_layer_records_no_maxima(calibrating):
     recipe = DelayedScaling(amax_history_len=4)
-    layer = layer_of("Linear", device="meta")
+    layer = make_layer("Linear", device="meta")
     with te.autocast(enabled=not calibrating, calibrating=calibrating, recipe=recipe):
         layer(*inputs("Linear")).sum().backward()
     layer.to_empty(device="cpu")
-    fresh = layer_of("Linear", device="cpu")
+    fresh = make_layer("Linear", device="cpu")
     layer.load_state_dict(fresh.state_dict())
     results = []
     for each in (layer, fresh):
-        x, _ = call_of(each)
+        x, _ = make_call(each)
         with te.autocast(recipe=recipe):
             results.append(each(x))
         results[-1].sum().backward()
@@ -70,8 +70,8 @@ def test_meta_layer_records_no_maxima(calibrating):
 
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"])
 @pytest.mark.parametrize("meta", ["layer", "input"])
-def test_layer_and_input_of_which_one_is_on_meta_are_rejected(kind, meta):
-    layer = layer_of(kind, device="meta" if meta == "layer" else "cpu")
+def test_layer_and_input_are_rejected_if_only_one_is_on_meta(kind, meta):
+    layer = make_layer(kind, device="meta" if meta == "layer" else "cpu")
     x = torch.empty(TOKENS, BATCH, HIDDEN, device="cpu" if meta == "layer" else "meta")
     with pytest.raises((RuntimeError, ValueError), match=r"on (the )?meta.*(move one|reset_parameters)"):
         layer(x)

@@ -1,7 +1,7 @@
-"""No layer uses a stale cache: after any change between two calls, the second call equals that of a new layer.
+"""No layer uses a stale cache: after any change between two calls, the second call equals a new layer's call.
 
-The tests discover and change every public attribute of every public layer, every field of every recipe and every
-environment variable of the package. A write may also raise an error that names the attribute.
+The tests discover and change all public attributes of public layers, all recipe fields and all
+environment variables that the package reads. A write may also raise an error that names the attribute.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.layers import KINDS, NAMES, RECIPES, layer_of
+from tests.support.layers import KINDS, NAMES, RECIPES, make_layer
 from tests.support.memories import forget
 from tests.support.mutations import (
     NOT_CHANGED,
     agree,
-    argument_of,
     attributes,
-    continue_from,
+    constructor_argument,
+    copy_shared_state,
+    other_values,
     outcome,
     recipe_changes,
-    rejection_of,
-    values_for,
     variables,
+    write_attribute,
 )
 from transformer_engine.common.memory import Memory
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
@@ -51,35 +51,35 @@ WITHOUT_ANOTHER_VALUE = {
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings that a layer changes the kind of its recipe
 
 
-@pytest.mark.parametrize("values", [1, pytest.param(3, marks=pytest.mark.slow)])  # of each attribute
+@pytest.mark.parametrize("values", [1, pytest.param(3, marks=pytest.mark.slow)])  # for each attribute
 @pytest.mark.parametrize("recipe", [None, *ATTENTION_TOO], ids=str)
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.sampled(10)
-def test_an_attribute(kind: str, recipe: str | None, values: int):
+def test_no_changed_attribute_leaves_a_stale_cache(kind: str, recipe: str | None, values: int):
     stale = [
         f"{attribute}={value!r}: {fault}"
         for attribute in attributes(kind)
         if attribute not in WRITTEN_IN_VAIN
-        for value in values_for(kind, attribute, most=values)
+        for value in other_values(kind, attribute, most=values)
         if (fault := attribute_fault(kind, attribute, value, ATTENTION_TOO.get(recipe or "")))
     ]
     assert not stale, "\n".join([f"{kind}:", *stale])
 
 
 def attribute_fault(kind: str, attribute: str, value: object, recipe: Recipe | None) -> str | None:
-    """Describe how the call after a write differs from that of a layer constructed or first called with the value."""
+    """Describe how the call after a write differs from a layer constructed or first called with the value."""
     forget()
-    layer = layer_of(kind)
+    layer = make_layer(kind)
     outcome(layer, recipe)
-    rejection = rejection_of(layer, attribute, value)
+    rejection = write_attribute(layer, attribute, value)
     if rejection is not None:
         return None if attribute in rejection else f"the error does not name it: {rejection}"
-    argument = argument_of(kind, attribute)
-    fresh = layer_of(kind, **({} if argument is None else {argument: value}))
-    if argument is None and rejection_of(fresh, attribute, value) is not None:
+    argument = constructor_argument(kind, attribute)
+    fresh = make_layer(kind, **({} if argument is None else {argument: value}))
+    if argument is None and write_attribute(fresh, attribute, value) is not None:
         return "a write before the first call raises, a write after it does not"
     try:
-        continue_from(layer, fresh)
+        copy_shared_state(layer, fresh)
     except RuntimeError:  # the attribute determines the set of parameters
         after = outcome(layer, recipe)
         return (
@@ -93,11 +93,11 @@ def attribute_fault(kind: str, attribute: str, value: object, recipe: Recipe | N
 
 
 def test_every_attribute_is_listed_as_fixed_or_has_another_value():
-    without = {a for kind in NAMES for a in attributes(kind) if not list(values_for(kind, a, most=1))}
-    # On these layers: no norm to return, no tracker, no other number of groups that divides the heads, names that
-    # the constructors of others take, and no ranks that share a sequence.
+    without = {a for kind in NAMES for a in attributes(kind) if not list(other_values(kind, a, most=1))}
+    # On these layers: no norm to return, no tracker, no other group count that divides the heads, names that
+    # other layers' constructors take, and no ranks that share a sequence.
     assert without <= WITHOUT_ANOTHER_VALUE, without
-    held = {key for kind in NAMES for key in (*vars(layer_of(kind)), *dir(NAMES[kind]))}
+    held = {key for kind in NAMES for key in (*vars(make_layer(kind)), *dir(NAMES[kind]))}
     assert set(NOT_CHANGED) - held == set()
 
 
@@ -108,18 +108,19 @@ def test_every_attribute_is_listed_as_fixed_or_has_another_value():
         *[pytest.param(recipe, True, marks=pytest.mark.slow) for recipe in (None, "current")],
     ],
 )
-def test_an_attribute_of_a_child(recipe: str | None, every_child: bool):
-    """The cached calls of a layer depend on the attributes of its children.
+def test_no_changed_child_attribute_leaves_a_stale_cache(recipe: str | None, every_child: bool):
+    """The cached calls of a layer depend on its children's attributes.
 
-    Children share most attributes. The fast case writes each attribute of one child, and attributes of each child.
+    Children share most attributes. The fast case writes each attribute on one child, and some attributes on
+    each child.
     """
     under = ATTENTION_TOO.get(recipe or "")
-    values: dict[str, dict[str, object]] = {}  # {attribute: {path of a child: another value}}
-    for path, child in layer_of("TransformerLayer").named_modules():
+    values: dict[str, dict[str, object]] = {}  # {attribute: {child path: another value}}
+    for path, child in make_layer("TransformerLayer").named_modules():
         if path and type(child) in KINDS:
             kind = type(child).__name__
             for attribute in sorted(set(attributes(kind)) - WRITTEN_IN_VAIN):
-                for value in values_for(kind, attribute, most=1):
+                for value in other_values(kind, attribute, most=1):
                     values.setdefault(attribute, {})[path] = value
     writes = [
         (path, attribute, value)
@@ -138,13 +139,13 @@ def test_an_attribute_of_a_child(recipe: str | None, every_child: bool):
 
 def child_is_stale(path: str, attribute: str, value: object, recipe: Recipe | None) -> bool:
     forget()
-    layer, fresh = layer_of("TransformerLayer"), layer_of("TransformerLayer")
+    layer, fresh = make_layer("TransformerLayer"), make_layer("TransformerLayer")
     outcome(layer, recipe)
-    if rejection_of(layer.get_submodule(path), attribute, value) is not None:
+    if write_attribute(layer.get_submodule(path), attribute, value) is not None:
         return False
-    if rejection_of(fresh.get_submodule(path), attribute, value) is not None:
+    if write_attribute(fresh.get_submodule(path), attribute, value) is not None:
         return True
-    continue_from(layer, fresh)
+    copy_shared_state(layer, fresh)
     after = outcome(layer, recipe)
     forget()
     return not agree(after, outcome(fresh, recipe))
@@ -154,16 +155,16 @@ def child_is_stale(path: str, attribute: str, value: object, recipe: Recipe | No
 @pytest.mark.parametrize("name", EVERY_RECIPE)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "GroupedLinear", "MultiheadAttention"])
 @pytest.mark.sampled(15)
-def test_a_field_of_the_recipe(kind: str, name: str, in_place: bool):
+def test_no_changed_recipe_field_leaves_a_stale_cache(kind: str, name: str, in_place: bool):
     recipe = EVERY_RECIPE[name]
     changes = list(recipe_changes(recipe))
     assert {field for field, _ in changes} >= {"fp8_dpa", "backward_override"} - REQUIRED.get(name, set())
     for field, changed in changes:
         FP8GlobalStateManager.reset()
         forget()
-        mine, layer, fresh = copy.deepcopy(recipe), layer_of(kind), layer_of(kind)
+        mine, layer, fresh = copy.deepcopy(recipe), make_layer(kind), make_layer(kind)
         outcome(layer, mine)
-        continue_from(layer, fresh)
+        copy_shared_state(layer, fresh)
         if in_place:
             setattr(mine, field, getattr(changed, field))
             changed = copy.deepcopy(mine)
@@ -177,12 +178,12 @@ def test_a_field_of_the_recipe(kind: str, name: str, in_place: bool):
 # Defaults of absent constructor keywords: a layer keeps the value that it read at construction.
 DEFAULTS = {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"}
 
-# Fields for which a recipe takes one value only.
+# Fields for which a recipe accepts one value only.
 REQUIRED = {"block": {"fp8_dpa"}, "delayed": {"backward_override"}}
 
 
 @pytest.mark.parametrize("recipe", [None, *ATTENTION_TOO], ids=str)
-# A TransformerLayer reads the variables of its projections and of its attention.
+# A TransformerLayer reads the variables that its projections and its attention read.
 @pytest.mark.parametrize(
     "kind",
     [
@@ -194,9 +195,9 @@ REQUIRED = {"block": {"fp8_dpa"}, "delayed": {"backward_override"}}
     ],
 )
 @pytest.mark.sampled(5)
-def test_an_environment_variable(kind: str, recipe: str | None, monkeypatch):
+def test_no_changed_environment_variable_leaves_a_stale_cache(kind: str, recipe: str | None, monkeypatch):
     under = ATTENTION_TOO.get(recipe or "")
-    layer = layer_of(kind)
+    layer = make_layer(kind)
     for name, text in variables():
         if name in DEFAULTS:
             continue
@@ -205,36 +206,36 @@ def test_an_environment_variable(kind: str, recipe: str | None, monkeypatch):
         outcome(layer, under)
         with monkeypatch.context() as patch:
             patch.setenv(name, text)
-            fresh = layer_of(kind)
-            continue_from(layer, fresh)
+            fresh = make_layer(kind)
+            copy_shared_state(layer, fresh)
             after = outcome(layer, under)
             forget()
             assert agree(after, outcome(fresh, under)), f"{name}={text}"
 
 
 def test_the_oracle_detects_a_stale_result():
-    layer, made_with = layer_of("LayerNorm"), layer_of("LayerNorm", eps=0.5)
-    continue_from(layer, made_with)
+    layer, made_with = make_layer("LayerNorm"), make_layer("LayerNorm", eps=0.5)
+    copy_shared_state(layer, made_with)
     assert not agree(outcome(layer, None), outcome(made_with, None))
     vars(layer).update(vars(made_with))
     assert agree(outcome(layer, None), outcome(made_with, None))
 
 
-def doubled(key: int) -> int:
+def double(key: int) -> int:
     return 2 * key
 
 
-def test_a_cache_of_a_later_import_is_cleared_too(monkeypatch):
+def test_caches_in_later_imports_are_cleared_too(monkeypatch):
     """The modules imported at the first forget() depend on the tests that the process ran before."""
     forget()
-    later = Memory(doubled, 8)
+    later = Memory(double, 8)
     monkeypatch.setitem(sys.modules, "transformer_engine.imported_later", ModuleType("imported_later"))
     assert later[1] == 2
     forget()
     assert not later
 
 
-def test_changes_are_generated():
+def test_generated_changes_cover_fields_attributes_and_variables():
     assert [field for field, _ in recipe_changes(DelayedScaling())].count("margin") == 2
-    assert set(values_for("LayerNormMLP", "normalization")) == {"RMSNorm"}
+    assert set(other_values("LayerNormMLP", "normalization")) == {"RMSNorm"}
     assert {"0", "1"} == {text for name, text in variables() if name == "NVTE_FP8_DPA_BWD"}

@@ -91,7 +91,7 @@ def test_a_numbered_gpu_without_cuda_is_rejected(maker: str, device: Any, no_gpu
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_cuda_without_a_number_is_where_modules_are_made(maker: str, device: torch.device):
+def test_cuda_without_a_number_is_the_modules_default_device(maker: str, device: torch.device):
     made = MAKERS[maker]("cuda")
     if isinstance(made, torch.nn.Module):
         made = next(made.parameters())
@@ -100,7 +100,7 @@ def test_cuda_without_a_number_is_where_modules_are_made(maker: str, device: tor
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_an_empty_tensor_without_a_device_is_made_where_modules_are(name: str, device: torch.device):
+def test_an_empty_tensor_without_a_device_is_on_the_modules_default_device(name: str, device: torch.device):
     assert QUANTIZERS[name]().make_empty((128, 128)).device.type == device.type
 
 
@@ -114,7 +114,7 @@ def test_an_absent_gpu_number_raises_with_the_count(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["mps", "xla", "xpu", "privateuseone"])
 @pytest.mark.parametrize("make", [te.Linear, te.ops.Linear], ids=["module", "operation"])
-def test_a_device_without_an_installation_is_named(make, name):
+def test_a_device_that_torch_lacks_is_named(make, name):
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, ImportError):
@@ -124,7 +124,7 @@ def test_a_device_without_an_installation_is_named(make, name):
             make(32, 32, device=name)
 
 
-def test_a_compiler_needs_not_trace_the_query_of_the_number_of_devices(monkeypatch):
+def test_the_compiler_does_not_trace_the_device_count_query(monkeypatch):
     """It cannot trace torch's query on a machine with CUDA devices; here a file access stands for it."""
     device._device_count.cache_clear()
     monkeypatch.setattr(device, "has_cuda", lambda: True)

@@ -104,7 +104,7 @@ def test_reset_keeps_the_parameter_objects_that_an_optimizer_holds(cls, device):
 
 @CLASSES
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_the_output_has_the_dtype_of_torch_autocast_else_of_the_input(cls, weight_dtype, device):
+def test_the_output_has_torch_autocasts_dtype_or_the_inputs_dtype(cls, weight_dtype, device):
     module = cls(8, dtype=weight_dtype, device=device)
     x = torch.randn(4, 8, device=device, requires_grad=True)
     assert module(x).dtype == torch.float32
@@ -126,7 +126,7 @@ def test_a_wrong_last_dimension_or_dtype_is_rejected(cls, device):
 
 
 @CLASSES
-def test_margins_are_one_number_or_one_per_stage_and_keep_their_old_names(cls, device):
+def test_sm_margins_are_one_number_or_one_per_stage_with_old_attribute_names(cls, device):
     module = cls(8, sm_margin=3, device=device)
     assert (module.fwd_ln_sm_margin, module.bwd_ln_sm_margin, module.inf_ln_sm_margin) == (3, 3, 3)
     module = cls(8, sm_margin={"forward": 1, "backward": 2, "inference": 4}, device=device)
@@ -138,7 +138,7 @@ def test_margins_are_one_number_or_one_per_stage_and_keep_their_old_names(cls, d
 
 
 @CLASSES
-def test_no_tokens_give_no_tokens(cls, device):
+def test_zero_tokens_give_an_empty_output_and_zero_gradients(cls, device):
     module = cls(8, device=device)
     y = module(torch.zeros(0, 3, 8, device=device, requires_grad=True))
     y.sum().backward()

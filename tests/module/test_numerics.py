@@ -1,4 +1,4 @@
-"""module.numerics owns the quantizers and states of a module; the original's names are writable views of them."""
+"""module.numerics owns a module's quantizers and states; the original's names are writable views."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ def layer(request, device):
     return LAYERS[request.param](device=device)
 
 
-def called(layer, x, recipe):
+def run_layer(layer, x, recipe):
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         return layer(x).detach()
 
 
-def test_a_quantizer_written_into_its_slot_is_the_next_calls(layer, device):
+def test_the_next_call_uses_a_quantizer_written_into_its_slot(layer, device):
     x, recipe = sample(device), RECIPES["current"]
-    quantized = called(layer, x, recipe)
-    plain = called(layer, x, None)
+    quantized = run_layer(layer, x, recipe)
+    plain = run_layer(layer, x, None)
     for slots in layer.quantizers.values():
         for slot in range(len(slots)):
             slots[slot] = IdentityQuantizer()
     assert not torch.equal(quantized, plain)
-    assert torch.equal(called(layer, x, recipe), plain)
+    assert torch.equal(run_layer(layer, x, recipe), plain)
 
 
-def test_quantizers_replaced_as_a_whole_are_the_next_calls(layer, device):
+def test_the_next_call_uses_a_replaced_quantizer_list(layer, device):
     x, recipe = sample(device), RECIPES["current"]
-    called(layer, x, recipe)
+    run_layer(layer, x, recipe)
     layer.quantizers = {key: [IdentityQuantizer() for _ in slots] for key, slots in layer.quantizers.items()}
-    assert torch.equal(called(layer, x, recipe), called(layer, x, None))
+    assert torch.equal(run_layer(layer, x, recipe), run_layer(layer, x, None))
     layer.fp8_meta_tensors_initialized = False
-    called(layer, x, recipe)
+    run_layer(layer, x, recipe)
     assert all(isinstance(q, Float8CurrentScalingQuantizer) for q in layer.quantizers["scaling_fwd"])
 
 
 def test_another_recipe_replaces_a_written_quantizer(layer, device):
     x = sample(device)
-    called(layer, x, RECIPES["current"])
+    run_layer(layer, x, RECIPES["current"])
     layer.quantizers["scaling_fwd"][0] = IdentityQuantizer()
-    called(layer, x, RECIPES["delayed"])
+    run_layer(layer, x, RECIPES["delayed"])
     assert all(isinstance(q, Float8Quantizer) for q in layer.quantizers["scaling_fwd"])
 
 
@@ -59,12 +59,12 @@ def test_the_next_call_scales_by_a_state_written_into_fp8_meta(device):
     layer, other = (LAYERS["linear"](device=device) for _ in range(2))
     x, recipe = sample(device), RECIPES["delayed"]
     for module in (layer, other):
-        called(module, x, recipe)
+        run_layer(module, x, recipe)
     state = other.fp8_meta["scaling_fwd"]
     state.scale.fill_(0.25)
     state.amax_history.zero_()
     layer.fp8_meta["scaling_fwd"] = state
-    called(layer, x, recipe)
+    run_layer(layer, x, recipe)
     assert all(
         q.scale.data_ptr() in (s.data_ptr() for s in state.scale) for q in layer.quantizers["scaling_fwd"]
     )
@@ -72,11 +72,11 @@ def test_the_next_call_scales_by_a_state_written_into_fp8_meta(device):
 
 def test_foreign_keys_of_fp8_meta_rebuild_no_state(layer, device):
     x, recipe = sample(device), RECIPES["delayed"]
-    called(layer, x, recipe)
+    run_layer(layer, x, recipe)
     quantizers = list(layer.quantizers["scaling_fwd"])
     layer.fp8_meta["their_own"] = 1
     layer.fp8_meta.update(more=2)
-    called(layer, x, recipe)
+    run_layer(layer, x, recipe)
     assert all(a is b for a, b in zip(quantizers, layer.quantizers["scaling_fwd"], strict=True))
     assert layer.fp8_meta["their_own"] == 1
 
@@ -84,9 +84,9 @@ def test_foreign_keys_of_fp8_meta_rebuild_no_state(layer, device):
 def test_flags_describe_the_last_call(layer, device):
     x = sample(device)
     assert not (layer.fp8 or layer.fp8_calibration or layer.fp8_initialized)
-    called(layer, x, RECIPES["current"])
+    run_layer(layer, x, RECIPES["current"])
     assert layer.fp8 and layer.fp8_initialized and not layer.fp8_calibration
-    called(layer, x, None)
+    run_layer(layer, x, None)
     assert not layer.fp8
     with te.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
         layer(x)
@@ -106,22 +106,22 @@ def test_a_cached_weight_written_by_a_caller_is_used(device):
         mixed = layer(x, is_first_microbatch=False)
     with torch.no_grad():
         layer.weight.copy_(other.weight)
-    assert torch.equal(mixed, called(layer, x, recipe))
+    assert torch.equal(mixed, run_layer(layer, x, recipe))
 
 
-def test_a_weight_of_another_shape_is_a_fact_of_the_call(device):
+def test_replacing_the_weight_by_another_shape_takes_effect(device):
     """A product whose extents the recipe's format does not support runs in high precision."""
     torch.manual_seed(0)
     layer = te.Linear(HIDDEN, 32, bias=False, device=device)
     x = sample(device)
-    called(layer, x, RECIPES["current"])
+    run_layer(layer, x, RECIPES["current"])
     layer.weight = torch.nn.Parameter(torch.randn(48, HIDDEN, device=device))
-    assert called(layer, x, None).shape[-1] == 48
+    assert run_layer(layer, x, None).shape[-1] == 48
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_a_copy_continues_independently(name, again, layer, device):
+def test_a_copy_continues_independently_of_the_original(name, again, layer, device):
     x, recipe = sample(device), RECIPES[name]
     for _ in range(2):
         step(layer, x, recipe)

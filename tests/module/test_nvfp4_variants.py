@@ -1,4 +1,4 @@
-"""Layers and tensors under 4over6 and under scales per row: products of dequantized operands, tensors and settings."""
+"""NVFP4 layers and tensors with 4over6 and per-row scales: dequantized products, tensors, settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import layer_of
+from tests.support.layers import make_layer
 from tests.support.link import RecordedLink
 from transformer_engine.common.recipe import CustomRecipe, NVFP4BlockScaling
 from transformer_engine.pytorch.offload import marks
@@ -34,8 +34,8 @@ RECIPES = {name: NVFP4BlockScaling(**_COMMON, **options) for name, options in VA
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 
 
-def quantizers_of(name: str) -> tuple[te.NVFP4Quantizer, te.NVFP4Quantizer, te.NVFP4Quantizer]:
-    """Return quantizers of the input, the weight and the gradient, written independently of the recipe's table."""
+def make_quantizers(name: str) -> tuple[te.NVFP4Quantizer, te.NVFP4Quantizer, te.NVFP4Quantizer]:
+    """Quantizers for the input, the weight and the gradient, written independently of the recipe's table."""
     options = VARIANTS[name]
     scope = options.get("nvfp4_4over6", "none")
     largest = 448 if options.get("nvfp4_4over6_e4m3_use_256") == "none" else 256
@@ -55,7 +55,7 @@ def quantizers_of(name: str) -> tuple[te.NVFP4Quantizer, te.NVFP4Quantizer, te.N
 
 
 def directions(quantizer: te.NVFP4Quantizer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the float64 values of the row-wise and column-wise codes."""
+    """float64 values of the row-wise and column-wise codes."""
     values = []
     for rowwise in (True, False):
         quantizer = quantizer.copy()
@@ -77,7 +77,7 @@ def test_linear_multiplies_dequantized_operands_forward_and_backward(name):
     with te.autocast(recipe=RECIPES[name]):
         y = layer(x)
     y.backward(dy)
-    of_input, of_weight, of_gradient = quantizers_of(name)
+    of_input, of_weight, of_gradient = make_quantizers(name)
     (x_rows, x_columns), (dy_rows, dy_columns) = directions(of_input, x.detach()), directions(of_gradient, dy)
     w_rows, w_columns = directions(of_weight, layer.weight.detach())
     assert torch.equal(w_rows, w_columns)
@@ -94,7 +94,7 @@ def test_linear_multiplies_dequantized_operands_forward_and_backward(name):
 @pytest.mark.sampled
 def test_every_layer_trains(name, kind):
     options = {"params_dtype": torch.float32}
-    layer = layer_of(kind, device="cpu", **options)
+    layer = make_layer(kind, device="cpu", **options)
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
     arguments = ([32, 32],) if kind == "GroupedLinear" else ()
     x = torch.randn(64, 64) if kind == "GroupedLinear" else torch.randn(16, 4, 64)
@@ -109,7 +109,7 @@ def test_every_layer_trains(name, kind):
     assert losses[-1] < 0.9 * losses[0], losses
 
 
-def test_groups_of_grouped_linear_are_linear_layers():
+def test_grouped_linear_equals_linear_layers():
     recipe = RECIPES["rows and 4over6"]
     grouped = te.GroupedLinear(2, 64, 48, device="cpu", params_dtype=torch.float32)
     x = torch.randn(48, 64)
@@ -129,7 +129,7 @@ def test_a_custom_recipe_with_the_same_quantizers_gives_the_same_bits(name):
     layer = te.Linear(64, 48, device="cpu")
     x, results = torch.randn(32, 64), []
     places = {"input": 0, "weight": 1}
-    custom = CustomRecipe(qfactory=lambda role: quantizers_of(name)[places.get(role.tensor_type, 2)])
+    custom = CustomRecipe(qfactory=lambda role: make_quantizers(name)[places.get(role.tensor_type, 2)])
     for recipe in (RECIPES[name], custom):
         layer.zero_grad()
         given = x.clone().requires_grad_()
@@ -142,7 +142,7 @@ def test_a_custom_recipe_with_the_same_quantizers_gives_the_same_bits(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows", "4over6"])
-def test_compiled_layers_have_the_bits_of_eager_ones(name):
+def test_compiled_layers_are_bitwise_equal_to_eager_layers(name):
     layer = te.Linear(64, 48, device="cpu")
     x, results = torch.randn(32, 64), []
 
@@ -159,8 +159,8 @@ def test_compiled_layers_have_the_bits_of_eager_ones(name):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_maxima_per_row_wait_for_the_host_like_codes_and_scales(monkeypatch):
-    """The backward of `dequantized` reads the row-wise input, whose maxima come back from the host too."""
+def test_per_row_maxima_are_offloaded_like_codes_and_scales(monkeypatch):
+    """The `dequantized` backward reads the row-wise input, whose maxima return from the host too."""
     monkeypatch.setattr(marks, "SMALLEST", 16)
     recipe = NVFP4BlockScaling(**_COMMON, row_scaled_activation=True, backward_override="dequantized")
     plain = torch.nn.ModuleList([te.Linear(64, 64, device="cpu") for _ in range(3)])
@@ -183,7 +183,7 @@ def test_maxima_per_row_wait_for_the_host_like_codes_and_scales(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_offloading_lists_maxima_per_row_but_no_single_one():
+def test_offloading_lists_per_row_maxima_but_no_single_maximum():
     x = torch.randn(32, 64)
     for rows in (True, False):
         operand = te.NVFP4Quantizer(row_scaled_nvfp4=rows).operands(x, True, False).rowwise

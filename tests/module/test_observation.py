@@ -1,4 +1,4 @@
-"""te.observe keeps the results of the model, reports the statistics of its tensors and finds the first NaN."""
+"""te.observe does not change the model's results, reports tensor statistics and finds the first NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES = pytest.mark.parametrize("kind", [row.recipe for row in all_families() 
 
 
 class Grouped(torch.nn.Module):
-    """Apply two weights to the two halves of a batch."""
+    """Apply two weights to a batch's two halves."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -45,7 +45,7 @@ def train(module: torch.nn.Module, recipe, device, steps: int = 3, end=lambda: N
     """Losses, and the gradients and parameters after the last step."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(3)
-    torch.manual_seed(5)  # of stochastic rounding
+    torch.manual_seed(5)  # for stochastic rounding
     losses = []
     for _ in range(steps):
         x = torch.randn(64, 64, generator=generator).to(device).requires_grad_()
@@ -92,7 +92,7 @@ def test_every_product_shows_its_three_tensors(kind, device: torch.device):
     assert observation.report.first_nonfinite is None
 
 
-def test_the_statistics_are_those_of_the_tensors(device: torch.device):
+def test_reported_statistics_equal_the_tensors_statistics(device: torch.device):
     linear = te.Linear(64, 96, device=device)
     x = torch.randn(32, 64, device=device) * 10.0 ** torch.randint(-8, 1, (32, 64), device=device)
     with te.observe(linear) as observation:
@@ -109,7 +109,7 @@ def test_the_statistics_are_those_of_the_tensors(device: torch.device):
     assert shown.sqnr == pytest.approx(10 * math.log10(x.double().square().sum() / noise), abs=1e-4)
 
 
-def test_a_scale_of_yesterday_shows_saturation(device: torch.device):
+def test_an_outdated_delayed_scale_shows_saturation(device: torch.device):
     linear = te.Linear(64, 64, device=device)
     with te.observe(linear, every=1) as observation:
         for size in (1.0, 100.0):
@@ -151,7 +151,9 @@ class Dividing(torch.nn.Module):
     ids=["forward", "backward"],
 )
 @pytest.mark.parametrize("enabled", [False, True], ids=["high precision", "fp8"])
-def test_the_first_module_that_makes_a_nan_is_named(broken, named: str, enabled: bool, device: torch.device):
+def test_the_first_module_that_produces_a_nan_is_named(
+    broken, named: str, enabled: bool, device: torch.device
+):
     module = torch.nn.Sequential(te.Linear(64, 64, device=device), broken, te.Linear(64, 64, device=device))
     with te.observe(module) as observation:
         with te.autocast(enabled=enabled):
@@ -179,7 +181,7 @@ def test_a_nonfinite_weight_is_named_before_its_results(device: torch.device):
     assert first is not None and (first.name, first.nonfinite) == ("1.weight", 1)
 
 
-def test_a_model_is_left_as_it_was(device: torch.device):
+def test_observation_restores_hooks_and_quantizers(device: torch.device):
     module = model(device)
     observation = te.observe(module, every=2)
 
@@ -218,7 +220,7 @@ def test_recomputation_is_counted_once_and_changes_nothing(device: torch.device)
     assert {tensor.name: tensor.elements for tensor in report.tensors}["input"] == 32 * 64
 
 
-def test_a_paused_observation_sees_nothing(device: torch.device):
+def test_a_paused_observation_records_nothing(device: torch.device):
     linear = te.Linear(64, 64, device=device)
     with te.observe(linear) as observation:
         with observation.pause():
@@ -229,7 +231,7 @@ def test_a_paused_observation_sees_nothing(device: torch.device):
 @pytest.mark.skipif(
     not (installed("rich") and installed("matplotlib")), reason="rich or matplotlib is not installed"
 )
-def test_the_log_the_table_and_the_plot(tmp_path: Path, device: torch.device):
+def test_log_table_and_plot_show_the_reports(tmp_path: Path, device: torch.device):
     from rich.console import Console
 
     module = model(device)

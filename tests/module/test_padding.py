@@ -1,4 +1,4 @@
-"""Fp8Padding and Fp8Unpadding: values, gradients, alignments of recipes, and rejected arguments."""
+"""Fp8Padding and Fp8Unpadding: values, gradients, recipe alignments, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rows(device, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_groups_are_padded_by_zeros_and_come_back(device, dtype):
+def test_padding_adds_zeros_and_unpadding_restores_the_rows(device, dtype):
     x = rows(device, dtype)
     y, padded = te.Fp8Padding(4, 16)(x, SPLITS)
     assert padded == [16, 0, 32, 32] and y.shape == (80, 24)
@@ -35,7 +35,7 @@ def test_groups_are_padded_by_zeros_and_come_back(device, dtype):
     assert torch.equal(x.grad, gradient)
 
 
-def test_the_gradient_of_rows_that_are_taken_away_is_zero(device):
+def test_removed_rows_have_zero_gradients(device):
     y = torch.randn(80, 24, device=device, requires_grad=True)
     te.Fp8Unpadding(4, 16)(y, SPLITS).sum().backward()
     assert [g.sum(1).count_nonzero().item() for g in y.grad.split([16, 0, 32, 32])] == SPLITS
@@ -69,7 +69,7 @@ def test_leading_dimensions_become_rows(device):
     assert y.shape == (32, 8)
 
 
-def test_there_are_neither_parameters_nor_states():
+def test_padding_has_neither_parameters_nor_states():
     assert te.Fp8Padding(2).state_dict() == {} and list(te.Fp8Unpadding(2).parameters()) == []
 
 
@@ -86,7 +86,7 @@ def test_mismatched_splits_are_rejected(device, splits, words):
         te.Fp8Padding(4, 16)(rows(device), splits)
 
 
-def test_grouped_products_of_padded_rows_are_those_of_the_rows(device):
+def test_grouped_products_are_equal_with_and_without_padding(device):
     layer = te.GroupedLinear(4, 32, 32, bias=False, device=device)
     x = torch.randn(sum(SPLITS), 32, device=device)
     y, padded = te.Fp8Padding(4, 16)(x, SPLITS)
@@ -94,7 +94,7 @@ def test_grouped_products_of_padded_rows_are_those_of_the_rows(device):
     torch.testing.assert_close(found, layer(x, SPLITS))
 
 
-def test_a_compiler_traces_them_whole(device):
+def test_padding_compiles_in_one_graph(device):
     padding, unpadding = te.Fp8Padding(4, 16), te.Fp8Unpadding(4, 16)
 
     def there_and_back(x):

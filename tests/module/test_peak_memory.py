@@ -1,4 +1,4 @@
-"""Peak memory of fused layers; freeing tensors early changes no gradient and no second backward pass."""
+"""Peak memory in fused layers; freeing tensors early changes neither gradients nor second backward passes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ RECIPES = {
 NAMES = ("linear 4096x28672", "linear 14336x4096", "layernorm_linear", "swiglu", "gelu", "layer")
 MODELS = dict(zip(NAMES, llama_layers.MODELS.values(), strict=True))
 # MiB measured on an H200: the peak of forward and backward above parameters, input, output's gradient, and the
-# gradients of the previous step, which exist until the step begins. bf16: Transformer Engine 2.20. It takes far more
-# for the others, whose figures are of this package when nodes kept saved tensors until their backward returned.
+# previous step's gradients, which exist until the step begins. bf16: Transformer Engine 2.20. It takes far
+# more for the others, whose figures are this package's from when nodes kept saved tensors until their
+# backward returned.
 MOST = {
     "bf16": (448.0, 64.0, 166.2, 960.0, 624.0, 1169.0),
     "delayed": (816.0, 264.0, 220.2, 1208.0, 823.0, 1457.0),
@@ -49,7 +50,7 @@ MOST = {
 }
 PRINTED = 0.05  # the figures above are rounded to a tenth
 UNPLANNED = 4.2  # partial sums of a norm's backward, at most, which a plan leaves out
-FORWARD_LAYER = 864.0  # Transformer Engine 2.20's forward pass of the layer without gradients
+FORWARD_LAYER = 864.0  # Transformer Engine 2.20's forward pass for the layer without gradients
 
 
 @pytest.fixture
@@ -67,8 +68,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
-def planned(model: nn.Module, recipe: recipes.Recipe | None) -> float:
-    """Return the peak in MiB, counted as in the figures of the original."""
+def plan_peak(model: nn.Module, recipe: recipes.Recipe | None) -> float:
+    """Planned peak in MiB, counted as in the original's figures."""
     width = next(m for m in model.modules() if "weight" in m._parameters or "fc1_weight" in m._parameters)
     features = getattr(width, "in_features", HIDDEN)
     x = torch.empty(TOKENS, 1, features, dtype=BF16, device="meta")
@@ -85,21 +86,21 @@ def planned(model: nn.Module, recipe: recipes.Recipe | None) -> float:
 @pytest.mark.parametrize("recipe", MOST)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_takes_no_more_than_was_measured(name: str, recipe: str, as_on_a_gpu: None):
-    # The norm's backward may be the peak of a step without an activation's wider matrices. On a GPU, its kernels
-    # report the scratch buffers of their sums themselves.
+    # In a step without an activation's wider matrices, the norm's backward may be the peak. On a GPU, its
+    # kernels report their scratch buffers themselves.
     scratch = UNPLANNED if name == "layernorm_linear" and not torch.cuda.is_available() else 0.0
     most = dict(zip(MODELS, MOST[recipe], strict=True))[name]
-    assert planned(MODELS[name].make("meta"), RECIPES[recipe]) + scratch < most + PRINTED
+    assert plan_peak(MODELS[name].make("meta"), RECIPES[recipe]) + scratch < most + PRINTED
 
 
-def test_the_gated_mlp_holds_the_memory_counted_by_hand(as_on_a_gpu: None):
+def test_the_gated_mlps_memory_equals_a_count_by_hand(as_on_a_gpu: None):
     matrix = TOKENS * INNER * BF16.itemsize
     hidden = TOKENS * HIDDEN * BF16.itemsize
     weight = INNER * HIDDEN * BF16.itemsize  # fc2's; fc1's is two of them
     # When the activation's gradient is made: y, norm(x), fc1's output and its gradient, the gradient of fc2's input,
-    # fc2's weight's gradient. fc2's input has gone. All three gradients of before count as allocated.
+    # fc2's weight's gradient. fc2's input has gone. All three earlier gradients count as allocated.
     expected = 2 * hidden + 2 * 2 * matrix + matrix + weight - (3 * weight + hidden)
-    assert planned(MODELS["swiglu"].make("meta"), None) == pytest.approx(expected / MIB, abs=PRINTED)
+    assert plan_peak(MODELS["swiglu"].make("meta"), None) == pytest.approx(expected / MIB, abs=PRINTED)
 
 
 @pytest.mark.skipif(
@@ -115,7 +116,7 @@ def test_gelu_frees_its_input_before_the_weight_gradients(compiles: bool, as_on_
     # While a compiler hooks frames, Python does not inline calls, and a caller holds the arguments that it passed.
     hook = set_eval_frame(False) if compiles else None
     try:
-        peak = planned(MODELS["gelu"].make("meta"), None)
+        peak = plan_peak(MODELS["gelu"].make("meta"), None)
     finally:
         if compiles:
             set_eval_frame(hook)
@@ -140,7 +141,7 @@ def test_a_forward_pass_without_gradients_keeps_nothing_for_a_backward(as_on_a_g
 
 
 def small(name: str, device: torch.device) -> nn.Module:
-    """A layer of every autograd function that frees tensors early."""
+    """One layer per autograd function that frees tensors early."""
     torch.manual_seed(3)
     common = {"params_dtype": BF16, "device": device}
     made = {
@@ -165,7 +166,7 @@ def sample(device: torch.device) -> torch.Tensor:
     return torch.randn(64, 1, 128, dtype=BF16, device=device, requires_grad=True)
 
 
-def loss_of(model: nn.Module, x: torch.Tensor, recipe: recipes.Recipe | None) -> torch.Tensor:
+def compute_loss(model: nn.Module, x: torch.Tensor, recipe: recipes.Recipe | None) -> torch.Tensor:
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         outputs = model(x)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -187,13 +188,13 @@ def same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> 
 @pytest.mark.parametrize("recipe", ["bf16", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.sampled
-def test_a_retained_graph_repeats_its_bits_and_a_freed_one_raises(name: str, recipe: str, device):
+def test_a_retained_graph_repeats_bitwise_and_a_freed_graph_raises(name: str, recipe: str, device):
     with te.emulate():
         model, x = small(name, device), sample(device)
-        loss = loss_of(model, x, RECIPES[recipe])
+        loss = compute_loss(model, x, RECIPES[recipe])
         kept = [gradients(model, x, loss, True) for _ in range(2)]
         last = gradients(model, x, loss, False)
-        alone = gradients(model, x, loss_of(model, x, RECIPES[recipe]), False)
+        alone = gradients(model, x, compute_loss(model, x, RECIPES[recipe]), False)
         with pytest.raises(RuntimeError, match="second time"):
             gradients(model, x, loss, False)
     assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in last)
@@ -212,9 +213,9 @@ def test_a_node_called_by_hand_keeps_its_saved_tensors(name: str, device):
 @pytest.mark.parametrize("name", SMALL)
 def test_tensors_that_unpack_hooks_return_are_read(name: str, device):
     model, x = small(name, device), sample(device)
-    expected = gradients(model, x, loss_of(model, x, None), False)
+    expected = gradients(model, x, compute_loss(model, x, None), False)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-        loss = loss_of(model, x, None)
+        loss = compute_loss(model, x, None)
     assert same(gradients(model, x, loss, False), expected)
 
 
@@ -222,7 +223,7 @@ def test_tensors_that_unpack_hooks_return_are_read(name: str, device):
 @pytest.mark.parametrize("name", ["layernorm_linear", "swiglu", "gelu"])
 def test_recomputation_inside_a_retained_graph_repeats_the_bits(name: str, reentrant: bool, device):
     model, x = small(name, device), sample(device)
-    expected = gradients(model, x, loss_of(model, x, None), False)
+    expected = gradients(model, x, compute_loss(model, x, None), False)
     y = te.checkpoint(model, x, use_reentrant=reentrant)
     loss = y.float().sin().sum()
     for keep in (True, False):
@@ -234,7 +235,7 @@ def test_recomputation_inside_a_retained_graph_repeats_the_bits(name: str, reent
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("name", "operation"), [("swiglu", "norm"), ("layernorm_linear", "norm")])
-def test_saved_operands_are_gone_when_the_norm_runs_backward(name: str, operation: str, keep: bool, device):
+def test_saved_operands_are_freed_before_the_norms_backward(name: str, operation: str, keep: bool, device):
     model, x = small(name, device), sample(device)
     saved: list[weakref.ref[torch.UntypedStorage]] = []
 

@@ -36,7 +36,7 @@ def test_the_explanation_reports_the_cost_of_quantizing(kind):
     assert unquantized.chosen and "costs about" in str(quantized.reason)
 
 
-def test_recipes_without_measurements_are_left_alone(monkeypatch):
+def test_auto_precision_does_not_change_recipes_without_measurements(monkeypatch):
     monkeypatch.setenv("NVTE_FP8_AUTO", "1")
     assert precision.quantizes(MXFP8BlockScaling(), *SMALL)
 
@@ -54,7 +54,7 @@ def test_a_small_layer_under_auto_computes_as_without_a_recipe(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["BasicLinear", "Linear"])
-def test_te_ops_follow_the_variable_as_modules_do(monkeypatch, kind):
+def test_te_ops_follow_nvte_fp8_auto_as_modules_do(monkeypatch, kind):
     """The variable depends on times measured on a GPU; this test replaces the measurement."""
     monkeypatch.setattr(precision, "reason_against_fp8", lambda *request: "it never pays")
     monkeypatch.setattr(basic_linear, "estimates", lambda device, traced, quantized_weight: not traced)

@@ -1,4 +1,4 @@
-"""Limits of small public pieces: flags in any form, buffers of copies, closed blocks, dropped infinities."""
+"""Limits in small public functions: flags of any type, copied buffers, closed blocks, dropped infinities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 from transformer_engine.pytorch.transformer import DropPath
 
 
-def test_blocks_closed_by_their_own_exit_are_forgotten():
+def test_autocast_blocks_closed_by_their_own_exit_are_removed():
     manager = global_state.FP8GlobalStateManager
     manager.reset()
     for _ in range(5):
@@ -35,7 +35,7 @@ def test_grouped_weights_keep_the_mark_of_delayed_gradients():
     assert layer.weight.skip_backward_post_hook
 
 
-def test_a_row_scaling_flag_may_be_any_number():
+def test_a_row_scaling_flag_accepts_any_number():
     assert NVFP4Quantizer(row_scaled_nvfp4=2) == NVFP4Quantizer(row_scaled_nvfp4=True)
     assert NVFP4Quantizer(row_scaled_nvfp4=2).row_scaled_nvfp4 is True
 
@@ -50,7 +50,7 @@ def test_a_copied_quantizer_records_in_its_own_buffers():
     assert (quantizer.amax.item(), twin.amax.item()) == (2, 3)
 
 
-def test_fractional_counts_of_tokens_are_rejected():
+def test_fractional_token_counts_are_rejected():
     x, probs, routes = torch.ones(2, 4), torch.ones(2, 1), torch.ones(2, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"tokens_per_expert=\[2\.5\] holds fractions"):
         te.moe_permute_and_pad_with_probs(x, probs, routes, torch.tensor([2.5]), 4)
@@ -69,13 +69,13 @@ def test_eviction_keeps_failures_and_the_latest_entries(monkeypatch):
     assert graph._entry(("failed",)) is failed and graph._entry(("first",)) is first
 
 
-def test_rotation_functions_take_flags_in_any_form():
+def test_rotation_functions_accept_numbers_as_flags():
     x, angles = torch.randn(4, 1, 2, 8), torch.randn(4, 1, 1, 8)
     wanted = FusedRoPEFunc.apply(x, angles, None, "sbhd", True)
     assert torch.equal(FusedRoPEFunc.apply(x, angles, None, "sbhd", 2, None, 1.0, 0.0), wanted)
 
 
-def test_a_split_into_another_count_than_three_is_named():
+def test_a_split_into_other_than_three_parts_is_named():
     qkv, angles = torch.randn(4, 1, 2, 24), torch.randn(4, 1, 1, 8)
     said = r"qkv_split_arg_list=\[8, 16\] holds 2 sizes; give three of them: q_size, k_size and v_size"
     with pytest.raises(ValueError, match=said):
@@ -84,7 +84,7 @@ def test_a_split_into_another_count_than_three_is_named():
         tex.fused_qkv_rope_forward(qkv, angles, angles, None, [8, 16], "sbhd", False, 1, 0)
 
 
-def test_names_of_buffers_that_share_one_storage_are_their_own():
+def test_buffers_in_one_storage_keep_their_own_names():
     tensor = NVFP4Quantizer()(torch.randn(32, 64))
     wanted = tensor.fsdp_buffer_fields()
     parts = [getattr(tensor, name) for name in wanted]
@@ -108,7 +108,7 @@ def test_dropping_all_elements_gives_zeros_and_zero_gradients(drop):
     assert torch.equal(y, torch.zeros_like(x)) and torch.equal(x.grad, torch.zeros_like(x))
 
 
-def test_entries_of_a_failed_pass_are_dropped_where_they_reach_the_head():
+def test_a_failed_passs_entries_are_dropped_at_the_queue_head():
     store = WeightGradStore(True)
     for number, complete in enumerate((True, False, True, False)):
         store.context.append(([number], lambda n: n))
@@ -118,7 +118,7 @@ def test_entries_of_a_failed_pass_are_dropped_where_they_reach_the_head():
     store.assert_empty()
 
 
-def test_a_negative_floor_warns_once_for_all_values():
+def test_a_negative_amax_epsilon_warns_once_for_all_values():
     from transformer_engine.common.warning import forget_issued
 
     forget_issued()

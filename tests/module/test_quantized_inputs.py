@@ -1,4 +1,4 @@
-"""Layers take a quantized tensor where they take its values, with the same results and gradients."""
+"""Layers accept a quantized tensor in place of its values, with the same results and gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUANTIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def results_of(layer: torch.nn.Module, x: Any, recipe: str) -> tuple[torch.Tensor, ...]:
+def layer_results(layer: torch.nn.Module, x: Any, recipe: str) -> tuple[torch.Tensor, ...]:
     layer.zero_grad()
     with te.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
         y = layer(x)
@@ -43,7 +43,7 @@ def results_of(layer: torch.nn.Module, x: Any, recipe: str) -> tuple[torch.Tenso
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_quantized_input_counts_by_its_values(kind, recipe, quantizer, place):
+def test_a_quantized_input_equals_its_dequantized_values(kind, recipe, quantizer, place):
     if kind == "Linear" and recipe != "none":
         pytest.skip(
             "a Linear multiplies the codes of its input, which another quantization would round again"
@@ -53,8 +53,8 @@ def test_a_quantized_input_counts_by_its_values(kind, recipe, quantizer, place):
     shape = (ROWS, 1, HIDDEN) if kind == "TransformerLayer" else (ROWS, HIDDEN)
     codes = QUANTIZERS[quantizer]()(torch.randn(*shape, device=place))
     values = codes.dequantize().detach().requires_grad_()
-    expected = results_of(layer, values, recipe)
-    found = results_of(layer, codes.requires_grad_(), recipe)
+    expected = layer_results(layer, values, recipe)
+    found = layer_results(layer, codes.requires_grad_(), recipe)
     for a, b in zip(found, expected, strict=True):
-        # A recipe rounds values that differ in their last bits to other codes now and then.
+        # Now and then, a recipe rounds values that differ in their last bits to different codes.
         assert (a - b).norm() <= (1e-5 if recipe == "none" else 1e-3) * b.norm()

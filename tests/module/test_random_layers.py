@@ -1,8 +1,8 @@
-"""Random settings of the linear layers: compiled, graphed and generated calls have the bits of eager calls.
+"""Random linear layer settings: compiled, graphed and generated calls are bitwise equal to eager calls.
 
-The tests compare results, gradients, accumulated gradients and scaling states of several steps. On a CPU, a recorder
-that runs functions again replaces CUDA graphs, and `generated_random_launches.py` compares the kernels of generated
-passes on a simulated GPU.
+The tests compare results, gradients, accumulated gradients and scaling states over several steps. On a CPU, a
+recorder that runs functions again replaces CUDA graphs, and `generated_random_launches.py` compares generated
+passes' kernels on a simulated GPU.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from transformer_engine.pytorch.functions import layer as layer_functions
 from transformer_engine.pytorch.graphs import build
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emulate
 
-SIZES = (128, 256, 64)  # of the input, the output and the rows; every format supports them
+SIZES = (128, 256, 64)  # for the input, the output and the rows; every format supports them
 STEPS = 3
-GENERATED = 6  # steps, of which the last ones run generated passes
+GENERATED = 6  # steps; the last ones run generated passes
 EACH = settings(
     deadline=None,
     database=None,
@@ -47,22 +47,22 @@ class Bound(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of a layer and of its calls.
+    """Settings for a layer and its calls.
 
     Attributes:
-        kind: Name of the layer's class.
-        recipe: Key of `RECIPES`.
-        override: `backward_override` of the recipe.
-        dtype: Dtype of parameters and inputs.
+        kind: The layer's class name.
+        recipe: Key in `RECIPES`.
+        override: The recipe's `backward_override`.
+        dtype: Parameter and input dtype.
         bias: The layer has biases.
         return_bias: They are returned instead of added.
         frozen: Numbers that choose frozen parameters, by their remainders.
-        grad_input: The gradient of the input is needed.
+        grad_input: The input gradient is needed.
         quantized: Parameters are quantized.
         fused: Weight gradients accumulate into `main_grad`.
         microbatches: `is_first_microbatch` is passed.
-        activation: Activation of a `LayerNormMLP`.
-        normalization: Normalization of a layer that has one.
+        activation: Activation in a `LayerNormMLP`.
+        normalization: Normalization, for layers that have one.
     """
 
     kind: str
@@ -88,7 +88,7 @@ class Settings:
         return recipe
 
     def layer(self, device: torch.device) -> Any:
-        """Return the layer, with the same parameters every time."""
+        """The layer, with the same parameters in every call."""
         torch.manual_seed(3)
         recipe = self.made_recipe()
         options: dict[str, Any] = {"params_dtype": self.dtype, "device": device, "bias": self.bias}
@@ -106,7 +106,7 @@ class Settings:
         return layer
 
     def bound(self, layer: Any) -> Any:
-        """Return the layer as a module that takes no numbers of rows."""
+        """The layer as a module that takes no row counts."""
         return Bound(layer) if self.kind == "GroupedLinear" else layer
 
     def sample(self, step: int, device: torch.device) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Settings:
         return {"is_first_microbatch": step != 1} if self.microbatches else {}
 
     def trained(self, layer: Any, call: Any, device: torch.device, steps: int = STEPS) -> list[Any]:
-        """Return results, gradients and states of some steps."""
+        """Results, gradients and states over several steps."""
         seen: list[Any] = []
         recipe = self.made_recipe()
         for step in range(steps):
@@ -146,7 +146,7 @@ class Settings:
 
 
 def random_settings(**choices: list[Any]) -> st.SearchStrategy[Settings]:
-    """Random settings; `choices` restrict the values of some fields."""
+    """Random settings; `choices` restrict some fields' values."""
     switches = [False, True]
     values: dict[str, list[Any]] = {
         "kind": ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"],
@@ -215,14 +215,14 @@ def check_generated(case: Settings, device: torch.device) -> None:
 
 @settings(EACH, max_examples=2)
 @given(case=random_settings())
-def test_compiled_layers_have_the_bits_of_eager_layers(case, device):
+def test_random_compiled_layers_are_bitwise_equal_to_eager_layers(case, device):
     with emulate():
         check_compiled(case, device)
 
 
 @settings(EACH, max_examples=12)
 @given(case=random_settings())
-def test_graphed_layers_have_the_bits_of_eager_layers(case, device):
+def test_random_graphed_layers_are_bitwise_equal_to_eager_layers(case, device):
     with pytest.MonkeyPatch.context() as patch, emulate():
         check_graphed(case, device, patch)
 
@@ -230,14 +230,14 @@ def test_graphed_layers_have_the_bits_of_eager_layers(case, device):
 @pytest.mark.gpu
 @settings(EACH, max_examples=40)
 @given(case=random_settings())
-def test_generated_passes_have_the_bits_of_plain_passes(case, device):
+def test_random_generated_passes_are_bitwise_equal_to_plain_passes(case, device):
     check_generated(case, device)
 
 
 @pytest.mark.slow
 @settings(EACH, max_examples=500)
 @given(case=random_settings())
-def test_many_layers_have_the_bits_of_eager_layers(case, device):
+def test_many_random_layers_are_bitwise_equal_to_eager_layers(case, device):
     with pytest.MonkeyPatch.context() as patch, emulate():
         check_compiled(case, device)
         check_graphed(case, device, patch)

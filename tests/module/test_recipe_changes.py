@@ -1,4 +1,4 @@
-"""A change of recipe or weights replaces a module's states, continues them, or raises and leaves them unchanged."""
+"""A new recipe or new weights replace a module's states, continue them, or raise and leave them unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokens(device, dtype=torch.float32):
     return torch.randn(16, WIDTH, device=device, dtype=dtype)
 
 
-def trained(layer: nn.Module, device, recipe) -> nn.Module:
+def train(layer: nn.Module, device, recipe) -> nn.Module:
     for _ in range(2):
         with te.autocast(recipe=recipe):
             y = layer(tokens(device))
@@ -33,7 +33,7 @@ def trained(layer: nn.Module, device, recipe) -> nn.Module:
 
 
 def extra(recipe=None, **changes) -> torch.Tensor:
-    """Return the extra state of a Linear with some entries replaced."""
+    """Extra state of a Linear with some entries replaced."""
     state = {
         "recipe": recipe or DelayedScaling(amax_history_len=2, margin=3),
         "scale_fwd": torch.full((3,), 5.0),
@@ -63,7 +63,7 @@ MISFITS = {
 
 
 def contents(layer):
-    """Decoded contents of a layer's checkpoint, whose bytes differ from one pickling to the next."""
+    """Decoded checkpoint contents, because the raw bytes differ from one pickling to the next."""
     return decode_extra_state(layer.get_extra_state()) or {}
 
 
@@ -79,7 +79,7 @@ def assert_equal(found, kept):
 def test_a_mismatched_state_raises_and_changes_nothing(misfit, before, device):
     layer = te.Linear(WIDTH, WIDTH, device=device)
     if before is not None:
-        trained(layer, device, before)
+        train(layer, device, before)
     changes, names = MISFITS[misfit]
     quantizers = dict(layer.quantizers)
     states = {key: layer.fp8_meta.get(key) for key in ("scaling_fwd", "scaling_bwd")}
@@ -92,7 +92,7 @@ def test_a_mismatched_state_raises_and_changes_nothing(misfit, before, device):
     assert_equal(contents(layer), kept)
 
 
-def test_a_state_of_another_kind_than_quantized_parameters_is_dropped_with_a_warning(device):
+def test_a_state_that_does_not_match_quantized_parameters_is_dropped_with_a_warning(device):
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
         layer = te.Linear(WIDTH, WIDTH, device=device)
     quantizers, meta = dict(layer.quantizers), dict(layer.fp8_meta)
@@ -144,15 +144,15 @@ def test_loaded_weights_are_used_by_the_next_microbatch(make, whole, device):
         assert torch.equal(layer(x, *more, is_first_microbatch=False), expected)
 
 
-# Another family of recipes.
+# Another recipe family.
 
 
-def test_another_kind_of_quantizer_is_announced_and_replaces_the_states(device):
-    layer = trained(te.Linear(WIDTH, WIDTH, device=device), device, DelayedScaling(amax_history_len=2))
+def test_another_quantizer_type_warns_and_replaces_the_states(device):
+    layer = train(te.Linear(WIDTH, WIDTH, device=device), device, DelayedScaling(amax_history_len=2))
     with pytest.warns(UserWarning, match="from DelayedScaling to Float8CurrentScaling"):
-        trained(layer, device, Float8CurrentScaling())
+        train(layer, device, Float8CurrentScaling())
     with pytest.warns(UserWarning, match="from Float8CurrentScaling to Float8BlockScaling"):
-        trained(layer, device, Float8BlockScaling())
+        train(layer, device, Float8BlockScaling())
     fresh = te.Linear(WIDTH, WIDTH, device=device)
     fresh.load_state_dict(layer.state_dict())
     x = tokens(device)
@@ -160,8 +160,8 @@ def test_another_kind_of_quantizer_is_announced_and_replaces_the_states(device):
         assert torch.equal(layer(x), fresh(x))
 
 
-def test_another_option_of_the_same_kind_continues_in_silence(device):
-    layer = trained(te.Linear(WIDTH, WIDTH, device=device), device, DelayedScaling(amax_history_len=2))
+def test_another_option_of_the_same_recipe_continues_without_a_warning(device):
+    layer = train(te.Linear(WIDTH, WIDTH, device=device), device, DelayedScaling(amax_history_len=2))
     scale = layer.fp8_meta["scaling_fwd"].scale.clone()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -182,7 +182,7 @@ def _attend(module, device, recipe):
 
 @pytest.mark.parametrize("quantized_model", [False, True])
 @pytest.mark.parametrize("linear", [Float8CurrentScaling, DelayedScaling])
-def test_attention_takes_its_recipe_and_that_of_the_layers_in_turn(
+def test_attention_alternates_between_its_recipe_and_the_layers_recipe(
     linear, quantized_model, device, monkeypatch
 ):
     monkeypatch.setenv("TE_EMULATE", "1")

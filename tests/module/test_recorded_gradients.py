@@ -1,4 +1,4 @@
-"""Results in training mode have the same bits with and without recorded gradients and checkpoints."""
+"""Training-mode results are bitwise equal with and without recorded gradients and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine.pytorch as te
-from tests.support.layers import HIDDEN, NAMES, RECIPES, call_of, layer_of, same
+from tests.support.layers import HIDDEN, NAMES, RECIPES, make_call, make_layer, same
 
 DROPOUT = {
     "DotProductAttention": {"attention_dropout": 0.2},
@@ -31,12 +31,12 @@ def _emulation(emulated):
     """Enable emulation in every test of this file."""
 
 
-def outputs_of(y):
+def clone_outputs(y):
     return [part.detach().clone() for part in (y if isinstance(y, tuple) else (y,)) if part is not None]
 
 
 def ways(layer, function, x):
-    """Return {way to call: call} of calls that have to agree."""
+    """{way to call: call} for calls that have to agree."""
 
     def without_gradients():
         with torch.no_grad():
@@ -56,15 +56,15 @@ def ways(layer, function, x):
 @pytest.mark.parametrize("kind", [*NAMES, *CHAINS])
 @pytest.mark.sampled
 def test_results_do_not_depend_on_how_gradients_are_recorded(kind, recipe):
-    layer = CHAINS[kind]() if kind in CHAINS else layer_of(kind, **DROPOUT.get(kind, {}))
+    layer = CHAINS[kind]() if kind in CHAINS else make_layer(kind, **DROPOUT.get(kind, {}))
     if kind in CHAINS:
         layer.to("cuda" if torch.cuda.is_available() else "cpu")
-    x, _ = call_of(torch.nn.Identity() if kind in CHAINS else layer)
+    x, _ = make_call(torch.nn.Identity() if kind in CHAINS else layer)
     x = x.detach().to(next(layer.parameters(), x).device).requires_grad_()
     expected = None
     for name in ways(layer, None, x):
         if recipe == "delayed" and name.startswith("torch"):
-            continue  # other checkpoints repeat no scales of delayed scaling, see `repeatable`
+            continue  # other checkpoints do not repeat delayed-scaling scales, see `repeatable`
         module = copy.deepcopy(layer)
 
         def function(x, module=module):
@@ -74,7 +74,7 @@ def test_results_do_not_depend_on_how_gradients_are_recorded(kind, recipe):
         x.grad = None
         torch.manual_seed(5)
         y = ways(module, function, x)[name]()
-        found = outputs_of(y)
+        found = clone_outputs(y)
         gradients = []
         if name != "not recorded":
             first = y[0] if isinstance(y, tuple) else y
@@ -95,7 +95,7 @@ def call(layer, x):
     return layer(x)
 
 
-def test_gelu_in_a_product_is_requested_alike_with_and_without_gradients(monkeypatch):
+def test_gelu_fused_into_a_product_is_requested_with_and_without_gradients(monkeypatch):
     from transformer_engine.pytorch.functions import norm_mlp
 
     seen, original = [], norm_mlp.gemm_gelu

@@ -1,4 +1,4 @@
-"""A module reuses the cached specs of earlier calls only while all their inputs are unchanged."""
+"""A module reuses cached specs from earlier calls only while all their inputs are unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layer(request, device):
 built = []
 
 
-def noted(build, fields):
+def build_and_record(build, fields):
     built.append(build(Call(*fields)))
     return built[-1]
 
@@ -45,7 +45,7 @@ def noted(build, fields):
 def builds(layer):
     """The specs that the layer had to build."""
     built.clear()
-    layer._specs = Memory(noted, layer._specs.most, type(layer).build)
+    layer._specs = Memory(build_and_record, layer._specs.most, type(layer).build)
     return built
 
 
@@ -69,13 +69,13 @@ def test_equal_calls_share_a_spec(layer, builds, device):
     ],
     ids=["rows", "gradient", "microbatch", "dtype"],
 )
-def test_another_kind_of_call_gets_another_spec(layer, builds, device, change):
+def test_a_different_call_signature_gets_another_spec(layer, builds, device, change):
     layer(tokens(device))
     change(layer, tokens(device))
     assert len(builds) == 2
 
 
-def test_the_recipe_the_gradient_mode_and_torchs_autocast_count(layer, builds, device):
+def test_recipe_gradient_mode_and_torch_autocast_select_the_spec(layer, builds, device):
     x = tokens(device)
     layer(x)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_the_recipe_the_gradient_mode_and_torchs_autocast_count(layer, builds, d
     assert len(builds) == 5
 
 
-def test_a_frozen_parameter_counts(layer, builds, device):
+def test_freezing_a_parameter_selects_another_spec(layer, builds, device):
     x = tokens(device)
     layer(x)
     next(iter(layer.parameters())).requires_grad_(False)
@@ -96,7 +96,7 @@ def test_a_frozen_parameter_counts(layer, builds, device):
     assert len(builds) == 2
 
 
-def test_parameters_of_one_call_are_not_kept_for_the_next(layer, device):
+def test_functional_call_parameters_are_not_cached(layer, device):
     """torch.func.functional_call passes new parameters in each call; caching them would accumulate memory."""
     seen = []
     for _ in range(3):
@@ -108,7 +108,7 @@ def test_parameters_of_one_call_are_not_kept_for_the_next(layer, device):
     assert not any(ref() is not None for ref in seen)
 
 
-def test_gradients_accumulate_into_the_parameter_of_their_call(device):
+def test_gradients_accumulate_into_their_calls_parameter(device):
     layer = Linear(32, 64, bias=False, fuse_wgrad_accumulation=True, device=device)
     buffers = []
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_a_cached_call_still_checks_dtypes(layer, device):
         layer(tokens(device, dtype=torch.bfloat16))
 
 
-def test_every_step_updates_the_scales_of_delayed_scaling(layer, device):
+def test_every_step_updates_delayed_scaling_scales(layer, device):
     recipe = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
     for step in range(1, 5):
         x = step * tokens(device).requires_grad_()
@@ -162,7 +162,7 @@ def test_recomputation_repeats_the_forward(layer, device):
     assert torch.equal(*grads)
 
 
-def test_the_memory_is_bounded(layer, monkeypatch, device):
+def test_the_spec_cache_is_bounded(layer, monkeypatch, device):
     monkeypatch.setattr(layer._specs, "most", 3)
     for rows in range(1, 9):
         layer(tokens(device, rows))

@@ -8,40 +8,40 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import RECIPES, call_of, layer_of
+from tests.support.layers import RECIPES, make_call, make_layer
 
 
 @pytest.mark.parametrize(
     ("name", "bias"),
     [("LayerNorm", "bias"), ("LayerNormLinear", "layer_norm_bias"), ("LayerNormMLP", "layer_norm_bias")],
 )
-def test_a_norm_whose_bias_was_taken_away_trains(name, bias):
-    without, zero = layer_of(name), layer_of(name)
+def test_a_norm_whose_bias_was_removed_trains(name, bias):
+    without, zero = make_layer(name), make_layer(name)
     setattr(without, bias, None)
     torch.nn.init.zeros_(getattr(zero, bias))
     results = []
     for layer in (without, zero):
-        x, call = call_of(layer)
+        x, call = make_call(layer)
         y = call()
         y.sin().sum().backward()
         results.append([y, x.grad, *(p.grad for n, p in layer.named_parameters() if n != bias)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_projection_that_adds_its_bias_replaces_one_that_returns_it():
-    layer, other = layer_of("TransformerLayer"), layer_of("TransformerLayer")
+def test_a_projection_that_adds_its_bias_can_replace_one_that_returns_it():
+    layer, other = make_layer("TransformerLayer"), make_layer("TransformerLayer")
     proj = other.self_attention.proj
     torch.nn.init.normal_(proj.bias)
     layer.load_state_dict(other.state_dict())
     own = te.Linear(proj.in_features, proj.out_features, device=proj.weight.device)
     own.load_state_dict(proj.state_dict())
     layer.self_attention.proj = own
-    (_, ours), (_, theirs) = call_of(layer), call_of(other)
+    (_, ours), (_, theirs) = make_call(layer), make_call(other)
     torch.testing.assert_close(ours(), theirs(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_warns_once_that_it_runs_in_high_precision():
-    layer = layer_of("Linear")
+    layer = make_layer("Linear")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for rows in (7, 9, 11):

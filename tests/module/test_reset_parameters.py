@@ -1,4 +1,4 @@
-"""reset_parameters() fills every parameter anew in every call and on any copy."""
+"""reset_parameters() fills every parameter again in every call and on any copy."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_resetting_works_from_the_meta_device_and_again(kind, recipe, device):
     assert kinds == {n: isinstance(p, QuantizedTensor) for n, p in plain.named_parameters()}
 
 
-def test_a_layer_trains_on_with_the_parameters_its_optimizer_has(device):
+def test_a_reset_layer_trains_on_with_its_optimizers_parameters(device):
     with quantized_model_init(recipe=RECIPES["current"]):
         layer = te.Linear(64, 128, device=device)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
@@ -94,7 +94,7 @@ def test_a_layer_trains_on_with_the_parameters_its_optimizer_has(device):
     assert not torch.equal(values(layer)["weight"], before["weight"])
 
 
-def test_the_kept_initial_values_are_those_of_the_last_time(device):
+def test_preserved_initial_values_come_from_the_last_reset(device):
     with quantized_model_init(recipe=RECIPES["current"], preserve_high_precision_init_val=True):
         layer = te.Linear(64, 128, device=device)
     old = layer.weight.get_high_precision_init_val()
@@ -104,7 +104,7 @@ def test_the_kept_initial_values_are_those_of_the_last_time(device):
     assert float((layer.weight.detach().dequantize().cpu() - new).norm()) < 0.05 * float(new.norm())
 
 
-def test_a_learnable_sink(device):
+def test_resetting_zeroes_a_learnable_sink(device):
     layer = DotProductAttention(2, 32, softmax_type="learnable").to(device)
     torch.nn.init.ones_(layer.softmax_offset)
     layer.reset_parameters()
@@ -112,7 +112,7 @@ def test_a_learnable_sink(device):
     assert torch.equal(layer.softmax_offset, torch.zeros_like(layer.softmax_offset))
 
 
-def test_a_contradicting_mark_raises_and_changes_nothing():
+def test_contradicting_tensor_parallel_attributes_raise_and_change_nothing():
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     set_tensor_model_parallel_attributes(weight, True, 0, 1)
     set_tensor_model_parallel_attributes(weight, True, 0, 1)

@@ -1,4 +1,4 @@
-"""A TransformerLayer's norms add the residual gradients, with the bits of autograd's own sums."""
+"""A TransformerLayer's norms add the residual gradients, bitwise equal to autograd's own sums."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make(device, dtype, **options):
 
 
 def run(layer, x, recipe, checkpoint=False):
-    """Output and all gradients of two steps, the second with the state of the first."""
+    """Output and all gradients from two steps, the second with the first one's state."""
     results = []
     encoder = {"encoder_output": x.detach() * 0.5} if layer.inter_attention is not None else {}
     for step in range(2):
@@ -67,7 +67,7 @@ def assert_equal(results, expected):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_layer_gradients_equal_those_with_separate_sums(variant, dtype, device):
+def test_layer_gradients_equal_gradients_with_separate_sums(variant, dtype, device):
     x = inputs(device, dtype)
     results = run(make(device, dtype, **VARIANTS[variant]), x, None)
     assert_equal(results, run(with_separate_sums(make(device, dtype, **VARIANTS[variant])), x, None))
@@ -75,7 +75,7 @@ def test_layer_gradients_equal_those_with_separate_sums(variant, dtype, device):
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_quantized_and_recomputed_layers_equal_those_with_separate_sums(recipe, checkpoint, device):
+def test_quantized_and_recomputed_layers_equal_layers_with_separate_sums(recipe, checkpoint, device):
     x, options = inputs(device, torch.bfloat16), VARIANTS["rms"]
     results = run(make(device, torch.bfloat16, **options), x, RECIPES[recipe], checkpoint)
     separate = with_separate_sums(make(device, torch.bfloat16, **options))
@@ -84,7 +84,7 @@ def test_quantized_and_recomputed_layers_equal_those_with_separate_sums(recipe, 
 
 @pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_returned_input_takes_its_gradient_to_the_norm(kind, normalization, device):
+def test_the_returned_inputs_gradient_reaches_the_norm(kind, normalization, device):
     module = kind(HIDDEN, FFN, normalization=normalization, params_dtype=torch.bfloat16, device=device)
     values = inputs(device, torch.bfloat16)
     x, other = values.clone().requires_grad_(), values.clone().requires_grad_()

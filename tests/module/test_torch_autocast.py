@@ -39,7 +39,7 @@ MODULES = {
 
 
 def run(module, x, recipe, enabled, call=None):
-    """(outputs, gradients of the input and every parameter)"""
+    """(outputs, input and parameter gradients)"""
     encoded = {}
     if isinstance(module, te.TransformerLayer) and module.layer_type == "decoder":
         encoded = {"encoder_output": x.detach() * 0.5}
@@ -79,7 +79,7 @@ def check(name, recipe, device, how=None):
 @pytest.mark.parametrize("recipe", ["none", "current", "block"])
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.sampled
-def test_eager(name, recipe, device):
+def test_eager_outputs_have_autocasts_dtype(name, recipe, device):
     check(name, recipe, device)
 
 
@@ -87,7 +87,7 @@ def test_eager(name, recipe, device):
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("name", ["pre-norm", "post-norm", "parallel"])
 @pytest.mark.sampled
-def test_checkpointed(name, recipe, use_reentrant, device):
+def test_checkpointed_outputs_have_autocasts_dtype(name, recipe, use_reentrant, device):
     check(name, recipe, device, lambda m: lambda x: te.checkpoint(m, x, use_reentrant=use_reentrant))
 
 
@@ -102,7 +102,7 @@ def test_checkpointed(name, recipe, use_reentrant, device):
         ],
     ],
 )
-def test_compiled(name, recipe, device):
+def test_compiled_outputs_have_autocasts_dtype(name, recipe, device):
     torch._dynamo.reset()
     check(name, recipe, device, lambda m: torch.compile(m, fullgraph=True, backend="aot_eager"))
 

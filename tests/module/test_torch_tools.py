@@ -1,7 +1,7 @@
 """PyTorch's tools for modules have their documented effect on every public module and operation.
 
-The oracle of a tool is the same module without it: a hook that doubles an output has the doubled output of the module
-without a hook, a parametrized weight the results of the weight that it computes.
+A tool's oracle is the same module without it: a hook that doubles an output has the doubled output of the
+module without a hook, a parametrized weight has the same results as the weight that it computes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def make(name: str) -> nn.Module:
     return MODULES[name]().train()
 
 
-def owned(module: nn.Module, dimensions: int = 0) -> list[tuple[nn.Module, str]]:
-    """Submodules and names of their parameters, or only of parameters with a number of dimensions."""
+def parameter_owners(module: nn.Module, dimensions: int = 0) -> list[tuple[nn.Module, str]]:
+    """(submodule, parameter name) pairs, optionally restricted to a number of dimensions."""
     return [
         (owner, name)
         for owner in module.modules()
@@ -53,7 +53,7 @@ def owned(module: nn.Module, dimensions: int = 0) -> list[tuple[nn.Module, str]]
 
 
 def scaled(output: Any, factor: float) -> Any:
-    """The result of a module with a scaled main output."""
+    """A module's result with a scaled main output."""
     return output * factor if isinstance(output, Tensor) else (output[0] * factor, *output[1:])
 
 
@@ -85,13 +85,13 @@ def assert_all_equal(actual: Step, expected: Step) -> None:
             torch.testing.assert_close(actual.gradients[name], gradient, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
-# Tools. Each takes the name of a class, and raises AssertionError if the tool has another effect on it.
+# Tools. Each takes a class name, and raises AssertionError if the tool has another effect on it.
 
 
 def forward_hook(name: str) -> None:
     module = make(name)
     module.register_forward_hook(lambda _, args, output: scaled(output, 2))
-    # The gradient of twice the output is twice the gradient.
+    # Twice the output has twice the gradient.
     assert_equal(step(name, module), step(name, make(name)), output=2.0, gradient=2.0)
 
 
@@ -143,7 +143,7 @@ def forward_hook_of_all_modules(name: str) -> None:
 def full_backward_hook_of_all_modules(name: str) -> None:
     module = make(name)
     handle = every_module.register_module_full_backward_hook(
-        lambda each, inputs, outputs: _doubled(inputs) if each is module else None
+        lambda each, inputs, outputs: _double(inputs) if each is module else None
     )
     try:
         found = step(name, module)
@@ -152,7 +152,7 @@ def full_backward_hook_of_all_modules(name: str) -> None:
     assert_equal(found, step(name, make(name)), gradient=2.0)
 
 
-def _doubled(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def _double(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple([None if gradient is None else gradient * 2 for gradient in gradients])
 
 
@@ -177,13 +177,13 @@ def child_forward_hook(name: str) -> None:
 
 def full_backward_hook(name: str) -> None:
     module = make(name)
-    module.register_full_backward_hook(lambda _, inputs, outputs: _doubled(inputs))
+    module.register_full_backward_hook(lambda _, inputs, outputs: _double(inputs))
     assert_equal(step(name, module), step(name, make(name)), gradient=2.0)
 
 
 def full_backward_pre_hook(name: str) -> None:
     module = make(name)
-    module.register_full_backward_pre_hook(lambda _, outputs: _doubled(outputs))
+    module.register_full_backward_pre_hook(lambda _, outputs: _double(outputs))
     assert_equal(step(name, module), step(name, make(name)), gradient=2.0)
 
 
@@ -208,24 +208,24 @@ def _with_doubled_parameters(name: str) -> nn.Module:
     return module
 
 
-def parametrized_parameters(name: str) -> None:
+def parametrize_parameters(name: str) -> None:
     module = make(name)
-    for owner, key in owned(module):
+    for owner, key in parameter_owners(module):
         parametrize.register_parametrization(owner, key, _Twice())
     found = step(name, module)
     assert_equal(found, step(name, _with_doubled_parameters(name)))
     assert all(gradient is not None for gradient in found.gradients.values())
 
 
-def replaced_parameters(name: str) -> None:
+def replace_parameters(name: str) -> None:
     module = make(name)
     step(name, module)
-    for owner, key in owned(module):
+    for owner, key in parameter_owners(module):
         setattr(owner, key, nn.Parameter(getattr(owner, key).detach() * 2))
     assert_all_equal(step(name, module), step(name, _with_doubled_parameters(name)))
 
 
-def swapped_parameters(name: str) -> None:
+def swap_parameters(name: str) -> None:
     module = make(name)
     for parameter in list(module.parameters()):
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))
@@ -234,10 +234,10 @@ def swapped_parameters(name: str) -> None:
 
 def _normalized(name: str, apply: Callable[[nn.Module, str], Any]) -> None:
     module, reference = make(name), make(name)
-    for owner, key in owned(module, 2):
+    for owner, key in parameter_owners(module, 2):
         apply(owner, key)
     module.eval()  # spectral_norm updates its vectors in training mode
-    for (owner, key), (of_module, _) in zip(owned(reference, 2), _owners(module), strict=True):
+    for (owner, key), (of_module, _) in zip(parameter_owners(reference, 2), _owners(module), strict=True):
         with torch.no_grad():
             getattr(owner, key).copy_(getattr(of_module, key))
     found = step(name, module)
@@ -262,12 +262,12 @@ def spectral_norm(name: str) -> None:
     _normalized(name, parametrizations.spectral_norm)
 
 
-def pruned_parameters(name: str) -> None:
+def prune_parameters(name: str) -> None:
     module, reference = make(name), make(name)
-    owners = owned(module)
+    owners = parameter_owners(module)
     for owner, key in owners:
         prune.l1_unstructured(owner, key, 0.5)
-    for (owner, key), (of_module, _) in zip(owned(reference), owners, strict=True):
+    for (owner, key), (of_module, _) in zip(parameter_owners(reference), owners, strict=True):
         with torch.no_grad():
             getattr(owner, key).mul_(getattr(of_module, f"{key}_mask"))
     assert_equal(step(name, module), step(name, reference))
@@ -301,7 +301,7 @@ class _Adapted(nn.Module):
         return scaled(self.base(*args, **options), self.scale)  # pyright: ignore[reportArgumentType]
 
 
-def _replaced(name: str, replace: Callable[[nn.Module, str, nn.Module], None]) -> None:
+def _check_replacement(name: str, replace: Callable[[nn.Module, str, nn.Module], None]) -> None:
     for key in [key for key, _ in make(name).named_children()]:
         module, reference = make(name), make(name)
         step(name, module)
@@ -313,12 +313,12 @@ def _replaced(name: str, replace: Callable[[nn.Module, str, nn.Module], None]) -
         assert found.gradients[f"{key}.scale"] is not None
 
 
-def replaced_child(name: str) -> None:
-    _replaced(name, setattr)
+def replace_child(name: str) -> None:
+    _check_replacement(name, setattr)
 
 
 def set_submodule(name: str) -> None:
-    _replaced(name, lambda module, key, new: module.set_submodule(key, new))
+    _check_replacement(name, lambda module, key, new: module.set_submodule(key, new))
 
 
 def deep_copy(name: str) -> None:
@@ -330,14 +330,14 @@ def deep_copy(name: str) -> None:
     assert not {id(p) for p in twin.parameters()} & {id(p) for p in module.parameters()}
 
 
-def pickled(name: str) -> None:
+def pickle_round_trip(name: str) -> None:
     module, buffer = make(name), io.BytesIO()
     torch.save(module, buffer)
     buffer.seek(0)
     assert_all_equal(step(name, torch.load(buffer, weights_only=False)), step(name, make(name)))
 
 
-def _loaded(name: str, assign: bool) -> None:
+def _check_load(name: str, assign: bool) -> None:
     source = make(name)
     with torch.no_grad():
         for parameter in source.parameters():
@@ -348,15 +348,15 @@ def _loaded(name: str, assign: bool) -> None:
 
 
 def strict_load(name: str) -> None:
-    _loaded(name, assign=False)
+    _check_load(name, assign=False)
 
 
-def assigned_load(name: str) -> None:
-    _loaded(name, assign=True)
+def load_with_assign(name: str) -> None:
+    _check_load(name, assign=True)
 
 
 def plain_load(name: str) -> None:
-    """The state dict has the parameters alone, as one of torch's module has."""
+    """The state dict has the parameters alone, like a torch module's."""
     source = make(name)
     with torch.no_grad():
         for parameter in source.parameters():
@@ -373,7 +373,7 @@ def to_empty(name: str) -> None:
     assert_all_equal(step(name, module), step(name, source))
 
 
-def _converted(name: str, module: nn.Module, dtype: torch.dtype) -> None:
+def _check_conversion(name: str, module: nn.Module, dtype: torch.dtype) -> None:
     reference = make(name)
     with torch.no_grad():
         for parameter in reference.parameters():
@@ -384,15 +384,15 @@ def _converted(name: str, module: nn.Module, dtype: torch.dtype) -> None:
     torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
 
 
-def converted(name: str) -> None:
-    _converted(name, make(name).to(torch.bfloat16), torch.bfloat16)
+def convert_dtype(name: str) -> None:
+    _check_conversion(name, make(name).to(torch.bfloat16), torch.bfloat16)
 
 
 def half(name: str) -> None:
-    _converted(name, make(name).half(), torch.float16)
+    _check_conversion(name, make(name).half(), torch.float16)
 
 
-def swapped_tensors(name: str) -> None:
+def swap_tensors(name: str) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -431,29 +431,29 @@ def _functional(name: str, module: nn.Module, values: dict[str, Tensor], x: Tens
     )
 
 
-def _checkpointed(name: str, use_reentrant: bool) -> None:
+def _check_checkpoint(name: str, use_reentrant: bool) -> None:
     module = make(name)
     found = step(name, module, lambda x: checkpoint(_Called(name, module), x, use_reentrant=use_reentrant))
     assert_all_equal(found, step(name, make(name)))
 
 
 def reentrant_checkpoint(name: str) -> None:
-    _checkpointed(name, True)
+    _check_checkpoint(name, True)
 
 
 def other_checkpoint(name: str) -> None:
-    _checkpointed(name, False)
+    _check_checkpoint(name, False)
 
 
 def own_checkpoint(name: str) -> None:
-    """The checkpoint of this package, whose two runs have the same random states."""
+    """This package's checkpoint, whose two runs have the same random states."""
     module = make(name)
     found = step(name, module, lambda x: te.checkpoint(_Called(name, module), x))  # pyright: ignore
     assert_all_equal(found, step(name, make(name)))
 
 
 def compiled_in_place(name: str) -> None:
-    torch._dynamo.reset()  # all operations share `forward`, of which torch compiles 8 kinds of modules at most
+    torch._dynamo.reset()  # all operations share `forward`, of which torch compiles at most 8 module types
     module, graphs = make(name), CompileCounterWithBackend("aot_eager")
     module.compile(backend=graphs)
     assert_all_equal(step(name, module), step(name, make(name)))
@@ -469,7 +469,7 @@ def compiled(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """A process group of one rank."""
+    """A process group with one rank."""
     if dist.is_initialized():
         yield
         return
@@ -481,7 +481,7 @@ def group() -> Iterator[None]:
             os.remove(f"{file.name}.store")
 
 
-def _in_wrapper(name: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
+def _check_wrapper(name: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
     wrapped = wrap(_Called(name, make(name)))
     x = inputs()
     y = wrapped(x)
@@ -494,21 +494,21 @@ def _in_wrapper(name: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
 
 def data_parallel(name: str) -> None:
     if list(make(name).parameters()):
-        _in_wrapper(name, nn.parallel.DistributedDataParallel)
+        _check_wrapper(name, nn.parallel.DistributedDataParallel)
 
 
 def fully_sharded_1(name: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if list(make(name).parameters()):
-        _in_wrapper(name, lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu")))
+        _check_wrapper(name, lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu")))
 
 
 def fully_sharded_2(name: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    _in_wrapper(name, lambda module: fully_shard(module, mesh=mesh))
+    _check_wrapper(name, lambda module: fully_shard(module, mesh=mesh))
 
 
 TOOLS = {
@@ -523,23 +523,23 @@ TOOLS = {
         full_backward_hook_of_all_modules,
         tensor_hook,
         state_dict_hooks,
-        parametrized_parameters,
+        parametrize_parameters,
         weight_norm,
         spectral_norm,
-        pruned_parameters,
-        replaced_parameters,
-        swapped_parameters,
+        prune_parameters,
+        replace_parameters,
+        swap_parameters,
         extra_parameter,
         extra_child,
         deep_copy,
-        pickled,
+        pickle_round_trip,
         strict_load,
-        assigned_load,
+        load_with_assign,
         plain_load,
         to_empty,
-        converted,
+        convert_dtype,
         half,
-        swapped_tensors,
+        swap_tensors,
         functional_call,
         reentrant_checkpoint,
         other_checkpoint,
@@ -551,7 +551,7 @@ TOOLS = {
         fully_sharded_2,
     )
 }
-TOOLS_OF_CHILDREN = {tool.__name__: tool for tool in (child_forward_hook, replaced_child, set_submodule)}
+TOOLS_OF_CHILDREN = {tool.__name__: tool for tool in (child_forward_hook, replace_child, set_submodule)}
 # {(class, tool): why the tool has another effect}
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("ops.Sequential", "extra_child"): "a Sequential calls each child, as torch.nn.Sequential does",

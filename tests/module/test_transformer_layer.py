@@ -19,7 +19,7 @@ def sample(device, *shape, seed=0):
 
 
 def make(device, **options):
-    """A layer in evaluation with large, random parameters."""
+    """A layer in evaluation mode with large, random parameters."""
     layer = TransformerLayer(HIDDEN, FFN, HEADS, device=device, fuse_qkv_params=True, **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def attention(q, k, v, causal, proj):
 
 
 def self_attention(x, block):
-    """Of the layer whose weights are interleaved head by head."""
+    """For a layer whose weights are interleaved head by head."""
     layer = block.layernorm_qkv or block.qkv
     mixed = linear(x, layer.weight, layer.bias).unflatten(-1, (HEADS, 3, -1))
     return attention(*(part.flatten(-2) for part in mixed.unbind(-2)), True, block.proj)
@@ -60,7 +60,7 @@ def mlp(x, block):
     return linear(inner, block.fc2_weight, block.fc2_bias)
 
 
-def by_hand(layer, x, encoder=None):
+def compose_layer(layer, x, encoder=None):
     attend, post = layer.self_attention, layer.apply_residual_connection_post_layernorm
     first = x if layer.output_layernorm else norm(x, attend.layernorm_qkv)
     if layer.parallel_attention_mlp:
@@ -96,7 +96,7 @@ def test_every_variant_equals_its_formula(variant, device):
     layer = make(device, **VARIANTS[variant])
     x = sample(device, 5, 2, HIDDEN).requires_grad_()
     encoder = sample(device, 3, 2, HIDDEN, seed=2).requires_grad_() if layer.layer_type == "decoder" else None
-    got, want = layer(x, encoder_output=encoder), by_hand(layer, x, encoder)
+    got, want = layer(x, encoder_output=encoder), compose_layer(layer, x, encoder)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     leaves = [x, *layer.parameters()] + ([encoder] if encoder is not None else [])
     grad = sample(device, *got.shape, seed=3)
@@ -163,13 +163,13 @@ def test_drop_path_drops_whole_samples(tensor_format, axis, device):
     torch.testing.assert_close(dropped[kept], 2 * branch[kept], atol=1e-4, rtol=1e-4)
 
 
-def test_drop_path_of_zero_is_the_identity(device):
+def test_zero_drop_path_is_the_identity(device):
     x = sample(device, 3, 4)
     assert DropPath(0.0)(x) is x and DropPath(0.5).eval()(x) is x
     assert "drop_prob=0.5" in repr(DropPath(0.5))
 
 
-def test_parameters_have_the_names_of_checkpoints(device):
+def test_parameters_have_the_checkpoint_names(device):
     names = [name for name, _ in make(device, layer_type="decoder", output_layernorm=True).named_parameters()]
     assert names == [
         "self_attention.qkv.weight",
@@ -195,7 +195,7 @@ def test_parameters_have_the_names_of_checkpoints(device):
     ]
 
 
-def test_a_modern_decoder_stack_has_no_biases_and_no_surprises(device):
+def test_a_decoder_stack_with_rmsnorm_swiglu_and_gqa_has_no_biases(device):
     layer = TransformerLayer(
         HIDDEN,
         FFN,
@@ -221,7 +221,7 @@ def test_a_modern_decoder_stack_has_no_biases_and_no_surprises(device):
 
 
 @torch.no_grad()
-def test_decoding_with_a_cache_equals_the_whole_forward(device):
+def test_decoding_with_a_cache_equals_the_full_forward(device):
     layers = [make(device, layer_number=i + 1) for i in range(2)]
     x = sample(device, 6, 2, HIDDEN)
     angles = RotaryPositionEmbedding(HIDDEN // HEADS)(8).to(device)
@@ -253,7 +253,7 @@ def test_quantized_training_stays_close_to_high_precision(device, monkeypatch):
     assert (got - want).norm() < 0.1 * want.norm()
 
 
-def test_weights_are_quantized_once_for_the_microbatches_of_a_step(device, monkeypatch):
+def test_weights_are_quantized_once_per_step(device, monkeypatch):
     monkeypatch.setenv("TE_EMULATE", "1")
     layer = TransformerLayer(64, 128, 4, fuse_qkv_params=True, device=device).eval()
     x = sample(device, 16, 2, 64)
@@ -284,7 +284,7 @@ def test_layers_compile_to_the_same_outputs_and_gradients(variant, device):
         torch.testing.assert_close(traced, eager, atol=1e-5, rtol=1e-5)
 
 
-def test_groups_reach_every_child(device, monkeypatch):
+def test_setting_a_parallel_group_sets_it_on_every_child_module(device, monkeypatch):
     layer = make(device, layer_type="decoder")
     group = object()
     layer.set_tensor_parallel_group(group)

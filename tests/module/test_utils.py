@@ -1,4 +1,4 @@
-"""transformer_engine.pytorch.utils: layouts of gated weights."""
+"""transformer_engine.pytorch.utils: layouts for gated weights."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from transformer_engine.pytorch import utils
 
 @pytest.mark.parametrize("shape", [(12, 5), (12,), (24, 2, 3)])
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_blocks_of_gate_and_product_take_turns(shape, size):
+def test_interleaved_glu_tensors_alternate_gate_and_product_blocks(shape, size):
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
     gate, product = tensor.chunk(2)
     blocks = [part[i : i + size] for i in range(0, len(gate), size) for part in (gate, product)]
@@ -21,7 +21,7 @@ def test_blocks_of_gate_and_product_take_turns(shape, size):
 
 
 @pytest.mark.parametrize("change", [te.interleave_glu_tensor, te.deinterleave_glu_tensor])
-def test_partial_blocks_of_rows_are_rejected(change):
+def test_partial_row_blocks_are_rejected(change):
     for shape in ((10, 4), ()):
         with pytest.raises(ValueError, match=r"is no multiple of 2 interleave_size = 8"):
             change(torch.zeros(shape), 4)

@@ -1,4 +1,4 @@
-"""Cached quantized weights: their memory serves all steps, and a pending backward pass reads what it has saved."""
+"""Cached quantized weights: all steps reuse their memory, and a pending backward reads its saved tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _emulation(emulated):
 
 @pytest.fixture
 def capturing(monkeypatch):
-    """Return a list; while it contains an element, the cache behaves as in the capture of a graph."""
+    """A list; while it contains an element, the cache behaves as during graph capture."""
     flag = []
     monkeypatch.setattr(weight_cache, "is_capturing", lambda device: bool(flag))
     return flag
@@ -54,7 +54,7 @@ def sample(device):
 
 
 def cached(layer):
-    """Return {name: tensors} of all cached weights of a layer and its parts."""
+    """{name: tensors} for all cached weights in a layer and its parts."""
     return {
         (prefix, name): weight_parts(weight)[0]
         for prefix, module in layer.named_modules()
@@ -97,7 +97,7 @@ def test_later_steps_write_to_the_memory_of_the_first_step(kind, name, device):
 
 
 @pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
-def test_an_update_has_the_bits_of_a_new_quantization(name, device):
+def test_an_update_is_bitwise_equal_to_a_new_quantization(name, device):
     layer, x = LAYERS["layernorm_mlp"](device), sample(device)
     call(layer, x, name, True).sum().backward()
     change(layer)
@@ -111,7 +111,7 @@ def test_an_update_has_the_bits_of_a_new_quantization(name, device):
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.sampled
 def test_a_pending_backward_pass_keeps_the_weights_of_its_forward_pass(kind, hooks, device):
-    """Hooks that return the saved tensor itself hold it by a reference from Python."""
+    """Hooks that return the saved tensor itself reference it from Python."""
     layer = LAYERS[kind](device)
     twin = copy.deepcopy(layer)
     x, x2 = sample(device), sample(device)
@@ -139,7 +139,7 @@ def test_a_retained_graph_keeps_its_weights(device):
     assert torch.equal(first, second)
 
 
-def test_inference_then_training_keeps_the_memory_of_the_rows(device):
+def test_training_after_inference_keeps_the_row_memory(device):
     layer, x = LAYERS["linear"](device), sample(device)
     with torch.inference_mode():
         call(layer, x, "block", True)
@@ -156,13 +156,13 @@ def test_inference_then_training_keeps_the_memory_of_the_rows(device):
         (checkpoint, name)
         for checkpoint in (te.checkpoint, torch_checkpoint)
         for name in QUANTIZED
-        # Checkpoints of torch repeat no scales of delayed scaling, see `repeatable`.
+        # torch's checkpoints do not repeat delayed-scaling scales, see `repeatable`.
         if (checkpoint, name) != (torch_checkpoint, "delayed")
     ],
 )
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.sampled
-def test_a_checkpoint_repeats_the_codes_of_its_first_run(checkpoint, name, reentrant, device):
+def test_a_checkpoint_repeats_its_first_runs_codes(checkpoint, name, reentrant, device):
     layer = LAYERS["layernorm_linear"](device)
     twin = copy.deepcopy(layer)
     x = sample(device)
@@ -177,7 +177,7 @@ def test_a_checkpoint_repeats_the_codes_of_its_first_run(checkpoint, name, reent
     assert torch.equal(got, x.grad)
 
 
-def captured_linear(device, kind, capturing):
+def capture_linear(device, kind, capturing):
     """A Linear whose cached weight a captured graph reads, and its input."""
     layer, x = LAYERS["linear"](device), sample(device)
     call(layer, x, kind, True).sum().backward()
@@ -188,7 +188,7 @@ def captured_linear(device, kind, capturing):
 
 
 def test_memory_that_a_graph_reads_outlives_state_dicts_and_cleared_caches(device, capturing):
-    layer, x = captured_linear(device, "block", capturing)
+    layer, x = capture_linear(device, "block", capturing)
     before = addresses(layer)
     (parts,) = cached(layer).values()
     alive = [weakref.ref(part) for part in parts if part is not None]
@@ -226,8 +226,8 @@ def test_memory_that_no_graph_reads_is_freed_with_its_entry(way, device):
     assert all(reference() is None for reference in alive)
 
 
-def test_repeated_captures_of_one_weight_keep_its_memory_once(device, capturing):
-    layer, x = captured_linear(device, "block", capturing)
+def test_repeated_captures_keep_a_weights_memory_once(device, capturing):
+    layer, x = capture_linear(device, "block", capturing)
     for first in (True, False) * 5:
         call(layer, x, "block", True).sum().backward()
         capturing.append(True)
@@ -237,8 +237,8 @@ def test_repeated_captures_of_one_weight_keep_its_memory_once(device, capturing)
     assert len(entries) == 1
 
 
-def test_an_update_of_memory_that_a_graph_and_a_pending_backward_pass_read_is_rejected(device, capturing):
-    layer, x = captured_linear(device, "current", capturing)
+def test_updating_memory_that_a_graph_and_a_pending_backward_read_is_rejected(device, capturing):
+    layer, x = capture_linear(device, "current", capturing)
     pending = call(layer, x, "current", False)
     before = [part.clone() for (parts,) in [cached(layer).values()] for part in parts if part is not None]
     change(layer)
@@ -266,7 +266,7 @@ def test_a_weight_whose_memory_is_replaced_is_quantized_from_its_new_memory(devi
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 @pytest.mark.parametrize("training", [False, True])
-def test_a_graph_of_later_microbatches_reads_the_weights_of_every_step(kind, name, training, device):
+def test_a_graph_for_later_microbatches_reads_every_steps_weights(kind, name, training, device):
     layer = LAYERS[kind](device).to(torch.bfloat16)
     x = sample(device).detach().to(torch.bfloat16).requires_grad_(training)
 

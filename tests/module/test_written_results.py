@@ -1,4 +1,4 @@
-"""Callers may write a layer's results in place, as torch's own results, with and without gradients."""
+"""Callers may write a layer's results in place, like torch's results, with and without gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import KINDS, RECIPES, call_of, layer_of, same, sample
+from tests.support.layers import KINDS, RECIPES, make_call, make_layer, same, sample
 from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
 from transformer_engine.pytorch.quantization import autocast
 
@@ -19,14 +19,14 @@ WRITES = {
     "*=": (lambda y, r: y.__imul__(r), lambda y, r: y * r),
 }
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-# An attention's backward reads its output, as that of torch's own does.
+# An attention's backward reads its output, as torch's does.
 LAYERS = [kind.__name__ for kind in KINDS if kind is not te.DotProductAttention]
 
 
 def outcome(name, change, recipe=None, dtype=torch.float32, **options):
-    """Return the changed result of a layer's call, and all gradients if gradients are enabled."""
-    layer = layer_of(name, **options).to(dtype)
-    x, call = call_of(layer, dtype)
+    """The changed result from a layer's call, and all gradients if gradients are enabled."""
+    layer = make_layer(name, **options).to(dtype)
+    x, call = make_call(layer, dtype)
     with autocast(enabled=recipe is not None, recipe=recipe):
         y = call()
     y = change(y, torch.linspace(-1.0, 1.0, y.shape[-1], dtype=y.dtype, device=y.device))
@@ -55,7 +55,7 @@ def test_a_result_is_written_in_place_under_every_recipe(name, recipe, emulated)
     assert same(*(outcome(name, change, RECIPES[recipe]) for change in (in_place, anew)))
 
 
-def test_gradients_are_those_of_torch(device):
+def test_gradients_after_in_place_writes_equal_torch(device):
     ours = te.Linear(64, 96, device=device)
     plain = torch.nn.Linear(64, 96, device=device)
     plain.load_state_dict({"weight": ours.weight.detach(), "bias": ours.bias.detach()})
@@ -80,7 +80,7 @@ RETURNING = {
 }
 
 
-def norm_output_of(kind, x, recipe=None):
+def run_with_norm_output(kind, x, recipe=None):
     layer = kind(64, 96, return_layernorm_output=True, device=x.device)
     with autocast(enabled=recipe is not None, recipe=recipe):
         return layer(x)
@@ -88,19 +88,19 @@ def norm_output_of(kind, x, recipe=None):
 
 @pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
 def test_a_norms_output_written_before_the_backward_reads_it_raises(kind, device):
-    y, norm_output = norm_output_of(kind, sample(device))
+    y, norm_output = run_with_norm_output(kind, sample(device))
     norm_output.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
 @pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
-def test_a_norms_output_is_written_where_the_backward_reads_codes(kind, device, emulated):
+def test_a_norms_output_may_be_written_if_the_backward_reads_codes(kind, device, emulated):
     found = []
     for change in WRITES["add_"]:
         torch.manual_seed(3)
         x = sample(device)
-        y, norm_output = norm_output_of(kind, x, Float8CurrentScaling())
+        y, norm_output = run_with_norm_output(kind, x, Float8CurrentScaling())
         (y.sum() + change(norm_output, torch.ones_like(norm_output)).square().sum()).backward()
         found.append([y.detach(), x.grad])
     assert same(*found)
@@ -110,7 +110,7 @@ def test_a_norms_output_is_written_where_the_backward_reads_codes(kind, device, 
 @pytest.mark.parametrize("kind", [te.LayerNormLinear, te.LayerNormMLP])
 def test_a_returned_norms_output_keeps_no_node_alive(kind, recipe, device, emulated):
     x = sample(device)
-    y, norm_output = norm_output_of(kind, x, RETURNING[recipe])
+    y, norm_output = run_with_norm_output(kind, x, RETURNING[recipe])
     gone = weakref.ref(y.grad_fn)
     gc.disable()
     try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.support.layers import RECIPES, layer_of
+from tests.support.layers import RECIPES, make_layer
 from tests.support.link import RecordedLink
 from transformer_engine.pytorch.functions import layer as layers
 from transformer_engine.pytorch.offload import hooks, marks
@@ -33,7 +33,7 @@ def _every_size_moves(monkeypatch):
 
 def _model(kind):
     options = {"out_features": HIDDEN} if "Linear" in kind else {}
-    return torch.nn.ModuleList([layer_of(kind, device="cpu", **options) for _ in range(LAYERS)])
+    return torch.nn.ModuleList([make_layer(kind, device="cpu", **options) for _ in range(LAYERS)])
 
 
 def _step(model, x, recipe, context, synchronize, before_backward=lambda: None):

@@ -1,1 +1,1 @@
-"""Tests of fusible operations."""
+"""Tests for fusible operations."""

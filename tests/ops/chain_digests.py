@@ -1,11 +1,11 @@
-"""Print a digest of results and gradients per random chain of operations, to compare two versions of the executor.
+"""Print result and gradient digests for random operation chains, to compare two executor versions.
 
     python tests/ops/chain_digests.py FIRST LAST > digests    # in each version, then: diff
     python tests/ops/chain_digests.py FIRST LAST compiled     # compiled chains against eager mode
 
-A chain is a function of its number: operations, recipe, dtypes, frozen members, dimensions, layouts of inputs and
-gradients, quantized parameters, fused accumulation, recomputation, and changes between calls. A digest covers outputs,
-gradients, `main_grad`, extra inputs after the call, and the states of delayed scaling.
+A chain's number determines everything: operations, recipe, dtypes, frozen members, dimensions, layouts of
+inputs and gradients, quantized parameters, fused accumulation, recomputation, and changes between calls. A
+digest covers outputs, gradients, `main_grad`, extra inputs after the call, and delayed-scaling states.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HALVING = tuple(GATED)
 
 
 class Described:
-    """A chain in the making: its operations, the width of the last one, and the shapes of extra inputs."""
+    """A chain under construction: its operations, the last one's width, and the shapes of extra inputs."""
 
     def __init__(self, number: int) -> None:
         self.draw = random.Random(number)
@@ -46,7 +46,7 @@ class Described:
         self.ops: list[Any] = []
         self.extra: list[Callable[[], Any]] = []
         self.channels: list[tuple[str, tuple[int, ...]]] = []
-        # Draws of their own, so that a number describes the same operations as in earlier versions of this file.
+        # Separate draws, so that a number describes the same operations as in earlier versions of this file.
         self.wide = random.Random(f"{number} wide")
         self.accumulates = self.wide.random() < 0.12
 
@@ -177,7 +177,7 @@ def digest(value: Any) -> str:
     return f"{str(value.dtype)[6:]}{list(value.shape)}{hashlib.sha1(data).hexdigest()[:10]}"
 
 
-def laid_out(grad: Tensor, draw: random.Random) -> Tensor:
+def vary_layout(grad: Tensor, draw: random.Random) -> Tensor:
     """The gradient with other strides, expanded, or unchanged."""
     way = draw.random()
     if way < 0.25:
@@ -191,7 +191,7 @@ def laid_out(grad: Tensor, draw: random.Random) -> Tensor:
 
 
 def states(chain: Any) -> list[Tensor]:
-    """Scales and histories of delayed scaling of all operations."""
+    """Delayed-scaling scales and histories of all operations."""
     return [
         getattr(state, name)
         for op in chain.modules()
@@ -221,7 +221,7 @@ def change(chain: Any, draw: random.Random) -> None:
 def run(
     number: int, compiled: bool = False, most_calls: int = 3, contiguous_grads: bool = False
 ) -> list[str]:
-    """Digests of the results, gradients and states of a chain's calls; the message of an error in their place."""
+    """Digests of results, gradients and states in a chain's calls; if a call raises, its message."""
     torch.manual_seed(number)
     made = Described(number)
     draw, wide, recipe = made.draw, made.wide, RECIPES[made.recipe]
@@ -243,7 +243,7 @@ def run(
             parameter.main_grad = torch.zeros(parameter.shape)
     x = torch.randn(*(made.leading if not names.count("Reshape") else (ROWS,)), WIDTH).to(made.dtype)
     if wide.random() < 0.3:
-        x = laid_out(x, wide)
+        x = vary_layout(x, wide)
     # A reshape has chosen the dimensions of later operations; the first ones take a matrix.
     found = [f"{number} {made.recipe} {str(made.dtype)[6:]} {names}"]
     needs, grads, narrow = draw.random() < 0.8, draw.random() < 0.9, draw.random() < 0.1
@@ -282,7 +282,7 @@ def run(
             if extra_only and len(reached) > 1 and reached[0] is outputs[0]:
                 del reached[0]
             if reached:
-                weights = [laid_out(torch.randn(y.shape).to(y.dtype), draw) for y in reached]
+                weights = [vary_layout(torch.randn(y.shape).to(y.dtype), draw) for y in reached]
                 if contiguous_grads:
                     weights = [weight.contiguous() for weight in weights]
                 torch.autograd.backward(reached, weights)
@@ -300,8 +300,8 @@ def run(
 def compare_compiled(number: int) -> str:
     """Compare a compiled chain with eager mode: "equal", "raises" if eager mode does, or both digests.
 
-    The gradients of the outputs are contiguous in eager mode: a compiled graph copies other layouts before it runs the
-    backward pass, and torch adds the elements of a transposed tensor in another order.
+    The output gradients are contiguous in eager mode: a compiled graph copies other layouts before it runs
+    the backward pass, and torch adds a transposed tensor's elements in another order.
     """
     eager = run(number, most_calls=1, contiguous_grads=True)
     if any("Error: " in part for part in eager):

@@ -1,6 +1,6 @@
-"""Print {chain and recipe: differences} between steps and compiled passes of chains, on a simulated GPU.
+"""Print {chain and recipe: differences} between a chain's steps and its compiled passes, on a simulated GPU.
 
-See `tests/module/generated_launches.py`: memory holds symbols of the kernels that wrote it.
+See `tests/module/generated_launches.py`: memory holds symbols for the kernels that wrote it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEPS = 7  # both passes of the fourth call are compiled
 
 
 def step(chain: Any, recipe: Any, observed: bool = False) -> dict[str, Any]:
-    """Return the symbols of results, gradients and states after a step."""
+    """Symbols for results, gradients and states after a step."""
     x = torch.zeros(128, 1, 512, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.zeros(128, 1, 512, dtype=torch.bfloat16)
     dy_extra = torch.zeros(128, 1, 512, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Print the kernels of a step of a grouped linear layer for each recipe, on a simulated GPU.
+"""Print the kernels in one step of a grouped linear layer for each recipe, on a simulated GPU.
 
 {recipe: {way: names of kernels and products in order}}; see `benchmarks/pretended_gpu.py`. A way is "module" or "ops"
-and a number of groups, as in "ops 8". The entry "loop" has the products of an unquantized loop over 8 groups.
+and a group count, as in "ops 8". The entry "loop" has the products from an unquantized loop over 8 groups.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def count() -> None:
 
 
 def kernels(way: str, groups: int, recipe: Any) -> list[str]:
-    """Return the kernels and products of a warm step, the second of a layer, whose groups have other sizes."""
+    """Kernels and products in a warm step, a layer's second, whose groups have other sizes."""
     FP8GlobalStateManager.reset()
     os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"] = "0" if way == "loop" else "1"
     if way == "module":

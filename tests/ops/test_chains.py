@@ -1,4 +1,4 @@
-"""Random chains of operations: fused and unfused chains equal plain PyTorch in float32, values and every gradient."""
+"""Random operation chains: fused and unfused chains equal float32 PyTorch, values and every gradient."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from transformer_engine.pytorch.quantization import emulate
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 ROWS = (4, 32)  # 128 rows, which every format supports
-# Error of a chain against float32, relative in the Euclidean norm. A quantized product of random matrices is off by
-# half a unit of its format; up to seven of them follow one another, and a norm may enlarge an error.
+# Chain error against float32, relative in the Euclidean norm. A quantized product of random matrices is off
+# by half a unit in its format; up to seven of them follow one another, and a norm may enlarge an error.
 EXACT, FP8, FP4 = 2e-5, 2 * UNIT[torch.float8_e4m3fn], 0.75
 
 
 def inputs(chain: Any, extra: list[str], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Return the main input and the extra inputs of a chain."""
+    """A chain's main input and extra inputs."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(*ROWS, 64, generator=generator).to(device)
     made = []
@@ -38,7 +38,7 @@ def inputs(chain: Any, extra: list[str], device: torch.device) -> tuple[Tensor, 
 
 
 def shapes(chain: Any, x: Tensor) -> list[Any]:
-    """Return the shape of the main input of each operation that has an extra input."""
+    """Main-input shapes for the operations that have an extra input."""
     found = []
     shape = list(x.shape)
     for op in chain:
@@ -56,7 +56,7 @@ def shapes(chain: Any, x: Tensor) -> list[Any]:
 def gradients(
     run: Any, chain: Any, x: Tensor, extra: list[Tensor], context: Any
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return outputs and gradients of a sum of the outputs with fixed weights."""
+    """Outputs and gradients; the loss is a sum over the outputs with fixed weights."""
     for parameter in chain.parameters():
         parameter.grad = None
     leaves = [x.clone().requires_grad_(), *[tensor.clone().requires_grad_() for tensor in extra]]
@@ -121,7 +121,7 @@ def check(described: list[Any], name: str, device: torch.device) -> None:
     with emulate():
         te.fp8.FP8GlobalStateManager.reset()
         if name == "delayed":
-            for _ in range(2):  # histories of both directions
+            for _ in range(2):  # histories for both directions
                 gradients(chain, chain, x, extra, autocast())
             states = [op._save_fp8_metas() for group in chain._module_groups for op in group._basic_ops]
         fused = gradients(chain, chain, x, extra, autocast())
@@ -140,7 +140,7 @@ def check(described: list[Any], name: str, device: torch.device) -> None:
     lossy = name != "none" and quantizing
     unit = FP4 if name == "nvfp4" else FP8
     text = f"{name}: {described}"
-    # A GPU adds a bias in the epilogue of a product before the result is rounded.
+    # A GPU adds a bias in a product's epilogue before the result is rounded.
     bound = 0.0 if device.type == "cpu" else unit / 4 if lossy else EXACT
     for others, what in ((apart, "unfused steps"), (alone, "operations one by one")):
         compare(fused[0], others[0], bound, f"{text} outputs, fused against {what}")
@@ -150,7 +150,7 @@ def check(described: list[Any], name: str, device: torch.device) -> None:
 
 
 def check_compiled(described: list[Any], name: str, backend: str) -> None:
-    """Compare a compiled chain with an eager one: outputs and gradients of several steps, and scaling states."""
+    """Compare a compiled with an eager chain: outputs and gradients over several steps, scaling states."""
     recipe, device = RECIPES[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chains_of_modes = [build(described, device, torch.float32) for _ in range(2)]
     kinds = chains_of_modes[0][1]
@@ -173,7 +173,7 @@ def check_compiled(described: list[Any], name: str, backend: str) -> None:
                 [part for meta in metas for states in meta.values() for state in states for part in state]
             )
     count = len(seen) // 2
-    # The fused loops of inductor keep intermediate results in registers.
+    # Inductor's fused loops keep intermediate results in registers.
     bound = 0.0 if backend == "aot_eager" else EXACT if name == "none" else FP4 if name == "nvfp4" else FP8
     for ours, theirs in zip(seen[count:], seen[:count], strict=True):
         compare(ours, theirs, bound, f"{name}: {described}, {backend} against eager mode")
@@ -198,7 +198,7 @@ def check_compiled(described: list[Any], name: str, backend: str) -> None:
         ),
     ],
 )
-def test_a_compiled_chain_has_the_bits_of_eager_mode(name, described):
+def test_a_compiled_chain_is_bitwise_equal_to_eager_mode(name, described):
     check_compiled(described, name, "aot_eager")
 
 
@@ -208,7 +208,7 @@ def test_a_compiled_chain_has_the_bits_of_eager_mode(name, described):
 @pytest.mark.slow
 @settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(chains, st.sampled_from(sorted(RECIPES)))
-def test_compiled_chains_have_the_bits_of_eager_mode(described, name):
+def test_random_compiled_chains_are_bitwise_equal_to_eager_mode(described, name):
     check_compiled(described, name, "aot_eager")
 
 

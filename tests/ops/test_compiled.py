@@ -1,4 +1,4 @@
-"""torch.compile and CUDA graphs of chains: values and gradients of eager calls."""
+"""torch.compile and CUDA graphs on chains: values and gradients equal eager calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_chain_compiles_without_graph_breaks(name, emulated):
         assert relative_error(ours, theirs) <= 1e-5
 
 
-def test_a_compiled_activation_saves_the_codes_of_eager_mode():
+def test_a_compiled_activation_saves_the_same_codes_as_eager_mode():
     torch._dynamo.reset()
     gelu = ops.Sequential(ops.GELU(cache_quantized_input=True), ops.ConstantScale(2.0))
     seen: list[torch.Tensor] = []
@@ -67,7 +67,7 @@ def test_a_compiled_activation_saves_the_codes_of_eager_mode():
     assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3])
     exact = torch.linspace(-3, 3, 256, device=PLACE["device"]).view(4, 64).requires_grad_()
     (2 * torch.nn.functional.gelu(exact, approximate="tanh")).sum().backward()
-    assert 0 < relative_error(seen[3], exact.grad) <= 2**-4  # the rounding of the saved input
+    assert 0 < relative_error(seen[3], exact.grad) <= 2**-4  # the saved input's rounding
 
 
 @pytest.mark.parametrize("first", [ops.Linear, ops.RMSNorm])
@@ -88,7 +88,7 @@ def test_a_compiled_chain_has_gradients_for_its_result_as_an_extra_output(first)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded"])
-def test_a_compiled_backward_pass_has_the_bits_of_a_contiguous_gradient(layout):
+def test_a_compiled_backward_pass_equals_one_with_a_contiguous_gradient(layout):
     torch._dynamo.reset()
     torch.manual_seed(0)
     norms = ops.Sequential(ops.RMSNorm(32, **PLACE), ops.RMSNorm(32, **PLACE), ops.L2Normalization())
@@ -122,7 +122,7 @@ def experts() -> ops.Sequential:
 
 
 def expert_steps(run: Any, module: Any, recipe: Any) -> list[torch.Tensor | None]:
-    """Return results and gradients of two steps with other numbers of tokens, and the scaling states."""
+    """Results and gradients from two steps with different token counts, and the scaling states."""
     seen: list[torch.Tensor | None] = []
     for rows in ([32, 0, 64], [64, 32, 96]):
         splits = torch.tensor(rows, device=PLACE["device"])
@@ -151,7 +151,7 @@ def expert_steps(run: Any, module: Any, recipe: Any) -> list[torch.Tensor | None
         *[pytest.param(name, marks=pytest.mark.slow) for name in ("none", "current", "mxfp8", "nvfp4")],
     ],
 )
-def test_experts_with_a_tensor_of_rows_compile_in_one_graph_for_several_batches(name, emulated):
+def test_experts_with_a_row_count_tensor_compile_in_one_graph(name, emulated):
     torch._dynamo.reset()
     eager, module = experts(), experts()
     for chain_of_experts in (eager, module):  # the first call of a chain builds its fusions

@@ -1,4 +1,4 @@
-"""Fusion: which fused operations a chain holds, operations and fusions of users, channels, and wrong calls."""
+"""Fusion: the fused operations in a chain, users' operations and fusions, channels, and wrong calls."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ BACKWARD = {
 
 
 @pytest.mark.parametrize("case", FORWARD)
-def test_fused_operations_of_the_forward_pass(case):
+def test_forward_pass_fusions(case):
     make, extra, expected = FORWARD[case]
     chain = ops.Sequential(*make())
     run(chain, *[residual()] * extra)
@@ -81,7 +81,7 @@ def test_fused_operations_of_the_forward_pass(case):
 
 
 @pytest.mark.parametrize("case", BACKWARD)
-def test_fused_operations_of_the_backward_pass(case):
+def test_backward_pass_fusions(case):
     make, expected = BACKWARD[case]
     chain = ops.Sequential(*make())
     run(chain)
@@ -108,7 +108,7 @@ def test_bias_and_activation_fuse_in_the_backward_pass_under_a_recipe(activation
     assert kinds(fuser._backward_ops) == ["Quantize", "Bias", activation.__name__]
 
 
-def test_fusing_again_when_the_history_length_changes(emulated):
+def test_a_chain_fuses_again_when_the_history_length_changes(emulated):
     chain = ops.Sequential(ops.BasicLinear(64, 64, **BF16))
     run(chain, recipe=DelayedScaling(amax_history_len=4))
     assert chain[0]._fp8_metas["forward"]["scaling_fwd"].amax_history.shape == (4, 2)
@@ -130,7 +130,7 @@ def test_other_modules_separate_chains():
     assert chain._module_groups is None
 
 
-def test_first_operation_requiring_backward():
+def test_the_backward_stops_at_the_first_operation_that_requires_it():
     chain = ops.Sequential(ops.GELU(), ops.BasicLinear(64, 64, **BF16), ops.Bias(64, **BF16))
     x = torch.randn(4, 64, **BF16)
     y = chain(x)
@@ -165,7 +165,7 @@ class Doubled(ops.BasicOperation):
         return grad_output * self.weight * ctx.factor, [(grad_output * x).sum() * ctx.factor]
 
 
-def test_operations_of_users_run_between_fused_passes(emulated):
+def test_users_operations_run_between_fused_passes(emulated):
     chain = ops.Sequential(ops.Linear(64, 64, **BF16), Doubled(), ops.Linear(64, 64, **BF16), ops.GELU())
     x, y = run(chain, recipe=Float8CurrentScaling())
     y.sum().backward()
@@ -185,7 +185,7 @@ def test_operations_of_users_run_between_fused_passes(emulated):
 
 
 class Overridden(ops.Bias):
-    """An operation of the package with an overridden forward pass."""
+    """A package operation with an overridden forward pass."""
 
     def op_forward(self, ctx, input_, **options):
         return super().op_forward(ctx, input_ + 1, **options)
@@ -200,7 +200,7 @@ def test_an_overridden_method_is_called():
 
 
 class ScaledTwice(ops.FusedOperation):
-    """A user's fused operation of two ConstantScale, forward only."""
+    """A user's forward-only fusion of two ConstantScale."""
 
     calls = 0
 
@@ -215,7 +215,7 @@ class ScaledTwice(ops.FusedOperation):
 
 
 class ScaledTwiceBackward(ops.FusedOperation):
-    """A user's fused operation of two ConstantScale, backward only."""
+    """A user's backward-only fusion of two ConstantScale."""
 
     calls = 0
 
@@ -269,10 +269,10 @@ def test_registered_fusions_replace_operations(registrations, direction):
 
 
 class ScaledBothWays(ScaledTwice, ScaledTwiceBackward):
-    """A user's fused operation of both passes."""
+    """A user's fusion for both passes."""
 
 
-def test_joint_fusions_are_seen_by_both_passes(registrations):
+def test_joint_fusions_apply_to_both_passes(registrations):
     ops.register_forward_backward_fusion(_pairs(ScaledBothWays))
     chain = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(4.0))
     x, y = run(chain)
@@ -403,7 +403,7 @@ def test_wrong_calls_raise_before_anything_is_computed():
         ops.Reshape((5, -1))(x)
 
 
-def test_sequential_is_a_list():
+def test_sequential_supports_list_operations():
     a, b, c = ops.Identity(), ops.ConstantScale(2.0), ops.GELU()
     chain = ops.Sequential({"first": a, "second": b})
     assert list(chain.state_dict()) == ["first._extra_state", "second._extra_state"]
@@ -432,7 +432,7 @@ def test_sequential_is_a_list():
         chain.append(torch.relu)  # pyright: ignore[reportArgumentType]
 
 
-def test_extra_outputs_of_several_chains_are_returned_in_order():
+def test_extra_outputs_from_several_chains_are_returned_in_order():
     chain = ops.Sequential(
         ops.MakeExtraOutput(), torch.nn.Flatten(), ops.ConstantScale(2.0), ops.MakeExtraOutput()
     )
@@ -449,7 +449,7 @@ def test_second_derivatives_raise_with_the_name():
         dx.sum().backward()
 
 
-def test_a_graph_that_is_kept_runs_backward_twice():
+def test_a_retained_graph_runs_backward_twice():
     chain = ops.Sequential(ops.Linear(64, 64, **BF16), ops.GELU(), ops.RMSNorm(64, **BF16))
     x, y = run(chain)
     y.sum().backward(retain_graph=True)

@@ -1,4 +1,4 @@
-"""te.ops.GroupedLinear in one launch per step: the results of a loop over its groups, and launches of te.GroupedLinear.
+"""te.ops.GroupedLinear in one launch per step: equal to a loop over groups and to te.GroupedLinear.
 
 On a CPU, NVTE_USE_CUTLASS_GROUPED_GEMM=1 selects the implementation that is the default on a GPU.
 """
@@ -41,7 +41,7 @@ def _asked_for(monkeypatch):
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
 
 
-def layer_of(**options: Any) -> Any:
+def make_layer(**options: Any) -> Any:
     layer = ops.GroupedLinear(3, IN, OUT, **{"dtype": torch.bfloat16, "device": "cpu", **options})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def sample(rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def outcome(layer: Any, x: torch.Tensor, splits: list[int], recipe: Any) -> list[Any]:
-    """Return the result, the gradients, accumulated gradients and scaling states of a step."""
+    """Result, gradients, accumulated gradients and scaling states after a step."""
     x.grad = None
     for parameter in layer.parameters():
         parameter.grad = None
@@ -71,8 +71,8 @@ def outcome(layer: Any, x: torch.Tensor, splits: list[int], recipe: Any) -> list
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_mxfp8_groups_of_whole_blocks_equal_a_loop(name, monkeypatch):
-    layer = layer_of(**OPTIONS[name])
+def test_mxfp8_groups_with_full_blocks_equal_a_loop(name, monkeypatch):
+    layer = make_layer(**OPTIONS[name])
     alone = copy.deepcopy(layer)
     for parameter, twin in zip(layer.parameters(), alone.parameters(), strict=True):
         twin.main_grad = parameter.main_grad.clone()  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,8 +90,10 @@ def assert_close(ours: list[Any], theirs: list[Any]) -> None:
         assert (mine.double() - other.double()).norm() <= 4e-3 * other.double().norm()
 
 
-def way_of(layer: Any, x: torch.Tensor, splits: list[int], recipe: Any = None) -> tuple[str, str]:
-    """Return the chosen implementation and the reason against one launch per step."""
+def choose_implementation(
+    layer: Any, x: torch.Tensor, splits: list[int], recipe: Any = None
+) -> tuple[str, str]:
+    """The chosen implementation and the reason against one launch per step."""
     with autocast(enabled=recipe is not None, recipe=recipe):
         decisions = explain(layer, x, torch.tensor(splits)).decisions
     (way,) = (decision for decision in decisions if decision.operation == "grouped_linear")
@@ -99,7 +101,7 @@ def way_of(layer: Any, x: torch.Tensor, splits: list[int], recipe: Any = None) -
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_launches_are_those_of_the_module_for_any_number_of_groups():
+def test_launches_equal_the_modules_for_any_number_of_groups():
     found = json.loads(output_without_gpu("tests/ops/grouped_launches.py").splitlines()[-1])
     assert found.pop("loop").count("cublaslt") == 24
     assert set(found) == set(AT_ONCE)
@@ -111,8 +113,8 @@ def test_launches_are_those_of_the_module_for_any_number_of_groups():
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", AT_ONCE)
-def test_results_are_those_of_the_loop(name, options, monkeypatch):
-    together, alone = layer_of(**options), layer_of(**options)
+def test_grouped_results_equal_the_loop(name, options, monkeypatch):
+    together, alone = make_layer(**options), make_layer(**options)
     for splits in SPLITS:
         x = sample(sum(splits))
         ours = outcome(together, x, splits, RECIPES[name])
@@ -120,11 +122,11 @@ def test_results_are_those_of_the_loop(name, options, monkeypatch):
             patch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
             theirs = outcome(alone, x, splits, RECIPES[name])
         assert_close(ours, theirs)
-    assert way_of(together, x, splits, RECIPES[name]) == ("together", "")
+    assert choose_implementation(together, x, splits, RECIPES[name]) == ("together", "")
 
 
-def test_results_are_those_of_plain_pytorch_in_float64():
-    layer, x, splits = layer_of(), sample(192), [128, 0, 64]
+def test_grouped_results_equal_plain_pytorch_in_float64():
+    layer, x, splits = make_layer(), sample(192), [128, 0, 64]
     y, dx, *grads = outcome(layer, x, splits, None)
     values = x.detach().double().requires_grad_()
     parameters = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
@@ -140,17 +142,17 @@ def test_results_are_those_of_plain_pytorch_in_float64():
     )
 
 
-def test_other_sizes_of_groups_reuse_the_prepared_passes(monkeypatch):
+def test_other_group_sizes_reuse_the_prepared_passes(monkeypatch):
     for asked in ("1", "0"):
         monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", asked)
-        chain = ops.Sequential(layer_of())
+        chain = ops.Sequential(make_layer())
         for splits in SPLITS:
             chain(sample(192), torch.tensor(splits))
         assert len(chain._module_groups[0]._prepared) == 1  # pyright: ignore
 
 
-def test_two_passes_in_flight_keep_their_own_sizes():
-    layer = layer_of()
+def test_two_overlapping_passes_keep_their_own_sizes():
+    layer = make_layer()
     expected = [outcome(layer, sample(192), splits, None) for splits in SPLITS]
     inputs = [sample(192) for _ in SPLITS]
     results = [layer(x, torch.tensor(splits)) for x, splits in zip(inputs, SPLITS, strict=True)]
@@ -171,7 +173,7 @@ REASONS = {
 @pytest.mark.parametrize("reason", REASONS)
 def test_the_explanation_reports_why_a_call_loops(reason):
     options, dtype, splits = REASONS[reason]
-    layer, x = layer_of(**options), sample(192, dtype).detach()
+    layer, x = make_layer(**options), sample(192, dtype).detach()
     extra = [torch.ones(192)] if options.get("scale_bias") else []
     decisions = explain(layer, x, torch.tensor(splits), *extra, backward=False).decisions
     (way,) = (decision for decision in decisions if decision.operation == "grouped_linear")
@@ -180,18 +182,18 @@ def test_the_explanation_reports_why_a_call_loops(reason):
 
 @pytest.mark.parametrize("splits", [[64, 64, 65], [-1, 64, 64]])
 def test_sizes_that_do_not_fit_are_rejected_before_any_state_changes(splits):
-    layer, x = layer_of(), sample(192)
+    layer, x = make_layer(), sample(192)
     before = outcome(layer, x, [64, 64, 64], RECIPES["delayed"])
     with autocast(recipe=RECIPES["delayed"]), pytest.raises(ValueError, match="do not fit"):
         layer(x, torch.tensor(splits))
-    other = layer_of()
+    other = make_layer()
     assert_close(before, outcome(other, x, [64, 64, 64], RECIPES["delayed"]))
     after = outcome(layer, x, [64, 64, 64], RECIPES["delayed"])
     assert_close(after, outcome(other, x, [64, 64, 64], RECIPES["delayed"]))
 
 
-def test_moved_and_misaligned_weights_are_read_where_they_are():
-    layer, x, splits = layer_of(bias=False), sample(192), [64, 64, 64]
+def test_moved_and_misaligned_weights_are_read_in_place():
+    layer, x, splits = make_layer(bias=False), sample(192), [64, 64, 64]
     expected = outcome(layer, x, splits, None)
     for parameter in layer.parameters():
         parameter.data = parameter.data.clone()
@@ -199,11 +201,11 @@ def test_moved_and_misaligned_weights_are_read_where_they_are():
     buffer = torch.empty(OUT * IN + 1, dtype=torch.bfloat16)
     layer.weight1.data = buffer[1:].view(OUT, IN).copy_(layer.weight1.data)
     assert_close(outcome(layer, x, splits, None), expected)
-    assert way_of(layer, x, splits)[0] == "loop"
+    assert choose_implementation(layer, x, splits)[0] == "loop"
 
 
-def test_recomputed_calls_repeat_the_results_of_the_loop():
-    layer, x, splits = layer_of(), sample(192), torch.tensor([64, 64, 64])
+def test_recomputed_calls_repeat_the_loops_results():
+    layer, x, splits = make_layer(), sample(192), torch.tensor([64, 64, 64])
     alone = copy.deepcopy(layer)
     found = []
     for made in (layer, alone):
@@ -230,7 +232,7 @@ def sizes_stay_on_the_device(rows: list[int], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_rows_behind_groups_on_the_device_give_zeros(name, monkeypatch):
-    layer, alone, splits = layer_of(), layer_of(), [64, 32, 32]
+    layer, alone, splits = make_layer(), make_layer(), [64, 32, 32]
     x = sample(192)
     theirs = outcome(alone, x, splits, RECIPES[name])  # a loop, because the host knows the other rows
     with sizes_stay_on_the_device(splits, monkeypatch):
@@ -257,7 +259,7 @@ def test_single_and_separate_parameters_load_each_other(to_single, device):
 
 @pytest.mark.parametrize("to_single", [False, True])
 @pytest.mark.parametrize("name", [name for name in QUANTIZED if name != "delayed"])
-def test_quantized_weights_in_one_parameter_have_the_bits_of_separate_ones(name, to_single, device):
+def test_quantized_weights_in_one_parameter_equal_separate_ones_bitwise(name, to_single, device):
     recipe, layers = RECIPES[name], []
     for single in (False, True):
         torch.manual_seed(4)
@@ -293,7 +295,7 @@ def test_quantized_weights_in_one_parameter_have_the_bits_of_separate_ones(name,
         target.load_state_dict(source.state_dict())
 
 
-def test_scales_of_delayed_scaling_are_not_kept_in_one_parameter(device):
+def test_delayed_scaling_rejects_weights_in_one_parameter(device):
     with (
         quantized_model_init(enabled=True, recipe=DelayedScaling()),
         pytest.raises(RuntimeError, match="leave it False inside of quantized_model_init"),
@@ -301,8 +303,8 @@ def test_scales_of_delayed_scaling_are_not_kept_in_one_parameter(device):
         ops.GroupedLinear(3, 16, 32, device=device, single_grouped_weight=True)
 
 
-def values_of(layer: Any, kind: str) -> torch.Tensor:
-    """Values of all weights or biases as one plain tensor [n, ..]."""
+def stack_values(layer: Any, kind: str) -> torch.Tensor:
+    """Values of all weights or all biases as one plain tensor [n, ..]."""
     parameters = dict(layer.named_parameters())
     held = [parameters[kind]] if kind in parameters else [parameters[f"{kind}{i}"] for i in range(3)]
     plain = [p.dequantize() if isinstance(p, QuantizedTensor) else p.detach() for p in held]
@@ -317,7 +319,7 @@ FORMS = [{"single_grouped_weight": w, "single_grouped_bias": b} for w in (False,
 )
 @pytest.mark.parametrize("source", ["module", "operation"])
 @pytest.mark.parametrize("target", ["module", "operation"])
-def test_states_load_across_layers_forms_and_formats(source, target, names, monkeypatch, device):
+def test_states_load_across_classes_layouts_and_formats(source, target, names, monkeypatch, device):
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
 
     def build(kind: str, name: str, form: dict[str, bool]) -> Any:
@@ -334,4 +336,7 @@ def test_states_load_across_layers_forms_and_formats(source, target, names, monk
             loaded = build(target, names[1], loaded_form)
             loaded.load_state_dict(saved.state_dict())
             for kind in ("weight", "bias"):
-                assert torch.equal(values_of(loaded, kind), values_of(saved, kind)), (saved_form, loaded_form)
+                assert torch.equal(stack_values(loaded, kind), stack_values(saved, kind)), (
+                    saved_form,
+                    loaded_form,
+                )

@@ -1,4 +1,4 @@
-"""Operations that are called as modules: hooks of all modules, the reasons that `te.explain` reports, absent biases."""
+"""Operations called as modules: global module hooks, the reasons that `te.explain` reports, absent biases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mlp() -> ops.Sequential:
     ids=["forward", "forward_pre", "backward", "backward_pre"],
 )
 @pytest.mark.parametrize("warm", [False, True])
-def test_hooks_of_all_modules_see_every_operation(register: Callable[..., Any], warm: bool):
+def test_global_module_hooks_see_every_operation(register: Callable[..., Any], warm: bool):
     chain, x = mlp(), torch.randn(4, 32, requires_grad=True)
     expected = chain(x) if warm else mlp()(x)
     seen: list[str] = []
@@ -84,11 +84,11 @@ class Louder(ops.GELU):
     ],
     ids=["hook", "hook_of_a_part", "replaced_forward", "overridden_forward"],
 )
-def test_explain_says_why_an_operation_is_not_fused(change, note):
+def test_explain_reports_why_an_operation_is_not_fused(change, note):
     assert reasons(change) == (note,)
 
 
-def test_explain_notes_nothing_about_fused_operations():
+def test_explain_reports_no_reason_for_fused_operations():
     assert reasons(lambda chain: parametrizations.weight_norm(chain[1])) == ()
     handle = every_module.register_module_forward_hook(lambda *_: None)
     try:
@@ -119,21 +119,21 @@ def test_a_linear_operation_whose_bias_is_removed_computes_the_product(warm: boo
         ]
 
 
-def hook_of(index: int) -> Callable[[ops.Sequential], Any]:
+def make_hook_registrar(index: int) -> Callable[[ops.Sequential], Any]:
     return lambda chain: chain[index].register_forward_hook(lambda *_: None)
 
 
 DIVIDED: dict[str, Callable[[ops.Sequential], Any]] = {
-    **{f"hook of {index}": hook_of(index) for index in range(6)},
+    **{f"hook of {index}": make_hook_registrar(index) for index in range(6)},
     "hook of a part": lambda chain: chain[3].basic_ops[1].register_forward_hook(lambda *_: None),
     "backward hook": lambda chain: chain[2].register_full_backward_hook(lambda *_: None),
-    "three hooks": lambda chain: [hook_of(index)(chain) for index in (1, 3, 5)],
+    "three hooks": lambda chain: [make_hook_registrar(index)(chain) for index in (1, 3, 5)],
     "another module": lambda chain: chain.insert(3, torch.nn.Identity()),
 }
 
 
 def residuals(output_in_place: bool, add_in_place: bool) -> ops.Sequential:
-    """Two readers of a hidden channel, and an extra input and an extra output of the caller."""
+    """Two readers for a hidden channel, and an extra input and an extra output for the caller."""
     torch.manual_seed(0)
     return ops.Sequential(
         ops.Bias(16, **PLACE),

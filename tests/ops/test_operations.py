@@ -56,7 +56,7 @@ CASES: dict[str, Any] = {
 
 
 def gradients(run: Any, op: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the outputs, and the gradients of inputs and parameters for a sum of the outputs with fixed weights."""
+    """Outputs, and input and parameter gradients; the loss is a sum over the outputs with fixed weights."""
     for tensor in (*leaves, *op.parameters()):
         tensor.grad = None
     made = run(*[leaf * 1 for leaf in leaves])
@@ -68,7 +68,7 @@ def gradients(run: Any, op: Any, leaves: list[torch.Tensor]) -> list[torch.Tenso
     return [*[y.detach() for y in outputs], *grads]
 
 
-def leaves_of(op: Any, dtype: torch.dtype, shape: tuple[int, ...] = (3, 16, 64)) -> list[torch.Tensor]:
+def sample_leaves(op: Any, dtype: torch.dtype, shape: tuple[int, ...] = (3, 16, 64)) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(4)
     shapes = [shape]
     if isinstance(op, ops.AddExtraInput):
@@ -79,7 +79,7 @@ def leaves_of(op: Any, dtype: torch.dtype, shape: tuple[int, ...] = (3, 16, 64))
     return [tensor.to(PLACE["device"], dtype).requires_grad_() for tensor in made]
 
 
-def perturbed(op: Any) -> Any:
+def perturb_parameters(op: Any) -> Any:
     generator = torch.Generator().manual_seed(6)
     with torch.no_grad():
         for parameter in op.parameters():
@@ -89,8 +89,8 @@ def perturbed(op: Any) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_operation_equals_plain_pytorch(case):
-    op = perturbed(CASES[case]())
-    leaves = leaves_of(op, torch.float32)
+    op = perturb_parameters(CASES[case]())
+    leaves = sample_leaves(op, torch.float32)
     actual = gradients(ops.Sequential(op), op, leaves)
     double = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = gradients(lambda *given: run_plain([op], *given), op, double)
@@ -101,8 +101,8 @@ def test_operation_equals_plain_pytorch(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_operation_in_bfloat16_is_as_good_as_plain_pytorch(case):
-    op = perturbed(CASES[case]()).to(torch.bfloat16)
-    leaves = leaves_of(op, torch.bfloat16)
+    op = perturb_parameters(CASES[case]()).to(torch.bfloat16)
+    leaves = sample_leaves(op, torch.bfloat16)
     actual = gradients(ops.Sequential(op), op, leaves)
     low = gradients(lambda *given: run_plain([op], *given), op, leaves)
     double = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -117,7 +117,7 @@ def test_operation_in_bfloat16_is_as_good_as_plain_pytorch(case):
 def test_cached_quantized_input_changes_the_gradient_by_its_rounding_only(case):
     op, cached = CASES[case](), CASES[case]()
     cached.cache_quantized_input = True
-    (x,) = leaves_of(op, torch.float32)
+    (x,) = sample_leaves(op, torch.float32)
     y, dx = gradients(op, op, [x])
     y_cached, dx_cached = gradients(cached, cached, [x])
     assert torch.equal(y, y_cached)
@@ -125,7 +125,7 @@ def test_cached_quantized_input_changes_the_gradient_by_its_rounding_only(case):
 
 
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (2, 0, 64), (1, 64), (2, 2, 2, 64)])
-def test_shapes_of_inputs(shape):
+def test_inputs_may_have_any_leading_shape(shape):
     chain = ops.Sequential(ops.LayerNorm(64, **PLACE), ops.Linear(64, 32, **PLACE), ops.GELU())
     x = torch.randn(shape, device=PLACE["device"], requires_grad=True)
     y = chain(x)
@@ -135,7 +135,7 @@ def test_shapes_of_inputs(shape):
     torch.testing.assert_close(y, run_plain(chain, x), rtol=1e-5, atol=1e-5)
 
 
-def test_strided_inputs():
+def test_strided_inputs_are_supported():
     chain = ops.Sequential(ops.Linear(64, 32, **PLACE), ops.SiLU())
     x = torch.randn(64, 5, 3, device=PLACE["device"]).permute(2, 1, 0).requires_grad_()
     y = chain(x)
@@ -144,7 +144,7 @@ def test_strided_inputs():
 
 
 @pytest.mark.parametrize("numel", [48, 100])
-def test_dropout_keeps_the_share_and_scales(numel):
+def test_dropout_keeps_the_expected_fraction_and_scales_it(numel):
     op = ops.Dropout(0.25)
     x = torch.ones(64, numel, device=PLACE["device"], requires_grad=True)
     y = op(x)
@@ -158,7 +158,7 @@ def test_dropout_keeps_the_share_and_scales(numel):
 
 
 def grouped_case(**options: Any) -> tuple[Any, list[torch.Tensor]]:
-    op = perturbed(ops.GroupedLinear(3, 64, 32, **{**PLACE, **options}))
+    op = perturb_parameters(ops.GroupedLinear(3, 64, 32, **{**PLACE, **options}))
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(48, 64, generator=generator).to(PLACE["device"]).requires_grad_()
     extra = [torch.tensor([16, 0, 32])]

@@ -39,7 +39,7 @@ def mlp(device: torch.device, parallel: bool, sequence: bool) -> ops.Sequential:
     return ops.Sequential(ops.Linear(HIDDEN, INNER, **column), ops.GELU(), ops.Linear(INNER, HIDDEN, **row))
 
 
-def trained(
+def train(
     chain: ops.Sequential, given: dict[str, torch.Tensor], x: torch.Tensor, dy: torch.Tensor, name: str
 ):
     values = [given[key] for key in ("fc1", "b1", "fc2", "b2")]
@@ -55,30 +55,30 @@ def trained(
 
 
 def shards(given: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """The parameters of one rank; the bias of a row-parallel layer is the sum of those of the ranks."""
+    """One rank's parameters; a row-parallel layer's bias is the sum over the ranks' biases."""
     made = dict(given)
     made["fc1"], made["b1"] = given["fc1"].chunk(SIZE)[rank], given["b1"].chunk(SIZE)[rank]
     made["fc2"], made["b2"] = given["fc2"].chunk(SIZE, 1)[rank], given["b2"] / SIZE
     return made
 
 
-def on_rank(device: torch.device, name: str, sequence: bool):
+def run_rank(device: torch.device, name: str, sequence: bool):
     rank = dist.get_rank()
     given = {key: value.to(device) for key, value in problem().items()}
     part = (lambda t: t.chunk(SIZE)[rank]) if sequence else (lambda t: t)
     chain = mlp(device, True, sequence)
-    return trained(chain, shards(given, rank), part(given["x"]), part(given["dy"]), name)
+    return train(chain, shards(given, rank), part(given["x"]), part(given["dy"]), name)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_parallel_chains_equal_one_process(name, sequence, tmp_path):
     given = problem()
-    expected = trained(mlp(torch.device("cpu"), False, False), given, given["x"], given["dy"], name)
+    expected = train(mlp(torch.device("cpu"), False, False), given, given["x"], given["dy"], name)
     bound = (
         1e-5 if name == "none" else UNIT[torch.float8_e5m2]
     )  # each rank scales its part of a tensor separately
-    ranks = run_on_ranks(functools.partial(on_rank, name=name, sequence=sequence), SIZE, tmp_path)
+    ranks = run_on_ranks(functools.partial(run_rank, name=name, sequence=sequence), SIZE, tmp_path)
     for rank, got in enumerate(ranks):
         part = (lambda t, r=rank: t.chunk(SIZE)[r]) if sequence else (lambda t: t)
         wanted = shards(dict(zip(("fc1", "b1", "fc2", "b2"), expected["grads"], strict=True)), rank)
@@ -118,7 +118,7 @@ def collectives(device: torch.device):
     return results
 
 
-# Tensors of a shape in other layouts. The values are integers, whose sums are exact.
+# Tensors with one shape and different layouts. The values are integers, whose sums are exact.
 LAYOUTS = {
     "contiguous": lambda shape: _integers(shape),
     "expanded": lambda shape: _integers(()).expand(shape),
@@ -133,8 +133,8 @@ def _integers(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randint(-8, 8, shape).float()
 
 
-def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of all ranks."""
+def _gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors from all ranks."""
     parts = [torch.empty(tensor.shape) for _ in range(SIZE)]
     dist.all_gather(parts, tensor.contiguous())
     return parts
@@ -144,7 +144,7 @@ def _own_chunk(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.chunk(SIZE)[dist.get_rank()]
 
 
-# {operation: (factor of the rows, output and gradient of the input from the tensors of all ranks)}
+# {operation: (row factor, output and input gradient from all ranks' tensors)}
 COLLECTIVES = {
     "AllGather": (2.0, torch.cat, lambda dys: _own_chunk(sum(dys))),
     "AllReduce": (1.0, sum, lambda dys: dys[dist.get_rank()]),
@@ -153,7 +153,7 @@ COLLECTIVES = {
 
 
 def collectives_of_layouts(device: torch.device):
-    """Compare collectives of tensors in every layout with their definitions."""
+    """Compare collectives on tensors in every layout with their definitions."""
     torch.manual_seed(dist.get_rank())
     for name, (factor, output, gradient) in COLLECTIVES.items():
         for shape in ((4, 6, 2), (4, 2), (4, 3, 2, 2)):
@@ -163,18 +163,18 @@ def collectives_of_layouts(device: torch.device):
                     leaf = x.detach().requires_grad_()
                     op = getattr(ops, name)()
                     y = (ops.Sequential(ops.Identity(), op) if of_gradient is of_input else op)(leaf)
-                    assert torch.equal(y, output(_gathered(x)))
+                    assert torch.equal(y, output(_gather(x)))
                     dy = of_gradient((int(shape[0] * factor), *shape[1:]))
                     y.backward(dy)
-                    assert leaf.grad is not None and torch.equal(leaf.grad, gradient(_gathered(dy)))
+                    assert leaf.grad is not None and torch.equal(leaf.grad, gradient(_gather(dy)))
     return True
 
 
-def test_collectives_of_strided_and_expanded_tensors(tmp_path):
+def test_collectives_support_strided_and_expanded_tensors(tmp_path):
     assert all(run_on_ranks(collectives_of_layouts, SIZE, tmp_path))
 
 
-def test_collectives(tmp_path):
+def test_collectives_equal_their_definitions(tmp_path):
     first = torch.arange(8.0).view(4, 2)
     for rank, got in enumerate(run_on_ranks(collectives, SIZE, tmp_path)):
         y, dx = got["AllGather"]

@@ -35,7 +35,7 @@ def mlp() -> ops.Sequential:
 def step(
     chain: Any, recipe: Any = None, x: torch.Tensor | None = None, grad: bool = True
 ) -> list[torch.Tensor]:
-    """Return the output and all gradients of one pass."""
+    """Output and all gradients from one pass."""
     chain.zero_grad()
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE) if x is None else x
     leaf = x.detach().clone().requires_grad_(grad)
@@ -53,7 +53,7 @@ def warm(chain: Any, recipe: Any = None) -> list[torch.Tensor]:
 
 
 def descriptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that receives the name of each operation that describes itself."""
+    """A list that receives each operation's name when it describes itself."""
     made: list[str] = []
     for kind in (ops.BasicLinear, ops.Bias, ops.LayerNorm, ops.ClampedSwiGLU, ops.ConstantScale):
         passes = kind.passes
@@ -130,7 +130,7 @@ def test_evaluation_mode_takes_effect_in_the_next_call():
         chain.train()
 
 
-def test_constants_of_a_child_take_effect_in_the_next_call():
+def test_a_childs_constants_take_effect_in_the_next_call():
     op = ops.ScaledClampedQGeGLU()
     x, scales = torch.ones(4, 8, device=DEVICE), torch.ones(4, device=DEVICE)
     before = [op(x, scales) for _ in range(2)][-1]
@@ -153,7 +153,7 @@ def test_recipes_take_effect_in_the_next_call(emulated):
     assert same(step(chain, written), exact[1])
 
 
-def test_scales_of_delayed_scaling_advance_as_without_preparing(emulated):
+def test_delayed_scales_advance_as_without_preparing(emulated):
     prepared, built = mlp(), mlp()
     for number in range(4):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number)).to(DEVICE) * 2**number
@@ -206,7 +206,7 @@ class Negated(ops.FusedOperation):
         return -grad_output * self.basic_ops[0].scale, [()], [()]
 
 
-def _negated(given, *, recipe):
+def _replace_with_negated(given, *, recipe):
     return [Negated([op]) if type(op) is ops.ConstantScale else op for op in given]
 
 
@@ -215,7 +215,7 @@ def test_a_fusion_that_is_registered_later_takes_effect_in_the_next_call(monkeyp
     before = warm(chain)
     with monkeypatch.context() as patch:
         patch.setattr(OperationFuser, "forward_backward_fusion_functions", [])
-        ops.register_forward_backward_fusion(_negated)
+        ops.register_forward_backward_fusion(_replace_with_negated)
         assert torch.equal(step(chain)[0], -before[0])
         assert type(chain._module_groups[0]._forward_ops[-1][0]) is Negated
     assert same(step(chain), before)
@@ -241,7 +241,7 @@ def test_gradients_go_to_the_buffer_of_a_replaced_weight():
         assert weight.main_grad.any()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_rows_of_groups_take_effect_in_the_next_call():
+def test_group_row_counts_take_effect_in_the_next_call():
     grouped = ops.GroupedLinear(2, 64, 32, **PLACE)
     chain, x = ops.Sequential(grouped), torch.randn(8, 64, device=DEVICE)
     for rows in ([4, 4], [4, 4], [1, 7], [8, 0], [4, 4]):
@@ -253,7 +253,7 @@ def test_rows_of_groups_take_effect_in_the_next_call():
         chain(x, torch.tensor([8, 1]))
 
 
-def test_absent_gradients_of_extra_outputs():
+def test_absent_extra_output_gradients_count_as_zero():
     chain = ops.Sequential(ops.ConstantScale(2.0), ops.MakeExtraOutput(in_place=True), ops.ConstantScale(3.0))
     x = torch.ones(4, 64, device=DEVICE, requires_grad=True)
     for used, expected in (("both", 8.0), ("main", 6.0), ("extra", 2.0), ("expanded", 8.0), ("both", 8.0)):
@@ -307,7 +307,7 @@ def test_copies_prepare_their_own_chains():
 @pytest.mark.slow
 @needs_fast_path
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_compiled_chains_start_the_kernels_of_their_steps():
+def test_compiled_chains_launch_the_kernels_of_their_steps():
     found = json.loads(output_without_gpu("tests/ops/generated_chains.py").splitlines()[-1])
     assert len(found) == 20
     assert {case: what for case, what in found.items() if what is not None} == {}

@@ -1,4 +1,4 @@
-"""A Sequential runs the modules that it holds, however they were put there, before and after its first forward pass."""
+"""A Sequential runs its present modules, however replaced, before and after its first forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch import ops
 
 PLACE: Any = {"device": "cpu"}
-INDEX = 1  # of the child that is replaced
+INDEX = 1  # on the replaced child
 
 
 def _delete_and_append(chain: ops.Sequential, new: nn.Module) -> None:
@@ -97,7 +97,7 @@ def results(run: Callable[[Tensor], Tensor], chain: ops.Sequential, recipe: Any)
 
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_changed_sequential_runs_the_modules_that_it_holds(way: str, kind: str, emulated):
+def test_a_changed_sequential_runs_its_present_modules(way: str, kind: str, emulated):
     torch.manual_seed(0)
     for warm in (False, True):
         for recipe in (None, Float8CurrentScaling()):

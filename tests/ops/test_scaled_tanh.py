@@ -29,7 +29,7 @@ def test_values_and_gradients_equal_float64(dtype, clamp, device):
     torch.testing.assert_close(scales.grad.double(), wide_scales.grad, rtol=1e-5, atol=1e-4)
 
 
-def test_it_runs_in_a_chain_with_finite_difference_gradients(device):
+def test_scaled_tanh_in_a_chain_has_finite_difference_gradients(device):
     torch.manual_seed(1)
     chain = ops.Sequential(
         ops.Linear(4, 8, device=device),
@@ -79,5 +79,5 @@ PATHS = {
 @pytest.mark.parametrize(
     "path", [f"{folder}.{name}" for folder, names in PATHS.items() for name in names.split()]
 )
-def test_operations_have_the_module_paths_of_the_original(path):
+def test_operations_have_the_originals_module_paths(path):
     importlib.import_module(f"transformer_engine.pytorch.ops.{path}")

@@ -34,7 +34,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("name", BIAS_CHAINS)
-def test_strided_gradients_give_the_gradients_of_contiguous_ones(name, kind):
+def test_strided_output_gradients_equal_contiguous_ones(name, kind):
     module = BIAS_CHAINS[name]()
     for shape in ((6, 3, 16), (2, 3, 2, 16), (5, 16)):
         x = torch.randn(shape)
@@ -79,7 +79,7 @@ def residual_chain(
 @pytest.mark.parametrize("preceded", [True, False], ids=["behind a bias", "at the input"])
 @pytest.mark.parametrize("recipe", [None, recipes.Float8CurrentScaling()], ids=["float32", "FP8"])
 @pytest.mark.parametrize("first", BODIES)
-def test_in_place_channels_give_the_gradients_of_separate_memory(first, recipe, preceded, emulated):
+def test_in_place_channels_have_the_same_gradients_as_separate_memory(first, recipe, preceded, emulated):
     values, dy = torch.randn(16, 16), torch.randn(16, 16)
     before, dy_before = values.clone(), dy.clone()
     results = []
@@ -98,7 +98,7 @@ def test_in_place_channels_give_the_gradients_of_separate_memory(first, recipe, 
             assert relative_error(in_place, separate) <= bound
 
 
-def test_an_in_place_channel_leaves_the_input_of_the_caller_unchanged():
+def test_an_in_place_channel_leaves_the_callers_input_unchanged():
     chain = residual_chain("RMSNorm", True, True, preceded=False)
     x = torch.randn(8, 16, requires_grad=True)
     before = x.detach().clone()
@@ -110,7 +110,7 @@ SHARED_INPUTS = ["x x x", "x r r", "x x r", "x r x", "x view r", "leaf leaf r", 
 
 
 @pytest.mark.parametrize("names", SHARED_INPUTS)
-def test_in_place_additions_into_shared_inputs_give_the_gradients_of_separate_memory(names):
+def test_in_place_additions_into_shared_inputs_keep_the_gradients(names):
     results = []
     for in_place in (False, True):
         torch.manual_seed(1)
@@ -142,7 +142,7 @@ def test_unshared_extra_input_receives_the_sum_in_place():
 
 
 @pytest.mark.parametrize("channel", [False, True])
-def test_in_place_extra_outputs_leave_the_gradient_of_the_caller_unchanged(channel):
+def test_in_place_extra_outputs_leave_the_callers_gradient_unchanged(channel):
     x, other = [torch.randn(8, 16, requires_grad=True) for _ in range(2)]
     dy = torch.randn(8, 16)
     before = dy.clone()
@@ -298,7 +298,7 @@ def _fused_by_a_user():
 
 
 @pytest.mark.parametrize("trained_input", [True, False])
-def test_a_users_forward_fusion_has_the_gradients_of_its_operations(trained_input, _fused_by_a_user):
+def test_a_users_forward_fusion_has_its_operations_gradients(trained_input, _fused_by_a_user):
     chain = ops.Sequential(ops.RMSNorm(16), ops.Linear(16, 16, bias=False), ops.SiLU(), ops.Linear(16, 16))
     x = torch.randn(8, 16, requires_grad=trained_input)
     chain(x).square().sum().backward()
@@ -313,7 +313,7 @@ def test_a_users_forward_fusion_has_the_gradients_of_its_operations(trained_inpu
         assert relative_error(x.grad, exact.grad) < 1e-5
 
 
-def test_a_users_forward_fusion_of_a_dropout_names_the_missing_state(_fused_by_a_user):
+def test_a_users_forward_fusion_with_dropout_names_the_missing_state(_fused_by_a_user):
     chain = ops.Sequential(ops.Linear(16, 16, bias=False), ops.Dropout(0.5))
     with pytest.raises(RuntimeError, match=r"LinearSiLU saved no state .* Dropout cannot run again"):
         chain(torch.randn(4, 16, requires_grad=True))

@@ -1,4 +1,4 @@
-"""State of operations: names in state dicts, checkpoints, quantized and deferred parameters, recomputation, offload."""
+"""Operation state: state dicts, checkpoints, quantized or deferred parameters, recomputation, offload."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mlp(**place: Any) -> ops.Sequential:
 
 
 def step(chain: Any, x: torch.Tensor, recipe: Any = None, run: Any = None) -> list[torch.Tensor]:
-    """Return the output and all gradients of one pass."""
+    """Output and all gradients from one pass."""
     chain.zero_grad()
     leaf = x.detach().clone().requires_grad_()
     with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -52,11 +52,11 @@ def step(chain: Any, x: torch.Tensor, recipe: Any = None, run: Any = None) -> li
     return [y.detach(), leaf.grad, *[p.grad.clone() for p in chain.parameters()]]  # pyright: ignore
 
 
-def given() -> torch.Tensor:
+def sample_input() -> torch.Tensor:
     return torch.randn(128, 128, generator=torch.Generator().manual_seed(1)).to(**PLACE)
 
 
-def test_names_in_state_dicts():
+def test_state_dicts_contain_parameter_and_extra_state_names():
     chain = mlp()
     assert [key for key in chain.state_dict() if not key.endswith("_extra_state")] == [
         "0.weight", "1.basic_ops.0.weight", "1.basic_ops.1.bias", "3.basic_ops.0.weight",
@@ -97,14 +97,14 @@ def test_parameters_move_and_copy_together_with_their_aliases():
 def test_deferred_parameters_are_allocated_in_the_first_forward_pass():
     chain = mlp(device="meta")
     assert all(p.is_meta for p in chain.parameters())
-    y = chain(given())
+    y = chain(sample_input())
     assert not any(p.is_meta for p in chain.parameters()) and y.isfinite().all()
     assert chain[1].weight is chain[1].basic_ops[0].weight
 
 
 @by_name
 def test_delayed_scaling_continues_from_a_checkpoint(recipe, emulated):
-    chain, x = mlp(), given()
+    chain, x = mlp(), sample_input()
     for _ in range(3):
         step(chain, x, recipe)
     other = mlp()
@@ -118,7 +118,7 @@ def test_delayed_scaling_continues_from_a_checkpoint(recipe, emulated):
 
 
 def scaling_states(op):
-    """Return copies of the scales and histories of an operation."""
+    """Copies of an operation's scales and histories."""
     metas = [meta for meta in op._fp8_metas.values() if meta is not None]
     states = [state for meta in metas for state in meta.values() if hasattr(state, "amax_history")]
     return [tensor.clone() for state in states for tensor in (state.scale, state.amax_history)]
@@ -126,10 +126,10 @@ def scaling_states(op):
 
 def test_damaged_extra_states_raise_and_change_nothing(emulated):
     chain = ops.Sequential(ops.BasicLinear(128, 128, **PLACE))
-    step(chain, given(), DelayedScaling())
+    step(chain, sample_input(), DelayedScaling())
     other = ops.Sequential(ops.GroupedLinear(2, 128, 128, **PLACE))
     with te.autocast(recipe=DelayedScaling()):
-        other(given(), torch.tensor([64, 64]))
+        other(sample_input(), torch.tensor([64, 64]))
     before = scaling_states(chain[0])  # leaving an autocast moves the histories of all operations
     for state in (torch.arange(7, dtype=torch.uint8), other[0].get_extra_state()):
         with pytest.raises(ExtraStateError):
@@ -147,7 +147,7 @@ def test_quantized_parameters_compute_as_parameters_that_are_quantized_in_each_c
     with torch.no_grad():
         plain[0].weight.copy_(quantized[0].weight.dequantize())
         plain[0].bias.copy_(quantized[0].bias)
-    x = given()
+    x = sample_input()
     actual, expected = step(quantized, x, recipe), step(plain, x, recipe)
     # Codes of decoded values may differ from the codes that were decoded, by a scale or by random rounding.
     bound = 0.3 if isinstance(recipe, NVFP4BlockScaling) else 0.05
@@ -161,7 +161,7 @@ def test_quantized_parameters_compute_as_parameters_that_are_quantized_in_each_c
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling()], ids=str)
 def test_checkpointed_chains_repeat_the_first_run(use_reentrant, recipe, emulated):
-    chain, x = mlp(), given()
+    chain, x = mlp(), sample_input()
     states = []
     for checkpointed in (False, True):
         te.fp8.FP8GlobalStateManager.reset()
@@ -177,7 +177,7 @@ def test_checkpointed_chains_repeat_the_first_run(use_reentrant, recipe, emulate
 
 
 def test_offloaded_activations_give_the_same_gradients():
-    chain, x = mlp(), given()
+    chain, x = mlp(), sample_input()
     expected = step(chain, x)
     context, sync = te.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=2)
 
@@ -191,8 +191,8 @@ def test_offloaded_activations_give_the_same_gradients():
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-def test_backward_override(override, emulated):
-    chain, x = mlp(), given()
+def test_backward_override_changes_gradients_but_not_results(override, emulated):
+    chain, x = mlp(), sample_input()
     recipe = Float8CurrentScaling(backward_override=override)
     overridden, quantized = step(chain, x, recipe), step(chain, x, Float8CurrentScaling())
     assert torch.equal(overridden[0], quantized[0])
@@ -206,7 +206,7 @@ def test_backward_override(override, emulated):
 
 @by_name
 def test_a_chain_computes_as_the_fused_modules(recipe, emulated):
-    """The same codes: only the rounding of a bias in the epilogue of a product may differ."""
+    """The same codes: only the rounding of a bias in a product's epilogue may differ."""
     if isinstance(recipe, NVFP4BlockScaling):
         recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
     place = {"device": PLACE["device"], "params_dtype": torch.bfloat16}
@@ -218,7 +218,7 @@ def test_a_chain_computes_as_the_fused_modules(recipe, emulated):
     with torch.no_grad():
         for name, parameter in zip(names, chain.parameters(), strict=True):
             parameter.copy_(getattr(module, name))
-    x = given()
+    x = sample_input()
     for _ in range(2):
         actual, expected = step(chain, x, recipe), step(module, x, recipe)
     expected = [*expected[:2], *[getattr(module, name).grad for name in names]]
@@ -227,8 +227,8 @@ def test_a_chain_computes_as_the_fused_modules(recipe, emulated):
 
 
 def test_memory_plans_and_explanations_cover_operations(emulated):
-    chain, x = mlp(), given()
-    assert te.memory_plan(chain, Float8CurrentScaling(), 128, inputs=(given(),)).peak > 0
+    chain, x = mlp(), sample_input()
+    assert te.memory_plan(chain, Float8CurrentScaling(), 128, inputs=(sample_input(),)).peak > 0
     with te.autocast(recipe=Float8CurrentScaling()):
         assert "gemm" in str(te.explain(chain, x))
 
@@ -248,7 +248,7 @@ def _call(op: Any, recipe: Any) -> None:
 
 @pytest.mark.parametrize("name", WITH_QUANTIZED_WEIGHTS)
 @pytest.mark.parametrize("change", ["call", "reset_recipe_state", "set_extra_state"])
-def test_a_quantized_weight_follows_the_state_of_a_new_recipe(name, change, emulated):
+def test_a_quantized_weight_follows_a_new_recipes_state(name, change, emulated):
     """Updates of a weight read the scale of the operation's current state, and record their maximum in it."""
     with te.quantized_model_init(recipe=DelayedScaling()):
         op = WITH_QUANTIZED_WEIGHTS[name]()

@@ -1,4 +1,4 @@
-"""Registered fusions of users, forward-only and backward-only ones combined, against plain PyTorch in float64."""
+"""Users' registered fusions, forward-only and backward-only ones combined, against float64 PyTorch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ForwardWithoutState(ops.FusedOperation):
 
 
 class BackwardOfMembers(ops.FusedOperation):
-    """Gradients by the backward passes of the basic operations, whose saved state they read."""
+    """Gradients from the basic operations' backward passes, whose saved state they read."""
 
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **options: Any) -> Any:
         calls.append("backward")
@@ -66,7 +66,7 @@ def registrations() -> Iterator[None]:
 
 
 def errors(chain: ops.Sequential, recipe: Recipe | None) -> list[float]:
-    """Relative errors of the output and all gradients against float64."""
+    """Relative errors in the output and all gradients against float64."""
     x = torch.randn(32, 64, requires_grad=True)
     with autocast(enabled=recipe is not None, recipe=recipe):
         y = chain(x)
@@ -82,7 +82,7 @@ def errors(chain: ops.Sequential, recipe: Recipe | None) -> list[float]:
 
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
 @pytest.mark.parametrize("registered", ["forward", "backward", "both"])
-def test_fusions_of_one_pass_compute_the_gradients_of_the_chain(registered, recipe, emulated):
+def test_single_pass_fusions_compute_the_chains_gradients(registered, recipe, emulated):
     torch.manual_seed(0)
     if registered != "backward":
         ops.register_forward_fusion(pairs(ForwardWithoutState), prepend=True)

@@ -1,4 +1,4 @@
-"""Errors for wrong inputs, parameters and buffers, and for wrong return values of users' operations and fusions."""
+"""Errors for wrong inputs, parameters and buffers, and wrong return values from users' operations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_activation_of_a_number_names_the_operation(op: Any):
 
 
 class Returning(ops.BasicOperation):
-    """An operation with the return values of two functions."""
+    """An operation whose passes return the values of two functions."""
 
     def __init__(self, forward: Any = None, backward: Any = None) -> None:
         super().__init__()
@@ -117,13 +117,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_wrong_return_values_of_operations_are_named(message):
+def test_wrong_operation_return_values_are_named(message):
     with pytest.raises(TypeError, match=message):
         run(WRONG[message])
 
 
 @pytest.mark.parametrize("value", [None, 3, [1, 2], [torch.nn.ReLU()]], ids=["None", "int", "ints", "module"])
-def test_wrong_return_values_of_fusions_are_named(value):
+def test_wrong_fusion_return_values_are_named(value):
     def fusion(given, *, recipe):
         return value
 
@@ -188,7 +188,7 @@ def test_missing_parameters_are_named(make, name):
 
 
 @pytest.mark.parametrize("make", [te.TransformerLayer, te.MultiheadAttention])
-def test_quantized_parameters_of_separate_projections_name_the_option(make: Any, emulated):
+def test_quantized_parameters_with_separate_projections_name_the_option(make: Any, emulated):
     sizes: Any = (32, 64, 2) if make is te.TransformerLayer else (32, 2)
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
         with pytest.raises(ValueError, match="fuse_qkv_params=True"):

@@ -1,1 +1,1 @@
-"""Tests of the primitives and their backends."""
+"""Tests for the primitives and their backends."""

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.primitives.quantize import QuantizeSpec
 def activation_fuses(
     name: str, x: Tensor, spec: QuantizeSpec, dbias: torch.dtype | None = None, *, backward: bool
 ) -> bool:
-    """Return whether the kernel of an activation, or of its gradient, quantizes its result."""
+    """Whether the kernel for an activation, or for its gradient, quantizes its result."""
     gradient = (x.stride(), x.dtype) if backward else None
     facts = (name, x.shape, x.stride(), x.dtype, x.device, DEFAULT_PARAMS.constants)
     request = activation_request(*facts, gradient, spec, False, False, dbias)
@@ -32,7 +32,7 @@ def activation_fuses(
 
 
 def norm_fuses(x: Tensor, spec: QuantizeSpec, *, centered: bool) -> bool:
-    """Return whether a norm's kernel quantizes its result."""
+    """Whether a norm's kernel quantizes its result."""
     operation = "layernorm_forward" if centered else "rmsnorm_forward"
     (rows, width), (apart, along) = x.shape, x.stride()
     facts = ((rows, width), (apart, along), x.dtype, x.dtype, x.device, False, 1e-5)
@@ -42,7 +42,7 @@ def norm_fuses(x: Tensor, spec: QuantizeSpec, *, centered: bool) -> bool:
 
 
 class Reference:
-    """The functions of a module, while one operation's reference is forced."""
+    """A module's functions, while one operation's reference is forced."""
 
     def __init__(self, module: ModuleType, operation: str):
         self.module = module
@@ -57,9 +57,9 @@ class Reference:
 
 
 class Kernels:
-    """The functions of a module with the kernels of one operation forced; other operations choose freely.
+    """A module's functions with one operation's kernels forced; other operations choose freely.
 
-    The backend rejects tensors on a CPU. It is bound nevertheless, and other operations use their reference.
+    The backend rejects CPU tensors, but is bound nevertheless; other operations use their reference.
     """
 
     def __init__(self, module: ModuleType, operation: str):

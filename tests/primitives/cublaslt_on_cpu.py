@@ -1,8 +1,8 @@
 """A stand-in for nvmath.bindings.cublasLt that reads the same descriptors and computes in float32 on the CPU.
 
 It takes column-major matrices, operations, scales by mode, bias, beta, GELU and its gradient, FP8 results and pointers
-as the library documents them, so the description of a plan can be checked without a GPU. Its algorithms are numbered
-bytes, and it accepts all but one.
+as the library documents them, so a plan's description can be checked without a GPU. Its algorithms are
+numbered bytes, and it accepts all but one.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class CublasLt:
         out.copy_(product)
 
 
-def installed(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
-    """The stand-in in place of the library, on a machine that otherwise looks like one with an H200."""
+def install(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
+    """Install the stand-in instead of the library, on a machine that otherwise looks as if it had an H200."""
     stand_in = CublasLt()
     monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
     monkeypatch.setattr(cublaslt_library, "bindings", lambda: stand_in)
@@ -170,7 +170,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
 
 
 def _epilogue(product: torch.Tensor, what: dict, dtype: torch.dtype) -> torch.Tensor:
-    """The product [N, M] after its bias and its activation; aux is written on the way."""
+    """Product [N, M] after its bias and its activation; aux is written on the way."""
     name = Epilogue(what.get("EPILOGUE", 1)).name
     rows, columns = product.shape
     if "BIAS" in name:
@@ -196,7 +196,7 @@ def _memory(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _matrix(address: int, layout: dict) -> torch.Tensor:
-    """The column-major matrix [rows, columns] at an address, as a view of the memory there."""
+    """Column-major matrix [rows, columns] at an address, as a view into the memory there."""
     rows, columns, leading = layout["rows"], layout["columns"], layout["leading"]
     if layout["dtype"] == torch.uint8:
         assert leading % 32 == rows % 2 == 0
@@ -208,7 +208,7 @@ def _matrix(address: int, layout: dict) -> torch.Tensor:
 
 
 def _scaled(codes: torch.Tensor, what: dict, side: str) -> torch.Tensor:
-    """codes [K, lines] times their scales: one, one for 128 of a column, or one for 128 x 128."""
+    """codes [K, lines] times their scales: one, one per 128 in a column, or one per 128 x 128."""
     address = what.get(f"{side}_SCALE_POINTER")
     if address is None:
         return codes.float()
@@ -218,20 +218,20 @@ def _scaled(codes: torch.Tensor, what: dict, side: str) -> torch.Tensor:
         return codes.float() * _memory(address, 1, torch.float32)
     if mode in (1, 2):  # VEC16_UE4M3, VEC32_UE8M0
         values = _E2M1[codes.int()] if codes.dtype == torch.uint8 else codes.float()
-        return values * _swizzled(address, depth, lines, 16 if mode == 1 else 32)
+        return values * _read_swizzled_factors(address, depth, lines, 16 if mode == 1 else 32)
     blocks = depth // 128
-    if mode == 4:  # VEC128_32F: the scales of one block of K, for all lines, follow each other
+    if mode == 4:  # VEC128_32F: the scales for one block along K, for all lines, follow each other
         scale = _memory(address, blocks * lines, torch.float32).view(blocks, lines)
         return codes.float() * scale.repeat_interleave(128, 0)
-    padded = -(-blocks // 4) * 4  # BLK128x128_32F: blocks of K follow each other, padded to 4
+    padded = -(-blocks // 4) * 4  # BLK128x128_32F: blocks along K follow each other, padded to 4
     scale = (
         _memory(address, padded * (lines // 128), torch.float32).view(lines // 128, padded)[:, :blocks].t()
     )
     return codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
 
 
-def _swizzled(address: int, depth: int, lines: int, length: int) -> torch.Tensor:
-    """Factors [K, lines] of scales of one byte for `length` elements, by the library's formula for their places."""
+def _read_swizzled_factors(address: int, depth: int, lines: int, length: int) -> torch.Tensor:
+    """Factors [K, lines] from one-byte scales for `length` elements each, in the library's order."""
     assert address % 16 == 0
     columns = -(-depth // length)
     tiles = -(-columns // 4)

@@ -34,7 +34,7 @@ LEFT_OUT = {
 
 
 def products(shared: int, quantized: bool) -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
-    """(name, record, type of each pointer; None: that argument is not given)."""
+    """(name, record, pointer types; None: that argument is absent)."""
     for name, scaling in (("plain", 0), ("tensor", 1), ("block", 2))[: 3 if quantized else 1]:
         exact = name == "tensor"
         a, b = (GRADIENTS, CODES) if exact else (CODES, CODES) if scaling else (HALF, HALF)

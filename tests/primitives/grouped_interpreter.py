@@ -30,7 +30,7 @@ SPLITS = (3, 131, 0, 70)
 DEPTH = 144
 
 
-def table_of(tensors: list[torch.Tensor]) -> Matrices:
+def matrix_table(tensors: list[torch.Tensor]) -> Matrices:
     addresses = [tensor.data_ptr() for tensor in tensors]
     return Matrices(tuple(tensors), torch.tensor(addresses, dtype=torch.int64))
 
@@ -40,7 +40,7 @@ def slots() -> ScaleSlots:
 
 
 def quantized(name: str, spec: QuantizeSpec, values, groups, tiled: bool = False) -> dict[str, bool]:
-    """Compare the codes, scales and recorded maxima of the kernels with a loop over groups."""
+    """Compare the kernels' codes, scales and recorded maxima with a loop over groups."""
     ours, theirs = (slots(), slots()) if "given" in name else (None, None)
     by_matrices = isinstance(values, Matrices)
     count, shape = (len(values.tensors), values.shape) if by_matrices else (groups.count, tuple(values.shape))
@@ -50,7 +50,7 @@ def quantized(name: str, spec: QuantizeSpec, values, groups, tiled: bool = False
     made = triton.bind(request)(values, groups, ours)
     expected = reference.BACKEND.bind(request)(values, groups, theirs)
     pairs = zip(made, expected, strict=True)
-    if spec.format == FLOAT8:  # of the scales the first column counts
+    if spec.format == FLOAT8:  # the first column of scales counts
         pairs = [(m if m is None or m.dtype != torch.float32 else m[:, :1], e) for m, e in pairs]
         pairs = [(m, e if e is None or e.dtype != torch.float32 else e[:, :1]) for m, e in pairs]
     equal = all(interpreter.same_bits(m, e) for m, e in pairs)
@@ -63,7 +63,7 @@ def quantizations() -> dict[str, bool]:
     x = torch.randn(sum(SPLITS), DEPTH).to(torch.bfloat16)
     x[5, 7], x[140, 3] = torch.inf, -1e9
     groups = make_groups(SPLITS, x.shape[0], x.device)
-    matrices = table_of([torch.randn(144, DEPTH).to(torch.bfloat16) for _ in SPLITS])
+    matrices = matrix_table([torch.randn(144, DEPTH).to(torch.bfloat16) for _ in SPLITS])
     results = {}
     for rowwise, columnwise in ((True, False), (False, True), (True, True)):
         way = f"{'r' * rowwise}{'c' * columnwise}"
@@ -85,8 +85,8 @@ def quantizations() -> dict[str, bool]:
     return results
 
 
-def measured_casts() -> dict[str, bool]:
-    """One launch that measures and casts, with every distance between the two visits of a tile."""
+def check_measured_casts() -> dict[str, bool]:
+    """One launch that measures and casts, with every distance between a tile's two visits."""
     cpu, spec, results = torch.device("cpu"), QuantizeSpec(FLOAT8, E4M3, True, True), {}
     steps = (E4M3, False, 0.0, True, True)
     for splits in ((3, 131, 0, 70, 1), (0, 0, 300, 0, 5)):
@@ -97,7 +97,7 @@ def measured_casts() -> dict[str, bool]:
         for window in (1, 2 * x.numel() // count * 2, 1 << 30):
             record = grouped_measured_cast.measured_cast((len(x), 80), count, True, *steps, window=window)
             results[f"lag rows {splits} {window}"] = _runs(record, (x, None, groups.layout), expected)
-    matrices = table_of([torch.randn(144, 80).bfloat16() for _ in range(5)])
+    matrices = matrix_table([torch.randn(144, 80).bfloat16() for _ in range(5)])
     request = GroupedQuantizeRequest(spec, True, 5, (144, 80), torch.bfloat16, cpu, None)
     expected = reference.BACKEND.bind(request)(matrices, None, None)
     for lag in (1, 2, 3, 5):
@@ -127,7 +127,7 @@ def layouts() -> dict[str, bool]:
 
 
 def products() -> dict[str, bool]:
-    """Unquantized products, in float16: the interpreter multiplies it as numpy does."""
+    """Unquantized products, in float16, which the interpreter multiplies as numpy does."""
     total, width, depth = sum(SPLITS), 48, 80
     groups = make_groups(SPLITS, total, torch.device("cpu"))
     x, dy = torch.randn(total, depth).half(), torch.randn(total, width).half()
@@ -136,7 +136,7 @@ def products() -> dict[str, bool]:
     bias = torch.randn(count, width)
     y, dx = torch.empty(total, width), torch.empty(total, depth)
     forward = kernels.product_of_rows(total, width, depth, count, scaling=0, by_address=True)
-    inputs = (weights[0], table_of(weights).table, None, None)
+    inputs = (weights[0], matrix_table(weights).table, None, None)
     launch.start(forward, (x, *inputs, bias, groups.layout, y), -1)
     backward = kernels.product_of_rows(
         total, depth, width, count, scaling=0, transposed=True, by_address=True
@@ -160,7 +160,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     triton.is_current_device = lambda index: True
-    print(json.dumps(quantizations() | measured_casts() | layouts() | products()))
+    print(json.dumps(quantizations() | check_measured_casts() | layouts() | products()))
 
 
 if __name__ == "__main__":

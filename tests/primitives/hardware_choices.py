@@ -1,10 +1,11 @@
-"""Backends of products on simulated GPUs, for every row of the table of hardware; `docs/hardware.json` is this as data.
+"""Product backends on simulated GPUs, for every hardware table row; the data of `docs/hardware.json`.
 
     PYTHONPATH=. python -m tests.primitives.hardware_choices > docs/hardware.json
 
-A recipe has the three dense products of a linear layer and the two of a layer of groups. The libraries count as
-installed, and in a second column as absent: then torch and Triton remain. "layers" has the backends of all operations
-of whole layers, by `hardware_layers`. Triton has the first release whose products of MXFP8 and NVFP4 are native.
+A recipe has a linear layer's three dense products and a grouped layer's two products. The libraries count as
+installed, and in a second column as absent: then torch and Triton remain. "layers" has the backends for all
+operations in whole layers, by `hardware_layers`. Triton has the first release with native MXFP8 and NVFP4
+products.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from unittest import mock
 import torch
 
 from tests.primitives.cublaslt_on_cpu import CublasLt
-from tests.primitives.hardware_layers import choices_on
+from tests.primitives.hardware_layers import run_choices
 from transformer_engine.common import formats, optional
 from transformer_engine.common.dispatch import Table
 from transformer_engine.common.hardware import ROWS, Capability, Hardware
@@ -36,7 +37,7 @@ E4M3, E5M2, PACKED = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
 FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4 = formats.TENSOR_FORMATS
 POWERS_1D, POWERS_2D = formats.BLOCK_1D_POWERS, formats.BLOCK_2D_POWERS
 Side = tuple[formats.TensorFormat | None, torch.dtype]
-# Recipe: what its products need, and (left, right) of the output, the input gradient and the weight gradient.
+# Recipe: product requirements, and (left, right) for the output, the input gradient and the weight gradient.
 PRODUCTS: dict[str, tuple[Capability, tuple[tuple[Side, Side], ...]]] = {
     "none": ("bf16 products", (((None, torch.bfloat16), (None, torch.bfloat16)),) * 3),
     "float8": (
@@ -58,8 +59,9 @@ PRODUCTS: dict[str, tuple[Capability, tuple[tuple[Side, Side], ...]]] = {
     "mxfp8": ("mxfp8 products", (((MXFP8, E4M3), (MXFP8, E4M3)),) * 3),
     "nvfp4": ("nvfp4 products", (((NVFP4, PACKED), (NVFP4, PACKED)),) * 3),
 }
-# Keys of "layers", and options of `hardware_layers`: whether nvmath-python, cudnn-frontend and flash-attn-4 count as
-# installed, and whether the self-test has passed, which enables paths that no test has run on such a GPU.
+# Keys in "layers", and options for `hardware_layers`: whether nvmath-python, cudnn-frontend and flash-attn-4
+# count as installed, and whether the self-test has passed, which enables paths that no test has run on such a
+# GPU.
 SIMULATIONS = {
     "with libraries": (),
     "with torch and Triton": ("--without",),
@@ -69,28 +71,28 @@ PASSES = ("output", "grad_input", "grad_weight")
 
 
 def dense(a: Side, b: Side, accumulates: bool, hardware: Hardware) -> str:
-    """The backend of a product [256, 512] @ [384, 512].T; accumulates: added to a float32 gradient."""
+    """Backend for a product [256, 512] @ [384, 512].T; accumulates: added to a float32 gradient."""
     left, right = (
         Operand(torch.empty(rows, 512 // (form.packing if form else 1), dtype=element), None, form)
         for rows, (form, element) in ((256, a), (384, b))
     )
     out = torch.empty(256, 384) if accumulates else None
     request = GemmRequest.of(left, right, Epilogue(torch.bfloat16, out=out, accumulate=accumulates))
-    return chosen(TABLE, dataclasses.replace(request, device="cuda", hardware=hardware, index=0))
+    return choose_backend(TABLE, dataclasses.replace(request, device="cuda", hardware=hardware, index=0))
 
 
 def grouped(a: Side, b: Side, along: str) -> str:
-    """The backend of a product over 8 groups."""
+    """Backend for a product over 8 groups."""
     gpu = torch.device("cuda", 0)
     tiled = along == "rows" and grouped_gemm.tiles_columns(a[0], 8, gpu)
     request = GroupedGemmRequest(
         along, a[0], b[0], a[1], b[1], torch.bfloat16, 8, 4096, False, False, 512, 512, gpu,
         True, False, False, False, tiled=tiled,
     )  # fmt: skip
-    return chosen(grouped_gemm.TABLE, request)
+    return choose_backend(grouped_gemm.TABLE, request)
 
 
-def chosen(table: Table, request) -> str:
+def choose_backend(table: Table, request) -> str:
     return next(row.name for row in table.candidates(request) if row.rejection_reason(request) is None)
 
 
@@ -121,7 +123,7 @@ def choices(hardware: Hardware, libraries: bool) -> dict[str, dict[str, str]]:
 
 
 def triton_releases(row: Hardware) -> dict[str, str]:
-    """First releases of Triton that compile for a row, and whose tl.dot_scaled is its native product."""
+    """First Triton releases that compile for a row, and whose tl.dot_scaled is its native product."""
     releases = {"kernels": row.triton}
     if row.has("mxfp8 products"):
         releases["scaled products"] = row.scaled_dot
@@ -129,7 +131,7 @@ def triton_releases(row: Hardware) -> dict[str, str]:
 
 
 def table() -> dict[str, dict[str, Any]]:
-    """Releases of Triton, and {"with nvmath-python" or "without": {recipe: {product: backend}}}, by NVIDIA's rows."""
+    """Triton releases, and {"with nvmath-python" or "without": {recipe: {product: backend}}}, by row."""
     return {
         row.architecture: {
             "triton": triton_releases(row),
@@ -142,10 +144,10 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def whole_table() -> dict[str, dict[str, Any]]:
-    """The table of products, with the layers of a process per row and set of libraries."""
+    """The product table, with the layers from one process per row and library set."""
     return {
         architecture: products
-        | {"layers": {name: choices_on(architecture, *options) for name, options in SIMULATIONS.items()}}
+        | {"layers": {name: run_choices(architecture, *options) for name, options in SIMULATIONS.items()}}
         for architecture, products in table().items()
     }
 

@@ -1,11 +1,11 @@
-"""Backends of every operation of a training step of layers, on one simulated GPU of the table of hardware; print JSON.
+"""Backends for every operation in layers' training steps, on one simulated GPU; print JSON.
 
     PYTHONPATH=. python -m tests.primitives.hardware_layers 10.0 [--without] [--tested] [--triton 3.6]
 
 {layer: {recipe: {"forward" or "backward": {operation: backends}}}}, the backends joined by commas. With --without,
 nvmath-python, cudnn-frontend and flash-attn-4 count as absent: torch and Triton remain. With --tested, the self-test
-has passed on the simulated GPU. Triton has the first release whose products of MXFP8 and NVFP4 are native, or the one
-given. Tables without callables, which only choose between ways to fuse, are left out.
+has passed on the simulated GPU. Triton has the first release with native MXFP8 and NVFP4 products, or the
+given one. Tables without callables, which only choose between ways to fuse, are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformer_engine.pytorch.quantization.support import check_recipe_support
 from transformer_engine.pytorch.runtime import self_tested
 
 TOKENS, BATCH, WIDTH, HEADS, GROUPS = 1024, 2, 512, 4, 4
-ROWS = [512, 256, 1024, 256]  # of each group
+ROWS = [512, 256, 1024, 256]  # in each group
 BF16 = torch.bfloat16
 RECIPES: dict[str, Callable[..., recipes.Recipe] | None] = {
     "none": None,
@@ -125,7 +125,7 @@ def cases() -> Iterator[tuple[str, str, recipes.Recipe | None]]:
 
 
 def train(layer: str, recipe: recipes.Recipe | None, accumulates: bool = False) -> Iterator[None]:
-    """Run the forward pass of a training step, yield, and run its backward pass."""
+    """Run a training step's forward pass, yield, and run its backward pass."""
     FP8GlobalStateManager.reset()
     module, inputs = (ACCUMULATING if accumulates else LAYERS)[layer]()
     with _emulation(recipe):
@@ -136,7 +136,7 @@ def train(layer: str, recipe: recipes.Recipe | None, accumulates: bool = False) 
 
 
 def step(layer: str, recipe: recipes.Recipe | None) -> dict[str, dict[str, str]]:
-    """Backends of a training step's operations, by pass and operation."""
+    """Backends for a training step's operations, by pass and operation."""
     found: dict[str, dict[str, list[str]]] = {"forward": {}, "backward": {}}
     here = found["forward"]
 
@@ -158,7 +158,7 @@ def step(layer: str, recipe: recipes.Recipe | None) -> dict[str, dict[str, str]]
 
 
 def _emulation(recipe: recipes.Recipe | None) -> AbstractContextManager[Any]:
-    """Emulate the formats of a recipe only if the simulated GPU does not have it."""
+    """Emulate a recipe's formats only if the simulated GPU lacks them."""
     available = recipe is None or check_recipe_support(recipe)[0]
     return nullcontext() if available else te.emulate()
 
@@ -171,27 +171,27 @@ def choices() -> Choices:
     return found
 
 
-def choices_on(architecture: str, *options: str) -> Choices:
-    """The choices on a simulated GPU, from a separate process."""
+def run_choices(architecture: str, *options: str) -> Choices:
+    """Choices on a simulated GPU, from a separate process."""
     arguments = ["-W", "ignore", "-m", __name__, architecture, *options]
     return json.loads(forked.output(arguments, ROOT, {**os.environ, "PYTHONPATH": search_path()}, 300))
 
 
 def simulation(arguments: list[str]) -> Simulation:
-    """The simulation of the GPU in the arguments of a program."""
+    """Simulation for the GPU in a program's arguments."""
     torch.set_num_threads(1)
     return simulate(hardware_named("nvidia", arguments[0]), libraries="--without" not in arguments)
 
 
 class Passed(dict[str, bool]):
-    """Stored results of a self-test in which every path has passed."""
+    """Stored self-test results in which every path has passed."""
 
     def get(self, path: str, default: Any = None) -> bool:
         return True
 
 
 def simulate_versions(hardware: Hardware, arguments: list[str]) -> None:
-    """Simulate the release of Triton, and the results of the self-test, that the arguments name."""
+    """Simulate the Triton release, and the self-test results, that the arguments name."""
     found = optional.release
     release = hardware.scaled_dot
     if "--triton" in arguments:

@@ -1,6 +1,6 @@
-"""Compile block-scaled products for rows of the table of hardware, without a GPU; print {case: facts} as JSON.
+"""Compile block-scaled products for rows in the hardware table, without a GPU; print {case: facts} as JSON.
 
-Arguments: "cover" for one row of each generation, "--all" for every row.
+Arguments: "cover" for one row per generation, "--all" for every row.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from transformer_engine.common.kernels.launch import Launch, compile_options
 from transformer_engine.common.kernels.product_parts import ProductEpilogue, Side, TmaOptions
 
 COVER = ("8.0", "8.9", "10.0", "12.0")
-# Of each row of the cover: (shape, whether the product is added) and the rows of a block of the right operand. These
-# kernels take 40 s of one core; all kernels of all rows take ten minutes.
+# For each row in the cover: (shape, whether the product is added) and the rows per block in the right
+# operand. These kernels take 40 s on one core; all kernels of all rows take ten minutes.
 SAMPLE = {("large", False): 128, ("tail", True): 1, ("few rows", False): 128}
-# By kind of product and whether the row has tensor memory. Triton 3.9 writes the newer names of the same block sizes.
+# Keyed by product type and whether the row has tensor memory. Triton 3.9 writes newer names for the same
+# block sizes.
 INSTRUCTIONS = {
     ("mxfp8", True): r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale\.(?:scale_vec::1X|block32)",
     ("mxfp8", False): r"mma\.sync\S*kind::mxf8f6f4\.block_scale\.scale_vec::1X\S*ue8m0",
@@ -42,9 +43,9 @@ INSTRUCTIONS = {
     ("block", False): r"mma\.sync\.aligned\.m16n8k32\S*e4m3\.e4m3",
 }
 HOPPER_BLOCK = r"wgmma\.mma_async\S*e4m3\.e4m3"
-DECODED_BLOCK = r"mma\.sync\S*\.f16\.f16"  # of codes, which float16 represents exactly
+DECODED_BLOCK = r"mma\.sync\S*\.f16\.f16"  # for codes, which float16 represents exactly
 ANY = re.compile(r"(?:tcgen05\.mma|mma\.sync|wgmma\.mma_async)\.[\w.:]*")
-# Of descriptors of operands and scales; scales reach tensor memory without registers.
+# For operand and scale descriptors; scales reach tensor memory without registers.
 COPIED = re.compile(r"cp\.async\.bulk\.tensor\.2d\.(?s:.*)cp\.async\.bulk\.tensor\.5d\.(?s:.*)tcgen05\.cp")
 WITH_TMA = TmaOptions(True, True)
 SHAPES = {
@@ -56,7 +57,7 @@ SHAPES = {
 
 
 def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, list[str | None]]]:
-    """(kind, name, launch, dtypes of the pointers) of a row's products."""
+    """(kind, name, launch, pointer dtypes) for a row's products."""
     scaled = optional.release("triton") >= row.scaled_dot
     for name, (m, n, k) in SHAPES.items():
         for accumulates in (False, True):
@@ -115,7 +116,7 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
     ):
         if not (row.has(f"{kind} products") and scaled):  # pyright: ignore[reportArgumentType]
             continue
-        # A K without and with a partial last step.
+        # K with and without a partial last step.
         for name, depth in (("grouped rows", 2080), ("grouped even rows", 2048)):
             if every or name == "grouped rows":
                 for tma in {False, row.has("tensor memory")}:
@@ -125,7 +126,7 @@ def launches(row: Hardware, every: bool) -> Iterator[tuple[str, str, Launch, lis
         for tma in {False, row.has("tensor memory")}:
             record = grouped_scaled.product_of_columns(4096, 2048, 2048, 8, scales, **options, tma=tma)
             yield kind, f"{'tma ' * tma}grouped columns", record, [*codes, *factors, "i32", "i64", "fp32"]
-    # Groups of codes with one scale per tensor.
+    # Groups with one scale per codes tensor.
     options = {"scaling": grouped_gemm.TENSOR_SCALES, "shared_memory": row.shared_memory}
     options["hopper"] = row.has("hopper instructions")
     record = grouped_gemm.product_of_rows(4096, 2048, 2048, 8, **options)
@@ -159,7 +160,7 @@ def compiled(launch: Launch, dtypes: list[str | None], row: Hardware):
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread."""
+    """Registers and stack bytes per thread."""
     folder = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
         file.write(cubin)

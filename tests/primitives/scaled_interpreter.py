@@ -1,6 +1,6 @@
 """Run block-scaled product kernels in Triton's interpreter, compare with float64, print {case: error} as JSON.
 
-Errors are in units of the summed magnitudes of the products.
+Errors are in units of the products' summed magnitudes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BLOCK_2D = QuantizeSpec(formats.BLOCK_2D, formats.E4M3)
 POWERS_1D, GRADIENT_POWERS, POWERS_2D = (
     dataclasses.replace(spec, power_of_two=True) for spec in (BLOCK_1D, BLOCK_1D_GRADIENT, BLOCK_2D)
 )
-# name: specs of both operands, M, N, K
+# name: specs for both operands, M, N, K
 CASES = {
     "mxfp8": (MXFP8, MXFP8, 130, 144, 256),
     "mxfp8 tails": (MXFP8, MXFP8, 131, 77, 160),
@@ -110,7 +110,7 @@ def products(
     results[f"{name}, behind"] = float((wide[:, n:] != 2.0).sum())
     if name.startswith("decoded"):
         return results
-    # GELU of the rounded product, which is saved, and its gradient at another matrix.
+    # GELU on the rounded product, which is saved, and its gradient at another matrix.
     narrow, kept, x = (
         Epilogue(torch.bfloat16, bias),
         torch.empty(m, n).bfloat16(),
@@ -126,8 +126,10 @@ def products(
     return results
 
 
-def copied(name: str, spec_a: QuantizeSpec, spec_b: QuantizeSpec, m: int, n: int, k: int) -> dict[str, float]:
-    """Elements in which results by TMA differ from those through pointers, for each epilogue."""
+def compare_tma(
+    name: str, spec_a: QuantizeSpec, spec_b: QuantizeSpec, m: int, n: int, k: int
+) -> dict[str, float]:
+    """Elements in which results by TMA differ from results through pointers, for each epilogue."""
     a, b = operand(spec_a, m, k), operand(spec_b, n, k)
     bias, x = torch.randn(n).bfloat16(), torch.randn(m, n).bfloat16()
     found = {}
@@ -154,7 +156,7 @@ def copied(name: str, spec_a: QuantizeSpec, spec_b: QuantizeSpec, m: int, n: int
     return found
 
 
-# M, N and K of TMA products; the last one has result rows that it does not store.
+# M, N and K for TMA products; the last one has result rows that it does not store.
 COPIED = {
     "mxfp8": (MXFP8, MXFP8, 140, 144, 256),
     "mxfp8 tails": (GRADIENT, MXFP8, 131, 136, 160),
@@ -164,11 +166,11 @@ COPIED = {
     "nvfp4 swapped": (NVFP4, NVFP4, 20, 144, 64),
     "mxfp8 odd": (MXFP8, MXFP8, 67, 77, 160),
 }
-kernels: list[str] = []  # names of the started products
+kernels: list[str] = []  # names of the launched products
 
 
 def record_kernels() -> None:
-    """Append the names of started products to `kernels`."""
+    """Append the names of launched products to `kernels`."""
     start = launch.start
 
     def start_recorded(record: Any, *rest: Any) -> Any:
@@ -306,7 +308,7 @@ if __name__ == "__main__":
     record_kernels()
     results = orders()
     for name, case in COPIED.items():
-        results |= copied(name, *case)
+        results |= compare_tma(name, *case)
     for name, case in GROUPED.items():
         results |= grouped(name, *case)
     for name, case in CASES.items():

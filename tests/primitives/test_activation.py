@@ -98,7 +98,7 @@ def test_clamped_swiglu_has_a_gradient_up_to_its_limit(device):
     assert dx[3] == 0 and dx[4] == 0 and dx[5] != 0
 
 
-def test_autograd_of_the_reference_has_the_same_derivative_at_the_bounds():
+def test_reference_autograd_has_the_same_derivative_at_the_bounds():
     x = torch.tensor([[7.5, 7.0, 7.0, 2.0, 7.5, 7.0, -7.0, -7.5]], requires_grad=True)
     constants = (7.0, 1.702, 1.0)
     (recorded,) = torch.autograd.grad(reference.value("clamped_swiglu", x, constants).sum(), x)
@@ -155,7 +155,7 @@ def test_a_gated_activation_rejects_an_odd_width():
         activation_forward("swiglu", torch.zeros(2, 3))
 
 
-def test_parameters_come_from_the_dict_that_users_write():
+def test_activation_parameters_come_from_the_users_dict():
     params = ActivationParams.from_mapping({"limit": 5, "alpha": 1.5, "glu_linear_offset": 0.0})
     assert params == ActivationParams(5.0, 1.5, 0.0)
     assert ActivationParams.from_mapping(None) == ActivationParams(7.0, 1.702, 1.0)

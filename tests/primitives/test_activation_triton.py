@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.primitives.by_kernels import Kernels
-from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.kernels import DEVICE, parametrize_sizes, runs_kernels
 from tests.support.tolerances import DTYPES, ROUNDED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import activation
@@ -18,12 +18,12 @@ from transformer_engine.pytorch.primitives.activation import (
     triton,
 )
 
-# One unit in the last place of the output's format. The absolute part is float32's own: the reference's
+# One unit in the last place of the output format. The absolute part is float32's own: the reference's
 # 1 + tanh(u) and slopes near their zeros cancel to about 1e-7 of the terms.
 NAMES = pytest.mark.parametrize("name", list(ACTIVATIONS))
 SMALL = [(), (1,), (3, 31), (2, 3, 32), (5, 33), (1, 2049)]
 LARGE = [(70000, 2), (513, 2047), (64, 14336), (3, 4, 4097)]
-SHAPES = sized("shape", SMALL, LARGE, ids=str)
+SHAPES = parametrize_sizes("shape", SMALL, LARGE, ids=str)
 kernels = Kernels(activation, "activation")
 PARAMS = ActivationParams(limit=2.0, alpha=1.5, offset=0.5)
 
@@ -73,7 +73,7 @@ def test_extreme_values_equal_the_reference(name):
 
 @runs_kernels
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
-def test_strided_inputs_give_the_bits_of_contiguous_ones(name):
+def test_strided_inputs_are_bitwise_equal_to_contiguous_ones(name):
     x, dy = _inputs(name, (6, 40), torch.bfloat16)
     y, dx = kernels.activation_forward(name, x, PARAMS), kernels.activation_backward(name, dy, x, PARAMS)
     for apart in (lambda t: torch.cat((t, t), dim=1)[:, : t.shape[1]], lambda t: t.t().contiguous().t()):
@@ -84,14 +84,14 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(name):
 
 @runs_kernels
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
-def test_no_rows_give_no_rows(name):
+def test_zero_rows_give_an_empty_result(name):
     x, dy = _inputs(name, (0, 8), torch.bfloat16)
     assert kernels.activation_forward(name, x, PARAMS).shape == (0, 8)
     assert kernels.activation_backward(name, dy, x, PARAMS).shape == x.shape
 
 
 @pytest.mark.gpu
-def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
+def test_compiled_code_launches_the_same_kernels_without_a_graph_break():
     x, dy = _inputs("clamped_swiglu", (32, 96), torch.bfloat16)
 
     def both(x, dy):

@@ -1,4 +1,4 @@
-"""The steps of a cross entropy: the Triton kernels against the float32 reference, and strips of columns together."""
+"""Cross-entropy steps: the Triton kernels against the float32 reference, and column strips together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.primitives.by_kernels import Kernels
-from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.kernels import DEVICE, parametrize_sizes, runs_kernels
 from tests.support.tolerances import DTYPES, ROUNDED
 from transformer_engine.common.operation_settings import Labels
 from transformer_engine.pytorch.primitives import cross_entropy
@@ -20,13 +20,13 @@ from transformer_engine.pytorch.primitives.cross_entropy import (
 from transformer_engine.pytorch.primitives.cross_entropy.reference import count_strips
 
 kernels = Kernels(cross_entropy, "cross_entropy")
-SHAPES = sized(
+SHAPES = parametrize_sizes(
     "shape", [(1, 1), (3, 17), (5, 130), (2, 20001)], [(4096, 1000), (300, 128256), (8, 262144)], ids=str
 )
 IGNORED = -100
 
 
-def drawn(shape, dtype, device, smoothing=0.1, first=0, total=None):
+def sample(shape, dtype, device, smoothing=0.1, first=0, total=None):
     rows, width = shape
     labels = Labels(IGNORED, smoothing, first, width if total is None else total)
     x = (3 * torch.randn(shape, device=device)).to(dtype)
@@ -40,7 +40,7 @@ def drawn(shape, dtype, device, smoothing=0.1, first=0, total=None):
 @DTYPES
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_kernels_equal_the_reference_to_the_last_place(shape, dtype, smoothing):
-    x, targets, labels = drawn(shape, dtype, DEVICE, smoothing)
+    x, targets, labels = sample(shape, dtype, DEVICE, smoothing)
     partials = kernels.cross_entropy_statistics(x, targets, labels)
     assert partials.shape == (count_strips(*shape), shape[0], 4)
     loss, statistics = kernels.cross_entropy_losses(partials, targets, labels)
@@ -58,8 +58,8 @@ def test_kernels_equal_the_reference_to_the_last_place(shape, dtype, smoothing):
 
 
 @runs_kernels
-def test_rows_that_are_infinite_leave_their_neighbours_alone():
-    x, targets, labels = drawn((4, 40), torch.float32, DEVICE, 0.0)
+def test_infinite_rows_do_not_affect_their_neighbours():
+    x, targets, labels = sample((4, 40), torch.float32, DEVICE, 0.0)
     x[0], x[1, 3], targets[1] = float("-inf"), float("inf"), 7
     partials = kernels.cross_entropy_statistics(x, targets, labels)
     loss, statistics = kernels.cross_entropy_losses(partials, targets, labels)
@@ -74,7 +74,7 @@ def test_rows_that_are_infinite_leave_their_neighbours_alone():
 
 @runs_kernels
 @DTYPES
-@sized("shape", [(3, 17), (5, 4096)], [(4096, 4099)], ids=str)
+@parametrize_sizes("shape", [(3, 17), (5, 4096)], [(4096, 4099)], ids=str)
 def test_a_gradient_is_multiplied_in_place(shape, dtype):
     gradient = torch.randn(shape, device=DEVICE).to(dtype)
     for factor in (1.0, 0.3, 0.0):
@@ -83,8 +83,8 @@ def test_a_gradient_is_multiplied_in_place(shape, dtype):
         assert torch.equal(own, (gradient.float() * torch.tensor(factor, device=DEVICE)).to(dtype))
 
 
-def test_columns_of_two_ranks_make_the_loss_and_the_gradient_of_the_whole(device):
-    x, targets, labels = drawn((6, 24), torch.float32, device)
+def test_columns_on_two_ranks_give_the_full_loss_and_gradient(device):
+    x, targets, labels = sample((6, 24), torch.float32, device)
     halves = [(x[:, :10].contiguous(), 0), (x[:, 10:].contiguous(), 10)]
     partials = [
         cross_entropy_statistics(part, targets, labels._replace(first=first)) for part, first in halves

@@ -1,4 +1,4 @@
-"""Plans for cuBLASLt: their descriptors, checked on a stand-in for the library, and the library itself on a GPU.
+"""cuBLASLt plans: their descriptors, checked on a stand-in for the library, and the library itself on a GPU.
 
 Longer than 400 lines because plans, their choice and their tuning share the stand-in and its records.
 """
@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from tests.primitives.cublaslt_on_cpu import ALGORITHMS, REJECTED, installed
+from tests.primitives.cublaslt_on_cpu import ALGORITHMS, REJECTED, install
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.hardware import nvidia
@@ -40,16 +40,16 @@ GRADIENT_1D = QuantizeSpec(formats.BLOCK_1D, formats.E5M2)
 
 @pytest.fixture
 def library(monkeypatch):
-    return installed(monkeypatch)
+    return install(monkeypatch)
 
 
-def request_of(a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
+def h200_request(a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
     """The request as it would be for the same tensors on an H200."""
     return dataclasses.replace(GemmRequest.of(a, b, epilogue), device="cuda", hardware=nvidia(9, 0), index=0)
 
 
 def run(a: Operand, b: Operand, epilogue: Epilogue) -> torch.Tensor:
-    request = request_of(a, b, epilogue)
+    request = h200_request(a, b, epilogue)
     assert cublaslt.unsupported_reason(request) is None
     return cublaslt.find_plan(request).run(a, b, epilogue)
 
@@ -61,12 +61,12 @@ def quantized(spec: QuantizeSpec, rows: int, depth: int, device="cpu") -> Operan
     return Operand(q.codes, q.scale, spec.format, None, torch.bfloat16)
 
 
-def values_of(x: Operand) -> torch.Tensor:
+def dequantize_operand(x: Operand) -> torch.Tensor:
     return x.codes.float() if x.format is None else dequantize(x._replace(dtype=torch.float32))
 
 
 def expected(a: Operand, b: Operand, bias=None) -> torch.Tensor:
-    out = values_of(a) @ values_of(b).t()
+    out = dequantize_operand(a) @ dequantize_operand(b).t()
     return out if bias is None else out + bias.float()
 
 
@@ -130,7 +130,7 @@ def test_equal_problems_share_one_plan_and_scales_may_move(library):
     a, b = PAIRS["float8"]()
     c, d = PAIRS["float8"]()
     first, second = (
-        cublaslt.find_plan(request_of(x, y, Epilogue(torch.bfloat16))) for x, y in ((a, b), (c, d))
+        cublaslt.find_plan(h200_request(x, y, Epilogue(torch.bfloat16))) for x, y in ((a, b), (c, d))
     )
     assert first is second
     out = torch.empty(a.rows, b.rows, dtype=torch.bfloat16)
@@ -153,8 +153,10 @@ def test_each_thread_that_runs_a_plan_uses_its_own_descriptors(library, monkeypa
         together.wait()
 
     monkeypatch.setattr(library, "matmul", matmul)  # a plan keeps the function found at its creation
-    # CPU tensors are aligned to 16 bytes, some of them to 256, which would select another plan in one thread.
-    plan = cublaslt_plan.build_plan(cublaslt.make_problem(request_of(a, b, epilogue))._replace(alignment=16))
+    # CPU tensors are aligned to 16 bytes, some to 256, which would select another plan in one thread.
+    plan = cublaslt_plan.build_plan(
+        cublaslt.make_problem(h200_request(a, b, epilogue))._replace(alignment=16)
+    )
     threads = [threading.Thread(target=plan.run, args=(a, b, epilogue)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -175,13 +177,13 @@ def test_a_deleted_plan_destroys_its_descriptors(library):
 def test_fast_accumulation_is_requested_only_if_fp8_allows_it(library):
     for pair, fast in (("float8", True), ("bf16", False), ("1d x 1d", False)):
         a, b = PAIRS[pair]()
-        assert cublaslt.make_problem(request_of(a, b, Epilogue(torch.bfloat16, exact=False))).fast is fast
-        assert not cublaslt.make_problem(request_of(a, b, Epilogue(torch.bfloat16, exact=True))).fast
+        assert cublaslt.make_problem(h200_request(a, b, Epilogue(torch.bfloat16, exact=False))).fast is fast
+        assert not cublaslt.make_problem(h200_request(a, b, Epilogue(torch.bfloat16, exact=True))).fast
 
 
 @pytest.mark.parametrize("spec", [None, FLOAT8], ids=["bf16", "float8"])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
-def test_pointers_of_little_alignment_give_the_same_result(library, spec, accumulate):
+def test_pointers_with_little_alignment_give_the_same_result(library, spec, accumulate):
     if spec is None:
         a, b = (plain(torch.randn(32 * 64 + 1).bfloat16()[1:].view(32, 64)) for _ in range(2))
     else:
@@ -237,14 +239,14 @@ FP8_REJECTIONS = {
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_an_unsupported_request_is_rejected_with_the_reason(library, pair, reason, change):
-    request = request_of(*PAIRS[pair](), Epilogue(torch.bfloat16))
+    request = h200_request(*PAIRS[pair](), Epilogue(torch.bfloat16))
     assert cublaslt.unsupported_reason(request) is None
     assert reason in (cublaslt.unsupported_reason(dataclasses.replace(request, **change)) or "")
 
 
 def test_a_problem_without_an_algorithm_is_rejected(library):
     library.algorithms = []
-    request = request_of(*PAIRS["bf16"](), Epilogue(torch.bfloat16))
+    request = h200_request(*PAIRS["bf16"](), Epilogue(torch.bfloat16))
     assert cublaslt.unsupported_reason(request) is None  # it plans nothing
     assert "no algorithm" in cublaslt.bind(request).reason
 
@@ -260,7 +262,7 @@ def test_a_missing_library_is_a_reason_with_a_remedy(monkeypatch):
 
 @pytest.fixture
 def timed(library, monkeypatch, tmp_path):
-    """The second candidate is the fastest; returns the folder of choices."""
+    """Make the second candidate the fastest; return the folder that stores choices."""
     monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path))
     seconds = dict(zip(ALGORITHMS, (2.0, 1.0, 3.0, 4.0), strict=True))
     monkeypatch.setattr(tuning, "_seconds", lambda plan, a, b, epilogue: seconds[plan.algorithm])
@@ -271,51 +273,51 @@ def timed(library, monkeypatch, tmp_path):
     tuning._library_and_gpu.cache_clear()
 
 
-def tuned(a, b, epilogue):
-    plan = cublaslt.find_plan(request_of(a, b, epilogue))
+def tune_plan(a, b, epilogue):
+    plan = cublaslt.find_plan(h200_request(a, b, epilogue))
     tuning.tune(plan, a, b, epilogue)
     return plan
 
 
-def test_the_fastest_candidate_is_taken_and_kept_for_the_next_process(timed, monkeypatch):
+def test_the_fastest_candidate_is_used_and_stored_for_the_next_process(timed, monkeypatch):
     a, b = PAIRS["bf16"]()
-    plan = tuned(a, b, Epilogue(torch.bfloat16))
+    plan = tune_plan(a, b, Epilogue(torch.bfloat16))
     assert plan.algorithm == ALGORITHMS[1]
     (path,) = (timed / "autotune").iterdir()
     assert tuning.CHOICES.read(path) == ALGORITHMS[1]
     cublaslt_plan._plans.clear()
     tuning._library_and_gpu.cache_clear()
     monkeypatch.setattr(tuning, "_seconds", None)  # a second timing would fail
-    assert tuned(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
+    assert tune_plan(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
 
 
 def test_a_small_gain_does_not_change_the_algorithm(timed, monkeypatch):
     seconds = dict(zip(ALGORITHMS, (1.0, 0.99, 3.0, 4.0), strict=True))
     monkeypatch.setattr(tuning, "_seconds", lambda plan, a, b, epilogue: seconds[plan.algorithm])
-    assert tuned(*PAIRS["bf16"](), Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[0]
+    assert tune_plan(*PAIRS["bf16"](), Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[0]
 
 
 @pytest.mark.parametrize("code", [REJECTED, b"\0"], ids=["rejected", "short"])
 def test_a_stored_algorithm_that_the_library_rejects_is_timed_again(timed, code):
     a, b = PAIRS["bf16"]()
-    plan = cublaslt.find_plan(request_of(a, b, Epilogue(torch.bfloat16)))
+    plan = cublaslt.find_plan(h200_request(a, b, Epilogue(torch.bfloat16)))
     tuning.CHOICES.write(tuning.algorithm_file(plan), code)
-    assert tuned(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
+    assert tune_plan(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
 
 
 def test_a_damaged_choice_is_reported_and_replaced(timed, caplog):
     a, b = PAIRS["bf16"]()
-    path = tuning.algorithm_file(cublaslt.find_plan(request_of(a, b, Epilogue(torch.bfloat16))))
+    path = tuning.algorithm_file(cublaslt.find_plan(h200_request(a, b, Epilogue(torch.bfloat16))))
     path.parent.mkdir(mode=0o700)
     path.write_bytes(b"torn")
-    assert tuned(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
+    assert tune_plan(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
     assert "its 4 bytes do not begin as those of tuned algorithms do" in caplog.text
     assert tuning.CHOICES.read(path) == ALGORITHMS[1]
 
 
 def test_tuning_works_where_nothing_can_be_stored(timed, caplog):
     (timed / "autotune").write_text("a file where the folder should be")
-    assert tuned(*PAIRS["bf16"](), Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
+    assert tune_plan(*PAIRS["bf16"](), Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
     assert "tuned algorithms cannot be kept in" in caplog.text
     assert [path.name for path in timed.iterdir()] == ["autotune"]
 
@@ -326,11 +328,11 @@ def test_tuning_does_not_write_the_callers_output(timed, monkeypatch):
     )
     a, b = PAIRS["bf16"]()
     out = torch.full((a.rows, b.rows), 5.0)
-    tuned(a, b, Epilogue(torch.float32, out=out, accumulate=True))
+    tune_plan(a, b, Epilogue(torch.float32, out=out, accumulate=True))
     assert (out == 5.0).all()
 
 
-def test_autotune_is_wanted_inside_the_block_or_by_the_environment(monkeypatch):
+def test_autotune_is_enabled_by_the_block_or_the_environment(monkeypatch):
     monkeypatch.delenv("NVTE_AUTOTUNE", raising=False)
     assert not requests_tuning()
     with autotune(), autotune():
@@ -340,7 +342,7 @@ def test_autotune_is_wanted_inside_the_block_or_by_the_environment(monkeypatch):
     assert requests_tuning()
 
 
-def on_gpu(spec: QuantizeSpec | None, rows: int, depth: int) -> Operand:
+def gpu_operand(spec: QuantizeSpec | None, rows: int, depth: int) -> Operand:
     if spec is None:
         return plain(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
     return quantized(spec, rows, depth, "cuda")
@@ -366,9 +368,9 @@ def skip_unless_taken(a: Operand, b: Operand, epilogue: Epilogue) -> None:
 @pytest.mark.parametrize("pair", GPU_PAIRS)
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
-def test_the_result_is_that_of_the_same_library_through_torch(pair, exact, biased):
+def test_the_result_equals_the_same_library_through_torch(pair, exact, biased):
     a_spec, b_spec, other = GPU_PAIRS[pair]
-    a, b = on_gpu(a_spec, 512, 1024), on_gpu(b_spec, 768, 1024)
+    a, b = gpu_operand(a_spec, 512, 1024), gpu_operand(b_spec, 768, 1024)
     bias = torch.randn(768, device="cuda", dtype=torch.bfloat16) if biased else None
     epilogue = Epilogue(torch.bfloat16, bias, exact=exact)
     skip_unless_taken(a, b, epilogue)
@@ -385,15 +387,15 @@ def test_the_result_is_that_of_the_same_library_through_torch(pair, exact, biase
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_accumulation_adds_to_the_output(pair, dtype):
     a_spec, b_spec, _ = GPU_PAIRS[pair]
-    a, b = on_gpu(a_spec, 256, 512), on_gpu(b_spec, 384, 512)
+    a, b = gpu_operand(a_spec, 256, 512), gpu_operand(b_spec, 384, 512)
     before = torch.randn(256, 384, device="cuda").to(dtype)
     out = before.clone()
     epilogue = Epilogue(torch.bfloat16, out=out, accumulate=True)
     skip_unless_taken(a, b, epilogue)
     with use_backend(gemm="cublaslt"):
         assert gemm(a, b, epilogue) is out
-    exact = values_of(a).double() @ values_of(b).double().t()
-    magnitudes = values_of(a).double().abs() @ values_of(b).double().abs().t()
+    exact = dequantize_operand(a).double() @ dequantize_operand(b).double().t()
+    magnitudes = dequantize_operand(a).double().abs() @ dequantize_operand(b).double().abs().t()
     # Into 16 bits the library rounds the product before it adds.
     rounding = 2.0**-20 if dtype == torch.float32 else 2.0**-7
     bound = magnitudes * 2.0**-11 + exact.abs().maximum((exact + before.double()).abs()) * rounding + 1e-6
@@ -404,14 +406,14 @@ def test_accumulation_adds_to_the_output(pair, dtype):
 @pytest.mark.parametrize("pair", ["bf16", "float8", "1d x 2d"])
 def test_a_replayed_product_reads_its_current_operands(pair):
     a_spec, b_spec, _ = GPU_PAIRS[pair]
-    a, b = on_gpu(a_spec, 256, 512), on_gpu(b_spec, 384, 512)
+    a, b = gpu_operand(a_spec, 256, 512), gpu_operand(b_spec, 384, 512)
     epilogue = Epilogue(torch.bfloat16)
     skip_unless_taken(a, b, epilogue)
     gemm(a, b, epilogue)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = gemm(a, b, epilogue)
-    other = on_gpu(a_spec, 256, 512)
+    other = gpu_operand(a_spec, 256, 512)
     a.codes.copy_(other.codes)
     if a.scale is not None:
         a.scale.copy_(other.scale)
@@ -421,9 +423,9 @@ def test_a_replayed_product_reads_its_current_operands(pair):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", ["bf16", "float8", "1d x 2d"])
-def test_a_compiled_product_has_the_bits_of_the_eager_one(pair):
+def test_a_compiled_product_is_bitwise_equal_to_the_eager_one(pair):
     a_spec, b_spec, _ = GPU_PAIRS[pair]
-    a, b = on_gpu(a_spec, 256, 512), on_gpu(b_spec, 384, 512)
+    a, b = gpu_operand(a_spec, 256, 512), gpu_operand(b_spec, 384, 512)
     bias = torch.randn(384, device="cuda", dtype=torch.bfloat16)
     skip_unless_taken(a, b, Epilogue(torch.bfloat16))
 
@@ -441,10 +443,10 @@ def test_a_compiled_product_has_the_bits_of_the_eager_one(pair):
 
 
 @pytest.mark.gpu
-def test_a_dispatch_mode_sees_an_operator_of_torch():
+def test_a_dispatch_mode_sees_a_torch_operator():
     from torch.utils.flop_counter import FlopCounterMode
 
-    a, b = on_gpu(None, 256, 512), on_gpu(None, 384, 512)
+    a, b = gpu_operand(None, 256, 512), gpu_operand(None, 384, 512)
     gemm(a, b, Epilogue(torch.bfloat16))
     with FlopCounterMode(display=False) as counter:
         gemm(a, b, Epilogue(torch.bfloat16))
@@ -452,7 +454,7 @@ def test_a_dispatch_mode_sees_an_operator_of_torch():
 
 
 @pytest.mark.gpu
-def test_a_fake_tensor_is_left_to_other_backends():
+def test_fake_tensors_use_other_backends():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -461,8 +463,8 @@ def test_a_fake_tensor_is_left_to_other_backends():
 
 
 @pytest.mark.gpu
-def test_tuning_leaves_a_choice_behind(tmp_path, monkeypatch):
-    a, b = on_gpu(None, 256, 512), on_gpu(None, 384, 512)
+def test_tuning_stores_its_choice(tmp_path, monkeypatch):
+    a, b = gpu_operand(None, 256, 512), gpu_operand(None, 384, 512)
     skip_unless_taken(a, b, Epilogue(torch.bfloat16))
     monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cublaslt_plan, "_plans", Memory(cublaslt_plan._find_plan, 4096))
@@ -479,8 +481,8 @@ def test_tuning_leaves_a_choice_behind(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cublaslt", "scaled_mm"])
 def test_scales_may_be_adjacent_in_memory(backend):
-    """Members of a stack have adjacent scales; cuBLASLt itself accepts only addresses aligned to 16 bytes."""
-    a, b = on_gpu(FLOAT8, 64, 128), on_gpu(FLOAT8, 64, 128)
+    """A stack's members have adjacent scales; cuBLASLt itself accepts only addresses aligned to 16 bytes."""
+    a, b = gpu_operand(FLOAT8, 64, 128), gpu_operand(FLOAT8, 64, 128)
     scales = torch.cat([torch.ones(1, device="cuda"), a.scale, b.scale])
     epilogue = Epilogue(torch.bfloat16)
     skip_unless_taken(a, b, epilogue)

@@ -1,4 +1,4 @@
-"""Tables on a device: one per stream, the oldest evicted first, and those that a captured graph reads kept alive."""
+"""Device tables: one per stream, the oldest evicted first, and those read by a captured graph kept alive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def capturing(monkeypatch):
-    """Return a list; while it contains an element, tables behave as in the capture of a graph."""
+    """A list; while it contains an element, tables behave as during graph capture."""
     flag = []
     for module in (device_tables, addresses):
         monkeypatch.setattr(module, "is_capturing", lambda device: bool(flag))
@@ -32,7 +32,7 @@ def capturing(monkeypatch):
 
 @pytest.fixture
 def stream(monkeypatch):
-    """Return a list whose element is the handle of the current stream."""
+    """A list whose element is the current stream's handle."""
     handle = [1]
     for module in (device_tables, addresses):
         monkeypatch.setattr(module, "stream_handle", lambda device: handle[0])
@@ -62,7 +62,7 @@ def test_every_stream_has_its_own_value(stream):
     assert tables.get(5, CPU) is on_first
 
 
-def test_a_capture_reads_the_value_of_any_stream_and_builds_none(stream, capturing):
+def test_a_capture_reads_any_streams_value_and_builds_none(stream, capturing):
     tables = DeviceTables(build, 8)
     value = tables.get(5, CPU)
     capturing.append(True)
@@ -108,7 +108,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_captured_tables_outlive_the_turnover_of_their_cache(name, capturing, monkeypatch):
+def test_captured_tables_outlive_eviction_from_their_cache(name, capturing, monkeypatch):
     module, most, make = TABLES[name]
     fresh = DeviceTables(module._tables._build, most)
     monkeypatch.setattr(module, "_tables", fresh)
@@ -127,7 +127,7 @@ def test_captured_tables_outlive_the_turnover_of_their_cache(name, capturing, mo
     assert alive() is not None and len(fresh) == most
 
 
-def test_captured_placeholders_and_ones_are_kept(capturing):
+def test_captured_dummy_gradients_and_ones_are_kept(capturing):
     dummy = weakref.ref(weight_gradient._dummy_wgrads[(3, 5), torch.float32, CPU])
     ones = weakref.ref(get_cached_ones_tensor(11, torch.float32, CPU))
     capturing.append(True)
@@ -141,7 +141,7 @@ def test_captured_placeholders_and_ones_are_kept(capturing):
     assert dummy() is not None and ones() is not None
 
 
-def test_ones_of_inference_mode_can_be_saved_for_a_backward_pass():
+def test_ones_created_in_inference_mode_can_be_saved_for_backward():
     with torch.inference_mode():
         get_cached_ones_tensor(13, torch.float32, CPU)
     x = torch.randn(13, requires_grad=True)
@@ -149,7 +149,7 @@ def test_ones_of_inference_mode_can_be_saved_for_a_backward_pass():
     assert torch.equal(x.grad, torch.ones(13))
 
 
-def test_ones_of_a_capture_are_not_those_of_later_calls(capturing):
+def test_ones_created_in_a_capture_are_not_reused_in_later_calls(capturing):
     capturing.append(True)
     of_graph = get_cached_ones_tensor(17, torch.float32, CPU)
     capturing.clear()
@@ -157,7 +157,7 @@ def test_ones_of_a_capture_are_not_those_of_later_calls(capturing):
     assert ones is not of_graph and ones is get_cached_ones_tensor(17, torch.float32, CPU)
 
 
-def test_steps_of_ragged_offsets_are_never_evicted():
+def test_step_tables_for_ragged_offsets_are_never_evicted():
     first = cudnn_graph._steps(CPU, (64,))
     for step in range(1000):
         cudnn_graph._steps(CPU, (step, 1))

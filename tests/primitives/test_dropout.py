@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.primitives.by_kernels import Kernels
-from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.kernels import DEVICE, parametrize_sizes, runs_kernels
 from tests.support.tolerances import DTYPES
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.functions.dropout import bias_dropout_add, dropout
@@ -25,7 +25,7 @@ kernels = Kernels(dropout_module, "dropout")
 
 SMALL = [(), (1,), (9,), (3, 33), (2, 3, 64), (4096,), (2, 4100)]
 LARGE = [(8192, 1024), (70001,)]
-SHAPES = sized("shape", SMALL, LARGE, ids=str)
+SHAPES = parametrize_sizes("shape", SMALL, LARGE, ids=str)
 
 
 def _seed(value=1234567890123, device=DEVICE):
@@ -39,12 +39,12 @@ def _seed(value=1234567890123, device=DEVICE):
         (10, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ],
 )
-def test_random_words_equal_the_published_values_of_the_generator(rounds, words):
+def test_random_words_equal_the_generators_published_values(rounds, words):
     zero = torch.zeros(1, dtype=torch.int64)
     assert [int(word) for word in reference._philox(zero, zero, rounds)] == words
 
 
-def test_the_kept_share_and_the_mean_are_those_of_the_probability(device):
+def test_the_kept_fraction_and_the_mean_match_the_probability(device):
     x = torch.ones(200_000, device=device)
     for p in (0.1, 0.5, 0.9):
         y, mask = dropout_forward(x, p)
@@ -54,7 +54,7 @@ def test_the_kept_share_and_the_mean_are_those_of_the_probability(device):
         assert abs(y.mean().item() - 1.0) < 0.05
 
 
-def test_bits_of_the_mask_are_the_elements_in_order(device):
+def test_mask_bits_are_in_element_order(device):
     x = torch.randn(3, 7, device=device)
     y, mask = dropout_forward(x, 0.4)
     bits = (mask[:, None].to(torch.int64) >> torch.arange(8, device=device)) & 1
@@ -63,7 +63,7 @@ def test_bits_of_the_mask_are_the_elements_in_order(device):
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
-def test_probabilities_of_0_and_1_keep_all_or_no_elements(p, device):
+def test_probability_0_keeps_all_elements_and_probability_1_none(p, device):
     x = torch.randn(5, 13, device=device)
     y, mask = dropout_forward(x, p)
     dx = dropout_backward(x, mask, p)
@@ -92,7 +92,7 @@ def test_gradients_flow_where_elements_were_kept(device):
     assert set(x.grad.unique().tolist()) <= {0.0, 2.0}
 
 
-def test_bias_dropout_add_is_its_three_steps(device):
+def test_bias_dropout_add_equals_its_three_steps(device):
     x, residual = (torch.randn(6, 10, device=device).bfloat16().requires_grad_() for _ in range(2))
     bias = torch.randn(10, device=device).bfloat16().requires_grad_()
     seed = draw_seed(x.device)
@@ -155,7 +155,7 @@ def test_kernels_give_the_reference_bits(shape, dtype, p):
 
 @runs_kernels
 @DTYPES
-def test_the_fused_kernel_gives_the_bits_of_its_steps(dtype):
+def test_the_fused_kernel_is_bitwise_equal_to_its_steps(dtype):
     x, residual = (torch.randn(5, 1000, device=DEVICE).to(dtype) for _ in range(2))
     bias = torch.randn(1000, device=DEVICE).to(dtype)
     actual = kernels.bias_dropout_add_forward(x, bias, residual, 0.2, seed=_seed())
@@ -166,7 +166,7 @@ def test_the_fused_kernel_gives_the_bits_of_its_steps(dtype):
 
 
 @runs_kernels
-def test_strided_and_empty_inputs_are_those_of_their_copies():
+def test_strided_and_empty_inputs_equal_their_copies():
     x = torch.randn(8, 6, device=DEVICE).t()
     actual = kernels.dropout_forward(x, 0.5, seed=_seed())[0]
     assert torch.equal(actual, kernels.dropout_forward(x.contiguous(), 0.5, seed=_seed())[0])
@@ -176,7 +176,7 @@ def test_strided_and_empty_inputs_are_those_of_their_copies():
 
 
 @pytest.mark.gpu
-def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
+def test_compiled_code_launches_the_same_kernels_without_a_graph_break():
     x, seed = torch.randn(64, 96, device="cuda"), _seed(7, "cuda")
 
     def both(x):

@@ -1,4 +1,4 @@
-"""Products in float32 under settings that let torch round their operands to TF32 or bfloat16."""
+"""Float32 products under settings that let torch round their operands to TF32 or bfloat16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIBRARIES = ("cuda", "mkldnn")
 
 
 def settings() -> list[str]:
-    """Precision settings of torch's products."""
+    """Precision settings for torch's products."""
     pairs = [("generic", "all"), *((library, op) for library in LIBRARIES for op in ("all", "matmul"))]
     return [torch._C._get_fp32_precision_getter(*pair) for pair in pairs]
 
@@ -74,7 +74,7 @@ def _solve(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     ],
     ids=["high", "medium", "allow_tf32", "all products", "CPU products"],
 )
-def test_settings_are_those_of_the_caller_afterwards(choose, device):
+def test_the_callers_precision_settings_are_restored(choose, device):
     choose()
     before = settings()
     a, b = matrices(device, (2, 8, 8), (2, 8, 8))
@@ -99,7 +99,7 @@ def test_the_setting_is_restored_after_the_last_of_several_threads():
     assert settings() == before
 
 
-def test_derivatives_of_every_mode_and_second_ones_match_finite_differences(monkeypatch):
+def test_first_and_second_derivatives_in_every_mode_match_finite_differences(monkeypatch):
     monkeypatch.setattr(float32_products, "_is_rounded", lambda _: True)
     shapes = (2, 3, 3), (2, 3, 2)
     leaves = tuple(matrices("cpu", *shapes, dtype=torch.float64))

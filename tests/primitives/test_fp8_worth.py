@@ -1,4 +1,4 @@
-"""Where FP8 does not pay, the reason is a sentence; the measurements it was fitted to agree with it."""
+"""Where FP8 is not worthwhile, the reason is a sentence; the measurements behind the fit agree with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_small_layers_stay_in_bfloat16_and_large_ones_do_not(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_tokens_never_make_fp8_worse(kind):
+def test_fp8_stays_worthwhile_with_more_tokens(kind):
     answers = [reason_against_fp8(m, 2048, 2048, kind) is None for m in (128, 512, 2048, 8192, 32768)]
     assert answers == sorted(answers)
 
@@ -33,6 +33,6 @@ def test_the_choice_is_close_to_the_fastest_measured_step(kind):
         assert chosen <= min(step[kind], step["bf16"]) * 1.03 + 0.004, step
 
 
-def test_a_kind_that_was_not_measured_is_an_error():
+def test_a_recipe_that_was_not_measured_is_an_error():
     with pytest.raises(ValueError, match="choose one of delayed, current, block"):
         reason_against_fp8(1, 1, 1, "nvfp4")

@@ -1,4 +1,4 @@
-"""Kernels that quantize their own result in blocks of 128 give the bits of the separate steps; sums of columns."""
+"""Kernels that quantize their result in blocks of 128 equal the separate steps bitwise; column sums."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.primitives.by_kernels import Kernels, activation_fuses, norm_fuses
-from tests.support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from tests.support.kernels import DEVICE, INTERPRETED, parametrize_sizes, runs_kernels
 from tests.support.tolerances import ROUNDED
 from transformer_engine.common.dispatch import observing, use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8, MXFP8
@@ -23,7 +23,7 @@ sums_of = Kernels(sums_module, "column_sums")
 PARAMS = ActivationParams(limit=2.0, alpha=1.5, offset=0.5)
 SMALL = [(1, 1), (5, 33), (128, 128), (257, 130), (130, 384)]
 LARGE = [(4096, 2048), (2049, 4097)]
-SHAPES = sized("shape", SMALL, LARGE, ids=str)
+SHAPES = parametrize_sizes("shape", SMALL, LARGE, ids=str)
 FORMATS = pytest.mark.parametrize("tiles", [BLOCK_1D, BLOCK_2D], ids=["1d", "2d"])
 DIRECTIONS = pytest.mark.parametrize(
     ("tiles", "columnwise"), [(BLOCK_1D, True), (BLOCK_1D, False), (BLOCK_2D, True)], ids=["1d", "rows", "2d"]
@@ -59,9 +59,7 @@ def _close_sums(sums, x):
 @SHAPES
 @DIRECTIONS
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output(
-    shape, tiles, columnwise, name
-):
+def test_fused_activation_and_gradient_codes_equal_separate_quantization(shape, tiles, columnwise, name):
     if (name not in ALL_SHAPES and (shape != (128, 128) or tiles is BLOCK_2D or not columnwise)) or (
         tiles is BLOCK_2D and name != "swiglu"
     ):
@@ -95,7 +93,7 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["layernorm", "layernorm_without_beta", "rmsnorm"])
-def test_a_norm_gives_the_codes_of_its_quantized_output_and_its_statistics(shape, kind):
+def test_fused_norm_codes_and_statistics_equal_separate_quantization(shape, kind):
     x = (torch.randn(shape, device=DEVICE) * 2.0 + 0.3).bfloat16()
     weight, bias = (torch.randn(shape[1], device=DEVICE).bfloat16() for _ in range(2))
     bias = None if kind == "layernorm_without_beta" else bias
@@ -116,7 +114,7 @@ def test_a_norm_gives_the_codes_of_its_quantized_output_and_its_statistics(shape
 @DTYPES
 @SHAPES
 @pytest.mark.parametrize("tiles", [BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8], ids=["1d", "2d", "current", "mxfp8"])
-def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape, tiles):
+def test_a_cast_with_column_sums_has_the_same_codes_as_the_cast(dtype, shape, tiles):
     if tiles is MXFP8 and (INTERPRETED or shape[0] % 32 or shape[1] % 32):
         pytest.skip("MXFP8 needs whole blocks and a separate kernel")
     if dtype is torch.float16 and shape != (257, 130):
@@ -132,7 +130,7 @@ def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape, tiles
 @runs_kernels
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 1), (3, 700), (256, 256), (100, 513), (700, 512)], ids=str)
-def test_sums_of_columns_are_those_of_double_precision(dtype, shape):
+def test_column_sums_equal_double_precision(dtype, shape):
     wide = torch.randn(shape[0], shape[1] + 8, device=DEVICE).to(dtype)
     for x in (wide[:, :-8].contiguous(), wide[:, 8:], wide.t().contiguous().t()[:, 1:-7]):
         assert x.shape == shape
@@ -149,7 +147,7 @@ def test_the_public_sum_takes_any_matrix(device):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="graphs run no kernel in the interpreter; this test runs without it")
-def test_a_compiled_sum_is_the_eager_one(device):
+def test_a_compiled_column_sum_equals_the_eager_one(device):
     x = torch.randn(70, 40, device=device).bfloat16()
     compiled = torch.compile(column_sums, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, torch.bfloat16), column_sums(x, torch.bfloat16))
@@ -157,7 +155,7 @@ def test_a_compiled_sum_is_the_eager_one(device):
 
 @runs_kernels
 @FORMATS
-def test_strided_inputs_give_the_codes_of_their_copies(tiles):
+def test_strided_inputs_have_the_same_codes_as_their_copies(tiles):
     wide = torch.randn(140, 600, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, True, power_of_two=True)
     views = (wide[::2, 1:257], wide[:, :512], wide[:, 1:257], wide.t()[:256].t(), wide[::2, :256])
@@ -189,7 +187,7 @@ def _same_numbers(made, expected):
 @runs_kernels
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
 @FORMATS
-def test_strange_numbers_give_the_codes_of_the_separate_steps(bad, tiles):
+def test_nonfinite_and_extreme_numbers_have_the_separate_steps_codes(bad, tiles):
     x = torch.zeros(150, 200, device=DEVICE, dtype=torch.bfloat16)
     x[3, 7] = bad
     x[:, 150] = 3.0

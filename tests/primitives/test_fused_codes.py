@@ -1,4 +1,4 @@
-"""Kernels that quantize their own result give the bits of the separate steps."""
+"""Kernels that quantize their result are bitwise equal to the separate steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.primitives.by_kernels import Kernels, activation_fuses
-from tests.support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from tests.support.kernels import DEVICE, INTERPRETED, parametrize_sizes, runs_kernels
 from tests.support.tolerances import DTYPES, ROUNDED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, E4M3, E5M2, FLOAT8, MXFP8
@@ -41,11 +41,11 @@ DELAYED = pytest.mark.parametrize("delayed", [True, False], ids=["delayed", "cur
 COLUMNWISE = pytest.mark.parametrize("columnwise", [False, True], ids=["row", "both"])
 SMALL_NORMS = [(1, 1), (5, 33), (9, 64), (3, 2048), (4, 5000), (2, 9000), (2, 17000)]
 LARGE_NORMS = [(513, 4096), (64, 8192), (300, 1024), (40, 5120), (33, 12288), (16, 32768)]
-NORMS = sized("shape", SMALL_NORMS, LARGE_NORMS, ids=str)
+NORMS = parametrize_sizes("shape", SMALL_NORMS, LARGE_NORMS, ids=str)
 SMALL = [(1, 1), (5, 33), (64, 64), (7, 200), (130, 6)]
 LARGE = [(4096, 2048), (513, 14336), (2049, 4097)]
 FEW = ("gelu", "swiglu", "clamped_swiglu")
-SHAPES = sized("shape", SMALL, LARGE, ids=str)
+SHAPES = parametrize_sizes("shape", SMALL, LARGE, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def _same(actual, expected):
 @DELAYED
 @COLUMNWISE
 @pytest.mark.parametrize("kind", ["layernorm", "layernorm_without_beta", "rmsnorm"])
-def test_a_norm_gives_the_codes_of_its_quantized_output(shape, delayed, columnwise, kind):
+def test_fused_norm_codes_equal_separate_quantization(shape, delayed, columnwise, kind):
     x = (torch.randn(shape, device=DEVICE) * 2.0 + 0.3).bfloat16()
     weight, bias = (torch.randn(shape[1], device=DEVICE).bfloat16() for _ in range(2))
     bias = None if kind == "layernorm_without_beta" else bias
@@ -106,9 +106,7 @@ def test_a_norm_gives_the_codes_of_its_quantized_output(shape, delayed, columnwi
 @DELAYED
 @COLUMNWISE
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output(
-    shape, delayed, columnwise, name
-):
+def test_fused_activation_and_gradient_codes_equal_separate_quantization(shape, delayed, columnwise, name):
     if name not in FEW and not (delayed and shape == (64, 64)):
         pytest.skip("a few activations are enough for this shape")
     x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
@@ -135,8 +133,8 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
 @DELAYED
 @COLUMNWISE
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_a_gradient_is_computed_together_with_the_columns_of_the_output(shape, delayed, columnwise, name):
-    """dx and its maximum under current scaling, the codes of dx under delayed scaling; the output's codes always."""
+def test_a_gradient_is_computed_together_with_the_outputs_columns(shape, delayed, columnwise, name):
+    """dx and its maximum with current scaling, dx codes with delayed scaling; the output's codes always."""
     if name not in FEW and not (delayed and columnwise and shape == (64, 64)):
         pytest.skip("a few activations are enough for this shape")
     x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
@@ -159,12 +157,12 @@ def test_a_gradient_is_computed_together_with_the_columns_of_the_output(shape, d
 @DELAYED
 @pytest.mark.parametrize("shape", [(5, 128), (70, 256), (130, 384)], ids=str)
 @pytest.mark.parametrize("name", FEW)
-def test_an_encoded_input_has_the_gradient_and_columns_of_the_output_of_its_values(shape, delayed, name):
+def test_an_encoded_input_gives_the_same_gradient_and_columns_as_its_values(shape, delayed, name):
     x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     coded = quantize(x, QuantizeSpec(BLOCK_1D, E4M3))
     assert coded.codes is not None and coded.scale is not None
-    column_major = coded.scale.t().contiguous().t()  # as the kernel of the cast writes them
+    column_major = coded.scale.t().contiguous().t()  # as the cast kernel writes them
     encoded = Operand(coded.codes, column_major, BLOCK_1D, None, torch.bfloat16)
     output = OutputCast(QuantizeSpec(FLOAT8, E4M3, False, True), _scaling(True).scale, None)
     casts = [Cast(_spec(True, E5M2), *_scaling(True)) if delayed else None for _ in range(2)]
@@ -177,7 +175,7 @@ def test_an_encoded_input_has_the_gradient_and_columns_of_the_output_of_its_valu
 
 
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
-def test_the_columns_of_the_output_equal_separate_steps_everywhere(name, device):
+def test_the_outputs_columns_equal_separate_steps_on_every_device(name, device):
     x = torch.randn(160, 256, device=device).bfloat16()
     columns, scale = QuantizeSpec(FLOAT8, E4M3, False, True), torch.tensor([8.0], device=device)
     y = activation_forward(name, x, PARAMS)
@@ -195,7 +193,7 @@ def test_the_columns_of_the_output_equal_separate_steps_everywhere(name, device)
 @runs_kernels
 @DTYPES
 @SHAPES
-def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape):
+def test_a_cast_with_column_sums_has_the_same_codes_as_the_cast(dtype, shape):
     x = torch.randn(shape, device=DEVICE).to(dtype)
     spec, first, second = _spec(True), _scaling(True), _scaling(True)
     made, sums = sums_of.column_sums(x, dtype, Cast(spec, *second))
@@ -206,7 +204,7 @@ def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape):
 
 
 @runs_kernels
-def test_strided_inputs_give_the_codes_of_their_copies():
+def test_strided_inputs_have_the_same_codes_as_their_copies():
     wide = torch.randn(70, 300, device=DEVICE).bfloat16()
     for x in (wide[:, :128], wide[:, 1:129], wide.t()[:128].t(), wide[::2, :64]):
         for name in ("gelu", "swiglu"):
@@ -223,7 +221,7 @@ def test_strided_inputs_give_the_codes_of_their_copies():
 
 @runs_kernels
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
-def test_the_recorded_maximum_is_that_of_the_separate_steps_for_strange_numbers(bad):
+def test_recorded_maxima_equal_separate_steps_for_nonfinite_numbers(bad):
     x = torch.zeros(6, 48, device=DEVICE, dtype=torch.bfloat16)
     x[3, 7] = bad
     first, second = _scaling(True), _scaling(True)
@@ -240,7 +238,7 @@ FUNCTIONS = pytest.mark.parametrize(
 
 @FUNCTIONS
 @DELAYED
-def test_the_public_functions_are_the_two_steps_everywhere(spec, delayed, device):
+def test_the_public_functions_equal_the_two_steps_on_every_device(spec, delayed, device):
     x = torch.randn(160, 256, device=device).bfloat16()
     weight = torch.ones(256, device=device).bfloat16()
     scale = torch.tensor([8.0], device=device) if delayed and spec.format is FLOAT8 else None
@@ -272,7 +270,7 @@ def test_a_forced_reference_quantization_is_not_fused_away():
         assert not activation_fuses("gelu", x, spec, backward=False)
 
 
-def test_other_formats_and_empty_matrices_are_left_to_the_separate_steps(device):
+def test_other_formats_and_empty_matrices_use_separate_steps(device):
     if INTERPRETED:
         pytest.skip("the interpreter takes every matrix")
     x = torch.randn(64, 64, device=device)

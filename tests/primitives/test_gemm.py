@@ -1,4 +1,4 @@
-"""One body for every backend of the product: a reason why it is unsupported, or the float32 reference's result."""
+"""One test body for every product backend: a rejection reason, or the float32 reference's result."""
 
 from __future__ import annotations
 
@@ -55,15 +55,17 @@ def operand(name: str | None, rows: int, depth: int, device: str) -> Operand:
     )
 
 
-def values_of(x: Operand) -> torch.Tensor:
+def dequantize_operand(x: Operand) -> torch.Tensor:
     if x.format is None:
         return x.codes.double()
     return dequantize(x._replace(dtype=torch.float32)).double()
 
 
-def bound_of(a: Operand, b: Operand, tensor_cores: bool) -> torch.Tensor:
+def error_bound(a: Operand, b: Operand, tensor_cores: bool) -> torch.Tensor:
     """Error relative to sum |a||b|: Hopper's FP8 tensor cores truncate terms to about 13 bits, float32 keeps 24."""
-    return (values_of(a).abs() @ values_of(b).abs().t()) * (2.0**-11 if tensor_cores else 2.0**-18) + 1e-30
+    return (dequantize_operand(a).abs() @ dequantize_operand(b).abs().t()) * (
+        2.0**-11 if tensor_cores else 2.0**-18
+    ) + 1e-30
 
 
 @pytest.mark.parametrize("backend", TABLE.names())
@@ -78,8 +80,10 @@ def test_a_backend_rejects_or_meets_the_exact_product(backend, pair, size, devic
         pytest.skip(f"{backend}: {reason}")
     with use_backend(gemm=backend):
         out = gemm(a, b, epilogue).double()
-    exact = values_of(a) @ values_of(b).t()
-    assert ((out - exact).abs() <= bound_of(a, b, backend in FP8_TENSOR_CORES and a.format is not None)).all()
+    exact = dequantize_operand(a) @ dequantize_operand(b).t()
+    assert (
+        (out - exact).abs() <= error_bound(a, b, backend in FP8_TENSOR_CORES and a.format is not None)
+    ).all()
 
 
 @pytest.mark.parametrize("name", [None, "float8", "block1d", "mxfp8"])
@@ -88,37 +92,39 @@ def test_bias_is_added_in_the_epilogue(name, device):
     b = operand("block2d" if name == "block1d" else name, 48, 64, device)
     bias = torch.randn(48, device=device).bfloat16()
     out = gemm(a, b, Epilogue(torch.bfloat16, bias=bias))
-    exact = values_of(a) @ values_of(b).t() + bias.double()
-    bound = bound_of(a, b, name is not None and out.is_cuda) + 2.0**-7 * exact.abs() + 1e-3
+    exact = dequantize_operand(a) @ dequantize_operand(b).t() + bias.double()
+    bound = error_bound(a, b, name is not None and out.is_cuda) + 2.0**-7 * exact.abs() + 1e-3
     assert ((out.double() - exact).abs() <= bound).all()
 
 
-def test_a_whole_number_of_blocks_takes_its_bias_too(device):
+def test_block_aligned_products_support_a_bias(device):
     a, b = operand("block1d", 32, 128, device), operand("block2d", 128, 128, device)
     bias = torch.randn(128, device=device).bfloat16()
     out = gemm(a, b, Epilogue(torch.bfloat16, bias=bias))
-    exact = values_of(a) @ values_of(b).t() + bias.double()
-    assert ((out.double() - exact).abs() <= bound_of(a, b, out.is_cuda) + 2.0**-7 * exact.abs() + 1e-3).all()
+    exact = dequantize_operand(a) @ dequantize_operand(b).t() + bias.double()
+    assert (
+        (out.double() - exact).abs() <= error_bound(a, b, out.is_cuda) + 2.0**-7 * exact.abs() + 1e-3
+    ).all()
 
 
 @pytest.mark.parametrize("name", [None, "float8"])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_out_receives_or_accumulates(name, out_dtype, device):
     a, b = operand(name, 32, 64, device), operand(name, 48, 64, device)
-    exact = values_of(a) @ values_of(b).t()
+    exact = dequantize_operand(a) @ dequantize_operand(b).t()
     out = torch.full((32, 48), 5.0, device=device, dtype=out_dtype)
     assert gemm(a, b, Epilogue(torch.bfloat16, out=out)) is out
     rounding = (2.0**-8 if out_dtype == torch.bfloat16 else 2.0**-20) * exact.abs()
-    bound = bound_of(a, b, name == "float8" and out.is_cuda) + rounding
+    bound = error_bound(a, b, name == "float8" and out.is_cuda) + rounding
     assert ((out.double() - exact).abs() <= bound).all()
     gemm(a, b, Epilogue(torch.bfloat16, out=out, accumulate=True))
     assert ((out.double() - 2 * exact).abs() <= 2 * bound + 2 * rounding).all()
 
 
-def test_a_float32_result_of_bf16_operands_is_not_rounded_to_bf16(device):
+def test_a_float32_result_from_bf16_operands_is_not_rounded_to_bf16(device):
     a, b = operand(None, 32, 64, device), operand(None, 48, 64, device)
     out = gemm(a, b, Epilogue(torch.float32))
-    exact = values_of(a) @ values_of(b).t()
+    exact = dequantize_operand(a) @ dequantize_operand(b).t()
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""A warm product is one look-up; forced backends, observers and mistakes are noticed all the same."""
+"""A warm product is one cache lookup; forced backends, observers and mistakes are noticed all the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, gemm, pl
 
 @pytest.fixture
 def described(monkeypatch):
-    """A list that records each request that is described; the cache of earlier calls is empty at first."""
+    """A list that records each described request; the cache is empty at first."""
     seen = []
     describe = TABLE.describe
 
@@ -34,7 +34,7 @@ def operands(device, m=16, n=32, k=48, dtype=torch.bfloat16):
     )
 
 
-def test_a_backend_is_selected_once_for_calls_that_look_the_same(described, device):
+def test_a_backend_is_selected_once_for_equal_signatures(described, device):
     a, b = operands(device)
     c, d = operands(device)
     first = gemm(a, b, Epilogue(torch.bfloat16))
@@ -92,7 +92,7 @@ def test_an_observer_sees_every_warm_call(described, device):
     assert seen == [("gemm", 16)] * 3
 
 
-def test_the_memory_of_calls_is_bounded(described, device, monkeypatch):
+def test_the_call_cache_is_bounded(described, device, monkeypatch):
     monkeypatch.setattr(TABLE._bound, "most", 3)
     for m in range(1, 9):
         gemm(*operands(device, m=m), Epilogue(torch.bfloat16))
@@ -119,7 +119,7 @@ def test_operands_on_two_devices_are_an_error(device):
         gemm(a, plain(b.codes.to("meta")), Epilogue(torch.bfloat16))
 
 
-def test_the_operators_of_a_graph_equal_gemm(device):
+def test_graph_operators_equal_gemm(device):
     a, b = operands(device)
     bias = torch.randn(32, device=device).bfloat16()
     tensors = (a.codes, None, None, None, b.codes, None, None, None, bias)

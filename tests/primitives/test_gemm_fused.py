@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.primitives.cublaslt_on_cpu import installed
+from tests.primitives.cublaslt_on_cpu import install
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import PlanFailure, observing, use_backend
 from transformer_engine.common.hardware import nvidia
@@ -49,11 +49,11 @@ def operand(rows, depth, device, element=None, dtype=BF16) -> Operand:
     return Operand(q.codes, q.scale, formats.FLOAT8, None, dtype)
 
 
-def values_of(x: Operand) -> torch.Tensor:
+def dequantize_operand(x: Operand) -> torch.Tensor:
     return x.codes.double() if x.format is None else dequantize(x._replace(dtype=torch.float32)).double()
 
 
-def cast_to(element, multiplier, record=None) -> Cast:
+def make_cast(element, multiplier, record=None) -> Cast:
     return Cast(QuantizeSpec(formats.FLOAT8, element), multiplier, record)
 
 
@@ -78,12 +78,12 @@ OPERANDS = pytest.mark.parametrize("element", [None, formats.E4M3], ids=["bf16",
 
 
 def lost(a: Operand, b: Operand) -> torch.Tensor:
-    """Return the error bound of a sum: Hopper's FP8 tensor cores truncate terms to about 13 bits."""
-    return (values_of(a).abs() @ values_of(b).abs().t()) * 2.0**-11
+    """Error bound for a sum: Hopper's FP8 tensor cores truncate terms to about 13 bits."""
+    return (dequantize_operand(a).abs() @ dequantize_operand(b).abs().t()) * 2.0**-11
 
 
 def close(got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor | float = 0.0, slack=1e-6) -> None:
-    """Assert an error of at most two bfloat16 roundings of the result, one of its input `rounded`, and `slack`."""
+    """Assert an error of at most two bfloat16 roundings, one in the input `rounded`, and `slack`."""
     bound = 2.0**-7 * exact.abs() + 2.0**-8 * rounded + slack
     assert ((got.double() - exact).abs() <= bound).all(), float(((got.double() - exact).abs() / bound).max())
 
@@ -99,7 +99,7 @@ def test_gelu_follows_the_product_and_its_input_is_kept(backend, element, biased
     take(backend, GELU, a, b, epilogue, keeps)
     with use_backend(gemm_epilogue=backend):
         y, x = gemm_gelu(a, b, epilogue, keeps)
-    exact = values_of(a) @ values_of(b).t() + (0.0 if bias is None else bias.double())
+    exact = dequantize_operand(a) @ dequantize_operand(b).t() + (0.0 if bias is None else bias.double())
     slack = 1.2 * lost(a, b)  # the slope of GELU is less than 1.13
     close(y, gelu(exact), exact.abs(), slack)
     assert (x is None) is not keeps
@@ -116,7 +116,7 @@ def test_the_gradient_of_gelu_follows_the_product(backend, element, device):
     take(backend, GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16)
     with use_backend(gemm_epilogue=backend):
         dx = gemm_gelu_gradient(a, b, x, Epilogue(BF16))
-    product = values_of(a) @ values_of(b).t()
+    product = dequantize_operand(a) @ dequantize_operand(b).t()
     exact = product * slope(x.double())
     close(dx, exact, product.abs(), 1.2 * lost(a, b))
     assert dx.dtype == BF16 and dx.is_contiguous()
@@ -125,14 +125,12 @@ def test_the_gradient_of_gelu_follows_the_product(backend, element, device):
 @BACKENDS
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
-def test_codes_are_the_product_times_the_scale_and_the_maximum_is_of_the_product(
-    backend, element, biased, device
-):
+def test_codes_are_the_scaled_product_and_the_maximum_is_unscaled(backend, element, biased, device):
     e = ELEMENTS[element]
     a, b = operand(M, K, device, e), operand(N, K, device, formats.E4M3)
     bias = torch.randn(N, device=device).to(BF16) if biased else None
     epilogue = Epilogue(BF16, bias)
-    exact = values_of(a) @ values_of(b).t() + (0.0 if bias is None else bias.double())
+    exact = dequantize_operand(a) @ dequantize_operand(b).t() + (0.0 if bias is None else bias.double())
     take(backend, CODES, a, b, epilogue, True, None, torch_dtype(e))
     for scale in (
         0.25,
@@ -141,7 +139,7 @@ def test_codes_are_the_product_times_the_scale_and_the_maximum_is_of_the_product
     ):  # neither 1, where dividing by it would not be noticed, nor all in range
         record = torch.zeros(1, device=device)
         with use_backend(gemm_epilogue=backend):
-            made = gemm(a, b, epilogue, cast_to(e, torch.tensor([scale], device=device), record))
+            made = gemm(a, b, epilogue, make_cast(e, torch.tensor([scale], device=device), record))
         codes = made.codes
         assert made.scale.item() == pytest.approx(1.0 / scale)
         maximum = torch.finfo(codes.dtype).max
@@ -161,9 +159,9 @@ def test_the_recorded_maximum_only_grows(backend, device):
     history = torch.tensor([[0.0, 1e-3, 1e6, 0.0]], device=device)
     with use_backend(gemm_epilogue=backend):
         for i in (1, 2):
-            gemm(a, b, Epilogue(BF16), cast_to(formats.E4M3, one, history[0, i : i + 1]))
-        unrecorded = gemm(a, b, Epilogue(BF16), cast_to(formats.E4M3, one)).codes
-    largest = float((values_of(a) @ values_of(b).t()).abs().max())
+            gemm(a, b, Epilogue(BF16), make_cast(formats.E4M3, one, history[0, i : i + 1]))
+        unrecorded = gemm(a, b, Epilogue(BF16), make_cast(formats.E4M3, one)).codes
+    largest = float((dequantize_operand(a) @ dequantize_operand(b).t()).abs().max())
     assert history[0, 1].item() == pytest.approx(largest, rel=2.0**-7)
     assert history[0, [0, 2, 3]].tolist() == [0.0, 1e6, 0.0]
     assert unrecorded.dtype == torch.float8_e4m3fn
@@ -192,7 +190,7 @@ def test_a_product_with_a_cast_equals_the_quantized_product(spec, given, device)
 
 
 @pytest.mark.parametrize("sizes", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
-def test_an_empty_product_has_results_of_the_right_shapes(sizes, device):
+def test_an_empty_product_has_results_with_the_right_shapes(sizes, device):
     m, n, k = sizes
     a, b = (plain(torch.ones(rows, k, device=device, dtype=BF16)) for rows in (m, n))
     y, x = gemm_gelu(a, b, Epilogue(BF16))
@@ -233,9 +231,9 @@ def test_a_choice_is_cached_by_its_inputs(monkeypatch, device):
         lambda: gemm_gelu(a, b, Epilogue(BF16), False),
         lambda: gemm_gelu_gradient(a, b, x, Epilogue(BF16)),
         lambda: gemm_gelu_gradient(a, b, x.t().contiguous().t(), Epilogue(BF16)),
-        lambda: codes(cast_to(formats.E4M3, one)),
-        lambda: codes(cast_to(formats.E4M3, one, one.clone())),
-        lambda: codes(cast_to(formats.E5M2, one)),
+        lambda: codes(make_cast(formats.E4M3, one)),
+        lambda: codes(make_cast(formats.E4M3, one, one.clone())),
+        lambda: codes(make_cast(formats.E5M2, one)),
     ]
     for _ in range(2):
         for call in calls:
@@ -244,7 +242,7 @@ def test_a_choice_is_cached_by_its_inputs(monkeypatch, device):
 
 
 @pytest.mark.parametrize("choice", [{"gemm": "reference"}, {"activation": "reference"}], ids=str)
-def test_a_backend_forced_for_a_part_is_used_for_it(choice, device):
+def test_a_backend_forced_for_one_step_is_used_for_it(choice, device):
     a, b = operand(M, K, device), operand(N, K, device)
     seen = []
     with use_backend(**choice), observing(lambda operation, request: seen.append(operation)):
@@ -252,7 +250,7 @@ def test_a_backend_forced_for_a_part_is_used_for_it(choice, device):
     assert seen == ["gemm_epilogue", "gemm", "activation"]
 
 
-def test_the_operators_of_a_graph_equal_eager_mode(device):
+def test_graph_operators_equal_eager_mode(device):
     a, b = operand(M, K, device), operand(N, K, device)
     x, bias = torch.randn(M, N, device=device).to(BF16), torch.randn(N, device=device).to(BF16)
     tensors = (a.codes, None, None, None, b.codes, None, None, None)
@@ -268,7 +266,7 @@ def test_the_operators_of_a_graph_equal_eager_mode(device):
     assert torch.equal(made, gemm_gelu_gradient(a, b, x, Epilogue(BF16)))
 
 
-def test_a_graph_has_the_bits_of_eager_mode(device):
+def test_a_compiled_graph_is_bitwise_equal_to_eager_mode(device):
     a, b = operand(M, K, device), operand(N, K, device)
     bias = torch.randn(N, device=device).to(BF16)
 
@@ -285,10 +283,10 @@ def test_a_graph_has_the_bits_of_eager_mode(device):
 
 @pytest.fixture
 def library(monkeypatch):
-    return installed(monkeypatch)
+    return install(monkeypatch)
 
 
-def on_h200(kind, a, b, epilogue, second, x=None, dtype=None, **change) -> FusedRequest:
+def h200_request(kind, a, b, epilogue, second, x=None, dtype=None, **change) -> FusedRequest:
     """The request as it would be for the same tensors on an H200."""
     request = FusedRequest.of(kind, a, b, epilogue, second, x, dtype)
     product = dataclasses.replace(request.product, device="cuda", hardware=nvidia(9, 0), index=0, **change)
@@ -301,9 +299,11 @@ def on_h200(kind, a, b, epilogue, second, x=None, dtype=None, **change) -> Fused
 def test_a_plan_describes_gelu(library, element, biased, dtype):
     a, b = operand(M, K, "cpu", element, dtype), operand(N, K, "cpu", element, dtype)
     epilogue = Epilogue(dtype, torch.randn(N) if biased else None)
-    exact = values_of(a) @ values_of(b).t() + (0.0 if not biased else epilogue.bias.to(dtype).double())
+    exact = dequantize_operand(a) @ dequantize_operand(b).t() + (
+        0.0 if not biased else epilogue.bias.to(dtype).double()
+    )
     for keeps in (True, False):
-        request = on_h200(GELU, a, b, epilogue, keeps)
+        request = h200_request(GELU, a, b, epilogue, keeps)
         assert cublaslt_fused.unsupported_reason(request) is None
         y, x = cublaslt_fused.bind(request)(a, b, epilogue)
         close(y, gelu(exact), slack=1e-4)
@@ -314,13 +314,13 @@ def test_a_plan_describes_gelu(library, element, biased, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-def test_a_plan_describes_the_gradient_of_gelu(library, dtype):
+def test_a_plan_describes_gelus_gradient(library, dtype):
     a, b = operand(M, K, "cpu", None, dtype), operand(N, K, "cpu", None, dtype)
     x = torch.randn(M, N + 8).to(dtype)[:, :N]
-    request = on_h200(GELU_GRADIENT, a, b, Epilogue(dtype), False, x, dtype)
+    request = h200_request(GELU_GRADIENT, a, b, Epilogue(dtype), False, x, dtype)
     assert cublaslt_fused.unsupported_reason(request) is None
     dx = cublaslt_fused.bind(request)(a, b, Epilogue(dtype), x)
-    close(dx, values_of(a) @ values_of(b).t() * slope(x.double()), slack=1e-4)
+    close(dx, dequantize_operand(a) @ dequantize_operand(b).t() * slope(x.double()), slack=1e-4)
     assert library.started
 
 
@@ -329,32 +329,32 @@ def test_a_plan_describes_codes_and_their_maximum(library, dtype):
     a, b = operand(M, K, "cpu", formats.E4M3, dtype), operand(N, K, "cpu", formats.E4M3, dtype)
     bias = torch.randn(N).to(torch.float16 if dtype == torch.float16 else BF16)
     epilogue = Epilogue(dtype, bias)
-    exact = values_of(a) @ values_of(b).t() + bias.double()
-    request = on_h200(CODES, a, b, epilogue, True, None, torch.float8_e4m3fn)
+    exact = dequantize_operand(a) @ dequantize_operand(b).t() + bias.double()
+    request = h200_request(CODES, a, b, epilogue, True, None, torch.float8_e4m3fn)
     assert cublaslt_fused.unsupported_reason(request) is None
     record = torch.tensor([1e-3])
     codes = cublaslt_fused.bind(request)(
-        a, b, epilogue, cast_to(formats.E4M3, torch.tensor([16.0]), record)
+        a, b, epilogue, make_cast(formats.E4M3, torch.tensor([16.0]), record)
     ).codes
     expected = (exact * 16.0).clamp(-448.0, 448.0)
     assert ((codes.double() - expected).abs() <= 2.0**-4 * expected.abs() + 2.0**-9).all()
     assert float(record) == pytest.approx(float(exact.abs().max()), rel=1e-5)
-    plain_request = on_h200(CODES, a, b, epilogue, False, None, torch.float8_e4m3fn)
+    plain_request = h200_request(CODES, a, b, epilogue, False, None, torch.float8_e4m3fn)
     again = cublaslt_fused.bind(plain_request)(
-        a, b, epilogue, cast_to(formats.E4M3, torch.tensor([16.0]))
+        a, b, epilogue, make_cast(formats.E4M3, torch.tensor([16.0]))
     ).codes
     assert torch.equal(codes.view(torch.uint8), again.view(torch.uint8))
 
 
-def shifted(rows: int, columns: int, by: int) -> torch.Tensor:
-    """A matrix in bfloat16 whose address is a multiple of `by` bytes and of no more."""
+def matrix_with_alignment(rows: int, columns: int, by: int) -> torch.Tensor:
+    """A bfloat16 matrix whose address is a multiple of `by` bytes and of no more."""
     memory = torch.randn(rows * columns + 256).to(BF16)
     first = (-memory.data_ptr() % 256 + by) // 2
     return memory[first : first + rows * columns].view(rows, columns)
 
 
 def alignments(library, monkeypatch) -> list[int]:
-    """Return a list that records the alignment of each later request for algorithms."""
+    """A list that records the alignment in each later request for algorithms."""
     asked: list[int] = []
     heuristic = library.matmul_algo_get_heuristic
 
@@ -367,16 +367,16 @@ def alignments(library, monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("by", [16, 32, 128])
-def test_a_part_of_a_tensor_has_a_plan_for_its_alignment(library, monkeypatch, by):
-    a, b, x = plain(shifted(M, K, by)), operand(N, K, "cpu"), shifted(M, N, by)
+def test_a_slice_has_a_plan_for_its_alignment(library, monkeypatch, by):
+    a, b, x = plain(matrix_with_alignment(M, K, by)), operand(N, K, "cpu"), matrix_with_alignment(M, N, by)
     asked = alignments(library, monkeypatch)
-    y, kept = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))(a, b, Epilogue(BF16))
-    gradient = cublaslt_fused.bind(on_h200(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
+    y, kept = cublaslt_fused.bind(h200_request(GELU, a, b, Epilogue(BF16), True))(a, b, Epilogue(BF16))
+    gradient = cublaslt_fused.bind(h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
     dx = gradient(a, b, Epilogue(BF16), x)
     gradient(a, b, Epilogue(BF16), x)
     assert len(asked) == 4 and asked[::2] == [256, 256] and max(asked[1::2]) <= by
     assert len(library.started) == 3
-    product = values_of(a) @ values_of(b).t()
+    product = dequantize_operand(a) @ dequantize_operand(b).t()
     close(kept, product, slack=1e-4)
     close(y, gelu(product), slack=1e-4)
     close(dx, product * slope(x.double()), slack=1e-4)
@@ -384,28 +384,31 @@ def test_a_part_of_a_tensor_has_a_plan_for_its_alignment(library, monkeypatch, b
 
 @pytest.mark.parametrize("reason", ["less than 16 bytes", "no algorithm for less than 256"])
 def test_matrices_without_a_plan_take_separate_steps(library, monkeypatch, reason):
-    a, b = plain(shifted(M, K, 2 if reason == "less than 16 bytes" else 16)), operand(N, K, "cpu")
-    gelu_call = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))
+    a, b = (
+        plain(matrix_with_alignment(M, K, 2 if reason == "less than 16 bytes" else 16)),
+        operand(N, K, "cpu"),
+    )
+    gelu_call = cublaslt_fused.bind(h200_request(GELU, a, b, Epilogue(BF16), True))
     x = torch.randn(M, N).to(BF16)
-    gradient = cublaslt_fused.bind(on_h200(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
+    gradient = cublaslt_fused.bind(h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
     if reason != "less than 16 bytes":
         library.algorithms = []
     y, kept = gelu_call(a, b, Epilogue(BF16))
     dx = gradient(a, b, Epilogue(BF16), x)
     assert not library.started
-    product = values_of(a) @ values_of(b).t()
+    product = dequantize_operand(a) @ dequantize_operand(b).t()
     close(kept, product, slack=1e-4)
     close(y, gelu(product), product.abs(), slack=1e-4)
     close(dx, product * slope(x.double()), product.abs(), slack=1e-4)
 
 
 def test_matrices_without_a_plan_are_freed(library):
-    a, b = plain(shifted(M, K, 16)), operand(N, K, "cpu")
-    gelu_call = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))
+    a, b = plain(matrix_with_alignment(M, K, 16)), operand(N, K, "cpu")
+    gelu_call = cublaslt_fused.bind(h200_request(GELU, a, b, Epilogue(BF16), True))
     library.algorithms = []
     alive = []
     for _ in range(2):
-        a = plain(shifted(M, K, 16))
+        a = plain(matrix_with_alignment(M, K, 16))
         alive.append(weakref.ref(a.codes))
         gelu_call(a, b, Epilogue(BF16))
         del a
@@ -415,10 +418,10 @@ def test_matrices_without_a_plan_are_freed(library):
 
 def test_descriptors_are_reused_and_destroyed_with_their_plan(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
-    request = on_h200(CODES, a, b, Epilogue(BF16), False, None, torch.float8_e4m3fn)
+    request = h200_request(CODES, a, b, Epilogue(BF16), False, None, torch.float8_e4m3fn)
     one, alive = torch.ones(1), []
     for _ in range(3):
-        cublaslt_fused.bind(request)(a, b, Epilogue(BF16), cast_to(formats.E4M3, one))
+        cublaslt_fused.bind(request)(a, b, Epilogue(BF16), make_cast(formats.E4M3, one))
         alive.append(len(library.alive))
     assert alive[1] == alive[2]
     cublaslt_fused.cublaslt.find_plan(request.product)  # another problem, whose plan stays
@@ -447,30 +450,30 @@ def test_combinations_outside_the_library_are_rejected_with_the_reason(library, 
         change = {"b_element": change["a_element"], **change}
     x = torch.zeros(M, N, dtype=BF16) if kind == GELU_GRADIENT else None
     dtype = {GELU: None, GELU_GRADIENT: BF16, CODES: torch.float8_e4m3fn}[kind]
-    request = on_h200(kind, operand(M, K, "cpu"), operand(N, K, "cpu"), Epilogue(BF16), True, x, dtype)
+    request = h200_request(kind, operand(M, K, "cpu"), operand(N, K, "cpu"), Epilogue(BF16), True, x, dtype)
     request = dataclasses.replace(request, product=dataclasses.replace(request.product, **change))
     assert reason in (cublaslt_fused.unsupported_reason(request) or "")
 
 
 def test_other_rejections_name_the_reason(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
-    codes = on_h200(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e5m2)
+    codes = h200_request(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e5m2)
     assert "E5M2 only if" in (cublaslt_fused.unsupported_reason(codes) or "")
     x = torch.zeros(M, N, dtype=BF16)
-    slow = on_h200(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16)
+    slow = h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16)
     assert "twice as long" in (cublaslt_fused.unsupported_reason(slow) or "")
     unquantized = operand(M, K, "cpu"), operand(N, K, "cpu")
-    gradient = on_h200(GELU_GRADIENT, *unquantized, Epilogue(BF16), False, x, BF16)
+    gradient = h200_request(GELU_GRADIENT, *unquantized, Epilogue(BF16), False, x, BF16)
     assert cublaslt_fused.unsupported_reason(gradient) is None
     columns = dataclasses.replace(gradient, x=MatrixLayout(False, M))
     assert "rows of the activation's input" in (cublaslt_fused.unsupported_reason(columns) or "")
     with use_backend(quantize="reference"):
-        forced = on_h200(GELU, a, b, Epilogue(BF16), True)
+        forced = h200_request(GELU, a, b, Epilogue(BF16), True)
     assert "use_backend(quantize='reference') is in force" in (
         cublaslt_fused.unsupported_reason(forced) or ""
     )
     library.algorithms = []
-    planned = on_h200(GELU, a, b, Epilogue(BF16), False)
+    planned = h200_request(GELU, a, b, Epilogue(BF16), False)
     assert cublaslt_fused.unsupported_reason(planned) is None
     assert "no algorithm" in cublaslt_fused.bind(planned).reason
 
@@ -479,11 +482,11 @@ def test_problems_with_different_epilogues_have_different_keys(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
     x = torch.zeros(M, N, dtype=BF16)
     requests = [
-        on_h200(GELU, a, b, Epilogue(BF16), False),
-        on_h200(GELU, a, b, Epilogue(BF16), True),
-        on_h200(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16),
-        on_h200(CODES, a, b, Epilogue(BF16), False, None, torch.float8_e4m3fn),
-        on_h200(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e4m3fn),
+        h200_request(GELU, a, b, Epilogue(BF16), False),
+        h200_request(GELU, a, b, Epilogue(BF16), True),
+        h200_request(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16),
+        h200_request(CODES, a, b, Epilogue(BF16), False, None, torch.float8_e4m3fn),
+        h200_request(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e4m3fn),
     ]
     keys = {cublaslt_fused.fused_problem(request).key for request in requests}
     keys.add(cublaslt_fused.cublaslt.make_problem(requests[0].product).key)
@@ -492,7 +495,7 @@ def test_problems_with_different_epilogues_have_different_keys(library):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [GELU, GELU_GRADIENT])
-def test_the_library_takes_bfloat16_products_with_gelu(kind):
+def test_the_library_computes_bfloat16_products_with_gelu(kind):
     a, b = operand(256, 512, "cuda"), operand(384, 512, "cuda")
     x = torch.zeros(256, 384, device="cuda", dtype=BF16)
     bias = torch.zeros(384, device="cuda", dtype=BF16) if kind == GELU else None
@@ -509,21 +512,21 @@ def test_a_captured_product_with_codes_records_at_every_replay():
     a, b = operand(256, 512, "cuda", formats.E4M3), operand(384, 512, "cuda", formats.E4M3)
     scale, record = torch.full((1,), 2.0, device="cuda"), torch.zeros(1, device="cuda")
     take("cublaslt", CODES, a, b, Epilogue(BF16), True, None, torch.float8_e4m3fn)
-    gemm(a, b, Epilogue(BF16), cast_to(formats.E4M3, scale, record))
+    gemm(a, b, Epilogue(BF16), make_cast(formats.E4M3, scale, record))
     largest = record.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        codes = gemm(a, b, Epilogue(BF16), cast_to(formats.E4M3, scale, record)).codes
+        codes = gemm(a, b, Epilogue(BF16), make_cast(formats.E4M3, scale, record)).codes
     record.zero_()
     a.scale.mul_(3.0)
     graph.replay()
     torch.testing.assert_close(record, 3.0 * largest, rtol=1e-6, atol=0.0)
-    exact = values_of(a) @ values_of(b).t() * 2.0
+    exact = dequantize_operand(a) @ dequantize_operand(b).t() * 2.0
     expected = exact.clamp(-448.0, 448.0)
     assert ((codes.double() - expected).abs() <= 2.0**-3 * expected.abs() + 2.0**-7 + 2.0 * lost(a, b)).all()
 
 
-def test_a_request_is_data(device):
+def test_equal_requests_compare_and_hash_equal(device):
     a, b = operand(M, K, device), operand(N, K, device)
     first, second = (FusedRequest.of(GELU, a, b, Epilogue(BF16), True, None, None) for _ in range(2))
     assert first == second and hash(first) == hash(second)

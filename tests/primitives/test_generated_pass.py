@@ -1,4 +1,4 @@
-"""A generated pass starts the work that a function of symbols lists, on other tensors."""
+"""A generated pass launches the work that a function on symbols lists, on other tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def record(name: str, inputs: int, *outputs: Output | None) -> Launch:
 
 @pytest.fixture
 def started(monkeypatch) -> list[tuple[str, list[int]]]:
-    """Return a list that gets (kernel, addresses) of every start; nothing is computed."""
+    """A list that receives (kernel, addresses) for every launch; nothing is computed."""
     seen = []
 
     def compiled(launch, tensors):
@@ -53,8 +53,8 @@ def tensors(count: int) -> list[torch.Tensor]:
     return [torch.zeros(8, 16) for _ in range(count)]
 
 
-def listed(work, given):
-    """Return the generated pass of work(*given), which is evaluated on symbols."""
+def generate_pass(work, given):
+    """Generated pass for work(*given), which is evaluated on symbols."""
     instructions = Instructions(given, CPU)
     results = work(*instructions.symbols())
     return generate(instructions, [instructions.symbol(result) for result in results])
@@ -71,7 +71,7 @@ def added(x, y):
 
 
 def test_a_generated_pass_launches_the_same_kernels_on_its_inputs(started):
-    generated = listed(added, tensors(2))
+    generated = generate_pass(added, tensors(2))
     assert started == []
     x, y = tensors(2)
     given = [x, y]
@@ -85,20 +85,20 @@ def test_a_generated_pass_launches_the_same_kernels_on_its_inputs(started):
 
 
 def test_every_call_allocates_new_tensors(started):
-    generated = listed(added, tensors(2))
+    generated = generate_pass(added, tensors(2))
     first, second = generated(tensors(2)), generated(tensors(2))
     assert first[0].data_ptr() != second[0].data_ptr()
 
 
 def test_a_generated_pass_returns_none_for_tensors_that_are_not_aligned(started):
-    generated = listed(added, tensors(2))
+    generated = generate_pass(added, tensors(2))
     started.clear()
     given = [torch.zeros(129)[1:].view(8, 16), *tensors(1)]
     assert generated(given) is None
     assert len(given) == 2 and started == []
 
 
-def test_small_buffers_inside_of_a_pass_share_memory(started):
+def test_small_buffers_in_a_pass_share_memory(started):
     chained = record("chained", 1, Output((8, 16), "float32"))
 
     def work(x):
@@ -106,7 +106,7 @@ def test_small_buffers_inside_of_a_pass_share_memory(started):
             (x,) = run(chained, (x,))
         return (x,)
 
-    generated = listed(work, tensors(1))
+    generated = generate_pass(work, tensors(1))
     assert generated.source.count("empty(") == 2  # the scratch and the result
     started.clear()
     generated(tensors(1))
@@ -114,34 +114,34 @@ def test_small_buffers_inside_of_a_pass_share_memory(started):
     assert places[0] != places[1] and places[0] == places[2]
 
 
-def computed(x, y):
+def square_of_torch_sum(x, y):
     return run(SQUARED, (x + y,))
 
 
-def concatenated(x, y):
+def square_of_concatenation(x, y):
     return run(SQUARED, (torch.cat([x, y]),))
 
 
-def written(x, y):
+def square_after_write(x, y):
     x.add_(1)
     return run(SQUARED, (x,))
 
 
-def filled(x, y):
+def square_after_fill(x, y):
     x[0] = 1
     return run(SQUARED, (x,))
 
 
-def copied(x, y):
+def square_of_copy(x, y):
     return run(SQUARED, (x.t().contiguous(),))
 
 
-def into(x, y):
+def square_into_argument(x, y):
     run_program_into(SQUARED, (x, y), CPU)
     return (x,)
 
 
-def remembered(x, y):
+def add_global_tensor(x, y):
     return run(ADDED, (x, KEPT))
 
 
@@ -151,18 +151,18 @@ KEPT = torch.zeros(8, 16)
 @pytest.mark.parametrize(
     ("work", "reason"),
     (
-        (computed, "__add__"),
-        (concatenated, "torch computes with a tensor of the pass"),
-        (written, "add_"),
-        (filled, "__setitem__"),
-        (copied, "copied because it is not contiguous"),
-        (into, "data_ptr"),
-        (remembered, "a tensor that is neither an input nor a result"),
+        (square_of_torch_sum, "__add__"),
+        (square_of_concatenation, "torch computes with a tensor of the pass"),
+        (square_after_write, "add_"),
+        (square_after_fill, "__setitem__"),
+        (square_of_copy, "copied because it is not contiguous"),
+        (square_into_argument, "data_ptr"),
+        (add_global_tensor, "a tensor that is neither an input nor a result"),
     ),
 )
-def test_a_function_that_does_more_than_start_kernels_is_not_recorded(work, reason, started):
+def test_a_function_that_does_more_than_launch_kernels_is_not_recorded(work, reason, started):
     with pytest.raises(NotRecordable, match=reason):
-        listed(work, tensors(2))
+        generate_pass(work, tensors(2))
     assert started == [] and all(not tensor.any() for tensor in tensors(2))
 
 
@@ -171,30 +171,30 @@ class Marked(torch.Tensor):
 
 
 @pytest.mark.parametrize("given", [torch.zeros(8, 16).as_subclass(Marked), torch.zeros(0, 16)])
-def test_tensors_of_subclasses_and_empty_tensors_are_not_listed(given):
+def test_subclass_tensors_and_empty_tensors_are_not_recorded(given):
     with pytest.raises(NotRecordable, match="a tensor is"):
         Instructions([given], CPU)
 
 
-def test_a_held_tensor_is_replaced_by_the_given_one(started):
+def test_a_state_tensor_is_replaced_by_the_passed_tensor(started):
     (state,) = tensors(1)
 
     def work(x, _):
         return run(ADDED, (x, state))
 
-    generated = listed(work, [*tensors(1), state])
+    generated = generate_pass(work, [*tensors(1), state])
     x, other = tensors(2)
     generated([x, other])
     ((_, addresses),) = started
     assert addresses[:2] == [x.data_ptr(), other.data_ptr()]
 
 
-def test_memory_that_is_used_again_is_that_of_its_second_buffer(started):
+def test_reused_memory_belongs_to_its_second_buffer(started):
     def work(x):
         run(SQUARED, (x,))
         return run(SQUARED, (x,))
 
-    generated = listed(work, tensors(1))
+    generated = generate_pass(work, tensors(1))
     started.clear()
     (second,) = generated(tensors(1))
     assert [addresses[1] == second.data_ptr() for _, addresses in started] == [False, True]

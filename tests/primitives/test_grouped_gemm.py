@@ -35,19 +35,19 @@ BACKENDS = [
     *(pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "gluon", "library")),
 ]
 FORMATS = ("plain", "float8", "block")
-# In units of the largest result: float32 sums of products of 16-bit or 8-bit values, rounded once to bfloat16;
-# fast FP8 sums keep 14 bits.
+# In units of the largest result: float32 sums over products of 16-bit or 8-bit values, rounded once to
+# bfloat16; fast FP8 sums keep 14 bits.
 TOLERANCE = {"plain": 1e-2, "float8": 1e-2, "block": 1e-2}
 
 
-def spec_of(kind: str, element, square: bool = False) -> QuantizeSpec:
+def make_spec(kind: str, element, square: bool = False) -> QuantizeSpec:
     if kind == "float8":
         return QuantizeSpec(FLOAT8, element, True, True)
     return QuantizeSpec(BLOCK_2D if square else BLOCK_1D, element, True, True, power_of_two=True)
 
 
-def values_of(x: torch.Tensor, spec: QuantizeSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the float64 values for the row codes and column codes of x."""
+def quantized_directions(x: torch.Tensor, spec: QuantizeSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 values for the row codes and column codes of x."""
     with use_backend(quantize="reference"):
         made = quantize(x, spec)
     rows = dequantize(Operand(made.codes, made.scale, spec.format))
@@ -60,8 +60,8 @@ def assert_close(result, expected, kind, backend, empty=False) -> None:
     assert (result.double() - expected).abs().max() <= TOLERANCE[kind] * largest + (0 if not empty else 1e-9)
 
 
-def run_with(backend: str, function):
-    """Return the result with a backend forced; skip the case if it is unsupported."""
+def run_forced(backend: str, function):
+    """Run with a forced backend; skip the case if it is unsupported."""
     try:
         with use_backend(grouped_gemm=backend):
             return function()
@@ -75,7 +75,7 @@ def run_with(backend: str, function):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_products_of_rows_are_those_of_each_group(kind, splits, transposed, exact, backend, device):
+def test_row_products_equal_per_group_products(kind, splits, transposed, exact, backend, device):
     count, total = len(splits), sum(splits)
     x = torch.randn(total, K, device=device, dtype=torch.bfloat16)
     shape = (K, N) if transposed else (N, K)
@@ -88,17 +88,17 @@ def test_products_of_rows_are_those_of_each_group(kind, splits, transposed, exac
         factors = [w.double() if transposed else w.double().t() for w in weights]
     else:
         # cuBLASLt takes block scales for E4M3 alone.
-        first = spec_of(kind, E5M2 if kind == "float8" or backend == "triton" else E4M3)
-        second = spec_of(kind, E4M3, square=True)
+        first = make_spec(kind, E5M2 if kind == "float8" or backend == "triton" else E4M3)
+        second = make_spec(kind, E4M3, square=True)
         made = quantize_rows(x, groups, first)
         held = quantize_matrices(Matrices.of(weights), second)
         codes, scale = (held.codes_t, held.scale_t) if transposed else (held.codes, held.scale)
         a = GroupedRows(made.codes, made.scale, first.format)
         b = GroupedMatrices(codes=codes, scale=scale, format=second.format)
-        parts = [values_of(part, first)[0] for part in x.split(splits)]
-        factors = [values_of(w, second)[0] for w in weights]
+        parts = [quantized_directions(part, first)[0] for part in x.split(splits)]
+        factors = [quantized_directions(w, second)[0] for w in weights]
         factors = factors if transposed else [f.t() for f in factors]
-    y = run_with(backend, lambda: product_of_rows(a, b, groups, torch.bfloat16, bias=bias, exact=exact))
+    y = run_forced(backend, lambda: product_of_rows(a, b, groups, torch.bfloat16, bias=bias, exact=exact))
     expected = torch.cat([part @ factor for part, factor in zip(parts, factors, strict=True)])
     if bias is not None:
         repeats = torch.tensor(splits, device=device)
@@ -111,7 +111,7 @@ def test_products_of_rows_are_those_of_each_group(kind, splits, transposed, exac
 @pytest.mark.parametrize("target", ["stack", "apart", "added", "narrow"])
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_products_of_columns_are_those_of_each_group(kind, splits, target, backend, device):
+def test_column_products_equal_per_group_products(kind, splits, target, backend, device):
     count, total = len(splits), sum(splits)
     dy = torch.randn(total, N, device=device, dtype=torch.bfloat16)
     x = torch.randn(total, K, device=device, dtype=torch.bfloat16)
@@ -121,7 +121,10 @@ def test_products_of_columns_are_those_of_each_group(kind, splits, target, backe
         first = [part.double() for part in dy.split(splits)]
         second = [part.double() for part in x.split(splits)]
     else:
-        specs = spec_of(kind, E5M2 if kind == "float8" or backend == "triton" else E4M3), spec_of(kind, E4M3)
+        specs = (
+            make_spec(kind, E5M2 if kind == "float8" or backend == "triton" else E4M3),
+            make_spec(kind, E4M3),
+        )
         tiled = backend == "gluon" and kind == "float8"
         made, held = (
             quantize_rows(values, groups, spec, tiled=tiled)
@@ -129,8 +132,8 @@ def test_products_of_columns_are_those_of_each_group(kind, splits, target, backe
         )
         a = GroupedColumns(made.codes_t, made.scale_t, specs[0].format)
         b = GroupedColumns(held.codes_t, held.scale_t, specs[1].format)
-        first = [values_of(part, specs[0])[1] for part in dy.split(splits)]
-        second = [values_of(part, specs[1])[1] for part in x.split(splits)]
+        first = [quantized_directions(part, specs[0])[1] for part in dy.split(splits)]
+        second = [quantized_directions(part, specs[1])[1] for part in x.split(splits)]
     dtype = torch.bfloat16 if target == "narrow" else torch.float32
     out = torch.full((count, N, K), 3.0, device=device, dtype=dtype)
     place = [torch.full((N, K), 3.0, device=device) for _ in splits] if target == "apart" else out
@@ -139,7 +142,7 @@ def test_products_of_columns_are_those_of_each_group(kind, splits, target, backe
         product_of_columns(a, b, groups, (N, K), place, accumulate=target == "added")
         return torch.stack(place) if target == "apart" else out
 
-    result = run_with(backend, run)
+    result = run_forced(backend, run)
     expected = torch.stack([p.t() @ q for p, q in zip(first, second, strict=True)])
     assert_close(result, expected + (3.0 if target == "added" else 0.0), kind, backend)
     if target != "added":
@@ -149,7 +152,7 @@ def test_products_of_columns_are_those_of_each_group(kind, splits, target, backe
 @pytest.mark.parametrize("backend", BACKENDS[:3])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_products_of_tiled_columns_have_the_bits_of_contiguous_columns(splits, exact, backend, device):
+def test_tiled_column_products_are_bitwise_equal_to_contiguous_columns(splits, exact, backend, device):
     total = sum(splits)
     dy, x = (torch.randn(total, width, device=device, dtype=torch.bfloat16) for width in (N, K))
     groups = make_groups(splits, total, dy.device)
@@ -158,8 +161,8 @@ def test_products_of_tiled_columns_have_the_bits_of_contiguous_columns(splits, e
         a, b = (
             GroupedColumns(made.codes_t, made.scale_t, FLOAT8)
             for made in (
-                quantize_rows(dy, groups, spec_of("float8", E5M2), tiled=tiled),
-                quantize_rows(x, groups, spec_of("float8", E4M3), tiled=tiled),
+                quantize_rows(dy, groups, make_spec("float8", E5M2), tiled=tiled),
+                quantize_rows(x, groups, make_spec("float8", E4M3), tiled=tiled),
             )
         )
         if tiled:
@@ -167,7 +170,7 @@ def test_products_of_tiled_columns_have_the_bits_of_contiguous_columns(splits, e
         out = torch.full((len(splits), N, K), torch.nan, device=device, dtype=torch.bfloat16)
         arguments = (a, b, groups, (N, K), out)
         name = "triton" if backend == "gluon" and not tiled else backend
-        run_with(name, lambda arguments=arguments: product_of_columns(*arguments, exact=exact))
+        run_forced(name, lambda arguments=arguments: product_of_columns(*arguments, exact=exact))
         results.append(out)
     assert not results[0].isnan().any()
     assert torch.equal(*results)
@@ -176,20 +179,20 @@ def test_products_of_tiled_columns_have_the_bits_of_contiguous_columns(splits, e
 @pytest.mark.gpu
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_gluon_and_triton_products_of_rows_have_equal_bits(splits, exact, device):
+def test_gluon_and_triton_row_products_are_bitwise_equal(splits, exact, device):
     x = torch.randn(sum(splits), K, device=device, dtype=torch.bfloat16)
     weights = [torch.randn(N, K, device=device, dtype=torch.bfloat16) for _ in splits]
     bias = torch.randn(len(splits), N, device=device, dtype=torch.bfloat16)
     groups = make_groups(splits, len(x), x.device)
-    made = quantize_rows(x, groups, spec_of("float8", E5M2))
-    held = quantize_matrices(Matrices.of(weights), spec_of("float8", E4M3))
+    made = quantize_rows(x, groups, make_spec("float8", E5M2))
+    held = quantize_matrices(Matrices.of(weights), make_spec("float8", E4M3))
     a = GroupedRows(made.codes, made.scale, FLOAT8)
     b = GroupedMatrices(codes=held.codes, scale=held.scale, format=FLOAT8)
     results = []
     for backend in ("triton", "gluon"):
         out = torch.full((len(x), N), torch.nan, device=device, dtype=torch.bfloat16)
         arguments = {"bias": bias, "exact": exact, "out": out}
-        run_with(
+        run_forced(
             backend, lambda arguments=arguments: product_of_rows(a, b, groups, torch.bfloat16, **arguments)
         )
         results.append(out)
@@ -199,7 +202,7 @@ def test_gluon_and_triton_products_of_rows_have_equal_bits(splits, exact, device
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_gpu_takes_one_launch_for_many_groups_and_the_library_for_few(kind):
+def test_a_gpu_uses_one_launch_for_many_groups_and_the_library_for_few(kind):
     many = "gluon" if kind == "float8" and gluon.missing() is None else "triton"
     for count, chosen in ((4, "library"), (64, many)):
         splits = (128,) * count
@@ -209,13 +212,13 @@ def test_a_gpu_takes_one_launch_for_many_groups_and_the_library_for_few(kind):
         a, b = GroupedRows(x), GroupedMatrices(weights)
         if kind != "plain":
             made, held = (
-                quantize_rows(x, groups, spec_of(kind, E4M3)),
-                quantize_matrices(weights, spec_of(kind, E4M3, square=True)),
+                quantize_rows(x, groups, make_spec(kind, E4M3)),
+                quantize_matrices(weights, make_spec(kind, E4M3, square=True)),
             )
-            form = spec_of(kind, E4M3).format
+            form = make_spec(kind, E4M3).format
             a = GroupedRows(made.codes, made.scale, form)
             b = GroupedMatrices(
-                codes=held.codes, scale=held.scale, format=spec_of(kind, E4M3, square=True).format
+                codes=held.codes, scale=held.scale, format=make_spec(kind, E4M3, square=True).format
             )
         (decision,) = explain(product_of_rows, a, b, groups, torch.bfloat16).decisions
         verdicts = decision.verdicts
@@ -229,7 +232,7 @@ def test_rows_and_matrices_of_different_depth_are_rejected(device):
         product_of_rows(GroupedRows(x), b, make_groups((32,), 32, x.device), torch.bfloat16)
 
 
-def test_no_rows_at_all_give_an_empty_result_and_zero_gradients(device):
+def test_zero_rows_give_an_empty_result_and_zero_gradients(device):
     x = torch.randn(0, 32, device=device, dtype=torch.bfloat16)
     groups = make_groups((0, 0), 0, x.device)
     weights = [torch.randn(16, 32, device=device, dtype=torch.bfloat16) for _ in range(2)]
@@ -244,7 +247,7 @@ def test_no_rows_at_all_give_an_empty_result_and_zero_gradients(device):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("scaling", [0, 1, 2])
-def test_groups_of_one_feature_compile(scaling):
+def test_grouped_products_with_one_feature_compile(scaling):
     """A width of 1 is a kernel constant, not an argument."""
     kernels = pytest.importorskip("transformer_engine.common.kernels.grouped_gemm")
     from transformer_engine.common.kernels.compiled import compiled

@@ -1,4 +1,4 @@
-"""Grouped quantization gives every group the codes, scales and recorded maximum of quantizing it alone."""
+"""Grouped quantization gives each group the codes, scales and recorded maximum of quantizing it alone."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def slots_for(count: int, device) -> ScaleSlots:
-    """Slots 1, 4, 7 .. of a state of 3 slots a group."""
+def make_slots(count: int, device) -> ScaleSlots:
+    """Slots 1, 4, 7 .. in a state with 3 slots per group."""
     scale = torch.rand(3 * count, device=device) * 8 + 1
     history = torch.zeros(4, 3 * count, device=device)
     history[0, 1] = 100.0
@@ -60,7 +60,7 @@ def values(rows: int, device, dtype=torch.bfloat16) -> torch.Tensor:
 def test_each_group_of_rows_is_quantized_as_if_alone(name, splits, directions, dtype, device):
     x = values(sum(splits), device, dtype)
     spec = QuantizeSpec(rowwise=directions[0], columnwise=directions[1], **SCALINGS[name])
-    slots = slots_for(len(splits), device) if name == "given" else None
+    slots = make_slots(len(splits), device) if name == "given" else None
     made = quantize_rows(x, make_groups(splits, x.shape[0], x.device), spec, slots)
     first, first_t = 0, 0
     tiles = -(-DEPTH // 128)
@@ -94,11 +94,11 @@ def test_each_group_of_rows_is_quantized_as_if_alone(name, splits, directions, d
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("name", ["given", "current", "power of two"])
-def test_tiled_columns_are_the_contiguous_ones_of_128_rows_each(name, splits, device):
+def test_tiled_columns_equal_contiguous_columns_per_128_rows(name, splits, device):
     x = values(sum(splits), device)
     spec = QuantizeSpec(rowwise=True, columnwise=True, **SCALINGS[name])
     groups = make_groups(splits, x.shape[0], x.device)
-    slots = slots_for(len(splits), device) if name == "given" else None
+    slots = make_slots(len(splits), device) if name == "given" else None
     contiguous, tiled = (quantize_rows(x, groups, spec, slots, tiled=tiled) for tiled in (False, True))
     assert torch.equal(bits(tiled.codes), bits(contiguous.codes))
     assert torch.equal(tiled.scale_t[:, 0], contiguous.scale_t[:, 0])
@@ -123,7 +123,7 @@ def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
         "square float32": {"format": BLOCK_2D, "element": E5M2, "epsilon": 0.5},
     }
     spec = QuantizeSpec(rowwise=directions[0], columnwise=directions[1], **(SCALINGS | squares)[name])
-    slots = slots_for(5, device) if name == "given" else None
+    slots = make_slots(5, device) if name == "given" else None
     made = quantize_matrices(Matrices.of(matrices), spec, slots)
     for group, matrix in enumerate(matrices):
         with use_backend(quantize="reference"):
@@ -162,7 +162,7 @@ def test_groups_with_two_levels_of_scales_are_quantized_as_if_alone(device):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
-def test_the_values_of_one_group_do_not_change_the_scales_of_others(value, device):
+def test_one_groups_values_do_not_change_other_groups_scales(value, device):
     x = values(256, device)
     x[:128] = value
     spec = QuantizeSpec(FLOAT8, E4M3, True, True)
@@ -183,7 +183,7 @@ def test_layouts_made_on_device_and_host_are_equal(splits, device):
         assert made.padded >= listed.padded
 
 
-def test_sums_of_rows_are_float32_sums_of_each_group(device):
+def test_row_sums_equal_per_group_float32_sums(device):
     splits = SPLITS["ragged"]
     x = values(sum(splits), device)
     sums = row_sums(x, make_groups(splits, x.shape[0], x.device))

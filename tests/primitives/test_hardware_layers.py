@@ -1,4 +1,4 @@
-"""Training steps of layers on every simulated GPU: each operation has a native backend where the hardware has one."""
+"""Layers' training steps on every simulated GPU: each operation is native where the hardware has it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.primitives.hardware_choices import PRODUCTS, SIMULATIONS
-from tests.primitives.hardware_layers import LAYERS, RECIPES, Choices, choices_on
+from tests.primitives.hardware_layers import LAYERS, RECIPES, Choices, run_choices
 from tests.support.programs import ROOT
 from transformer_engine.common.hardware import ROWS, Hardware
 from transformer_engine.pytorch.primitives.gemm import DEQUANTIZING
@@ -15,17 +15,17 @@ from transformer_engine.pytorch.primitives.gemm import DEQUANTIZING
 NVIDIA = {row.architecture: row for row in ROWS if row.vendor == "nvidia"}
 NOT_NATIVE = {*DEQUANTIZING, "emulated"}
 LIBRARIES, ALONE, TESTED = SIMULATIONS
-# One row of each generation; every row takes a process of seconds.
+# One row per generation; every row takes a process that runs for seconds.
 COVER = (("8.0", LIBRARIES), ("8.9", ALONE), ("10.0", TESTED), ("12.0", LIBRARIES))
 EVERY = [(architecture, name) for architecture in NVIDIA for name in SIMULATIONS]
-# A recipe's products in the table of products.
+# A recipe's products in the product table.
 FORMATS = {"delayed": "float8", "current": "float8"}
-# Triton before the release whose products of MXFP8 and NVFP4 are native: libraries multiply them.
+# Triton before the first release with native MXFP8 and NVFP4 products: libraries multiply them.
 OLDER = [row for row in NVIDIA.values() if row.triton < row.scaled_dot]
 
 
-def needed(row: Hardware, simulation: str, operation: str, recipe: str) -> bool:
-    """Whether the hardware, with the libraries of a simulation, has an operation of a recipe."""
+def is_native_in_hardware(row: Hardware, simulation: str, operation: str, recipe: str) -> bool:
+    """Whether the hardware, with a simulation's libraries, supports a recipe's operation."""
     if operation in ("gemm", "grouped_gemm"):
         return row.has(PRODUCTS[FORMATS.get(recipe, recipe)][0])
     if operation == "fp8_attention":
@@ -36,7 +36,7 @@ def needed(row: Hardware, simulation: str, operation: str, recipe: str) -> bool:
 
 
 def assert_native(row: Hardware, simulation: str, found: Choices) -> None:
-    """Check that no operation of the layers that the hardware has is emulated."""
+    """Check that no layer operation that the hardware has is emulated."""
     assert found.keys() == LAYERS.keys()
     for layer, of_layer in found.items():
         assert layer.endswith("fp8_dpa") or of_layer.keys() == RECIPES.keys()
@@ -46,7 +46,8 @@ def assert_native(row: Hardware, simulation: str, found: Choices) -> None:
                 slow = {
                     operation
                     for operation, backends in operations.items()
-                    if NOT_NATIVE & set(backends.split(", ")) and needed(row, simulation, operation, recipe)
+                    if NOT_NATIVE & set(backends.split(", "))
+                    and is_native_in_hardware(row, simulation, operation, recipe)
                 }
                 assert slow == set(), (layer, recipe, name)
 
@@ -55,14 +56,14 @@ def assert_native(row: Hardware, simulation: str, found: Choices) -> None:
     ("architecture", "simulation"),
     [pytest.param(*case, marks=[] if case in COVER else pytest.mark.slow) for case in EVERY],
 )
-def test_every_operation_of_a_training_step_is_native_where_the_hardware_has_it(architecture, simulation):
-    found = choices_on(architecture, *SIMULATIONS[simulation])
+def test_every_training_step_operation_is_native_if_the_hardware_has_it(architecture, simulation):
+    found = run_choices(architecture, *SIMULATIONS[simulation])
     assert_native(NVIDIA[architecture], simulation, found)
     # Regenerate: PYTHONPATH=. python -m tests.primitives.hardware_choices > docs/hardware.json
     assert json.loads((ROOT / "docs/hardware.json").read_text())[architecture]["layers"][simulation] == found
 
 
-def test_every_documented_layer_is_native_where_the_hardware_has_it():
+def test_every_documented_layer_is_native_if_the_hardware_has_it():
     written = json.loads((ROOT / "docs/hardware.json").read_text())
     for architecture, of_row in written.items():
         for simulation, found in of_row["layers"].items():
@@ -73,7 +74,7 @@ def test_every_documented_layer_is_native_where_the_hardware_has_it():
 @pytest.mark.parametrize("simulation", [pytest.param(LIBRARIES, marks=pytest.mark.slow), ALONE])
 def test_libraries_multiply_where_the_oldest_triton_has_no_native_product(row, simulation):
     oldest = ".".join(map(str, row.triton))
-    found = choices_on(row.architecture, *SIMULATIONS[simulation], "--triton", oldest)
+    found = run_choices(row.architecture, *SIMULATIONS[simulation], "--triton", oldest)
     assert_native(row, simulation, found)
     for of_layer in found.values():
         for recipe in of_layer.keys() & {"mxfp8", "nvfp4"}:

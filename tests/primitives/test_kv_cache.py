@@ -17,7 +17,7 @@ from transformer_engine.pytorch.primitives.kv_cache import (
 )
 
 
-def by_reference(*arguments):
+def append_by_reference(*arguments):
     with use_backend(kv_cache="reference"):
         append(*arguments)
 
@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED el
 KERNEL = pytest.param(
     Kernels(kv_cache, "kv_cache").append, id="triton", marks=() if INTERPRETED else pytest.mark.gpu
 )
-APPEND = pytest.mark.parametrize("run", [pytest.param(by_reference, id="reference"), KERNEL])
+APPEND = pytest.mark.parametrize("run", [pytest.param(append_by_reference, id="reference"), KERNEL])
 FORMATS = pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 PAGED = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 
@@ -44,7 +44,7 @@ def sample(*shape, dtype=torch.float32, seed=0):
 
 
 def new_tokens(tensor_format, heads, size, dtype, seed):
-    """A view of a wider buffer, as a packed projection gives it; padded sequences hold nonsense at their ends."""
+    """View into a wider buffer, as from a packed projection; padded sequences end with arbitrary values."""
     longest = max(NEW) + 2
     shape = {"sbhd": (longest, 4), "bshd": (4, longest), "thd": (sum(NEW) + 3,)}[tensor_format]
     return sample(*shape, heads, size + 5, dtype=dtype, seed=seed)[..., 2 : size + 2]
@@ -61,7 +61,7 @@ def caches(paged, heads, sizes, dtype):
     return [sample(*shape, heads, size, dtype=dtype, seed=10 + i) for i, size in enumerate(sizes)]
 
 
-def expected(new, cache, tensor_format, paged):
+def append_in_a_loop(new, cache, tensor_format, paged):
     cache = cache.clone()
     for sequence, (start, count) in enumerate(zip(STARTS, NEW, strict=True)):
         for index in range(count):
@@ -97,7 +97,7 @@ def test_tokens_are_appended_to_their_sequences_and_nothing_else_changes(
 ):
     new = [new_tokens(tensor_format, heads, size, dtypes[0], seed) for seed, size in enumerate(sizes)]
     got = caches(paged, heads, sizes, dtypes[1])
-    want = [expected(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)]
+    want = [append_in_a_loop(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)]
     run(*new, *got, table(paged), cumulative(NEW), cumulative(totals()), tensor_format, max(NEW))
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -120,14 +120,14 @@ def test_tokens_beyond_the_cache_are_left_out(run, paged):
 @pytest.mark.skipif(not INTERPRETED, reason="large shapes reach several programs on a GPU")
 @PAGED
 @FORMATS
-def test_sequences_of_several_programs_are_appended_completely(tensor_format, paged, monkeypatch):
+def test_sequences_split_over_several_programs_are_appended_completely(tensor_format, paged, monkeypatch):
     from transformer_engine.common.kernels import kv_cache as kernels
 
     monkeypatch.setattr(kernels, "_ELEMENTS", 32)  # two tokens per program
     triton._launch.cache_clear()
     new = [new_tokens(tensor_format, 2, 8, torch.float32, seed) for seed in range(2)]
     got = caches(paged, 2, (8, 8), torch.float32)
-    want = [expected(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)]
+    want = [append_in_a_loop(x, cache, tensor_format, paged) for x, cache in zip(new, got, strict=True)]
     run = Kernels(kv_cache, "kv_cache").append
     run(*new, *got, table(paged), cumulative(NEW), cumulative(totals()), tensor_format, max(NEW))
     triton._launch.cache_clear()

@@ -32,7 +32,7 @@ def record(name: str, inputs: int, *outputs: Output | None, **rest) -> Launch:
 
 
 @pytest.mark.parametrize("grid", [(1, 65536, 1), (1, 1, 65536), (2**31, 1, 1)])
-def test_a_grid_that_cuda_does_not_start_is_rejected(grid):
+def test_a_grid_that_cuda_cannot_launch_is_rejected(grid):
     with pytest.raises(ValueError, match=rf"^one needs a grid of \({grid[0]}, .* at most .* split the batch"):
         Launch(_Kernel("one", 1), grid, (), (), (), 1)
     Launch(_Kernel("one", 1), (2**31 - 1, 65535, 65535), (), (), (), 1)
@@ -40,7 +40,7 @@ def test_a_grid_that_cuda_does_not_start_is_rejected(grid):
 
 @pytest.fixture
 def started(monkeypatch) -> list[tuple[str, list[torch.Tensor | None]]]:
-    """(kernel, tensors) of every start; nothing is computed."""
+    """(kernel, tensors) for every launch; nothing is computed."""
     seen = []
 
     def compiled(launch, tensors):
@@ -86,7 +86,7 @@ def test_a_second_call_allocates_new_tensors(started, device):
     assert first.data_ptr() != second.data_ptr() and len(launch.handles) == 1
 
 
-def test_a_launch_that_allocates_no_outputs_writes_those_of_the_caller(started, device):
+def test_a_launch_without_output_allocation_writes_the_callers_outputs(started, device):
     x, out = torch.ones(3, device=device), torch.empty(2, 2, device=device)
     launch = record("given", 1, Output(None, "float32"))
     run_program_into(launch, (x, out), x.device)
@@ -164,7 +164,7 @@ def test_a_program_writes_into_the_callers_buffer(started, device):
         Program(("x",), (ProgramStep(first, ("x",), ("amax",)),), ("amax",), into=("others",))
 
 
-def test_compiled_code_reads_capabilities_of_the_hardware(monkeypatch):
+def test_compiled_code_reads_hardware_capabilities(monkeypatch):
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     monkeypatch.setattr(device, "_architecture", lambda index: ("nvidia", "9.0"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

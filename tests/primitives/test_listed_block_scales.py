@@ -1,4 +1,4 @@
-"""Block scales of compiled products: a copy in cuBLASLt's layout has the form that its pass expects."""
+"""Block scales in compiled products: a copy in cuBLASLt's layout has the form that its pass expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on lists of tensors: the Triton kernels against the float32 reference, and the reference against torch."""
+"""Tensor-list operations: Triton kernels against the float32 reference, the reference against torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.primitives.by_kernels import Kernels
-from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.kernels import DEVICE, parametrize_sizes, runs_kernels
 from tests.support.tolerances import DTYPES, MULTIPLIED, UNIT
 from transformer_engine.common.operation_settings import Adam, Sgd
 from transformer_engine.pytorch.primitives import multi_tensor
@@ -24,15 +24,15 @@ from transformer_engine.pytorch.primitives.multi_tensor import (
 
 kernels = Kernels(multi_tensor, "multi_tensor")
 # Sizes that end inside a block, inside a chunk, at a chunk, and empty ones; then sizes with aligned addresses.
-SIZES = sized(
+SIZES = parametrize_sizes(
     "sizes", [(5, 8193, 0, 300), (64, 8192)], [(1, 1 << 20, 0, 4099, 77), (4096, 1 << 21, 16)], ids=str
 )
 CPU = torch.device("cpu")
 RATES = adam_rates(0.1, (0.9, 0.99), 1e-8, 3, True, 0.01)
 
 
-def lists_of(sizes, *kinds, device=DEVICE, seed=0):
-    """Return parallel lists of random numbers, positive in the fourth list; int16: the lower halves of numbers."""
+def sample_lists(sizes, *kinds, device=DEVICE, seed=0):
+    """Parallel lists with random numbers, positive in the fourth list; int16: the lower halves of numbers."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for place, kind in enumerate(kinds):
@@ -45,7 +45,7 @@ def lists_of(sizes, *kinds, device=DEVICE, seed=0):
     return found
 
 
-def copied(lists):
+def clone_lists(lists):
     return [[x.clone() for x in tensors] for tensors in lists]
 
 
@@ -59,9 +59,9 @@ def assert_alike(actual, expected):
 @runs_kernels
 @SIZES
 @DTYPES
-def test_the_scaling_kernel_is_the_reference_to_the_bit(sizes, dtype):
-    lists = lists_of(sizes, dtype, torch.bfloat16)
-    expected, factor = copied(lists), torch.tensor([0.37], device=DEVICE)
+def test_the_scaling_kernel_is_bitwise_equal_to_the_reference(sizes, dtype):
+    lists = sample_lists(sizes, dtype, torch.bfloat16)
+    expected, factor = clone_lists(lists), torch.tensor([0.37], device=DEVICE)
     flags = [torch.zeros(1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
     kernels.scale_all(lists, factor, flags[0])
     reference.scale(expected, factor, flags[1])
@@ -74,7 +74,7 @@ def test_the_scaling_kernel_is_the_reference_to_the_bit(sizes, dtype):
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_the_scaling_kernel_flags_nonfinite_values(value):
     lists, flag = (
-        lists_of((5, 9000), torch.float16, torch.float32),
+        sample_lists((5, 9000), torch.float16, torch.float32),
         torch.zeros(1, dtype=torch.int32, device=DEVICE),
     )
     lists[0][1][8999] = value
@@ -85,8 +85,8 @@ def test_the_scaling_kernel_flags_nonfinite_values(value):
 @runs_kernels
 @SIZES
 @DTYPES
-def test_sums_of_squares_are_those_of_the_reference(sizes, dtype):
-    (tensors,) = lists_of(sizes, dtype)
+def test_sums_of_squares_equal_the_reference(sizes, dtype):
+    (tensors,) = sample_lists(sizes, dtype)
     for factor in (None, torch.tensor([0.5], device=DEVICE)):
         actual = kernels.squares_of_all(tensors, factor)
         expected = torch.stack(
@@ -105,7 +105,7 @@ STATES = {
 
 
 def whole(lists):
-    """The lists with masters in place of parameters and the lower halves that make them up."""
+    """Lists with masters in place of parameters and the lower halves that complete them."""
     if lists[-1][0].dtype is not torch.int16:
         return lists
     gradients, upper, first, second, lower = lists
@@ -116,11 +116,13 @@ def whole(lists):
 @SIZES
 @pytest.mark.parametrize("kinds", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_a_step_of_adam_is_that_of_the_reference(sizes, kinds, decoupled):
-    lists = lists_of(sizes, *kinds)
+def test_an_adam_step_equals_the_reference(sizes, kinds, decoupled):
+    lists = sample_lists(sizes, *kinds)
     rates = copy_to_device(RATES, torch.device(DEVICE))
     for flag in (None, torch.zeros(1, dtype=torch.int32, device=DEVICE)):
-        expected = copied(lists)  # a moment that rounds the other way would show in the next step, and larger
+        expected = clone_lists(
+            lists
+        )  # a moment that rounds the other way would show in the next step, and larger
         kernels.adam_step(lists, rates, Adam(decoupled), flag)
         reference.adam(expected, rates, flag, Adam(decoupled))
         assert_alike(whole(lists), whole(expected))
@@ -129,11 +131,11 @@ def test_a_step_of_adam_is_that_of_the_reference(sizes, kinds, decoupled):
 @runs_kernels
 def test_a_set_flag_leaves_all_tensors_unchanged():
     flag = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    lists = lists_of((5, 300), *STATES["bf16, remainders"])
-    before = copied(lists)
+    lists = sample_lists((5, 300), *STATES["bf16, remainders"])
+    before = clone_lists(lists)
     kernels.adam_step(lists, copy_to_device(RATES, torch.device(DEVICE)), Adam(), flag)
-    momenta = lists_of((5, 300), *(torch.float32,) * 3)
-    kept = copied(momenta)
+    momenta = sample_lists((5, 300), *(torch.float32,) * 3)
+    kept = clone_lists(momenta)
     kernels.sgd_step(momenta, torch.ones(5, device=DEVICE), Sgd(momentum=True), flag)
     for ours, theirs in zip((*lists, *momenta), (*before, *kept), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -145,10 +147,10 @@ def test_a_set_flag_leaves_all_tensors_unchanged():
     "how", [Sgd(), Sgd(True, False, True), Sgd(True, True), Sgd(True, late=True)], ids=str
 )
 @pytest.mark.parametrize("copies", [False, True])
-def test_a_step_of_gradient_descent_is_that_of_the_reference(sizes, how, copies):
+def test_a_gradient_descent_step_equals_the_reference(sizes, how, copies):
     kinds = (torch.float16, *(torch.float32,) * 2, torch.float16)[: 3 + copies]
-    lists = lists_of(sizes, *kinds)
-    expected = copied(lists)
+    lists = sample_lists(sizes, *kinds)
+    expected = clone_lists(lists)
     rates = torch.tensor([0.01, 0.9, 0.8, 0.1, 0.5], device=DEVICE)
     flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     kernels.sgd_step(lists, rates, how, flag)
@@ -156,7 +158,7 @@ def test_a_step_of_gradient_descent_is_that_of_the_reference(sizes, how, copies)
     assert_alike(lists, expected)
 
 
-def test_the_halves_of_a_number_make_it_again_to_the_bit():
+def test_joining_the_halves_of_a_float32_number_restores_it_bitwise():
     every = torch.randint(-(2**31), 2**31, (20000,), dtype=torch.int64).to(torch.int32)
     numbers = torch.cat(
         (every, torch.tensor([0, -(2**31), 0x3F80C000, 0x3F804000, 0x3F808000]).to(torch.int32))
@@ -169,14 +171,14 @@ def test_the_halves_of_a_number_make_it_again_to_the_bit():
 
 
 @pytest.mark.parametrize(("decoupled", "expected"), [(True, 0.899), (False, 0.9)])
-def test_the_worked_values_of_one_step(decoupled, expected, device):
+def test_one_adam_step_equals_values_computed_by_hand(decoupled, expected, device):
     p, m, v = (torch.full((1,), value, device=device) for value in (1.0, 0.0, 0.0))
     rates = copy_to_device(adam_rates(0.1, (0.9, 0.999), 1e-8, 1, True, 0.01), device)
     adam_step([[torch.full((1,), 0.5, device=device)], [p], [m], [v]], rates, Adam(decoupled))
     assert p.item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_first_bias_is_exact_in_float32():
+def test_the_first_bias_correction_is_exact_in_float32():
     second = copy_to_device(adam_rates(0.1, (0.9, 0.999), 1e-8, 1, True, 0.0), CPU)[8]
     assert abs(second.item() / 0.001 - 1) < MULTIPLIED[torch.float32]
 
@@ -189,7 +191,7 @@ def test_the_kernels_reject_tensors_on_the_cpu():
         assert [v.backend for v in multi_tensor.TABLE.explain(request) if v.chosen] == ["reference"]
 
 
-def test_a_table_is_reused_while_the_addresses_of_its_tensors_are_unchanged(monkeypatch):
+def test_a_table_is_reused_while_its_tensors_addresses_are_unchanged(monkeypatch):
     def addresses_equal(tensors, where, places):
         return [tensors[place].data_ptr() for place in places] == where
 

@@ -64,7 +64,7 @@ def test_layernorm_and_its_gradients_equal_float64_autograd(rows, width, dtype, 
     assert mean.dtype == rstdev.dtype == torch.float32
     assert mean.shape == rstdev.shape == (rows,)
     _close(y, expected.detach(), dtype)
-    # width 1 has zero variance: dx is a difference of equal numbers times rsqrt(eps), about 300.
+    # width 1 has zero variance: dx is a difference between equal numbers times rsqrt(eps), about 300.
     if width > 1:
         _close(dx, x64.grad, dtype)
     _close(dweight, weight64.grad, dtype)
@@ -90,7 +90,7 @@ def test_rmsnorm_and_its_gradients_equal_float64_autograd(rows, width, dtype, ze
     _close(dweight, weight64.grad, dtype)
 
 
-def test_layernorm_without_bias_is_layernorm_with_a_zero_bias(device):
+def test_layernorm_without_bias_equals_layernorm_with_a_zero_bias(device):
     x, weight, bias, _ = _inputs(4, 16, torch.float32, device, False)
     without = norm.layernorm_forward(x, weight, None, EPS, False)[0]
     zero = norm.layernorm_forward(x, weight, torch.zeros_like(bias), EPS, False)[0]
@@ -114,7 +114,7 @@ def test_a_mean_much_larger_than_the_deviation_does_not_cancel_the_variance(devi
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_no_rows_give_no_rows_and_zero_parameter_gradients(kind, device):
+def test_zero_rows_give_an_empty_result_and_zero_parameter_gradients(kind, device):
     x, weight, bias, dy = _inputs(0, 16, torch.float32, device, False)
     if kind == "layernorm":
         y, mean, rstdev = norm.layernorm_forward(x, weight, bias, EPS, False)

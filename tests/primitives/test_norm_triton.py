@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.primitives.by_kernels import Kernels
-from tests.support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from tests.support.kernels import DEVICE, INTERPRETED, parametrize_sizes, runs_kernels
 from tests.support.tolerances import DTYPES, SUMMED
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.common.hardware import nvidia
@@ -18,7 +18,7 @@ from transformer_engine.pytorch.runtime import launching
 
 kernels = Kernels(norm, "norm")
 EPS = 1e-5
-# One unit in the last place of the output's format; float32 sums of many terms lose a few more bits.
+# One unit in the last place of the output format; float32 sums over many terms lose a few more bits.
 SMALL = [(1, 1), (7, 32), (5, 33), (3, 2049)]
 LARGE = [
     (1000, 128),
@@ -30,7 +30,7 @@ LARGE = [
     (40, 16385),
     (5, 100001),
 ]
-SHAPES = sized("rows, width", SMALL, LARGE)
+SHAPES = parametrize_sizes("rows, width", SMALL, LARGE)
 ZERO_CENTERED = pytest.mark.parametrize("zero_centered", [False, True])
 
 
@@ -41,7 +41,7 @@ def _inputs(rows, width, dtype):
     return x, weight, bias, dy
 
 
-def _expected(x, weight, bias, dy, zero_centered):
+def _float64_results(x, weight, bias, dy, zero_centered):
     """(y, dx, dweight, dbias or None) in float64"""
     x, weight = (t.double().requires_grad_() for t in (x, weight))
     gamma = weight + 1.0 if zero_centered else weight
@@ -65,14 +65,14 @@ def _close(actual, expected, dtype=None):
 @ZERO_CENTERED
 def test_layernorm_and_its_gradients_equal_float64(rows, width, dtype, zero_centered):
     x, weight, bias, dy = _inputs(rows, width, dtype)
-    y64, dx64, dweight64, dbias64 = _expected(x, weight, bias, dy, zero_centered)
+    y64, dx64, dweight64, dbias64 = _float64_results(x, weight, bias, dy, zero_centered)
     y, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, zero_centered)
     dx, dweight, dbias = kernels.layernorm_backward(dy, x, mean, rstdev, weight, zero_centered)
     assert {t.dtype for t in (y, dx, dweight, dbias)} == {dtype}
     _close(mean, x.double().mean(-1))
     _close(y, y64)
     _close(dbias, dbias64)
-    if width > 1:  # one number has no variance: its gradient is a difference of equal numbers times 300
+    if width > 1:  # one number has no variance: its gradient is a difference between equal numbers times 300
         _close(dx, dx64)
         _close(dweight, dweight64)
 
@@ -84,7 +84,7 @@ def test_layernorm_and_its_gradients_equal_float64(rows, width, dtype, zero_cent
 def test_rmsnorm_and_its_gradients_equal_float64(rows, width, dtype, zero_centered):
     x, weight, _, dy = _inputs(rows, width, dtype)
     add = torch.randn_like(x)
-    y64, dx64, dweight64, _ = _expected(x, weight, None, dy, zero_centered)
+    y64, dx64, dweight64, _ = _float64_results(x, weight, None, dy, zero_centered)
     y, rstdev = kernels.rmsnorm_forward(x, weight, EPS, zero_centered)
     dx, dweight = kernels.rmsnorm_backward(dy, x, rstdev, weight, zero_centered)
     with_residual, _ = kernels.rmsnorm_backward(dy, x, rstdev, weight, zero_centered, add)
@@ -99,7 +99,7 @@ def test_rmsnorm_and_its_gradients_equal_float64(rows, width, dtype, zero_center
 @runs_kernels
 @pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize("rows, width", [(5, 48), (2, 8200), (2, 16400)])
-def test_gradient_is_added_to_the_rounded_gradient_of_a_norm(rows, width, centered):
+def test_residual_gradient_is_added_to_the_norms_rounded_gradient(rows, width, centered):
     x, weight, _, dy = _inputs(rows, width, torch.bfloat16)
     add = torch.randn_like(x)
     if centered:
@@ -117,12 +117,12 @@ def test_gradient_is_added_to_the_rounded_gradient_of_a_norm(rows, width, center
 @pytest.mark.parametrize("rows, width", [(2, 8200), (2, 16400)])
 def test_rows_too_wide_for_one_tile_equal_float64(rows, width):
     x, weight, bias, dy = _inputs(rows, width, torch.float32)
-    y64, dx64, dweight64, dbias64 = _expected(x, weight, bias, dy, True)
+    y64, dx64, dweight64, dbias64 = _float64_results(x, weight, bias, dy, True)
     y, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, True)
     gradients = kernels.layernorm_backward(dy, x, mean, rstdev, weight, True)
     for actual, expected in zip((y, *gradients), (y64, dx64, dweight64, dbias64), strict=True):
         _close(actual, expected)
-    y64, dx64, dweight64, _ = _expected(x, weight, None, dy, False)
+    y64, dx64, dweight64, _ = _float64_results(x, weight, None, dy, False)
     y, rstdev = kernels.rmsnorm_forward(x, weight, EPS, False)
     gradients = kernels.rmsnorm_backward(dy, x, rstdev, weight, False)
     for actual, expected in zip((y, *gradients), (y64, dx64, dweight64), strict=True):
@@ -131,7 +131,7 @@ def test_rows_too_wide_for_one_tile_equal_float64(rows, width):
 
 @runs_kernels
 @pytest.mark.parametrize("rows, width", [(5, 48)] if INTERPRETED else [(5, 48), (200, 4096), (9, 20000)])
-def test_strided_inputs_give_the_bits_of_contiguous_ones(rows, width):
+def test_strided_inputs_are_bitwise_equal_to_contiguous_ones(rows, width):
     x, weight, bias, dy = _inputs(rows, width, torch.bfloat16)
     y, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
     gradients = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
@@ -159,10 +159,10 @@ def test_a_mean_much_larger_than_the_deviation_does_not_cancel_the_variance():
 
 
 @runs_kernels
-def test_gradients_of_a_float32_weight_are_not_rounded_to_the_input_dtype():
+def test_float32_weight_gradients_are_not_rounded_to_the_input_dtype():
     x, weight, bias, dy = _inputs(6, 64, torch.bfloat16)
     weight, bias = weight.float(), bias.float()
-    _, _, dweight64, dbias64 = _expected(x, weight, bias, dy, False)
+    _, _, dweight64, dbias64 = _float64_results(x, weight, bias, dy, False)
     _, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
     dx, dweight, dbias = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
     assert dx.dtype == torch.bfloat16
@@ -171,7 +171,7 @@ def test_gradients_of_a_float32_weight_are_not_rounded_to_the_input_dtype():
 
 
 @runs_kernels
-def test_no_rows_give_no_rows_and_zero_parameter_gradients():
+def test_zero_rows_give_an_empty_result_and_zero_parameter_gradients():
     x, weight, bias, dy = _inputs(0, 16, torch.bfloat16)
     y, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
     dx, dweight, dbias = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
@@ -193,7 +193,7 @@ def test_two_runs_give_the_same_bits(rows, width):
 
 
 @pytest.mark.gpu
-def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
+def test_compiled_code_launches_the_same_kernels_without_a_graph_break():
     x, weight, bias, dy = _inputs(64, 512, torch.bfloat16)
 
     def both(x, weight, bias, dy):
@@ -209,7 +209,7 @@ def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
 
 
 @pytest.mark.gpu
-def test_the_registered_operators_tell_the_compiler_the_truth():
+def test_registered_operators_pass_schema_and_fake_tensor_checks():
     x, weight, bias, dy = _inputs(8, 64, torch.bfloat16)
     _, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
     operators = torch.ops.transformer_engine

@@ -1,4 +1,4 @@
-"""4over6 and scales per row: worked values, an oracle in NumPy, and products with factors per row."""
+"""4over6 and per-row scales: worked values, an oracle in NumPy, and products with per-row factors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def block(*values: float) -> torch.Tensor:
-    """Return a row of 16 values: the given ones, padded with zeros."""
+    """A row with 16 values: the given values, padded with zeros."""
     return torch.tensor([[*values, *[0.0] * (16 - len(values))]])
 
 
@@ -42,7 +42,7 @@ def four_over_six(x: torch.Tensor, form=NVFP4_256, error: str = "MAE", **options
     return quantize(x, QuantizeSpec(form, E2M1, four_over_six=error, **options))
 
 
-def values_of(codes: torch.Tensor) -> torch.Tensor:
+def decode_values(codes: torch.Tensor) -> torch.Tensor:
     return decode_e2m1(unpack_fp4(codes))
 
 
@@ -54,12 +54,12 @@ class TestWorkedValues:
     def test_a_block_that_4_codes_exactly_takes_a_scale_of_a_quarter_of_its_maximum(self):
         q = four_over_six(torch.cat((OUTLIER, block(6.0, 4.5, -3.0))))
         assert q.scale.float().flatten().tolist() == [256.0, 1.5]
-        assert values_of(q.codes)[1, :4].tolist() == [4.0, 3.0, -2.0, 0.0]
+        assert decode_values(q.codes)[1, :4].tolist() == [4.0, 3.0, -2.0, 0.0]
 
     def test_a_block_that_6_codes_exactly_takes_a_scale_of_a_sixth(self):
         q = four_over_six(torch.cat((OUTLIER, block(6.0, 2.0, -1.0))))
         assert q.scale.float().flatten().tolist() == [256.0, 1.0]
-        assert values_of(q.codes)[1, :4].tolist() == [6.0, 2.0, -1.0, 0.0]
+        assert decode_values(q.codes)[1, :4].tolist() == [6.0, 2.0, -1.0, 0.0]
 
     def test_equal_errors_keep_6(self):
         q = four_over_six(torch.cat((OUTLIER, block(6.0), block(6.0, -3.0))))
@@ -75,7 +75,7 @@ class TestWorkedValues:
         x = torch.cat((block(2688.0, 2016.0), block(6.0, 4.5)))
         q = four_over_six(x, NVFP4)
         assert q.scale.float().flatten().tolist() == [448.0, 1.5]
-        assert values_of(q.codes)[0, :2].tolist() == [6.0, 4.0]
+        assert decode_values(q.codes)[0, :2].tolist() == [6.0, 4.0]
         # With scales up to 256 there is room: 384 maps 2304 to 6, and 1536 to 4.
         assert four_over_six(block(1536.0, 1152.0)).scale.float().tolist() == [[384.0]]
 
@@ -87,7 +87,7 @@ class TestWorkedValues:
         x[31, 31] = 1536.0
         q = four_over_six(x, columnwise=True, two_dimensional=True)
         assert q.scale.float()[:16, 0].tolist() == [1.0] * 16
-        assert torch.equal(values_of(q.codes), values_of(q.codes_t).t())
+        assert torch.equal(decode_values(q.codes), decode_values(q.codes_t).t())
         assert torch.equal(q.scale_t.float()[:16, 0], q.scale.float()[:16, 0])
 
     def test_rows_are_scaled_by_their_own_maxima(self):
@@ -115,7 +115,7 @@ class TestWorkedValues:
 
 
 def nearest(values: np.ndarray) -> np.ndarray:
-    """The E2M1 codes of float32 values: ties to the even code, NaN as +6."""
+    """E2M1 codes for float32 values: ties to the even code, NaN as +6."""
     even_first = [0, 2, 4, 6, 1, 3, 5, 7]  # argmin returns the first of equal distances
     distances = np.abs(GRID[even_first] - np.minimum(np.abs(values.astype(np.float64)), 6.0)[..., None])
     codes = np.array(even_first, np.uint8)[distances.argmin(-1)]
@@ -128,7 +128,7 @@ def e4m3(value: np.float32) -> np.float32:
 
 
 class Oracle:
-    """One direction of a matrix in float32 arithmetic, tile by tile, written from the description of the format."""
+    """One direction of a matrix in float32, tile by tile, written from the format's description."""
 
     def __init__(self, x: np.ndarray, bound: int, error: str, per_row: bool, tile_rows: int):
         self.x, self.bound, self.error = x, bound, error
@@ -177,7 +177,7 @@ class Oracle:
         rows = list(np.add.accumulate(terms, axis=1)[:, -1])  # in order, unlike np.sum
         if len(rows) == 1:
             return rows[0]
-        # Rows past the end of the matrix have the error of zeros, NaN where the maximum is infinite.
+        # Rows past the end of the matrix have the same error as zeros, NaN where the maximum is infinite.
         absent = (
             F(F(F(F(0) * scale) * amax) / F(6 * self.bound))
             if not self.error.startswith("fast")
@@ -191,7 +191,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_codes_scales_and_maxima_are_those_of_the_oracle(part):
+def test_codes_scales_and_maxima_equal_the_oracle(part):
     for number, (name, spec, x) in enumerate(cases(336)):
         if number % 4 != part or x.numel() > 1200:
             continue
@@ -220,7 +220,7 @@ def assert_direction(name, oracle: Oracle, codes, scale, amax) -> None:
 
 @pytest.mark.parametrize("error", ["MAE", "MSE"])
 @pytest.mark.parametrize("form", [NVFP4, NVFP4_256, NVFP4_ROWS, NVFP4_ROWS_256], ids=lambda form: form.name)
-def test_no_block_errs_more_than_with_its_maximum_at_6(form, error):
+def test_no_block_has_a_larger_error_than_with_its_maximum_at_6(form, error):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     errors = []
     for choice in ("", error):
@@ -253,7 +253,7 @@ PARTNERS = {
 
 @pytest.mark.parametrize("partner", PARTNERS)
 @pytest.mark.parametrize("turned", [False, True])
-def test_products_with_scales_per_row_are_those_of_the_dequantized_operands(partner, turned):
+def test_products_with_per_row_scales_equal_dequantized_operand_products(partner, turned):
     a, b = operand(NVFP4_ROWS, E2M1, 24, 64, 0), operand(*PARTNERS[partner], 40, 64, 1)
     a, b = (b, a) if turned else (a, b)
     bias, into = torch.randn(b.rows), torch.randn(a.rows, b.rows)
@@ -279,7 +279,7 @@ def test_one_factor_per_row_is_applied_to_the_sum_at_unit_maxima():
         assert torch.equal(gemm(a, b, Epilogue(torch.float32)), expected)
 
 
-def test_a_row_of_a_product_does_not_depend_on_the_other_rows():
+def test_a_product_row_does_not_depend_on_other_rows():
     a, b = operand(NVFP4_ROWS, E2M1, 24, 64, 0), operand(NVFP4, E2M1, 40, 64, 1)
     whole = gemm(a, b, Epilogue(torch.float32))
     for row in (0, 11):

@@ -96,11 +96,11 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_operator_on_a_fake_gpu_returns_the_shapes_of_the_reference(name: str):
+def test_an_operator_on_a_fake_gpu_returns_the_references_shapes(name: str):
     table, request, arguments = CASES[name]()
     expected = tree_leaves(table.backends[-1].bind(request)(*arguments))
     with FakeTensorMode():
-        there = tree_map(lambda x: on_gpu(x) if isinstance(x, torch.Tensor) else x, arguments)
+        there = tree_map(lambda x: fake_gpu_tensor(x) if isinstance(x, torch.Tensor) else x, arguments)
         made = tree_leaves(table.operator(request).call(*there))
     pairs = [(x, y) for x, y in zip(made, expected, strict=True) if x is not None or y is not None]
     assert pairs
@@ -109,7 +109,7 @@ def test_an_operator_on_a_fake_gpu_returns_the_shapes_of_the_reference(name: str
         assert ours.device.type == "cuda"
 
 
-def on_gpu(x: torch.Tensor) -> torch.Tensor:
+def fake_gpu_tensor(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
 
 

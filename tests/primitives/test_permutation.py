@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.primitives.by_kernels import Kernels, Reference
-from tests.support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from tests.support.kernels import DEVICE, INTERPRETED, parametrize_sizes, runs_kernels
 from tests.support.tolerances import DTYPES, SUMMED, UNIT
 from transformer_engine.pytorch.primitives import permutation
 from transformer_engine.pytorch.primitives.permutation import (
@@ -24,7 +24,7 @@ kernels = Kernels(permutation, "permutation")
 literal = Reference(permutation, "permutation")
 
 
-def mask_of(tokens, experts, places, device="cpu", seed=0):
+def sample_mask(tokens, experts, places, device="cpu", seed=0):
     """bool [T, E]: each token is routed to `places` experts, every fifth token to no expert."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.rand(tokens, experts, generator=generator).topk(places, dim=1).indices
@@ -33,7 +33,7 @@ def mask_of(tokens, experts, places, device="cpu", seed=0):
     return mask.to(device)
 
 
-def routed(mask):
+def route_in_a_loop(mask):
     """{(token, expert): row} by a loop."""
     rows = {}
     for expert in range(mask.shape[1]):
@@ -44,7 +44,7 @@ def routed(mask):
 
 
 def cells(map, experts):
-    """{(token, expert): row} of the cells of a map that hold something."""
+    """{(token, expert): row} for the nonzero cells in a map."""
     found = {}
     for token, line in enumerate(map.tolist()):
         number = line[2 * experts]
@@ -53,10 +53,10 @@ def cells(map, experts):
     return found
 
 
-SHAPES = sized(
+SHAPES = parametrize_sizes(
     "tokens, experts, places", [(2, 3, 1), (13, 5, 3), (70, 12, 4)], [(4096, 64, 8), (1031, 160, 6)]
 )
-WIDTHS = sized("hidden", [5, 1100], [4096, 7168, 9000])
+WIDTHS = parametrize_sizes("hidden", [5, 1100], [4096, 7168, 9000])
 TOKENS = 11 if INTERPRETED else 1037
 
 
@@ -64,7 +64,7 @@ class TestReference:
     def test_rows_go_by_expert_then_by_token(self):
         mask = torch.tensor([[0, 1, 1], [1, 0, 0], [1, 0, 1], [0, 1, 0]])
         map = literal.rows_of_mask(mask)
-        assert cells(map, 3) == routed(mask)
+        assert cells(map, 3) == route_in_a_loop(mask)
         assert [line[:2] for line in map.tolist()] == [[4, 2], [0, -1], [5, 1], [3, -1]]
 
     def test_rows_by_index_are_a_stable_sort(self):
@@ -77,25 +77,25 @@ class TestReference:
         assert literal.rows_of_chunks(splits, order, 8).tolist() == [3, 4, 5, 0, 1, 2, 6, 7]
 
     def test_every_row_holds_its_token_and_the_others_zero(self):
-        mask = mask_of(13, 5, 3)
+        mask = sample_mask(13, 5, 3)
         x, probs = torch.randn(13, 7), torch.rand(13, 5)
         probs[3] = 0.0
         routes = Routes(literal.rows_of_mask(mask), MASK, 13, 5)
         rows = int(mask.sum()) + 4
         y, row_probs = literal.send(x, routes, rows, probs)
         expected, expected_probs = torch.zeros(rows, 7), torch.zeros(rows)
-        for (token, expert), row in routed(mask).items():
+        for (token, expert), row in route_in_a_loop(mask).items():
             expected_probs[row] = probs[token, expert]
             expected[row] = 0.0 if probs[token, expert] == 0 else x[token]
         assert torch.equal(y, expected)
         assert torch.equal(row_probs, expected_probs)
 
     def test_tokens_are_the_weighted_sums_of_their_rows(self):
-        mask, weights = mask_of(13, 5, 3), torch.rand(13, 5, dtype=torch.float64)
+        mask, weights = sample_mask(13, 5, 3), torch.rand(13, 5, dtype=torch.float64)
         routes = Routes(literal.rows_of_mask(mask), MASK, 13, 5)
         y = torch.randn(int(mask.sum()), 7, dtype=torch.float64)
         expected = torch.zeros(13, 7, dtype=torch.float64)
-        for (token, expert), row in routed(mask).items():
+        for (token, expert), row in route_in_a_loop(mask).items():
             expected[token] += weights[token, expert] * y[row]
         torch.testing.assert_close(literal.collect(y, routes, weights)[0], expected)
 
@@ -105,13 +105,13 @@ class TestKernels:
     @SHAPES
     @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
     def test_the_map_is_that_of_the_reference(self, tokens, experts, places, dtype):
-        wide = mask_of(tokens, 2 * experts, places, DEVICE).to(dtype)
+        wide = sample_mask(tokens, 2 * experts, places, DEVICE).to(dtype)
         mask = wide[:, ::2]
         map, expected = kernels.rows_of_mask(mask), literal.rows_of_mask(mask)
         held = expected >= 0
         assert torch.equal(torch.where(held, map, -1), expected)
 
-    @sized("tokens, splits", [(20, [2, 0, 1, 3]), (300, [5] * 33)], [(100_000, [311] * 320)])
+    @parametrize_sizes("tokens, splits", [(20, [2, 0, 1, 3]), (300, [5] * 33)], [(100_000, [311] * 320)])
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     def test_chunks_are_those_of_the_reference(self, tokens, splits, dtype):
         order = torch.randperm(len(splits), generator=torch.Generator().manual_seed(0))
@@ -186,8 +186,8 @@ class TestKernels:
 
     @staticmethod
     def routes(padded):
-        """Routes of the tokens to 6 experts, and the rows, four more than there are routes."""
-        mask = mask_of(TOKENS, 6, 3, DEVICE)
+        """Token routes to 6 experts, and the row count, four more than there are routes."""
+        mask = sample_mask(TOKENS, 6, 3, DEVICE)
         counts = mask.sum(0)
         pads = (counts + 7) // 8 * 8 - counts
         offsets = (pads.cumsum(0) - pads) if padded else None
@@ -210,12 +210,12 @@ def test_the_kernels_reject_unsupported_requests(changes, reason):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the compiler needs no interpreter")
-def test_a_compiler_traces_the_reference():
+def test_the_reference_compiles():
     def moved(x, mask, weights):
         routes = Routes(reference.map_of_mask(mask), MASK, *mask.shape)
         return reference.collect(reference.send(x, routes, 12, None)[0], routes, 12, weights, None)[0]
 
-    mask = mask_of(9, 4, 2)
+    mask = sample_mask(9, 4, 2)
     arguments = (torch.randn(9, 5), mask, torch.rand(9, 4))
     compiled = torch.compile(moved, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*arguments), moved(*arguments))

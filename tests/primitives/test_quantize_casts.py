@@ -22,7 +22,7 @@ from transformer_engine.pytorch.primitives.quantize import (
 NUMPY_DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
-def saturated_codes(values: np.ndarray, element: Element) -> np.ndarray:
+def saturate_and_encode(values: np.ndarray, element: Element) -> np.ndarray:
     """ml_dtypes' codes after saturation, which ml_dtypes itself does not do."""
     limited = np.clip(values.astype(np.float32), -element.maximum, element.maximum)
     with np.errstate(invalid="ignore"):
@@ -31,7 +31,7 @@ def saturated_codes(values: np.ndarray, element: Element) -> np.ndarray:
 
 def assert_same_fp8(actual: torch.Tensor, values: np.ndarray, element: Element) -> None:
     codes = actual.view(torch.uint8).cpu().numpy()
-    expected = saturated_codes(values, element)
+    expected = saturate_and_encode(values, element)
     number = ~np.isnan(values)
     np.testing.assert_array_equal(codes[number], expected[number])
     assert np.isnan(codes[~number].view(NUMPY_DTYPES[element.name]).astype(np.float32)).all()
@@ -186,7 +186,7 @@ class TestE8M0:
         np.testing.assert_array_equal(e8m0_to_float(codes.to(device)).cpu().numpy(), expected)
 
     def test_every_exponent_rounds_up(self, device):
-        """The least power of two of ml_dtypes' 255 that is not below v; the largest when none is."""
+        """The least power of two among ml_dtypes' 255 that is not below v; the largest when none is."""
         mantissas = [0, 1, 2, 0x200000, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFE, 0x7FFFFF]
         bits = np.array([(e << 23) | m for e in range(255) for m in mantissas], np.int32)
         values = bits.view(np.float32)

@@ -1,4 +1,4 @@
-"""Quantization under torch.compile: one graph, and the bits of eager execution."""
+"""Quantization under torch.compile: one graph, bitwise equal to eager execution."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_one_graph(spec: QuantizeSpec, dynamic: bool, device) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.sampled(3)
-def test_traces_as_one_graph_with_the_same_bits(name, device):
+def test_quantization_compiles_in_one_graph_with_the_same_bits(name, device):
     check_one_graph(SPECS[name], False, device)
 
 
@@ -55,11 +55,11 @@ def test_traces_as_one_graph_with_the_same_bits(name, device):
 @pytest.mark.parametrize(
     "name", ["float8", "mxfp8", pytest.param("nvfp4-stochastic", marks=pytest.mark.slow)]
 )
-def test_traces_with_symbolic_shapes(name, device):
+def test_quantization_traces_with_symbolic_shapes(name, device):
     check_one_graph(SPECS[name], True, device)
 
 
-def test_delayed_scaling_traces_with_a_slice_of_its_state(device):
+def test_delayed_scaling_traces_with_a_slice_from_its_state(device):
     x, scales = sample(16, 32, device), torch.tensor([2.0, 3.0], device=device)
     spec = SPECS["float8"]
 
@@ -79,7 +79,7 @@ def test_a_spec_made_inside_the_graph_traces(device):
     assert_same(torch.compile(narrow, backend="aot_eager", fullgraph=True)(x), narrow(x))
 
 
-# Its loops take a C++ compiler 7 s a format.
+# Its loops take a C++ compiler 7 s per format.
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Inductor's C++ loops, not its Triton kernels")
 @pytest.mark.parametrize(
     "name",

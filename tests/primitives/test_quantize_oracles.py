@@ -31,7 +31,7 @@ EVEN_SHAPES = [(2, 128), (4, 126), (2, 130), (34, 32), (16, 16), (18, 14), (2, 2
 
 
 def fp8(values: np.ndarray | np.float32, element) -> np.ndarray:
-    """Return the saturated codes of float32 values."""
+    """Saturated codes for float32 values."""
     with np.errstate(all="ignore"):
         limited = np.clip(np.asarray(values, F), F(-element.maximum), F(element.maximum))
         return limited.astype(FP8[element.name]).view(np.uint8)
@@ -42,7 +42,7 @@ def e4m3_value(code: np.ndarray) -> np.float32:
 
 
 def products(values: np.ndarray, multiplier: np.float32, element) -> np.ndarray:
-    """Return the codes of float32 products."""
+    """Codes for float32 products."""
     with np.errstate(all="ignore"):
         return fp8(values.astype(F) * F(multiplier), element)
 
@@ -60,7 +60,7 @@ def scale_rule(amax, maximum, value_for_inf, *, power_of_two=False, epsilon=0.0)
     return F(scale)
 
 
-def blocks_of(x: np.ndarray, tile: tuple[int, int]):
+def iterate_blocks(x: np.ndarray, tile: tuple[int, int]):
     for i in range(0, x.shape[0], tile[0]):
         for j in range(0, x.shape[1], tile[1]):
             yield i // tile[0], j // tile[1], (slice(i, i + tile[0]), slice(j, j + tile[1]))
@@ -70,15 +70,15 @@ def tile_counts(x: np.ndarray, tile: tuple[int, int]) -> tuple[int, int]:
     return (-(-x.shape[0] // tile[0]), -(-x.shape[1] // tile[1]))
 
 
-def amax_of(block: np.ndarray) -> np.float32:
+def block_amax(block: np.ndarray) -> np.float32:
     return F(np.max(np.abs(block)))  # NaN propagates
 
 
 def block_oracle(x, tile, element, value_for_inf, **rule):
     codes = np.zeros(x.shape, np.uint8)
     scales = np.zeros(tile_counts(x, tile), np.float32)
-    for i, j, where in blocks_of(x, tile):
-        scale = scale_rule(amax_of(x[where]), element.maximum, value_for_inf, **rule)
+    for i, j, where in iterate_blocks(x, tile):
+        scale = scale_rule(block_amax(x[where]), element.maximum, value_for_inf, **rule)
         scales[i, j] = F(1) / scale
         codes[where] = products(x[where], scale, element)
     return codes, scales
@@ -87,8 +87,8 @@ def block_oracle(x, tile, element, value_for_inf, **rule):
 def mxfp8_oracle(x, tile, element):
     codes = np.zeros(x.shape, np.uint8)
     exponents = np.zeros((x.shape[0], -(-x.shape[1] // tile[1])), np.uint8)
-    for _, j, where in blocks_of(x, tile):
-        target = amax_of(x[where]) * (F(1) / F(element.maximum))
+    for _, j, where in iterate_blocks(x, tile):
+        target = block_amax(x[where]) * (F(1) / F(element.maximum))
         if np.isnan(target):
             exponent, multiplier = 255, F(np.nan)
         else:
@@ -100,7 +100,7 @@ def mxfp8_oracle(x, tile, element):
 
 
 def e2m1_oracle(values: np.ndarray) -> np.ndarray:
-    """Return the codes of the nearest magnitudes, of two equally near ones the even code; NaN becomes +6."""
+    """Codes of the nearest magnitudes, for ties the even code; NaN becomes +6."""
     grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     by_parity = [0, 2, 4, 6, 1, 3, 5, 7]  # argmin returns the first of equal distances
     magnitudes = np.minimum(np.abs(values.astype(np.float64)), 6.0)
@@ -116,8 +116,8 @@ def nvfp4_oracle(x, tile, amax):
         encode = np.minimum(F(448 * 6) / F(amax), FLOAT32_MAX)
         if amax == 0 or encode == 0:
             encode = F(1)
-        for _, j, where in blocks_of(x, tile):
-            wanted = np.minimum(amax_of(x[where]) * (encode * (F(1) / F(6))), FLOAT32_MAX)
+        for _, j, where in iterate_blocks(x, tile):
+            wanted = np.minimum(block_amax(x[where]) * (encode * (F(1) / F(6))), FLOAT32_MAX)
             scale = fp8(wanted, E4M3)
             scales[where[0], j] = scale
             multiplier = np.minimum(F(1) / (e4m3_value(scale) * (F(1) / encode)), FLOAT32_MAX)
@@ -198,7 +198,7 @@ class TestFloat8:
     def test_scale_from_the_absolute_maximum(self, dtype, element, power_of_two, device):
         spec = QuantizeSpec(FLOAT8, element, columnwise=True, power_of_two=power_of_two)
         for x in inputs(dtype, SHAPES[:4]):
-            amax = amax_of(wide(x))
+            amax = block_amax(wide(x))
             scale = scale_rule(amax, element.maximum, FLOAT32_MAX, power_of_two=power_of_two)
             q = quantize(x.to(device), spec)
             self.check(q, x, scale, element)
@@ -211,17 +211,17 @@ class TestFloat8:
             q = quantize(x.to(device), spec, multiplier=torch.tensor([3.7], device=device))
             self.check(q, x, F(3.7), element)
             assert q.amax is not None
-            np.testing.assert_array_equal(q.amax.cpu().numpy(), np.array([amax_of(wide(x))]))
+            np.testing.assert_array_equal(q.amax.cpu().numpy(), np.array([block_amax(wide(x))]))
 
 
-def test_given_amax_makes_the_scale(device):
+def test_an_explicit_amax_determines_the_scale(device):
     x = sample(4, 20, torch.float32)
     q = quantize(x.to(device), QuantizeSpec(FLOAT8, E4M3), amax=torch.tensor([1000.0], device=device))
     assert_same_scale(q.scale, np.array([F(1) / (F(448) / F(1000))], F))
     assert q.amax is not None and q.amax.item() == 1000.0
 
 
-def test_epsilon_is_the_least_amax(device):
+def test_epsilon_is_the_smallest_amax(device):
     x = torch.full((2, 8), 1e-6, device=device)
     q = quantize(x, QuantizeSpec(FLOAT8, E4M3, epsilon=1e-3))
     assert_same_scale(q.scale, np.array([F(1) / (F(448) / F(1e-3))], F))
@@ -299,7 +299,7 @@ class TestNVFP4:
         spec = QuantizeSpec(NVFP4, E2M1, columnwise=True, two_dimensional=two_dimensional)
         tile = (16, 16) if two_dimensional else (1, 16)
         for x in inputs(dtype, EVEN_SHAPES):
-            amax = amax_of(wide(x))
+            amax = block_amax(wide(x))
             q = quantize(x.to(device), spec)
             self.assert_direction(q.codes, q.scale, *nvfp4_oracle(wide(x), tile, amax))
             self.assert_direction(q.codes_t, q.scale_t, *nvfp4_oracle(wide(x).T, tile, amax))
@@ -324,14 +324,14 @@ class TestNVFP4:
         x = sample(32, 48, dtype)
         spec = QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, random_sign=random_sign)
         q = quantize(x.to(device), spec)
-        self.assert_direction(q.codes, q.scale, *nvfp4_oracle(wide(x), (1, 16), amax_of(wide(x))))
+        self.assert_direction(q.codes, q.scale, *nvfp4_oracle(wide(x), (1, 16), block_amax(wide(x))))
         turned = wide(hadamard_transform(x.t().contiguous(), random_sign))
-        assert q.amax_t is not None and q.amax_t.item() == amax_of(turned)
-        self.assert_direction(q.codes_t, q.scale_t, *nvfp4_oracle(turned, (1, 16), amax_of(turned)))
+        assert q.amax_t is not None and q.amax_t.item() == block_amax(turned)
+        self.assert_direction(q.codes_t, q.scale_t, *nvfp4_oracle(turned, (1, 16), block_amax(turned)))
 
 
 def test_nvfp4_block_scales_next_to_ties(device):
-    """A wrong order of the products shows only where the block scale is about to round the other way."""
+    """A wrong product order shows only where the block scale is about to round the other way."""
     grid = np.arange(8, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     ties = (grid[1:] + grid[:-1]) / 2
     generator = torch.Generator().manual_seed(5)
@@ -349,7 +349,7 @@ def test_nvfp4_block_scales_next_to_ties(device):
 
 
 class TestDequantize:
-    """value = code * scale in float32, with the tables of ml_dtypes."""
+    """value = code * scale in float32, with ml_dtypes' tables."""
 
     def operand(self, fmt, element, x: torch.Tensor, **fields) -> Operand:
         q = quantize(x, QuantizeSpec(fmt, element, **fields))

@@ -1,4 +1,4 @@
-"""Properties of every quantization for random inputs."""
+"""Properties that every quantization has for random inputs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SPECS = {
 }
 # If the scales are powers of two, quantizing the dequantized values again does not change them.
 EXACT_SCALES = ("float8-power-of-two", "block1d", "block2d", "mxfp8-e4m3", "mxfp8-e5m2", "mxfp8-2d")
-# Largest relative distance of a number in the normal range to the nearest code's value.
+# Largest relative distance between a number in the normal range and the nearest code's value.
 HALF_GAP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 
 every_spec = pytest.mark.parametrize("name", SPECS)
@@ -62,7 +62,7 @@ even_sizes = st.sampled_from([2, 14, 16, 18, 30, 32, 34, 126, 128, 130])
 
 @st.composite
 def matrices(draw, sizes=even_sizes):
-    """Normal numbers times powers of two between 2^-30 and 2^30, one power a row, one element an outlier."""
+    """Normal numbers times powers of two from 2^-30 to 2^30, one power per row, one element an outlier."""
     rows, depth = draw(sizes), draw(sizes)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     spread = draw(st.integers(0, 30))
@@ -74,7 +74,7 @@ def matrices(draw, sizes=even_sizes):
     return x.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
 
 
-def by_rows(q, spec: QuantizeSpec) -> Operand:
+def rowwise_operand(q, spec: QuantizeSpec) -> Operand:
     return Operand(q.codes, q.scale, spec.format, q.amax)
 
 
@@ -97,7 +97,7 @@ def test_columnwise_is_rowwise_of_the_transpose(name, device, x):
 @every_spec
 @few
 @given(x=matrices())
-def test_one_direction_alone_is_the_same_as_with_the_other(name, device, x):
+def test_one_direction_alone_equals_both_directions_together(name, device, x):
     both = SPECS[name]
     one = functools.partial(dataclasses.replace, both)
     x = x.to(device)
@@ -115,67 +115,67 @@ def test_one_direction_alone_is_the_same_as_with_the_other(name, device, x):
 @given(x=matrices())
 def test_dequantized_values_quantize_to_themselves(name, device, x):
     spec = SPECS[name]
-    once = dequantize(by_rows(quantize(x.to(device), spec), spec))
-    twice = dequantize(by_rows(quantize(once, spec), spec))
+    once = dequantize(rowwise_operand(quantize(x.to(device), spec), spec))
+    twice = dequantize(rowwise_operand(quantize(once, spec), spec))
     assert torch.equal(once, twice)
 
 
 @pytest.mark.parametrize("name", ["float8-e4m3", "float8-e5m2"])
 @few
 @given(x=matrices())
-def test_codes_of_dequantized_values_are_the_codes(name, device, x):
+def test_quantizing_dequantized_values_repeats_the_codes(name, device, x):
     spec = SPECS[name]
     first = quantize(x.to(device), spec)
-    again = quantize(dequantize(by_rows(first, spec)), spec)
+    again = quantize(dequantize(rowwise_operand(first, spec)), spec)
     assert same_bits(first.codes, again.codes)
 
 
 @every_spec
 @few
 @given(x=matrices())
-def test_order_is_kept_where_the_scale_is_shared(name, device, x):
+def test_quantization_is_monotonic_within_a_shared_scale(name, device, x):
     spec = SPECS[name]
     width = 16 if spec.tile is None else spec.tile[1]
     row = x.to(device).flatten()[:width].sort().values[None, : min(width, x.numel()) // 2 * 2]
-    values = dequantize(by_rows(quantize(row, QuantizeSpec(spec.format, spec.element)), spec))
+    values = dequantize(rowwise_operand(quantize(row, QuantizeSpec(spec.format, spec.element)), spec))
     assert (values.diff(dim=1) >= 0).all()
 
 
 @every_spec
 @few
 @given(x=matrices())
-def test_negation_flips_signs_only(name, device, x):
+def test_negated_values_have_codes_with_flipped_signs(name, device, x):
     spec = SPECS[name]
     x = x.to(device)
     plus, minus = quantize(x, spec), quantize(-x, spec)
     assert same_bits(plus.scale, minus.scale)
-    assert torch.equal(dequantize(by_rows(plus, spec)), -dequantize(by_rows(minus, spec)))
+    assert torch.equal(dequantize(rowwise_operand(plus, spec)), -dequantize(rowwise_operand(minus, spec)))
 
 
 @pytest.mark.parametrize("name", [n for n, s in SPECS.items() if s.element is not E2M1])
 @few
 @given(x=matrices())
-def test_error_is_half_a_gap(name, device, x):
+def test_rounding_error_is_at_most_half_a_gap(name, device, x):
     """Of the value itself, or in the subnormal range 2^-9 (E4M3) and 2^-16 (E5M2) of a unit of scale."""
     spec = SPECS[name]
     x = x.to(device)
     q = quantize(x, spec)
     assert q.codes is not None
     ones = torch.ones_like(x, dtype=torch.float32).to(q.codes.dtype)
-    unit = dequantize(by_rows(q._replace(codes=ones), spec))
+    unit = dequantize(rowwise_operand(q._replace(codes=ones), spec))
     half_gap = HALF_GAP[spec.element.name]
     least = 2.0 ** (1 - spec.element.bias) * half_gap
     bound = torch.maximum(x.float().abs() * half_gap, unit * least) * (1 + 1e-6)
-    assert ((dequantize(by_rows(q, spec)) - x.float()).abs() <= bound).all()
+    assert ((dequantize(rowwise_operand(q, spec)) - x.float()).abs() <= bound).all()
 
 
 @few
 @given(x=matrices())
-def test_nvfp4_error_is_a_sixth_of_the_block_maximum_and_half_a_scale_step(device, x):
-    """Half the widest gap is 1 of 6; rounding the block scale to E4M3 adds at most 2^-4 of the maximum."""
+def test_nvfp4_error_is_at_most_a_sixth_of_the_maximum_and_half_a_scale_step(device, x):
+    """Half the widest gap is 1 of 6; rounding the block scale to E4M3 adds at most 2^-4 times the maximum."""
     spec = SPECS["nvfp4"]
     x = x.to(device)
-    values = dequantize(by_rows(quantize(x, spec), spec))
+    values = dequantize(rowwise_operand(quantize(x, spec), spec))
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 16))
     block_amax = padded.view(x.shape[0], -1, 16).abs().amax(-1).repeat_interleave(16, 1)[:, : x.shape[1]]
     # Below 2^-6 of a unit the block scale itself is subnormal and loses relative precision.
@@ -202,7 +202,7 @@ positive = st.floats(min_value=0, max_value=FLOAT32_MAX, width=32)
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(amax=positive, maximum=st.sampled_from([448.0, 57344.0]))
-def test_scale_brings_the_maximum_to_the_formats(amax, maximum):
+def test_the_scale_maps_amax_to_the_formats_maximum(amax, maximum):
     scale = scale_from_amax(torch.tensor([amax]), maximum).double().item()
     if amax == 0:
         assert scale == 1
@@ -214,7 +214,7 @@ def test_scale_brings_the_maximum_to_the_formats(amax, maximum):
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(amax=positive)
-def test_power_of_two_scale_is_the_largest_not_above(amax):
+def test_a_power_of_two_scale_is_the_largest_not_above_the_exact_scale(amax):
     full = scale_from_amax(torch.tensor([amax]), 448.0)
     floored = scale_from_amax(torch.tensor([amax]), 448.0, power_of_two=True)
     assert torch.frexp(floored).mantissa.item() == 0.5
@@ -223,12 +223,12 @@ def test_power_of_two_scale_is_the_largest_not_above(amax):
 
 @pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan"), -1.0])
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_scale_of_an_unusable_maximum_is_one(amax, power_of_two, device):
+def test_the_scale_for_an_unusable_amax_is_one(amax, power_of_two, device):
     amax_tensor = torch.tensor([amax], device=device)
     assert scale_from_amax(amax_tensor, 448.0, power_of_two=power_of_two).item() == 1.0
 
 
-def test_scale_that_overflows_becomes_the_given_value(device):
+def test_an_overflowing_scale_becomes_value_for_inf(device):
     amax = torch.tensor([1e-44], device=device)
     assert scale_from_amax(amax, 448.0).item() == FLOAT32_MAX
     assert scale_from_amax(amax, 448.0, value_for_inf=65504.0).item() == 65504.0

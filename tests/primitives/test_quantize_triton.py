@@ -112,7 +112,7 @@ def uniform(spec: QuantizeSpec, shape: tuple[int, int]) -> tuple[torch.Tensor, t
     + [(name, dtype) for name in SPECS if "-both" in name for dtype in (torch.float16, torch.float32)],
     ids=str,
 )
-def test_every_shape_and_content_gives_the_reference_bits(name, dtype):
+def test_every_shape_and_content_equals_the_reference_bitwise(name, dtype):
     spec = SPECS[name]
     for shape in SHAPES:
         if not fits(spec, shape):
@@ -133,7 +133,7 @@ def test_every_shape_and_content_gives_the_reference_bits(name, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in SPECS if "e4m3" in name])
 @pytest.mark.parametrize("shape", [(2050, 2070), (2049, 2063), (2048, 4096)], ids=str)
-def test_large_matrices_with_their_larger_tiles_give_the_reference_bits(name, shape):
+def test_large_matrices_with_larger_tiles_equal_the_reference_bitwise(name, shape):
     x = matrix(shape, torch.bfloat16, "special")
     actual = quantize(x, SPECS[name])
     with use_backend(quantize="reference"):
@@ -142,7 +142,7 @@ def test_large_matrices_with_their_larger_tiles_give_the_reference_bits(name, sh
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in SPECS if name.endswith(("-both", "-both-plain"))])
-def test_results_equal_those_of_the_cpu(name):
+def test_gpu_results_equal_cpu_results(name):
     spec = SPECS[name]
     for shape in ((128, 128), (130, 258)):
         x = matrix(shape, torch.bfloat16, "special")
@@ -152,7 +152,7 @@ def test_results_equal_those_of_the_cpu(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("content", CONTENTS)
-def test_a_given_scale_multiplies_and_amax_is_still_reported(columnwise, content):
+def test_an_explicit_scale_is_applied_and_amax_is_still_reported(columnwise, content):
     spec = QuantizeSpec(FLOAT8, E4M3, columnwise=columnwise)
     scale = torch.tensor([0.37], device="cuda")
     for shape in SHAPES:
@@ -163,7 +163,7 @@ def test_a_given_scale_multiplies_and_amax_is_still_reported(columnwise, content
 
 
 @pytest.mark.gpu
-def test_a_given_amax_is_used_and_returned():
+def test_an_explicit_amax_is_used_and_returned():
     spec = QuantizeSpec(FLOAT8, E5M2, columnwise=True)
     x = matrix((257, 130), torch.bfloat16, "normal")
     for value in (3.0, 0.0, float("nan"), float("inf"), -1.0, 1e-40):
@@ -194,7 +194,7 @@ def test_an_empty_matrix_has_empty_codes(shape):
 
 
 @pytest.mark.gpu
-def test_scales_of_rows_have_the_layout_of_the_block_product():
+def test_row_scales_have_the_block_products_layout():
     result = quantize(
         matrix((256, 384), torch.bfloat16, "normal"), QuantizeSpec(BLOCK_1D, E4M3, columnwise=True)
     )
@@ -213,7 +213,7 @@ def test_amax_tensors_of_two_calls_are_independent():
 
 
 @pytest.mark.gpu
-def test_a_replayed_graph_records_the_amax_of_each_replay():
+def test_a_replayed_graph_records_each_replays_amax():
     spec = QuantizeSpec(FLOAT8, E4M3, columnwise=True)
     x = torch.full((128, 256), 7.0, device="cuda", dtype=torch.bfloat16)
     quantize(x, spec)
@@ -266,7 +266,7 @@ def test_a_missing_triton_is_a_rejection(monkeypatch):
     ("capability", "rejected"),
     [((7, 5), True), ((8, 0), False), ((8, 9), False), ((9, 0), False), ((10, 0), False)],
 )
-def test_architectures_without_kernels_of_casts_are_rejected(capability, rejected, monkeypatch):
+def test_architectures_without_cast_kernels_are_rejected(capability, rejected, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda hardware: None)
     monkeypatch.setattr(launching, "current_hardware", lambda: nvidia(*capability))
     request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.primitives.by_kernels import Kernels
-from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.kernels import DEVICE, parametrize_sizes, runs_kernels
 from tests.support.tolerances import DTYPES, MULTIPLIED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.attention.rope import ApplyPackedRope
@@ -15,18 +15,18 @@ from transformer_engine.pytorch.primitives.rope import Positions, RopeRequest, R
 
 kernels = Kernels(rope, "rope")
 
-# One unit in the last place of the output's format, relative to the larger member of a pair.
+# One unit in the last place of the output format, relative to the larger member of a pair.
 FORMATS = pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 # heads, features, rotated features
 SMALL = [(1, 2, 2), (3, 20, 12)]
 LARGE = [(3, 16, 16), (32, 128, 128), (5, 192, 64), (40, 256, 256), (8, 96, 96)]
-HEADS = sized("heads", SMALL, LARGE, ids=str)
+HEADS = parametrize_sizes("heads", SMALL, LARGE, ids=str)
 LENGTH = 12
 
 
 def _angles(positions, rotated):
-    """As different in the two members of a pair as an unusual caller may have them, and large."""
+    """As different between a pair's two members as an unusual caller may have them, and large."""
     return torch.rand(positions, rotated, device=DEVICE) * 6000.0 - 3000.0
 
 
@@ -76,7 +76,7 @@ def test_start_positions_shift_each_sequence_and_stop_at_the_last_angle(tensor_f
 @runs_kernels
 @FORMATS
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_context_parallel_rank_has_the_positions_of_its_two_chunks(tensor_format, rank):
+def test_a_context_parallel_rank_uses_its_two_chunks_positions(tensor_format, rank):
     x = _x(tensor_format, 2, 8, torch.float32)
     spec = RopeSpec(tensor_format, False, 3, rank)
     _equal(x, _angles(3 * 2 * LENGTH, 8), _positions(tensor_format, cp_size=3), spec)
@@ -84,7 +84,7 @@ def test_a_context_parallel_rank_has_the_positions_of_its_two_chunks(tensor_form
 
 @runs_kernels
 @INTERLEAVED
-def test_a_slice_of_a_joint_tensor_gives_the_bits_of_its_copy(interleaved):
+def test_a_slice_from_a_joint_tensor_is_bitwise_equal_to_its_copy(interleaved):
     joint = torch.randn(6, 2, 3, 3 * 8, device=DEVICE).bfloat16()
     angles, spec = _angles(6, 8), RopeSpec("sbhd", interleaved)
     for x in (joint[..., 8:16], joint[..., ::3], joint[:, :1].expand(6, 2, 3, 24)[..., :8]):
@@ -93,7 +93,7 @@ def test_a_slice_of_a_joint_tensor_gives_the_bits_of_its_copy(interleaved):
         assert torch.equal(kernels.rope_forward(x, angles, Positions(), spec), expected)
 
 
-# groups, query heads a group, features of a head, of a value head, rotated features of q and of k
+# groups, query heads per group, features per head, per value head, rotated features in q and in k
 PACKED_SMALL = [(1, 1, 4, 4, 4, 4), (3, 2, 12, 8, 8, 12), (2, 3, 6, 10, 6, 4)]
 PACKED_LARGE = [(8, 4, 128, 128, 128, 128), (2, 5, 192, 128, 64, 64), (40, 1, 64, 64, 64, 64)]
 
@@ -101,9 +101,9 @@ PACKED_LARGE = [(8, 4, 128, 128, 128, 128), (2, 5, 192, 128, 64, 64), (40, 1, 64
 @runs_kernels
 @FORMATS
 @INTERLEAVED
-@sized("sizes", PACKED_SMALL, PACKED_LARGE, ids=str)
+@parametrize_sizes("sizes", PACKED_SMALL, PACKED_LARGE, ids=str)
 @pytest.mark.parametrize("started", [False, True])
-def test_a_packed_qkv_gives_the_bits_of_its_parts(tensor_format, interleaved, sizes, started):
+def test_packed_qkv_is_bitwise_equal_to_separate_tensors(tensor_format, interleaved, sizes, started):
     groups, heads, width, v_width, q_rotated, k_rotated = sizes
     split = (heads * width, width, v_width)
     spec, positions = RopeSpec(tensor_format, interleaved), _positions(tensor_format, started=started)
@@ -123,9 +123,9 @@ def test_a_packed_qkv_gives_the_bits_of_its_parts(tensor_format, interleaved, si
 
 @runs_kernels
 @FORMATS
-@sized("heads", [(1, 1), (3, 2)], [(8, 4), (40, 1)], ids=str)
-@sized("widths", [(4, 4, 4), (12, 8, 12)], [(128, 128, 64), (64, 64, 64)], ids=str)
-def test_separate_heads_give_the_bits_of_their_parts(tensor_format, heads, widths):
+@parametrize_sizes("heads", [(1, 1), (3, 2)], [(8, 4), (40, 1)], ids=str)
+@parametrize_sizes("widths", [(4, 4, 4), (12, 8, 12)], [(128, 128, 64), (64, 64, 64)], ids=str)
+def test_separate_heads_are_bitwise_equal_to_their_parts(tensor_format, heads, widths):
     (groups, each), (width, q_rotated, k_rotated) = heads, widths
     sizes, count = (each * width, width, width), groups * (each + 2)
     spec, positions = RopeSpec(tensor_format), _positions(tensor_format, started=True)
@@ -144,7 +144,7 @@ def test_separate_heads_give_the_bits_of_their_parts(tensor_format, heads, width
 
 
 @runs_kernels
-def test_a_strided_packed_qkv_gives_the_bits_of_its_copy():
+def test_strided_packed_qkv_is_bitwise_equal_to_its_copy():
     joint = torch.randn(6, 2, 3, 2, 20, device=DEVICE).bfloat16()[:, :, :, 1]
     angles, spec = _angles(6, 4), RopeSpec("sbhd")
     actual = kernels.rope_qkv_forward(joint, angles, angles, Positions(), (8, 4, 8), spec)
@@ -165,7 +165,7 @@ def test_a_packed_qkv_splits_and_joins_by_heads(tensor_format, device):
     torch.testing.assert_close(rope.rope_qkv_backward(q, k, v, *how), qkv)
 
 
-def test_gradients_of_a_packed_qkv_are_those_of_its_parts(device):
+def test_packed_qkv_gradients_equal_separate_gradients(device):
     qkv = torch.randn(4, 2, 3, 20, device=device, requires_grad=True)
     angles, sizes, spec = torch.randn(4, 4, device=device), (8, 4, 8), RopeSpec("sbhd")
     parts = ApplyPackedRope.apply(qkv, angles, angles, None, None, sizes, spec)
@@ -194,13 +194,13 @@ def test_a_packed_qkv_that_does_not_split_by_heads_raises(device):
 
 
 @runs_kernels
-def test_no_tokens_give_no_tokens():
+def test_zero_tokens_give_an_empty_result():
     x = torch.empty(0, 2, 3, 8, device=DEVICE)
     assert kernels.rope_forward(x, _angles(4, 8), Positions(), RopeSpec("sbhd")).shape == x.shape
 
 
 @runs_kernels
-def test_tokens_behind_the_last_sequence_turn_by_the_last_angles():
+def test_tokens_behind_the_last_sequence_rotate_by_the_last_angles():
     x = torch.randn(5, 1, 4, device=DEVICE)
     positions = Positions(None, torch.tensor([0, 2], dtype=torch.int64, device=DEVICE))
     _equal(x, _angles(3, 4), positions, RopeSpec("thd"))
@@ -228,7 +228,7 @@ def test_a_token_without_an_angle_becomes_nan_unless_it_may_be_padding(tensor_fo
 @runs_kernels
 @FORMATS
 @pytest.mark.parametrize("rank", [0, 1])
-def test_starts_and_ranks_together_equal_the_reference(tensor_format, rank):
+def test_starts_combined_with_ranks_equal_the_reference(tensor_format, rank):
     x = _x(tensor_format, 2, 4, torch.float32)
     bounds = torch.tensor([0, 16, 48], dtype=torch.int32, device=DEVICE) if tensor_format == "thd" else None
     positions = Positions(torch.tensor([3, 7], device=DEVICE), bounds)
@@ -236,7 +236,7 @@ def test_starts_and_ranks_together_equal_the_reference(tensor_format, rank):
 
 
 @pytest.mark.gpu
-def test_compiled_code_reaches_the_same_kernel_without_a_graph_break():
+def test_compiled_code_launches_the_same_kernel_without_a_graph_break():
     x, angles, spec = _x("bshd", 4, 64, torch.bfloat16), _angles(LENGTH, 64), RopeSpec("bshd")
 
     def both(x, angles):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.primitives.by_kernels import Kernels, Reference
-from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.kernels import DEVICE, parametrize_sizes, runs_kernels
 from tests.support.tolerances import CURVED, UNIT
 from transformer_engine.pytorch.primitives import router
 from transformer_engine.pytorch.primitives.router import (
@@ -30,8 +30,8 @@ GROUPS = pytest.mark.parametrize("groups", [None, (4, 2)], ids=["any", "groups"]
 literal = Reference(router, "router")
 
 
-def logits_of(tokens, experts, device="cpu", dtype=torch.float32):
-    """Distinct numbers per token, so that no two scores are equal; a few are in the linear range of softplus."""
+def sample_logits(tokens, experts, device="cpu", dtype=torch.float32):
+    """Distinct numbers per token, so that no two scores are equal; a few are in softplus's linear range."""
     grid = torch.linspace(-6, 6, experts)
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.stack([grid[torch.randperm(experts, generator=generator)] for _ in range(tokens)])
@@ -81,7 +81,7 @@ def special_logits(experts, device="cpu"):
         {n: -0.0 if n % 3 else 0.0 for n in range(experts)},
         {n: 1e30 * (-1) ** n for n in range(experts)},
     ]
-    x = logits_of(len(rows), experts)
+    x = sample_logits(len(rows), experts)
     for row, changes in zip(x, rows, strict=True):
         for place, value in changes.items():
             row[place] = value
@@ -95,7 +95,7 @@ class TestReference:
     def test_weights_and_their_gradient_are_those_of_autograd(self, score, groups, k):
         if groups is not None and k % groups[1]:
             groups = (4, 1)
-        x = logits_of(9, 16).requires_grad_()
+        x = sample_logits(9, 16).requires_grad_()
         bias = torch.linspace(-0.3, 0.3, 16) if score in (SIGMOID, SQRTSOFTPLUS) else None
         choice = Choice(k, score, groups=groups, scale=2.5)
         probs, map, scores = literal.choose(x.detach(), choice, torch.float32, bias)
@@ -109,7 +109,7 @@ class TestReference:
 
     @pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
     def test_the_scores_of_all_experts_add_up_to_one(self, score):
-        x, choice = logits_of(9, 12).requires_grad_(), Choice(3, score, whole=True)
+        x, choice = sample_logits(9, 12).requires_grad_(), Choice(3, score, whole=True)
         probs, map, scores = literal.choose(x.detach(), choice, torch.float32)
         expected = plain(x, choice)
         torch.testing.assert_close(probs, expected.detach())
@@ -147,12 +147,12 @@ class TestReference:
 
 @runs_kernels
 class TestKernels:
-    @sized("tokens, experts", [(6, 16), (5, 40)], [(4096, 256), (1031, 160), (64, 2048)])
+    @parametrize_sizes("tokens, experts", [(6, 16), (5, 40)], [(4096, 256), (1031, 160), (64, 2048)])
     @SCORES
     @GROUPS
     @pytest.mark.parametrize("map", [BYTES, BITS, INDICES])
     def test_weights_and_gradients_are_those_of_the_reference(self, tokens, experts, score, groups, map):
-        x = logits_of(tokens, experts, DEVICE)
+        x = sample_logits(tokens, experts, DEVICE)
         bias = torch.linspace(-0.3, 0.3, experts, device=DEVICE) if score in (SIGMOID, SQRTSOFTPLUS) else None
         choice = Choice(4, score, groups=groups, scale=1.5, map=map)
         found = [torch.zeros(tokens, 4, dtype=torch.int32, device=DEVICE) for _ in range(2)]
@@ -176,7 +176,7 @@ class TestKernels:
     @pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_the_scores_of_all_experts_are_those_of_the_reference(self, score, dtype):
-        x, choice = logits_of(6, 24, DEVICE).to(dtype), Choice(3, score, whole=True)
+        x, choice = sample_logits(6, 24, DEVICE).to(dtype), Choice(3, score, whole=True)
         ours, theirs = (by.choose(x, choice, torch.float32) for by in (kernels, literal))
         torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=1e-6)
         gradient = torch.randn_like(theirs[0])
@@ -235,7 +235,7 @@ class TestKernels:
         kernels.choose(x, Choice(3, SOFTMAX, map=INDICES), torch.float32, None, indices)
         assert indices.tolist() == [[0, 1, 2], [30, 0, 1]]
 
-    @sized("rows, columns", [(3, 5), (33, 40)], [(16384, 256), (4096, 2048)])
+    @parametrize_sizes("rows, columns", [(3, 5), (33, 40)], [(16384, 256), (4096, 2048)])
     @pytest.mark.parametrize("dynamic", [False, True])
     def test_the_loss_is_that_of_the_reference(self, rows, columns, dynamic):
         probs = torch.rand(rows, columns, device=DEVICE)
@@ -244,7 +244,7 @@ class TestKernels:
         ours, theirs = (by.balance_loss(probs, tokens, 0.01, total) for by in (kernels, literal))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
-    @sized("tokens, experts, k", [(5, 24, 3), (9, 40, 1)], [(16384, 256, 8), (4096, 2048, 4)])
+    @parametrize_sizes("tokens, experts, k", [(5, 24, 3), (9, 40, 1)], [(16384, 256, 8), (4096, 2048, 4)])
     def test_margins_are_counted_as_by_the_reference(self, tokens, experts, k):
         x = torch.randn(tokens, experts, device=DEVICE)
         bias = torch.linspace(-0.1, 0.1, experts, device=DEVICE)

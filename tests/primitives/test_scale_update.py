@@ -1,4 +1,4 @@
-"""The update of delayed scaling: every backend against the reference, bit for bit."""
+"""Delayed-scaling updates: every backend against the reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AMAXES = torch.tensor([0.0, 3.0, math.inf, math.nan, 1e-38, 448.0, 7.3e4, 1e-45,
 def states(
     lengths: list[int], device: str, seed: int = 0, widest: int = 7
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Histories of several widths that hold zeros, infinities, NaNs and subnormal numbers among others."""
+    """Histories with several widths, including zeros, infinities, NaNs and subnormal numbers."""
     generator = torch.Generator().manual_seed(seed)
     histories, scales = [], []
     for i, length in enumerate(lengths):
@@ -37,7 +37,7 @@ def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("keep_idle", [False, True])
 @pytest.mark.parametrize("margin", [0, 3, -2])
 @pytest.mark.parametrize("length", [1, 2, 3, 16, 1024])
-def test_backends_step_as_the_reference_does(device, backend, algorithm, keep_idle, margin, length):
+def test_backend_updates_equal_the_reference(device, backend, algorithm, keep_idle, margin, length):
     request = ScaleUpdateRequest(device, length, 8)
     if reason := scale_update.TABLE.named(backend).unsupported_reason(request):
         pytest.skip(reason)
@@ -55,7 +55,7 @@ def test_backends_step_as_the_reference_does(device, backend, algorithm, keep_id
 
 
 @pytest.mark.parametrize("backend", scale_update.TABLE.names())
-def test_wide_states_are_stepped_in_blocks_of_columns(device, backend):
+def test_wide_states_are_updated_in_column_blocks(device, backend):
     if reason := scale_update.TABLE.named(backend).unsupported_reason(ScaleUpdateRequest(device, 1024, 192)):
         pytest.skip(reason)
     results = []
@@ -68,7 +68,7 @@ def test_wide_states_are_stepped_in_blocks_of_columns(device, backend):
         assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
-def test_states_of_different_lengths_are_stepped_together(device):
+def test_states_with_different_lengths_are_updated_together(device):
     together = states([2, 5, 2], device)
     advance_scales(*together, "max", 448.0, 0, True)
     alone = states([2, 5, 2], device)
@@ -92,7 +92,7 @@ def test_a_captured_update_runs_at_every_replay():
     histories, scales = states([4], "cuda")
     graph = torch.cuda.CUDAGraph()
     warm = [h.clone() for h in histories], [s.clone() for s in scales]
-    advance_scales(*warm, "max", 448.0, 0, False)  # another pair: the table of the captured one is unknown
+    advance_scales(*warm, "max", 448.0, 0, False)  # another pair: the captured pair's table is unknown
     with torch.cuda.graph(graph):
         advance_scales(histories, scales, "max", 448.0, 0, False)
     for amax in (1.0, 7.0):

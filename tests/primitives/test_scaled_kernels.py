@@ -1,4 +1,4 @@
-"""The kernels of block-scaled products without a GPU: in Triton's interpreter, and through its compiler."""
+"""Block-scaled product kernels without a GPU: in Triton's interpreter, and through its compiler."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_interpreted_products_agree_with_float64(kind, cases, interpreted):
     assert {name: error for name, error in found.items() if error > 2e-6} == {}
 
 
-def test_interpreted_products_by_the_copy_engine_have_the_bits_of_those_through_pointers(interpreted):
+def test_interpreted_tma_products_are_bitwise_equal_to_pointer_products(interpreted):
     found = {name: different for name, different in interpreted.items() if name.startswith("copied")}
     assert len(found) == 7 * 4 * 2
     assert {name: different for name, different in found.items() if different} == {}
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4", "nvfp4 rows"])
-def test_interpreted_products_of_groups_agree_with_float64(kind, interpreted):
+def test_interpreted_grouped_products_agree_with_float64(kind, interpreted):
     found = {name: interpreted[f"grouped {kind} {name}"] for name in ("y", "dx", "dw", "dw added")}
     assert {name: error for name, error in found.items() if error > 2e-6} == {}
     assert interpreted[f"grouped {kind} empty"] == interpreted[f"grouped {kind} by TMA"] == 0
@@ -59,7 +59,7 @@ def compiled(request) -> dict[str, dict]:
     return json.loads(programs.output(command, HERE, os.environ, patience=600).splitlines()[-1])
 
 
-def test_every_product_is_the_native_instruction_of_its_hardware(compiled):
+def test_every_product_compiles_to_its_hardwares_native_instruction(compiled):
     assert len(compiled) >= 30
     assert {name: f["instructions"] for name, f in compiled.items() if not f["native"]} == {}
 
@@ -70,14 +70,14 @@ def test_the_copy_engine_moves_operands_and_scales_to_tensor_memory(compiled):
     assert [name for name in names if not compiled[name]["copied"]] == []
 
 
-def test_the_copy_engine_moves_the_codes_of_groups(compiled):
+def test_the_copy_engine_moves_grouped_codes(compiled):
     names = [name for name in compiled if "tma grouped" in name]
     assert len(names) >= 4 and all(name.startswith(("10.", "11.")) for name in names)
     assert [name for name in names if not compiled[name]["loads by TMA"]] == []
 
 
-def allowed_stack(name: str, release: tuple[int, ...]) -> int:
-    """Bytes of stack per thread that a product may use."""
+def stack_limit(name: str, release: tuple[int, ...]) -> int:
+    """Stack bytes per thread that a product may use."""
     if name == "9.0 block grouped columns":
         return 512  # 4 warps of Hopper's tiles 128 x 128, added to float32; 8 warps were not measured
     if re.match(r"1\d\.\d block (large|tail|64) added", name) and release < (3, 7):
@@ -85,8 +85,8 @@ def allowed_stack(name: str, release: tuple[int, ...]) -> int:
     return 0
 
 
-def test_no_product_spills_registers_or_exceeds_the_memories_of_its_hardware(compiled):
+def test_no_product_spills_registers_or_exceeds_its_hardwares_memory(compiled):
     release = optional.release("triton")
-    spilled = {name: f["stack"] for name, f in compiled.items() if f["stack"] > allowed_stack(name, release)}
+    spilled = {name: f["stack"] for name, f in compiled.items() if f["stack"] > stack_limit(name, release)}
     assert spilled == {}
     assert [name for name, f in compiled.items() if not f["fits"] or not f["tensor memory"]] == []

@@ -1,6 +1,6 @@
-"""The kernels of block-scaled products on a GPU: random shapes, epilogues and layouts against float64.
+"""Block-scaled product kernels on a GPU: random shapes, epilogues and layouts against float64.
 
-Hopper computes tl.dot_scaled in bfloat16, in which MXFP8 values are exact; the sums are those of its tensor cores.
+Hopper computes tl.dot_scaled in bfloat16, in which MXFP8 values are exact; the tensor cores compute the sums.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def operand(spec: QuantizeSpec, rows: int, depth: int) -> Operand:
 
 
 def check(name: str, m: int, n: int, k: int, dtype: torch.dtype, biased: bool, accumulates: bool) -> None:
-    """Compare one product with float64, up to the precision of Hopper's FP8 sums and of the result's dtype."""
+    """Compare one product with float64, up to the precision of Hopper's FP8 sums and the result's dtype."""
     a, b = (operand(spec, *extents) for spec, extents in zip(SPECS[name], ((m, k), (n, k)), strict=True))
     run = triton.run_blocks if "blocks" in name else partial(triton.run_scaled, tma="tma" in name)
     run = {"exponents": triton.run_exponents, "decoded": triton.run_decoded}.get(name, run)
@@ -85,7 +85,7 @@ def test_random_products_agree_with_float64(name):
 
 @pytest.mark.parametrize("ending", ["plain", "gelu", "gelu_gradient"])
 @pytest.mark.parametrize("m, n, k", [(300, 272, 416), (16, 400, 96), (1000, 77, 160)])
-def test_products_by_the_copy_engine_have_the_bits_of_those_through_pointers(m, n, k, ending):
+def test_tma_products_are_bitwise_equal_to_pointer_products(m, n, k, ending):
     a, b = (operand(spec, *extents) for spec, extents in zip(SPECS["mxfp8"], ((m, k), (n, k)), strict=True))
     bias, x = torch.randn(n, device="cuda").bfloat16(), torch.randn(m, n, device="cuda").bfloat16()
     results = []

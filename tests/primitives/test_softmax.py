@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.primitives.by_kernels import Kernels
-from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.kernels import DEVICE, parametrize_sizes, runs_kernels
 from tests.support.tolerances import DTYPES, ROUNDED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.functions.softmax import scaled_softmax
@@ -25,7 +25,7 @@ kernels = Kernels(softmax, "softmax")
 CAUSAL = pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
 SMALL = [(1, 1), (3, 17), (5, 4, 4), (2, 3, 4, 7), (2, 3, 7, 4), (2, 1, 2, 3, 5)]
 LARGE = [(2, 4, 512, 512), (1, 2, 33, 4097), (3, 16384), (2, 2, 3, 20001), (70000, 1, 2, 3)]
-SHAPES = sized("shape", SMALL, LARGE, ids=str)
+SHAPES = parametrize_sizes("shape", SMALL, LARGE, ids=str)
 
 
 def _mask(shape, device):
@@ -48,7 +48,7 @@ def _torch_softmax(x, scale, mask, causal):
 
 @CAUSAL
 @pytest.mark.parametrize("masked", [False, True])
-def test_probabilities_and_gradients_are_those_of_torch(causal, masked, device):
+def test_probabilities_and_gradients_equal_torch(causal, masked, device):
     x = torch.randn(2, 3, 5, 9, device=device, requires_grad=True)
     mask = _mask((2, 1, 5, 9), device) if masked else None
     dy = torch.randn_like(x)
@@ -75,7 +75,7 @@ def test_more_queries_than_keys_leave_the_first_queries_without_any(device):
     assert (y[0, :2] == 0).all() and y[0, 2, 0] == 1.0 and (y[0, 4] > 0).all()
 
 
-def test_bad_masks_and_shapes_raise_with_the_remedy(device):
+def test_invalid_masks_and_shapes_raise_with_the_remedy(device):
     x = torch.randn(2, 3, 4, device=device)
     with pytest.raises(TypeError, match="bool or uint8"):
         scaled_softmax_forward(x, 1.0, mask=torch.zeros(3, 4, device=device))
@@ -118,7 +118,7 @@ def test_kernels_equal_the_reference_to_the_last_place(shape, dtype, causal, mas
 
 
 @runs_kernels
-def test_kernels_read_strided_scores_and_masks_of_every_broadcast():
+def test_kernels_read_strided_scores_and_every_mask_broadcast():
     x = torch.randn(4, 2, 3, 8, device=DEVICE).transpose(0, 1)
     for shape in ((8,), (3, 1), (4, 3, 8), (2, 1, 1, 8), (1, 4, 1, 1)):
         mask = torch.rand(shape, device=DEVICE) < 0.5
@@ -127,14 +127,14 @@ def test_kernels_read_strided_scores_and_masks_of_every_broadcast():
 
 
 @runs_kernels
-def test_no_scores_give_no_probabilities():
+def test_empty_scores_give_empty_probabilities():
     x = torch.empty(2, 0, 4, device=DEVICE)
     assert kernels.scaled_softmax_forward(x, 1.0).shape == x.shape
     assert kernels.scaled_softmax_backward(x, x, 1.0).shape == x.shape
 
 
 @pytest.mark.gpu
-def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
+def test_compiled_code_launches_the_same_kernels_without_a_graph_break():
     x, dy = torch.randn(2, 4, 64, 64, device="cuda"), torch.randn(2, 4, 64, 64, device="cuda")
 
     def both(x, dy):

@@ -1,4 +1,4 @@
-"""Statistics of quantization: literal sums over float64, of every format in both directions, and the kernel's."""
+"""Quantization statistics: literal float64 sums for every format and direction, and the kernel's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_engine.pytorch.primitives.statistics import FIELDS, new_row
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 
 
-def by_reference(*arguments):
+def measure_by_reference(*arguments):
     with use_backend(statistics="reference"):
         statistics.take_in_statistics(*arguments)
 
@@ -29,7 +29,7 @@ KERNEL = pytest.param(
     id="triton",
     marks=() if INTERPRETED else pytest.mark.gpu,
 )
-RUN = pytest.mark.parametrize("run", [pytest.param(by_reference, id="reference"), KERNEL])
+RUN = pytest.mark.parametrize("run", [pytest.param(measure_by_reference, id="reference"), KERNEL])
 QUANTIZERS = {
     "delayed": lambda: te.Float8Quantizer(
         torch.full((1,), 64.0, device=DEVICE), torch.zeros(1, device=DEVICE), te.DType.kFloat8E4M3
@@ -47,7 +47,7 @@ QUANTIZERS = {
 
 
 def sample(rows: int, columns: int, dtype=torch.float32) -> torch.Tensor:
-    """Numbers over twelve orders of magnitude, some of them 0."""
+    """Numbers across twelve orders of magnitude, some of them 0."""
     generator = torch.Generator().manual_seed(rows + columns)
     values = torch.randn(rows, columns, generator=generator)
     values = values * 10.0 ** torch.randint(-9, 3, values.shape, generator=generator)
@@ -118,7 +118,7 @@ def test_nonfinite_values_are_left_out_of_the_comparison_with_codes(run, shape):
     broken = x.clone()
     for place, value in (((3, 5), math.nan), ((17, shape[1] - 1), math.inf)):
         x[place], broken[place] = 0.0, value
-    by_reference(x, QUANTIZERS["delayed"]().encode(x, True, False).contract(COLS), expected)
+    measure_by_reference(x, QUANTIZERS["delayed"]().encode(x, True, False).contract(COLS), expected)
     run(broken, QUANTIZERS["delayed"]().encode(broken, True, False).contract(COLS), kept)
     torch.testing.assert_close(kept[:-1], expected[:-1], rtol=1e-5, atol=0.0)
     assert kept[-1] == 2

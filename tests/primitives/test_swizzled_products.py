@@ -1,4 +1,4 @@
-"""Products of MXFP8 and NVFP4: swizzled scales, the calls of cuBLASLt and of torch, and the rows that hardware has."""
+"""MXFP8 and NVFP4 products: swizzled scales, cuBLASLt and torch calls, and the hardware's rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.primitives.cublaslt_on_cpu import installed
+from tests.primitives.cublaslt_on_cpu import install
 from transformer_engine.common import formats, optional
 from transformer_engine.common.dispatch import PlanFailure
 from transformer_engine.common.hardware import Hardware, hardware_named, nvidia
@@ -37,24 +37,24 @@ def quantized(spec: QuantizeSpec, rows: int, depth: int) -> Operand:
     return Operand(q.codes, q.scale, spec.operand_format, q.amax, torch.bfloat16)
 
 
-def values_of(x: Operand) -> torch.Tensor:
+def dequantize_operand(x: Operand) -> torch.Tensor:
     return dequantize(x._replace(dtype=torch.float32))
 
 
 def assert_product(result: torch.Tensor, a: Operand, b: Operand, added: torch.Tensor | float = 0.0) -> None:
-    """Compare with the product in float64, up to the roundings of sums in float32 in another order."""
-    left, right = values_of(a).double(), values_of(b).double()
+    """Compare with the float64 product, up to the roundings from float32 sums in another order."""
+    left, right = dequantize_operand(a).double(), dequantize_operand(b).double()
     error = (result.double() - left @ right.t() - added).abs()
     assert (error <= 2e-6 * (left.abs() @ right.abs().t() + 1.0)).all()
 
 
-def request_of(a: Operand, b: Operand, epilogue: Epilogue, hardware: Hardware) -> GemmRequest:
+def gpu_request(a: Operand, b: Operand, epilogue: Epilogue, hardware: Hardware) -> GemmRequest:
     """The request as it would be for the same tensors on a GPU."""
     return dataclasses.replace(GemmRequest.of(a, b, epilogue), device="cuda", hardware=hardware, index=0)
 
 
 @pytest.mark.parametrize("rows, columns", [(128, 4), (256, 12), (1, 1), (129, 5), (300, 18)])
-def test_swizzled_scales_are_at_the_places_of_the_formula(rows, columns):
+def test_swizzled_scales_are_at_the_formulas_positions(rows, columns):
     scale = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
     tiles = -(-columns // 4)
     result = swizzled(scale)
@@ -67,7 +67,7 @@ def test_swizzled_scales_are_at_the_places_of_the_formula(rows, columns):
     assert torch.equal(compact(result)[:rows, :columns], scale)
 
 
-def test_swizzled_scales_of_a_transposed_view_are_those_of_its_copy():
+def test_swizzled_scales_are_equal_for_a_transposed_view_and_its_copy():
     scale = torch.randint(0, 256, (12, 256), dtype=torch.uint8).t()
     assert torch.equal(swizzled(scale), swizzled(scale.contiguous()))
     with pytest.raises(ValueError, match=r"\(100, 4\), which is not a multiple of \(128, 4\)"):
@@ -76,7 +76,7 @@ def test_swizzled_scales_of_a_transposed_view_are_those_of_its_copy():
 
 @pytest.fixture
 def library(monkeypatch):
-    return installed(monkeypatch)
+    return install(monkeypatch)
 
 
 PAIRS = {
@@ -91,11 +91,11 @@ PAIRS = {
 @pytest.mark.parametrize("architecture", ["10.0", "10.3", "11.0", "12.0", "12.1"])
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
-def test_cublaslt_computes_products_of_swizzled_scales(library, pair, biased, architecture):
+def test_cublaslt_computes_products_with_swizzled_scales(library, pair, biased, architecture):
     a, b = PAIRS[pair]()
     bias = torch.randn(b.rows).bfloat16() if biased else None
     epilogue = Epilogue(torch.float32, bias)
-    request = request_of(a, b, epilogue, hardware_named("nvidia", architecture))
+    request = gpu_request(a, b, epilogue, hardware_named("nvidia", architecture))
     assert cublaslt.unsupported_reason(request) is None
     call = cublaslt.bind(request)
     assert not isinstance(call, PlanFailure)
@@ -109,17 +109,17 @@ def test_cublaslt_adds_to_the_result_in_place_whatever_the_addresses(library, pa
         memory = torch.ones(a.rows * b.rows + 4)
         out = memory[offset : offset + a.rows * b.rows].view(a.rows, b.rows)
         epilogue = Epilogue(torch.float32, out=out, accumulate=True)
-        call = cublaslt.bind(request_of(a, b, epilogue, nvidia(10, 0)))
+        call = cublaslt.bind(gpu_request(a, b, epilogue, nvidia(10, 0)))
         assert not isinstance(call, PlanFailure)
         assert call(a, b, epilogue) is out
         assert_product(out, a, b, 1.0)
 
 
-def test_descriptors_have_the_scale_modes_and_the_pointer_mode_of_the_library(library):
+def test_descriptors_have_the_librarys_scale_and_pointer_modes(library):
     numbers = tuple(int(library.MatmulDescAttribute[name]) for name in POINTERS)
     for pair, mode, pointers in (("mxfp8", 2, None), ("nvfp4", 1, 1)):
         a, b = PAIRS[pair]()
-        problem = cublaslt.make_problem(request_of(a, b, Epilogue(torch.bfloat16), nvidia(10, 0)))
+        problem = cublaslt.make_problem(gpu_request(a, b, Epilogue(torch.bfloat16), nvidia(10, 0)))
         descriptor = library.alive[make_descriptor(library, problem, numbers).handle]
         assert (descriptor["A_SCALE_MODE"], descriptor["B_SCALE_MODE"]) == (mode, mode)
         assert descriptor.get("POINTER_MODE") == pointers
@@ -129,7 +129,7 @@ def test_descriptors_have_the_scale_modes_and_the_pointer_mode_of_the_library(li
 
 def test_cublaslt_gives_reasons_for_products_that_it_lacks(library, monkeypatch):
     def reason(a, b, hardware=B200, **changes):
-        request = request_of(a, b, Epilogue(torch.bfloat16), hardware)
+        request = gpu_request(a, b, Epilogue(torch.bfloat16), hardware)
         return str(cublaslt.unsupported_reason(dataclasses.replace(request, **changes)))
 
     a, b = PAIRS["mxfp8"]()
@@ -150,12 +150,12 @@ def test_scaled_mm_receives_swizzled_scales_and_their_recipes(monkeypatch, pair)
 
     def scaled_mm(mat_a, mat_b, **arguments):
         seen.update(arguments, a=mat_a, b=mat_b)
-        return (values_of(a) @ values_of(b).t()).to(arguments["output_dtype"])
+        return (dequantize_operand(a) @ dequantize_operand(b).t()).to(arguments["output_dtype"])
 
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
     bias = torch.randn(b.rows)
     out = torch_mm._run_swizzled_scales(a, b, Epilogue(torch.bfloat16, bias))
-    exact = values_of(a) @ values_of(b).t() + bias
+    exact = dequantize_operand(a) @ dequantize_operand(b).t() + bias
     torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=1.0)
     for side, operand in (("a", a), ("b", b)):
         scales, level = seen[f"scale_{side}"], second_level(operand)
@@ -192,14 +192,14 @@ def with_triton(monkeypatch):
 def test_kernels_multiply_where_the_tensor_cores_read_the_format(with_triton, spec_a, spec_b, having):
     a, b = quantized(spec_a, 48, 256), quantized(spec_b, 32, 256)
     for architecture in ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1"):
-        request = request_of(a, b, Epilogue(torch.bfloat16), hardware_named("nvidia", architecture))
+        request = gpu_request(a, b, Epilogue(torch.bfloat16), hardware_named("nvidia", architecture))
         assert (triton.unsupported_reason(request) is None) == (architecture in having), architecture
 
 
 def test_kernels_need_a_triton_whose_scaled_dot_is_native(with_triton, monkeypatch):
     a, b = PAIRS["mxfp8"]()
     monkeypatch.setattr(optional, "release", lambda name: (3, 7))
-    request = request_of(a, b, Epilogue(torch.bfloat16), nvidia(12, 1))
+    request = gpu_request(a, b, Epilogue(torch.bfloat16), nvidia(12, 1))
     assert triton.unsupported_reason(request) == (
         "tl.dot_scaled multiplies in bfloat16 on compute capability 12.1 before Triton 3.8; pip install "
         "--upgrade 'triton>=3.8', or install nvmath-python"
@@ -207,7 +207,7 @@ def test_kernels_need_a_triton_whose_scaled_dot_is_native(with_triton, monkeypat
     assert triton.unsupported_reason(dataclasses.replace(request, hardware=nvidia(12, 0))) is None
 
 
-def test_exponents_of_block_scales_are_repeated_for_rows_and_32_elements():
+def test_block_scale_exponents_are_repeated_for_rows_and_32_elements():
     scale = torch.exp2(torch.randint(-20, 20, (3, 2)).float())
     scale[0, 0], scale[2, 1] = 2.0**-127, 2.0**127
     codes = torch.zeros(300, 160).to(torch.float8_e4m3fn)
@@ -223,7 +223,7 @@ def test_blocks_are_multiplied_by_exponents_where_all_scales_are_powers_of_two(w
     hardware = hardware_named("nvidia", architecture)
     powers, general = quantized(POWERS_1D, 48, 256), quantized(BLOCK_1D, 48, 256)
     for a, b in ((powers, powers), (powers, general), (general, powers)):
-        request = request_of(a, b, Epilogue(torch.bfloat16), hardware)
+        request = gpu_request(a, b, Epilogue(torch.bfloat16), hardware)
         exact = a is b and hardware.has("mxfp8 products")
         assert request.power_of_two == (a is b)
         assert triton.unsupported_reason(request) is None
@@ -239,7 +239,7 @@ def test_blocks_are_promoted_where_triton_lacks_the_instruction(with_triton, mon
     monkeypatch.setattr(optional, "release", lambda name: (3, 7))
     a = quantized(POWERS_1D, 48, 256)
     for hardware, run in ((nvidia(12, 0), triton.run_exponents), (nvidia(12, 1), triton.run_blocks)):
-        request = request_of(a, a, Epilogue(torch.bfloat16), hardware)
+        request = gpu_request(a, a, Epilogue(torch.bfloat16), hardware)
         assert triton.unsupported_reason(request) is None
         assert triton.runner(request) is run
 
@@ -250,9 +250,9 @@ def test_blocks_are_decoded_to_bfloat16_without_fp8_products(with_triton, archit
     general, powers = quantized(BLOCK_1D, 48, 256), quantized(POWERS_1D, 48, 256)
     for a, chosen in ((general, "decode"), (powers, "widen")):
         for b in (a, quantized(BLOCK_2D if a is general else POWERS_2D, 128, 256)):
-            assert TABLE.chosen(request_of(a, b, Epilogue(torch.bfloat16), hardware)) == chosen
-    mixed = request_of(general, powers, Epilogue(torch.float32), hardware)
+            assert TABLE.chosen(gpu_request(a, b, Epilogue(torch.bfloat16), hardware)) == chosen
+    mixed = gpu_request(general, powers, Epilogue(torch.float32), hardware)
     assert TABLE.chosen(mixed) == "decode"
     tensors = quantized(QuantizeSpec(formats.FLOAT8, formats.E4M3), 48, 256)
     for a in (tensors, quantized(MXFP8, 48, 256), quantized(NVFP4, 48, 256)):
-        assert TABLE.chosen(request_of(a, a, Epilogue(torch.bfloat16), hardware)) == "widen"
+        assert TABLE.chosen(gpu_request(a, a, Epilogue(torch.bfloat16), hardware)) == "widen"

@@ -13,7 +13,7 @@ DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 48), (63, 65), (130, 257), (0, 8), (2048, 4096)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_codes_only_move(shape, dtype, device):
+def test_transposing_moves_codes_without_changing_them(shape, dtype, device):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(dtype)
     turned = transposed_codes(codes)
     assert turned.dtype == dtype and turned.is_contiguous()
@@ -25,7 +25,7 @@ def test_a_view_is_transposed_like_its_copy(device):
     assert torch.equal(transposed_codes(codes), codes.t())
 
 
-def test_a_graph_has_the_same_bytes(device):
+def test_a_compiled_transpose_has_the_same_bytes(device):
     codes = torch.randint(0, 256, (64, 96), dtype=torch.uint8, device=device)
     torch._dynamo.reset()
     compiled = torch.compile(transposed_codes, fullgraph=True, backend="aot_eager")

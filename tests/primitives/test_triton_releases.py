@@ -55,7 +55,7 @@ def steps():
     return json.loads(forked.output(["-W", "ignore", "-c", PROGRAM], programs.ROOT, environment, 300))
 
 
-def test_no_kernel_starts_that_triton_does_not_compile(steps):
+def test_no_kernel_launches_that_triton_does_not_compile(steps):
     started, _ = steps
     assert started == []
 

@@ -1,1 +1,1 @@
-"""Code shared by tests of several folders: layers and recipes, comparisons, tolerances, oracles, settings to change."""
+"""Code that several test folders share: layers, recipes, comparisons, tolerances, oracles, settings."""

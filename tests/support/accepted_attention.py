@@ -1,4 +1,4 @@
-"""Calls of attention with arguments in another form or without effect, each paired with the plain call."""
+"""Attention calls with arguments in another form or without effect, each paired with the plain call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 
-from .accepted_forms import BATCH, HEADS, HIDDEN, OFF, TOKENS, Pair, heads_of, hidden, outcome, sample
+from .accepted_forms import BATCH, HEADS, HIDDEN, OFF, TOKENS, Pair, hidden, outcome, sample, sample_heads
 
 LAST_TWO = torch.tensor([[0] * 6 + [1] * 2, [0] * 8])  # 1 = masked: the last two tokens of the first sequence
 PADDING = LAST_TWO.view(BATCH, 1, 1, TOKENS)
 DIAGONAL = torch.ones(1, 1, TOKENS, TOKENS).triu(1)  # 1 = masked
 ADDITIVE = DIAGONAL.masked_fill(DIAGONAL.bool(), float("-inf"))
 
-# Masks of other forms, with the type that reads them and the equivalent bool mask; None: the type reads none.
+# Masks in other forms, with the type that reads them and the equivalent bool mask; None: the type reads none.
 MASKS: dict[str, tuple[str, Any, Any]] = {
     "causal, additive float": ("causal", ADDITIVE, None),
     "causal, float padding": ("causal", PADDING.float(), None),
@@ -38,7 +38,7 @@ MASKS: dict[str, tuple[str, Any, Any]] = {
     "arbitrary, int32": ("arbitrary", DIAGONAL.int(), DIAGONAL.bool()),
 }
 
-# Options of DotProductAttention.forward, and the options of the same call in plain spelling.
+# Options for DotProductAttention.forward, and the options for the same call in plain spelling.
 OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"core_attention_bias": sample(1, HEADS, TOKENS, TOKENS)}, {}),
     ({"alibi_slopes": torch.ones(HEADS)}, {}),
@@ -55,15 +55,21 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def mask_pairs() -> Iterator[Pair]:
-    """Yield calls with a mask of another form, of the attention and of a layer around it."""
+    """Yield attention and layer calls with a mask in another form."""
     for name, (kind, given, plain) in MASKS.items():
         yield Pair(
             f"DotProductAttention, {name}",
             lambda kind=kind, given=given: outcome(
-                lambda: te.DotProductAttention(4, 16), *heads_of(), attention_mask=given, attn_mask_type=kind
+                lambda: te.DotProductAttention(4, 16),
+                *sample_heads(),
+                attention_mask=given,
+                attn_mask_type=kind,
             ),
             lambda kind=kind, plain=plain: outcome(
-                lambda: te.DotProductAttention(4, 16), *heads_of(), attention_mask=plain, attn_mask_type=kind
+                lambda: te.DotProductAttention(4, 16),
+                *sample_heads(),
+                attention_mask=plain,
+                attn_mask_type=kind,
             ),
         )
         yield Pair(
@@ -82,12 +88,12 @@ def mask_pairs() -> Iterator[Pair]:
 
 
 def option_pairs() -> Iterator[Pair]:
-    """Yield calls of DotProductAttention with numbers and flags of other forms."""
+    """Yield DotProductAttention calls with numbers and flags in other forms."""
     for number, (given, plain) in enumerate(OPTIONS):
         yield Pair(
             f"{number} DotProductAttention.forward({', '.join(given)})",
-            lambda given=given: outcome(lambda: te.DotProductAttention(4, 16), *heads_of(), **given),
-            lambda plain=plain: outcome(lambda: te.DotProductAttention(4, 16), *heads_of(), **plain),
+            lambda given=given: outcome(lambda: te.DotProductAttention(4, 16), *sample_heads(), **given),
+            lambda plain=plain: outcome(lambda: te.DotProductAttention(4, 16), *sample_heads(), **plain),
         )
 
 
@@ -96,7 +102,7 @@ def angles(tokens: int = TOKENS, **options: Any) -> torch.Tensor:
 
 
 def layer_pairs() -> Iterator[Pair]:
-    """Yield calls of attention layers with arguments that they do not read, or in another form."""
+    """Yield attention layer calls with arguments that they do not read, or in another form."""
 
     def mha(**options: Any) -> te.MultiheadAttention:
         return te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device="cpu", **options)
@@ -138,7 +144,7 @@ def layer_in_evaluation(**options: Any) -> torch.Tensor:
 
 
 def rotary_pairs() -> Iterator[Pair]:
-    """Yield rotary embeddings made and called with numbers of other forms."""
+    """Yield rotary embeddings constructed and called with numbers in other forms."""
     for name, make, max_seq_len, offset in (
         ("0-d tensor", lambda: te.RotaryPositionEmbedding(16), torch.tensor(8), 0),
         ("int32 0-d tensor", lambda: te.RotaryPositionEmbedding(16.0), torch.tensor(8, dtype=torch.int32), 0),
@@ -164,7 +170,7 @@ def rotary_pairs() -> Iterator[Pair]:
 
 
 def cached_steps(cache: te.InferenceParams, tokens: Any) -> torch.Tensor:
-    """Return the outputs of two steps of `tokens` and 1 new tokens per sequence."""
+    """Outputs from two steps, with `tokens` and 1 new tokens per sequence."""
     layer = te.DotProductAttention(HEADS, 16, layer_number=1, qkv_format="bshd", attn_mask_type="causal")
     outputs = []
     for new, seed in ((tokens, 1), (1, 4)):
@@ -175,7 +181,7 @@ def cached_steps(cache: te.InferenceParams, tokens: Any) -> torch.Tensor:
 
 
 def cache_pairs() -> Iterator[Pair]:
-    """Yield caches with sizes of other forms."""
+    """Yield caches with sizes in other forms."""
     options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     for name, sizes, tokens in (
         ("numpy", (numpy.int64(2), numpy.int32(16), numpy.int64(4), numpy.int64(16)), numpy.int64(3)),
@@ -190,7 +196,7 @@ def cache_pairs() -> Iterator[Pair]:
 
 
 def extension_pairs() -> Iterator[Pair]:
-    """Yield functions of the extension with numbers and flags of other forms."""
+    """Yield extension functions with numbers and flags in other forms."""
     scores, triangle, masked = sample(2, 4, 8, 8), sample(8, 8, 8), torch.zeros(2, 1, 8, 8, dtype=torch.bool)
     for name, inputs in (
         ("scaled_softmax_forward", (scores,)),

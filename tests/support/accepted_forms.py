@@ -15,7 +15,7 @@ OFF: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device"
 
 
 class Pair(NamedTuple):
-    """Two calls that have to give the same bits."""
+    """Two calls whose results have to be bitwise equal."""
 
     name: str
     given: Callable[[], Any]
@@ -31,7 +31,7 @@ def hidden() -> torch.Tensor:
 
 
 def outcome(layer: Callable[[], torch.nn.Module], *inputs: torch.Tensor, **options: Any) -> tuple[Any, ...]:
-    """Return the outputs of a layer with fixed initial values, and the gradient of its first input."""
+    """Outputs from a layer with fixed initial values, and the gradient of its first input."""
     torch.manual_seed(1)
     module = layer()
     x = inputs[0].clone().requires_grad_()
@@ -204,7 +204,7 @@ CONSTRUCTORS: list[tuple[Any, tuple[torch.Tensor, ...], dict[str, Any], dict[str
 
 
 def constructor_pairs() -> Iterator[Pair]:
-    """Yield layers made with arguments in another form."""
+    """Yield layers constructed with arguments in another form."""
     for number, (kind, inputs, given, plain) in enumerate(CONSTRUCTORS):
         device = {} if "device" in given else {"device": "cpu"}
         changed = [name for name in given if name not in plain or given[name] is not plain[name]]
@@ -219,7 +219,7 @@ def constructor_pairs() -> Iterator[Pair]:
         )
 
 
-def heads_of(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sample_heads(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(sample(tokens, BATCH, HEADS, 16, seed=seed) for seed in (1, 2, 3))  # pyright: ignore[reportReturnType]
 
 
@@ -237,14 +237,14 @@ DPA_CONSTRUCTORS: list[tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]]] =
 
 
 def attention_constructor_pairs() -> Iterator[Pair]:
-    """Yield attentions made with arguments in another form."""
+    """Yield attentions constructed with arguments in another form."""
     for number, (sizes, given, plain) in enumerate(DPA_CONSTRUCTORS):
         yield Pair(
             f"{number} DotProductAttention{sizes!r} {', '.join(given)}",
             lambda sizes=sizes, given=given: outcome(
-                lambda: te.DotProductAttention(*sizes, **given), *heads_of()
+                lambda: te.DotProductAttention(*sizes, **given), *sample_heads()
             ),
-            lambda plain=plain: outcome(lambda: te.DotProductAttention(4, 16, **plain), *heads_of()),
+            lambda plain=plain: outcome(lambda: te.DotProductAttention(4, 16, **plain), *sample_heads()),
         )
 
 
@@ -259,7 +259,7 @@ FLAGS_OF_FORWARD: list[tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any
 
 
 def forward_pairs() -> Iterator[Pair]:
-    """Yield forward calls of layers with products."""
+    """Yield forward calls on layers with products."""
     for number, (kind, sizes, given, plain) in enumerate(FLAGS_OF_FORWARD):
         yield Pair(
             f"{number} {kind.__name__}.forward({', '.join(given)})",
@@ -284,7 +284,7 @@ SPLITS = {
 
 
 def split_pairs() -> Iterator[Pair]:
-    """Yield rows of groups in other forms, for the three modules that take them."""
+    """Yield group row counts in other forms, for the three modules that take them."""
     for name, splits in SPLITS.items():
 
         def given(splits: Any = splits) -> Any:

@@ -1,4 +1,4 @@
-"""A headless browser for tests of the built documentation."""
+"""A headless browser for tests on the built documentation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 
-def installed_program() -> str | None:
-    """Path of the first installed browser, or None."""
+def find_browser() -> str | None:
+    """Path to the first installed browser, or None."""
     return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
@@ -50,7 +50,7 @@ class Browser:
         return json.loads(text)
 
     def call(self, method: str, until: str = "", **arguments: Any) -> dict[str, Any]:
-        """Return the result of a command; with `until`, wait for that event too."""
+        """Send a command and return its result; with `until`, wait for that event too."""
         self._count += 1
         message = {"id": self._count, "method": method, "params": arguments}
         if self._session:

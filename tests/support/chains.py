@@ -1,4 +1,4 @@
-"""Operations of te.ops in plain PyTorch, and random chains of them."""
+"""te.ops operations in plain PyTorch, and random operation chains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import CustomRecipe, Float8CurrentScaling,
 from transformer_engine.pytorch import Float8CurrentScalingQuantizer, IdentityQuantizer, ops
 
 
-def _mixed_quantizers(role: Any) -> Any:
+def _make_mixed_quantizer(role: Any) -> Any:
     """Inputs in E4M3 and gradients in E5M2 with one scale; weights in high precision."""
     tensor = getattr(role, "tensor_type", "")
     if tensor == "weight":
@@ -25,7 +25,7 @@ def _mixed_quantizers(role: Any) -> Any:
 
 
 RECIPES: dict[str, Recipe | None] = layers.RECIPES | {
-    "custom": CustomRecipe(qfactory=_mixed_quantizers),
+    "custom": CustomRecipe(qfactory=_make_mixed_quantizer),
     "high_precision": Float8CurrentScaling(backward_override="high_precision"),
     "dequantized": MXFP8BlockScaling(backward_override="dequantized"),
 }
@@ -106,7 +106,7 @@ def _norm(op: Any, x: Tensor) -> Tensor:
 
 
 def plain(op: Any, x: Tensor, extra: Iterator[Tensor], made: list[Tensor]) -> Tensor:
-    """Return the output of an operation in torch operations; extra outputs are appended to `made`."""
+    """Compute an operation with torch operations; extra outputs are appended to `made`."""
     kind = type(op)
     if kind is ops.Linear or op.is_fused_op:
         for basic in op.basic_ops:
@@ -137,28 +137,28 @@ def plain(op: Any, x: Tensor, extra: Iterator[Tensor], made: list[Tensor]) -> Te
 
 
 def run_plain(chain: Any, x: Tensor, *extra: Tensor) -> Any:
-    """Return the results of a Sequential, computed by torch operations."""
+    """Compute a Sequential's results with torch operations."""
     given, made = iter(extra), []
     for op in chain:
         x = plain(op, x, given, made)
     return (x, *made) if made else x
 
 
-WIDTH = 64  # of the input of a random chain; every hidden size is a multiple
+WIDTH = 64  # for a random chain's input; every hidden size is a multiple
 _KINDS = (
     "linear", "linear", "basic_linear", "bias", "activation", "gated", "norm", "l2", "scale", "identity", "reshape",
     "add", "make", "quantize", "scaled",
 )  # fmt: skip
 
 
-# Descriptions of the operations of a chain: (kind, argument).
+# Descriptions for a chain's operations: (kind, argument).
 chains = strategies.lists(
     strategies.tuples(strategies.sampled_from(_KINDS), strategies.integers(0, 7)), min_size=1, max_size=7
 )
 
 
 def build(described: list[Any], device: torch.device, dtype: torch.dtype) -> tuple[Any, list[str], int]:
-    """Return the Sequential of a description, the kinds of its extra inputs, and the width of its output."""
+    """Sequential built from a description, the kinds of its extra inputs, and its output width."""
     width, made, extra = WIDTH, [], []
     place = {"device": device, "dtype": dtype}
     plain_kinds = [kind for kind in ACTIVATIONS if kind not in SCALED]

@@ -19,7 +19,7 @@ class Result(NamedTuple):
 
 
 def te(*arguments: object, columns: int = 200) -> Result:
-    """Run `te` with arguments, on a terminal of so many columns."""
+    """Run `te` with arguments, on a terminal with the given number of columns."""
     printed = io.StringIO()
     code: object = 0
     with (

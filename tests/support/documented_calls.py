@@ -1,4 +1,4 @@
-"""Calls as documentation of the original and sources of its clients write them, each paired with plain PyTorch."""
+"""Calls as the original's and its clients' documentation write them, each paired with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import transformer_engine.pytorch as te
 
-from .accepted_forms import HEADS, HIDDEN, OFF, heads_of, hidden, sample
+from .accepted_forms import HEADS, HIDDEN, OFF, hidden, sample, sample_heads
 
 
 class Documented(NamedTuple):
@@ -25,7 +25,7 @@ class Documented(NamedTuple):
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any = None, scale: Any = None
 ) -> torch.Tensor:
-    """Return softmax(scale * q k^T + bias) v of q, k, v [b, s, h, d] as [b, s, h * d]."""
+    """softmax(scale * q k^T + bias) v for q, k, v [b, s, h, d], as [b, s, h * d]."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
@@ -34,7 +34,7 @@ def attention(
 
 
 def band(size: int, left: int) -> torch.Tensor:
-    """Return the bias of a causal mask in which a query sees `left` earlier keys; -1 = all."""
+    """Bias for a causal mask in which a query sees `left` earlier keys; -1 = all."""
     hidden_keys = torch.ones(size, size).triu(1).bool()
     if left >= 0:
         hidden_keys |= torch.ones(size, size).tril(-left - 1).bool()
@@ -45,8 +45,8 @@ def bshd(groups: int = HEADS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return sample(2, 8, HEADS, 16, seed=1), sample(2, 8, groups, 16, seed=2), sample(2, 8, groups, 16, seed=3)
 
 
-def made(layer: torch.nn.Module) -> torch.nn.Module:
-    """Return the layer with parameters that differ from their defaults."""
+def randomize_parameters(layer: torch.nn.Module) -> torch.nn.Module:
+    """The layer, with parameters that differ from their defaults."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -58,22 +58,24 @@ def linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, layer.weight, layer.bias if layer.use_bias else None)
 
 
-LINEAR = made(te.Linear(16, 32, bias=True, device="cpu"))
-NO_BIAS = made(te.Linear(16, 32, bias=False, init_method=None, device="cpu"))
-RETURNED: Any = made(te.Linear(16, 32, return_bias=True, device="cpu"))
-SPLIT: Any = made(te.Linear(16, 24, parameters_split=("q", "k_", "v"), device="cpu"))
-SIZED: Any = made(te.Linear(16, 24, parameters_split={"q": 16, "kv": 8}, device="cpu"))
-NORM: Any = made(
+LINEAR = randomize_parameters(te.Linear(16, 32, bias=True, device="cpu"))
+NO_BIAS = randomize_parameters(te.Linear(16, 32, bias=False, init_method=None, device="cpu"))
+RETURNED: Any = randomize_parameters(te.Linear(16, 32, return_bias=True, device="cpu"))
+SPLIT: Any = randomize_parameters(te.Linear(16, 24, parameters_split=("q", "k_", "v"), device="cpu"))
+SIZED: Any = randomize_parameters(te.Linear(16, 24, parameters_split={"q": 16, "kv": 8}, device="cpu"))
+NORM: Any = randomize_parameters(
     te.LayerNorm(
         normalized_shape=16, eps=1e-3, sequence_parallel=False, zero_centered_gamma=True, device="cpu"
     )
 )
-RMS: Any = made(te.RMSNorm(16, eps=1e-6, dtype=torch.float32, device="cpu"))
-NORM_LINEAR: Any = made(te.LayerNormLinear(16, 48, bias=False, init_method=None, device="cpu"))
-NORM_OUT: Any = made(
+RMS: Any = randomize_parameters(te.RMSNorm(16, eps=1e-6, dtype=torch.float32, device="cpu"))
+NORM_LINEAR: Any = randomize_parameters(
+    te.LayerNormLinear(16, 48, bias=False, init_method=None, device="cpu")
+)
+NORM_OUT: Any = randomize_parameters(
     te.LayerNormLinear(16, 32, normalization="RMSNorm", return_layernorm_output=True, device="cpu")
 )
-SWIGLU: Any = made(
+SWIGLU: Any = randomize_parameters(
     te.LayerNormMLP(
         hidden_size=16,
         ffn_hidden_size=32,
@@ -84,8 +86,8 @@ SWIGLU: Any = made(
         device="cpu",
     )
 )
-MLP: Any = made(te.LayerNormMLP(hidden_size=16, ffn_hidden_size=32, device="cpu"))
-GROUPED: Any = made(
+MLP: Any = randomize_parameters(te.LayerNormMLP(hidden_size=16, ffn_hidden_size=32, device="cpu"))
+GROUPED: Any = randomize_parameters(
     te.GroupedLinear(
         num_gemms=3, in_features=16, out_features=32, bias=True, params_dtype=torch.float32, device="cpu"
     )
@@ -111,7 +113,7 @@ def mlp(x: torch.Tensor) -> torch.Tensor:
     return F.linear(inner, MLP.fc2_weight, MLP.fc2_bias)
 
 
-def by_groups(rows: list[int]) -> torch.Tensor:
+def grouped_linear(rows: list[int]) -> torch.Tensor:
     parts = ROWS.split(rows)
     return torch.cat(
         [
@@ -185,12 +187,12 @@ _LAYERS: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     (
         "Megatron: TEGroupedLinear with m_splits",
         lambda: GROUPED(ROWS, [3, 0, 5]),
-        lambda: by_groups([3, 0, 5]),
+        lambda: grouped_linear([3, 0, 5]),
     ),
     (
         "AutoModel: GroupedLinear.forward through the class",
         lambda: te.GroupedLinear.forward(GROUPED, ROWS, torch.tensor([1, 3, 4])),
-        lambda: by_groups([1, 3, 4]),
+        lambda: grouped_linear([1, 3, 4]),
     ),
     (
         "Megatron: Fp8Padding(1) in inference",
@@ -200,13 +202,13 @@ _LAYERS: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     ("Megatron: Fp8Unpadding", lambda: te.Fp8Unpadding(1, 16)(F.pad(ROWS, (0, 0, 0, 8)), [8]), lambda: ROWS),
     (
         "lightning: te.Linear(in, out, bias=bool) with swapped data",
-        lambda: swapped(ROWS),
+        lambda: linear_with_replaced_data(ROWS),
         lambda: F.linear(ROWS, torch.eye(16), torch.ones(16)),
     ),
 ]
 
 
-def swapped(x: torch.Tensor) -> torch.Tensor:
+def linear_with_replaced_data(x: torch.Tensor) -> torch.Tensor:
     layer = te.Linear(16, 16, bias=True)
     layer.weight.data, layer.bias.data = torch.eye(16), torch.ones(16)
     return layer(x)
@@ -233,14 +235,14 @@ BOUNDS, PADDED = torch.tensor([0, 3, 5, 9], dtype=torch.int32), torch.tensor([0,
 
 
 def packed(bounds: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
-    """Return packed q = k = v [t, h, d], and the places of the sequences in it."""
+    """Packed q = k = v [t, h, d], and the sequence positions in it."""
     x = sample(int(bounds[-1]), HEADS, 16, seed=7)
     places = [slice(begin, begin + n) for begin, n in zip(bounds.tolist(), lengths, strict=False)]
     return x, torch.zeros(x.shape[0], HEADS * 16), places
 
 
 def one_by_one(bounds: torch.Tensor) -> torch.Tensor:
-    """Return causal attention of the sequences of lengths 3, 2, 4 that begin at the bounds."""
+    """Causal attention on the sequences with lengths 3, 2, 4 that begin at the bounds."""
     x, out, places = packed(bounds, [3, 2, 4])
     for place in places:
         q = x[place][None]
@@ -255,7 +257,7 @@ def thd(**padded: torch.Tensor) -> torch.Tensor:
 
 
 def padded_batch(given_as_mask: bool) -> torch.Tensor:
-    """The page's example: sequences of 3, 2 and 4 tokens, padded to 4."""
+    """The page's example: sequences with 3, 2 and 4 tokens, padded to 4."""
     x = sample(3, 4, HEADS, 16, seed=8)
     masked = torch.arange(4)[None] >= torch.tensor([3, 2, 4])[:, None]
     call = (
@@ -282,7 +284,7 @@ def off_by_one() -> torch.Tensor:
 
 
 def sbhd_oracle(bias: Any) -> torch.Tensor:
-    q, k, v = (x.transpose(0, 1) for x in heads_of())
+    q, k, v = (x.transpose(0, 1) for x in sample_heads())
     return attention(q, k, v, bias).transpose(0, 1)
 
 
@@ -320,8 +322,8 @@ _ATTENTION: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     ("page of DotProductAttention: packed sequences", lambda: thd(), lambda: one_by_one(BOUNDS)),
     (
         "page of DotProductAttention: tokens between packed sequences",
-        lambda: kept_tokens(thd(cu_seqlens_q_padded=PADDED, cu_seqlens_kv_padded=PADDED)),
-        lambda: kept_tokens(one_by_one(PADDED)),
+        lambda: drop_padding(thd(cu_seqlens_q_padded=PADDED, cu_seqlens_kv_padded=PADDED)),
+        lambda: drop_padding(one_by_one(PADDED)),
     ),
     ("page of DotProductAttention: padded batch by cu_seqlens", lambda: padded_batch(False), padded_oracle),
     (
@@ -347,7 +349,7 @@ _ATTENTION: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     (
         "Megatron: post_scale_bias",
         lambda: dpa(
-            *heads_of(),
+            *sample_heads(),
             **NO_MASK,
             call={"core_attention_bias_type": "post_scale_bias", "core_attention_bias": BIAS},
         ),
@@ -356,7 +358,7 @@ _ATTENTION: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     (
         "page of DotProductAttention: pre_scale_bias",
         lambda: dpa(
-            *heads_of(),
+            *sample_heads(),
             **NO_MASK,
             call={"core_attention_bias_type": "pre_scale_bias", "core_attention_bias": BIAS},
         ),
@@ -365,7 +367,7 @@ _ATTENTION: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     (
         "page of DotProductAttention: arbitrary mask",
         lambda: dpa(
-            *heads_of(),
+            *sample_heads(),
             attn_mask_type="arbitrary",
             call={"attention_mask": torch.ones(1, 1, 8, 8).triu(1).bool()},
         ),
@@ -373,7 +375,7 @@ _ATTENTION: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     ),
     (
         "Megatron: attention_mask=None with causal",
-        lambda: dpa(*heads_of(), attn_mask_type="causal", call={"attention_mask": None}),
+        lambda: dpa(*sample_heads(), attn_mask_type="causal", call={"attention_mask": None}),
         lambda: sbhd_oracle(band(8, -1)),
     ),
     (
@@ -394,18 +396,18 @@ def angle_table(offset: float) -> torch.Tensor:
     return torch.cat((angles, angles), dim=-1)
 
 
-def kept_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Return the rows of the sequences, without those between them."""
+def drop_padding(x: torch.Tensor) -> torch.Tensor:
+    """Sequence rows, without the rows between sequences."""
     return torch.cat([x[0:3], x[4:6], x[8:12]])
 
 
 def block(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return attention [b, s, hidden] of a fused, interleaved projection, causal, before the output projection."""
+    """Attention [b, s, hidden] from a fused, interleaved projection, causal, before the output projection."""
     qkv = x.unflatten(-1, (HEADS, 3, HIDDEN // HEADS))
     return F.linear(attention(*qkv.unbind(-2), band(x.shape[1], -1)), layer.proj.weight, layer.proj.bias)
 
 
-MHA: Any = made(
+MHA: Any = randomize_parameters(
     te.MultiheadAttention(
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
@@ -415,7 +417,7 @@ MHA: Any = made(
         device="cpu",
     )
 )
-LAYER: Any = made(
+LAYER: Any = randomize_parameters(
     te.TransformerLayer(
         HIDDEN,
         96,
@@ -429,7 +431,7 @@ LAYER: Any = made(
         **OFF,
     )
 )
-PARALLEL: Any = made(
+PARALLEL: Any = randomize_parameters(
     te.TransformerLayer(
         HIDDEN, 96, HEADS, fuse_qkv_params=True, attn_input_format="bshd", parallel_attention_mlp=True, **OFF
     )
@@ -437,7 +439,7 @@ PARALLEL: Any = made(
 BATCHED = sample(2, 8, HIDDEN, seed=11)
 
 
-def attended(layer: Any, x: torch.Tensor) -> torch.Tensor:
+def project_and_attend(layer: Any, x: torch.Tensor) -> torch.Tensor:
     self_attention = layer.self_attention
     normed = layer_norm(self_attention.layernorm_qkv, x)
     return block(self_attention, linear(self_attention.layernorm_qkv, normed))
@@ -450,7 +452,7 @@ def feed_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def transformer() -> torch.Tensor:
-    h = BATCHED + attended(LAYER, BATCHED)
+    h = BATCHED + project_and_attend(LAYER, BATCHED)
     return h + feed_forward(LAYER, h)
 
 
@@ -481,7 +483,7 @@ _WHOLE: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
     (
         "page of TransformerLayer: parallel_attention_mlp",
         lambda: PARALLEL(BATCHED),
-        lambda: BATCHED + attended(PARALLEL, BATCHED) + feed_forward(PARALLEL, BATCHED),
+        lambda: BATCHED + project_and_attend(PARALLEL, BATCHED) + feed_forward(PARALLEL, BATCHED),
     ),
     (
         "page of TransformerLayer: checkpoint_core_attention",

@@ -1,4 +1,4 @@
-"""A mark for tests of the code that exists for host time alone."""
+"""A mark for tests on code that exists for host time alone."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Python programs, each in a process that is forked from a server in which torch or JAX is imported.
+"""Python programs, each in a process forked from a server that has imported torch or JAX.
 
-Importing torch, its compiler and the package takes five seconds of a new interpreter, JAX with Flax two, and a forked
-process none. The server of torch is that of `multiprocessing`, so that ranks (tests/distributed/ranks.py) are forked
-from it too. Programs for Triton's interpreter have another server, because Triton reads TRITON_INTERPRET when it is
-imported, and programs of JAX a third one without torch. JAX reads XLA_FLAGS later, in the forked process.
+Importing torch, its compiler and the package takes five seconds in a new interpreter, JAX with Flax two, and
+a forked process none. The torch server is the one that `multiprocessing` uses, so that ranks
+(tests/distributed/ranks.py) are forked from it too. Programs for Triton's interpreter have another server,
+because Triton reads TRITON_INTERPRET when it is imported, and JAX programs a third one without torch. JAX
+reads XLA_FLAGS later, in the forked process.
 
-Tests of an import, and of variables that are read during one, need `tests.support.programs` instead.
+Tests on an import, and on variables that are read during one, need `tests.support.programs` instead.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class Program:
     """A running program: `python *arguments`, where the arguments begin with -W, -c, -m or a file.
 
     Args:
-        arguments: Command line of Python.
+        arguments: Python command line.
         folder: Working directory.
-        environment: All environment variables; TRITON_INTERPRET chooses a server of torch.
-        framework: "torch" or "jax". Programs of JAX run on the CPU. Variables that JAX reads when it is imported have
+        environment: All environment variables; TRITON_INTERPRET chooses a torch server.
+        framework: "torch" or "jax". JAX programs run on the CPU. Variables that JAX reads when it is imported
+        have
             no effect, and neither does removing torch: the server has imported JAX and the package already.
     """
 
@@ -68,7 +70,7 @@ class Program:
             self.process.start()
 
     def _start_from(self, server: forkserver.ForkServer, **variables: str) -> None:
-        """Fork the process from a server, whose imports read these variables of the environment."""
+        """Fork the process from a server, whose imports read these environment variables."""
         with (
             mock.patch.dict(os.environ, variables),
             mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
@@ -100,7 +102,7 @@ def output(
     patience: float | None = None,
     framework: str = "torch",
 ) -> str:
-    """Return the output of a program; fail with the end of its standard error if its exit status is not 0."""
+    """Run a program and return its output; if its exit status is not 0, fail with its last errors."""
     program = Program(arguments, folder, environment, framework)
     status = program.finish(patience)
     assert status == 0, f"exit status {status}: {program.errors[-3000:]}"
@@ -109,7 +111,7 @@ def output(
 
 def _run(arguments: list[str], folder: str, environment: dict[str, str], files: tuple[str, str]) -> None:
     """Run a program in this process as Python would in a new one."""
-    gc.freeze()  # collections do not visit the objects of the server
+    gc.freeze()  # collections do not visit the server's objects
     for descriptor, path in enumerate(files, 1):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
@@ -127,8 +129,9 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], files: 
             sys.argv, sys.path[:] = rest, [folder, *paths]
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
             return
-        # The module stays in sys.modules to the end of the process. Deleting a process group with the variables of a
-        # program, as `runpy.run_path` does, can wait forever for one of its threads, which waits for the interpreter.
+        # The module stays in sys.modules to the end of the process. Deleting a process group with a program's
+        # variables, as `runpy.run_path` does, can wait forever for one of its threads, which waits for the
+        # interpreter.
         sys.modules["__main__"] = main = types.ModuleType("__main__")
         if form == "-c":
             program, *sys.argv[1:] = rest

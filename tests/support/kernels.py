@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run: on a GPU, or under TRITON_INTERPRET=1 in the interpreter, on small shapes."""
+"""Where Triton kernel tests run: on a GPU, or with TRITON_INTERPRET=1 interpreted, on small shapes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
 
 
-def sized(names: str, small: Sequence[Any], large: Sequence[Any], **options: Any) -> pytest.MarkDecorator:
-    """A parametrization over small shapes, and on a GPU large ones too."""
+def parametrize_sizes(
+    names: str, small: Sequence[Any], large: Sequence[Any], **options: Any
+) -> pytest.MarkDecorator:
+    """Parametrize over small shapes, and on a GPU over large shapes too."""
     return pytest.mark.parametrize(names, [*small] if INTERPRETED else [*small, *large], **options)

@@ -1,4 +1,4 @@
-"""Small layers of every public kind, the recipes, and one call of a layer with all its results."""
+"""One small layer per public layer class, the recipes, and one layer call with all its results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUANTIZED = [name for name in RECIPES if name != "none"]
 
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 64, 96, 2, 16, 4
 _NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-# {public layer: arguments of its constructor}
+# {public layer: constructor arguments}
 KINDS: dict[type[torch.nn.Module], dict[str, Any]] = {
     te.Linear: {"in_features": HIDDEN, "out_features": FFN},
     te.LayerNormLinear: {"in_features": HIDDEN, "out_features": FFN},
@@ -55,8 +55,8 @@ KINDS: dict[type[torch.nn.Module], dict[str, Any]] = {
 NAMES = {kind.__name__: kind for kind in KINDS}
 
 
-def layer_of(name: str, /, device: torch.device | str | None = None, **options: Any) -> torch.nn.Module:
-    """A layer by the name of its kind, the same weights every time; on the device that is there unless one is given."""
+def make_layer(name: str, /, device: torch.device | str | None = None, **options: Any) -> torch.nn.Module:
+    """A layer by its class name, always with the same weights; on the available device by default."""
     kind = NAMES[name]
     torch.manual_seed(0)
     if device is None:
@@ -69,8 +69,8 @@ def layer_of(name: str, /, device: torch.device | str | None = None, **options: 
     return layer
 
 
-def call_of(layer: torch.nn.Module, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Callable]:
-    """Return an input that requires a gradient, and a function that calls the layer with it."""
+def make_call(layer: torch.nn.Module, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, Callable]:
+    """An input that requires a gradient, and a function that calls the layer with it."""
     packed = isinstance(layer, te.DotProductAttention)
     shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
     nowhere = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -86,8 +86,8 @@ def call_of(layer: torch.nn.Module, dtype: torch.dtype = torch.float32) -> tuple
 
 
 def results(layer: torch.nn.Module, recipe: Recipe | None = None) -> list[torch.Tensor]:
-    """Outputs, input gradient and parameter gradients of one call; no gradients are left behind."""
-    x, call = call_of(layer)
+    """Outputs, input gradient and parameter gradients from one call; no gradients are left behind."""
+    x, call = make_call(layer)
     layer.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -103,12 +103,12 @@ def results(layer: torch.nn.Module, recipe: Recipe | None = None) -> list[torch.
 
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    """The same number of tensors, the same bits."""
+    """The same tensor count, the same bits."""
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def same_as_eager(eager: list[torch.Tensor], compiled: list[torch.Tensor]) -> bool:
-    """The bits of eager mode; on a GPU, up to float32 rounding, for eager mode sums in kernels that do more at once."""
+    """Bitwise equality; on a GPU up to float32 rounding, as eager mode sums in kernels that fuse more."""
     for a, b in zip(eager, compiled, strict=True):
         if a.is_cuda:
             if float((a - b).norm()) > 1e-5 * float(a.norm()):
@@ -128,7 +128,7 @@ LAYERS = {
 def sample(
     device: torch.device | str, rows: tuple[int, ...] = (2, 32), dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return an input [.., HIDDEN] that requires a gradient."""
+    """An input [.., HIDDEN] that requires a gradient."""
     return torch.randn(*rows, HIDDEN, device=device, dtype=dtype, requires_grad=True)
 
 

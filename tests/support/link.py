@@ -58,9 +58,9 @@ class RecordedLink:
 
 
 class TimedLink(RecordedLink):
-    """A `RecordedLink` that simulates the time of a step: computation and copies run in order, with waits.
+    """A `RecordedLink` that simulates step time: computation and copies run in order, with waits.
 
-    now    time of the computation, which the caller advances
+    now    computation time, which the caller advances
     free   time at which the link has finished all requested copies
     """
 

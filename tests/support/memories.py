@@ -1,4 +1,4 @@
-"""forget(): clear every cache of the process, as in a new process."""
+"""forget(): clear every cache in the process, as in a new process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 @functools.lru_cache(maxsize=1)
 def _memories(loaded: int) -> tuple[dict, ...]:
-    """The dictionaries of the kinds that transformer_engine.common makes for remembering, while so many modules are."""
+    """Cache dictionaries of transformer_engine.common's classes; collected again when `loaded` changes."""
     common = "transformer_engine.common."
     return tuple(
         x for x in gc.get_objects() if issubclass(type(x), dict) and type(x).__module__.startswith(common)

@@ -1,7 +1,8 @@
-"""All settings that a caller may change between two calls of a layer, found by inspection instead of in a list.
+"""All settings that a caller may change between two layer calls, found by inspection, not in a list.
 
-`attributes(name)` are the public settings of a layer; `values_for` finds values for each, by trying a pool of
-values on the constructor; `recipe_changes` and `variables` are the fields of recipes and our environment variables.
+`attributes(name)` are a layer's public settings; `other_values` finds values for each, by trying a pool of
+values on the constructor; `recipe_changes` and `variables` are the recipe fields and our environment
+variables.
 """
 
 from __future__ import annotations
@@ -58,18 +59,18 @@ WORDS = (
 )  # fmt: skip
 
 
-def halved(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+def halve_score(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     """A score_mod."""
     return score * 0.5
 
 
 ROLE = QuantizerRole("linear", "output", "somewhere")
-POOL = (True, False, 0.5, 0.25, 1, 2, 3, 32, (2, 0), (4, 0), *WORDS, "a name", halved, ROLE, None)
+POOL = (True, False, 0.5, 0.25, 1, 2, 3, 32, (2, 0), (4, 0), *WORDS, "a name", halve_score, ROLE, None)
 
 
 def attributes(name: str) -> list[str]:
-    """The public names that a caller can read and write on a layer, children and parameters apart."""
-    layer = layers.layer_of(name)
+    """Public names that a caller can read and write on a layer, except children and parameters."""
+    layer = layers.make_layer(name)
     ours = [cls for cls in type(layer).__mro__ if cls.__module__.startswith("transformer_engine")]
     settable = {
         key
@@ -82,17 +83,17 @@ def attributes(name: str) -> list[str]:
     return sorted(key for key in (held | settable) - children - set(NOT_CHANGED) if not key.startswith("_"))
 
 
-def argument_of(name: str, attribute: str) -> str | None:
-    """The constructor's argument that an attribute keeps, if there is one."""
+def constructor_argument(name: str, attribute: str) -> str | None:
+    """Name of the constructor argument that an attribute stores, or None."""
     taken = inspect.signature(layers.NAMES[name].__init__).parameters
     argument = ARGUMENTS.get(attribute, attribute)
     return argument if argument in taken else None
 
 
-def values_for(name: str, attribute: str, most: int = 3) -> Iterator[Any]:
+def other_values(name: str, attribute: str, most: int = 3) -> Iterator[Any]:
     """Yield other values of an attribute, from the pool if the constructor accepts them, otherwise of the same type."""
-    present = getattr(layers.layer_of(name), attribute)
-    argument = argument_of(name, attribute)
+    present = getattr(layers.make_layer(name), attribute)
+    argument = constructor_argument(name, attribute)
     found = 0
     for value in POOL:
         if found == most or (isinstance(present, bool) and not isinstance(value, bool)):
@@ -112,14 +113,14 @@ def values_for(name: str, attribute: str, most: int = 3) -> Iterator[Any]:
 @functools.cache
 def _constructs(name: str, argument: str, value: Any) -> bool:
     try:
-        layers.layer_of(name, **{argument: value})
+        layers.make_layer(name, **{argument: value})
     except (AttributeError, AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False  # the pool is tried on every argument; most of it means nothing to this one
     return True
 
 
 def recipe_changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """(field, the recipe with another value of it), for every field that may have another one."""
+    """(field, the recipe with another value in it), for every field that has another value."""
     for field in dataclasses.fields(recipe):  # pyright: ignore[reportArgumentType]
         present = getattr(recipe, field.name)
         for value in _others(present):
@@ -130,7 +131,7 @@ def recipe_changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 
 def _others(present: Any) -> Iterator[Any]:
-    """Yield values of the same kind as `present`; for a record, copies with one field changed."""
+    """Yield values with the same type as `present`; for a record, copies with one field changed."""
     if isinstance(present, bool):
         yield not present
     elif isinstance(present, enum.Enum):
@@ -151,7 +152,7 @@ def _others(present: Any) -> Iterator[Any]:
 
 
 def variables() -> Iterator[tuple[str, str]]:
-    """(name, a text it may have) of every environment variable of ours that something reads."""
+    """(name, a possible text) for every environment variable of ours that something reads."""
     for row in env.VARIABLES.values():
         if row.meaning.startswith("Accepted"):
             continue
@@ -168,7 +169,7 @@ def variables() -> Iterator[tuple[str, str]]:
 
 
 def outcome(layer: torch.nn.Module, recipe: Recipe | None) -> list[torch.Tensor] | str:
-    """Return the results of a call, or the text of its error."""
+    """A call's results, or its error text."""
     try:
         return layers.results(layer, recipe)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -181,8 +182,8 @@ def agree(first: list[torch.Tensor] | str, second: list[torch.Tensor] | str) -> 
     return layers.same(first, second)
 
 
-def rejection_of(layer: torch.nn.Module, attribute: str, value: Any) -> str | None:
-    """Write an attribute. Return the text of the error if the write is rejected, otherwise None."""
+def write_attribute(layer: torch.nn.Module, attribute: str, value: Any) -> str | None:
+    """Write an attribute. Return the error text if the write is rejected, otherwise None."""
     try:
         setattr(layer, attribute, value)
     except (AttributeError, TypeError, ValueError) as error:
@@ -190,7 +191,7 @@ def rejection_of(layer: torch.nn.Module, attribute: str, value: Any) -> str | No
     return None
 
 
-def continue_from(layer: torch.nn.Module, fresh: torch.nn.Module) -> None:
+def copy_shared_state(layer: torch.nn.Module, fresh: torch.nn.Module) -> None:
     """Load the parameters and scaling states that both layers have into `fresh`; RuntimeError for other shapes."""
     saved = layer.state_dict()
     present = {key: saved[key] for key in fresh.state_dict() if key in saved}

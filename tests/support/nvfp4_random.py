@@ -1,4 +1,4 @@
-"""Random matrices and specs of every variant of NVFP4, and where a kernel's bits differ from the reference's."""
+"""Random matrices and specs for every NVFP4 variant, and where kernels differ from the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_engine.pytorch.primitives.quantize.backends import REFERENCE
 from transformer_engine.pytorch.primitives.quantize.format_row import QuantizeInputs
 
 DIRECTIONS = ((True, True), (True, False), (False, True))
-# Around blocks of 16 and tiles of 64; a direction needs an even number of contracted elements.
+# Around 16-element blocks and 64-element tiles; a direction needs an even number of contracted elements.
 EXTENTS = (1, 2, 3, 15, 16, 17, 18, 30, 33, 48, 64, 66, 80)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CONTENTS = (
@@ -30,7 +30,7 @@ TIES = (6.0, -6.0, 0.0, 3.0, 1.5, -3.0, 4.5, 2.25, -0.0, 5.0, 12.0, 1536.0, 384.
 
 
 def specs() -> list[QuantizeSpec]:
-    """Every format, error measure and tile in every set of directions; plain NVFP4 is left to other tests."""
+    """Every format, error measure and tile in every set of directions; other tests cover plain NVFP4."""
     made = []
     for (per_row, largest), error in itertools.product(NVFP4_FORMATS, ("", *BLOCK_ERRORS)):
         if not (per_row or error or largest != 448):
@@ -48,7 +48,7 @@ def specs() -> list[QuantizeSpec]:
 
 
 def matrix(content: str, rows: int, depth: int, generator: torch.Generator) -> torch.Tensor:
-    """float32 values [rows, depth] of one kind."""
+    """float32 values [rows, depth] with one content."""
     x = torch.randn(rows, depth, generator=generator)
     somewhere = int(torch.randint(rows * depth, (1,), generator=generator))
     if content == "rows apart":
@@ -75,7 +75,7 @@ def matrix(content: str, rows: int, depth: int, generator: torch.Generator) -> t
 
 
 def cases(count: int, device: str = "cpu") -> Iterator[tuple[str, QuantizeSpec, torch.Tensor]]:
-    """(name, spec, matrix): every spec and content in turn, of random shapes and dtypes."""
+    """(name, spec, matrix): every spec and content in turn, with random shapes and dtypes."""
     generator = torch.Generator().manual_seed(0)
     every = specs()
     for number in range(count):
@@ -91,7 +91,7 @@ def cases(count: int, device: str = "cpu") -> Iterator[tuple[str, QuantizeSpec, 
 
 
 def differing(spec: QuantizeSpec, x: torch.Tensor) -> list[str]:
-    """The fields of `Quantized` in which the kernels' bits and the reference's differ on x's device."""
+    """Fields in `Quantized` in which the kernels' bits and the reference's differ on x's device."""
     request = QuantizeRequest(spec, (x.shape[0], x.shape[1]), x.dtype, x.device)
     plan = FORMATS[spec.format.name].plan
     assert plan is not None

@@ -1,4 +1,4 @@
-"""A stand-in for a library's matrix product plans that counts how often plans are made and run."""
+"""A stand-in for a library's matrix product plans that counts how often plans are created and run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class PlanByAddress:
-    """A plan that reads an operand's memory with the layout of its request, whatever the operand's strides are."""
+    """A plan that reads an operand's memory with its request's layout, whatever the operand's strides are."""
 
     made = runs = 0
 

@@ -15,14 +15,14 @@ OURS = ("TE_", "NVTE_", "TRITON_")
 
 
 def search_path(*folders: Path) -> str:
-    """Return a PYTHONPATH of these folders, this repository, and the current PYTHONPATH."""
+    """PYTHONPATH with these folders, this repository, and the current PYTHONPATH."""
     return os.pathsep.join(filter(None, (*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def output(
     arguments: list[str], folder: Path, environment: Mapping[str, str], patience: float | None = None
 ) -> str:
-    """Return the output of Python for these arguments; if it fails, raise with the end of its output."""
+    """Run Python with these arguments and return its output; if it fails, raise with the output's end."""
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -37,7 +37,7 @@ def output(
 
 
 def interpreting(**more: str) -> dict[str, str]:
-    """Return the environment of a program whose kernels Triton interprets on the CPU."""
+    """Environment for a program whose kernels Triton interprets on the CPU."""
     return {
         **os.environ,
         "PYTHONPATH": search_path(),
@@ -48,9 +48,9 @@ def interpreting(**more: str) -> dict[str, str]:
 
 
 def output_without_gpu(*arguments: str, patience: float = 300) -> str:
-    """Return the output of a program of this repository that runs without a GPU.
+    """Run a program from this repository without a GPU and return its output.
 
-    Our environment variables are unset, because each call of a function reads them.
+    Our environment variables are unset, because each function call reads them.
     """
     unset = {name: text for name, text in os.environ.items() if not name.startswith(OURS)}
     environment = unset | {"PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": ""}

@@ -1,6 +1,7 @@
 """Every public module and operation: how to construct and call it, or the reason why it cannot be called.
 
-`PUBLIC` lists the classes by the names of the package, so that a new class needs a row in `MODULES` or `WITHOUT_CALLS`.
+`PUBLIC` lists the classes by their names in the package, so that a new class needs a row in `MODULES` or
+`WITHOUT_CALLS`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CPU: Any = {"device": "cpu"}
 
 
 def public_classes() -> dict[str, type[nn.Module]]:
-    """{name: class} of the public `nn.Module` classes of the package; "ops." precedes the names of `te.ops`."""
+    """{name: class} for the package's public `nn.Module` classes; "ops." precedes the names in `te.ops`."""
     found: dict[str, type[nn.Module]] = {}
     for prefix, namespace in (("", te), ("ops.", ops)):
         for name in dir(namespace):
@@ -47,8 +48,8 @@ def _attention(module: nn.Module, x: Tensor) -> Any:
 
 
 def _linear_attention(module: nn.Module, x: Tensor) -> Any:
-    """Delta rule with decay exp(g) and update rate beta of each head, which read the queries."""
-    queries, keys, values = _heads(x, 1)  # heads of 64 channels
+    """Delta rule with per-head decay exp(g) and update rate beta, which read the queries."""
+    queries, keys, values = _heads(x, 1)  # heads with 64 channels
     wide = queries.float()
     return module(queries, keys, values, -wide.square().mean(-1), wide.mean(-1).sigmoid())
 
@@ -62,7 +63,7 @@ def _linear_attention_of_products(module: nn.Module, x: Tensor) -> Any:
 
 
 def _linear_attention_of_channels(module: nn.Module, x: Tensor) -> Any:
-    """The same with a decay and rates of each channel."""
+    """The same with a per-channel decay and rates."""
     queries, keys, values = _heads(x, 1)
     return module(queries, keys, values, -queries.square(), queries.sigmoid(), values.sigmoid())
 
@@ -92,7 +93,7 @@ Call = Callable[[nn.Module, Tensor], Any]
 
 
 def _fused(name: str, *parts: str) -> Construct:
-    """Constructor of a fused operation of `te.ops`, whose keyword arguments are basic operations."""
+    """Constructor for a fused `te.ops` operation, whose keyword arguments are basic operations."""
     basic: dict[str, Construct] = {
         "linear": lambda: ops.BasicLinear(HIDDEN, HIDDEN, **CPU),
         "bias": lambda: ops.Bias(HIDDEN, **CPU),
@@ -131,7 +132,7 @@ _DEFAULTS = [
     "MakeExtraOutput", "AddExtraInput", "Quantize", "AllReduce", "AllGather", "ReduceScatter",
 ]  # fmt: skip
 
-# {name: constructor} of the modules that can be called.
+# {name: constructor} for the modules that can be called.
 MODULES: dict[str, Construct] = {
     **{
         kind.__name__: partial(kind, **options, **({} if kind is te.DotProductAttention else CPU))
@@ -171,7 +172,7 @@ MODULES: dict[str, Construct] = {
     ),
 }
 
-# {name: reason} of the classes that no test calls.
+# {name: reason} for the classes that no test calls.
 WITHOUT_CALLS = {
     "FusedMLAQUpProjRopeQuant": "its constructor raises: the fused kernel exists for other GPUs only",
     "RotaryPositionEmbedding": "its input is a number of positions, and its result has no gradient",
@@ -182,6 +183,6 @@ WITHOUT_CALLS = {
 
 
 def call(name: str, module: nn.Module, x: Tensor) -> Tensor:
-    """The main output of a module for x [TOKENS, BATCH, HIDDEN], with everything else that the call needs."""
+    """A module's main output for x [TOKENS, BATCH, HIDDEN], with everything else that the call needs."""
     output = _CALLS.get(name, _plain)(module, x)
     return output[0] if isinstance(output, tuple) else output

@@ -1,4 +1,4 @@
-"""Quantizations of every format as specs, samples for them, and comparison to the bit."""
+"""Quantizations in every format as specs, samples for them, and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives.quantize import Quantized, QuantizeSpec
 
-# Both directions of each format and its variants.
+# Both directions for each format and its variants.
 SPECS = {
     "float8": QuantizeSpec(FLOAT8, E4M3, columnwise=True),
     "block1d": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, power_of_two=True),
@@ -31,14 +31,14 @@ def sample(
 
 
 def uniform(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the random numbers for the stochastic rounding of x and of its transpose."""
+    """Random numbers for stochastic rounding of x and its transpose."""
     generator = torch.Generator().manual_seed(1)
     u = torch.rand(x.shape, generator=generator)
     return u.to(x.device), torch.rand(x.shape[::-1], generator=generator).to(x.device)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 view of a contiguous copy: contiguous() itself keeps the strides of an axis of size 1."""
+    """uint8 view of a contiguous copy: contiguous() itself keeps the strides along an axis of size 1."""
     return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 

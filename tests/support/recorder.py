@@ -1,7 +1,7 @@
 """Recorders for machines without a GPU.
 
 A replay of `RerunRecorder` runs the body again and writes into the first run's results. A replay of `CaptureRecorder`
-repeats the operations of the first run, with the numbers that the host computed then.
+repeats the first run's operations, with the numbers that the host computed then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations by which the host reads a value of the device.
+# Operations by which the host reads a device value.
 WAITING = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
 
 
@@ -44,11 +44,11 @@ class RerunRecorder:
     """Records bodies as `RerunRecording`.
 
     Attributes:
-        log: Names of the replayed bodies in order.
-        recordings: (name, recording) of each body.
+        log: Names of replayed bodies in order.
+        recordings: (name, recording) per body.
         warm_ups: Number of warm-ups.
-        handed_over: Tensors that the current stream reads after the stream of the recordings has computed them.
-        pool: Memory pool of the next recording.
+        handed_over: Tensors that the current stream reads after the recordings' stream has computed them.
+        pool: Memory pool for the next recording.
     """
 
     recording_type = RerunRecording
@@ -71,7 +71,7 @@ class RerunRecorder:
         self.handed_over += tensors
 
     def in_pool(self, pool=None):
-        """Return this recorder, for a memory pool; None: a new pool."""
+        """Return this recorder for a memory pool; None: a new pool."""
         self.pool = object() if pool is None else pool
         return self
 
@@ -83,9 +83,9 @@ class RerunRecorder:
 
 
 class OperationTape(TorchDispatchMode):
-    """The operations of a body with their arguments, which a replay repeats on the same memory.
+    """A body's operations with their arguments, which a replay repeats on the same memory.
 
-    Numbers and decisions of the host are constants of the tape, as they are of a CUDA graph.
+    The host's numbers and decisions are constants in the tape, as in a CUDA graph.
     """
 
     def __init__(self):
@@ -118,13 +118,13 @@ class OperationTape(TorchDispatchMode):
 
 
 def plain(values):
-    """Return tensors without their part in autograd, on the same memory."""
+    """Tensors detached from autograd, on the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), values)
 
 
 class TapeRecording:
-    """The tape of a body and its results, which every replay overwrites."""
+    """A body's tape and its results, which every replay overwrites."""
 
     def __init__(self, body, log):
         self.name = body.__name__
@@ -145,8 +145,8 @@ class TapeRecording:
 class CaptureRecorder(RerunRecorder):
     """Records operations without an effect on memory, like a capture: every tensor keeps the value it had before.
 
-    New tensors of the body, such as gradients and states, hold whatever the body computed; nothing may read them before
-    the first replay.
+    The body's new tensors, such as gradients and states, hold whatever the body computed; nothing may read
+    them before the first replay.
     """
 
     recording_type = TapeRecording

@@ -15,7 +15,7 @@ def int32(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def rejects(match: str, call: Callable[[], object]) -> None:
-    """The call, or the check of numbers that follows it, raises a ValueError of these words."""
+    """Assert that the call, or the number check that follows it, raises a ValueError with these words."""
     with pytest.raises(ValueError, match=match):
         call()
         te.check()

@@ -1,4 +1,4 @@
-"""A process that treats the CPU as one GPU of the table of hardware: the package's code runs, its kernels do not.
+"""A process that treats the CPU as a GPU from the hardware table: our code runs, our kernels do not.
 
 `simulate(row)` changes the whole process, so that only programs call it. Tensors are in the CPU's memory, but report
 the device cuda:0. Tables choose and bind backends as on that GPU. Launches are recorded instead of started; cuBLASLt,
@@ -25,7 +25,7 @@ from transformer_engine.common.kernels import launch as launches
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 CUDNN = (9, 28, 1)
-CUBLASLT = 130_600  # the first version with all layouts of MXFP8 on 12.x
+CUBLASLT = 130_600  # the first version with all MXFP8 layouts on 12.x
 FLASH_4 = "4.0.0b36"
 MULTIPROCESSORS = {
     "8.0": 108,
@@ -50,7 +50,7 @@ class RecordedLaunch(NamedTuple):
 
 
 class OnGpu(TorchFunctionMode):
-    """Tensors report cuda:0, except those that are created without a device, on the CPU, or from such tensors."""
+    """Make tensors report cuda:0, except when created without a device, on the CPU, or from such tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -103,7 +103,7 @@ def _mark(result: Any, tensors: list[Tensor]) -> None:
 
 
 class CublasLt(SimpleNamespace):
-    """nvmath.bindings.cublasLt: names of attributes are numbers, and functions do nothing."""
+    """nvmath.bindings.cublasLt: attribute names are numbers, and functions do nothing."""
 
     class cuBLASLtError(Exception):
         pass
@@ -132,8 +132,8 @@ class Simulation:
     """The simulated GPU and its recorded launches.
 
     Attributes:
-        hardware: Row of the GPU.
-        launches: Launches by the properties on which compiled kernels depend.
+        hardware: The GPU's row.
+        launches: Launches, keyed by the properties on which compiled kernels depend.
     """
 
     def __init__(self, hardware: Hardware):
@@ -141,7 +141,7 @@ class Simulation:
         self.launches: dict[tuple[Any, ...], RecordedLaunch] = {}
 
     def record(self, launch: launches.Launch, tensors: Any) -> Callable[..., None]:
-        """Replacement of launch._compile: record a launch, and return a starter that does nothing."""
+        """Replacement for launch._compile: record a launch, and return a starter that does nothing."""
         launches._check(launch, tensors)
         kinds = tuple(
             None if x is None else (x.dtype, x.data_ptr() % launches.ALIGNMENT == 0) for x in tensors
@@ -163,9 +163,9 @@ def simulate(hardware: Hardware, libraries: bool = True, cudnn: tuple[int, int, 
     """Make this process run on a simulated GPU, from now on.
 
     Args:
-        hardware: Row of the GPU in the table of hardware.
+        hardware: The GPU's row in the hardware table.
         libraries: Whether nvmath-python, cudnn-frontend and flash-attn-4 are installed; otherwise torch and Triton are.
-        cudnn: Version of cuDNN.
+        cudnn: cuDNN version.
     """
     simulation = Simulation(hardware)
     _simulate_torch(hardware, cudnn)
@@ -245,7 +245,7 @@ def _simulate_launches(simulation: Simulation) -> None:
 
 
 def _empty_product(request: Any) -> Callable[..., Tensor]:
-    """Bind a backend of products that allocates its result."""
+    """Bind a product backend that allocates its result."""
 
     def call(a: Any, b: Any, epilogue: Any) -> Tensor:
         if epilogue.out is not None:

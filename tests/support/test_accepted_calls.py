@@ -1,4 +1,4 @@
-"""Calls that the documentation of the original and of its clients shows are accepted, and give the right result."""
+"""Calls shown in the original's and its clients' documentation are accepted, with the right results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from tests.support.accepted_attention import all_attention_pairs
-from tests.support.accepted_forms import HEADS, HIDDEN, OFF, Pair, all_pairs, heads_of, hidden, sample
+from tests.support.accepted_forms import HEADS, HIDDEN, OFF, Pair, all_pairs, hidden, sample, sample_heads
 from tests.support.documented_calls import DOCUMENTED, Documented
 from transformer_engine.common import warning
 from transformer_engine.pytorch.module.drop_path import DropPath
@@ -25,7 +25,7 @@ def unwarned(monkeypatch):
 
 
 def assert_same(given: Any, plain: Any) -> None:
-    """Assert that two results have the same bits, in every tensor and number."""
+    """Assert that two results are bitwise equal, in every tensor and number."""
     if isinstance(given, (tuple, list)):
         assert len(given) == len(plain)
         for one, other in zip(given, plain, strict=True):
@@ -38,12 +38,12 @@ def assert_same(given: Any, plain: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("pair", PAIRS, ids=[pair.name for pair in PAIRS])
-def test_another_form_of_an_argument_gives_the_result_of_the_plain_call(pair: Pair):
+def test_arguments_in_another_form_give_the_same_result(pair: Pair):
     assert_same(pair.given(), pair.plain())
 
 
 @pytest.mark.parametrize("call", DOCUMENTED, ids=[call.name for call in DOCUMENTED])
-def test_a_documented_call_gives_the_result_of_plain_pytorch(call: Documented):
+def test_documented_calls_equal_plain_pytorch(call: Documented):
     torch.testing.assert_close(call.given(), call.oracle(), rtol=1e-4, atol=1e-5)
 
 
@@ -74,7 +74,7 @@ def test_a_layer_that_drops_everything_in_training_passes_its_input_on():
     "options", [{}, {"core_attention_bias_type": "alibi"}, {"checkpoint_core_attention": True}]
 )
 def test_attention_that_drops_every_probability_gives_zero(options):
-    q, k, v = (x.requires_grad_() for x in heads_of())
+    q, k, v = (x.requires_grad_() for x in sample_heads())
     layer = te.DotProductAttention(HEADS, 16, attention_dropout=1.0)
     out = layer(q, k, v, **options)
     assert torch.equal(out, torch.zeros_like(out))
@@ -109,9 +109,9 @@ NO_EFFECT = {
     "cp_stream": lambda: te.DotProductAttention(4, 16, cp_stream=object()),
     "fp8_output": lambda: te.Linear(16, 16, device="cpu")(sample(4, 16), fp8_output=True),
     "fp8_grad": lambda: te.Linear(16, 16, device="cpu")(sample(4, 16), fp8_grad=True),
-    "core_attention_bias": lambda: te.DotProductAttention(4, 16)(*heads_of(), core_attention_bias=sample(1, 4, 8, 8)),
-    "alibi_slopes": lambda: te.DotProductAttention(4, 16)(*heads_of(), alibi_slopes=torch.ones(4)),
-    "attention_mask": lambda: te.DotProductAttention(4, 16)(*heads_of(), torch.zeros(2, 1, 1, 8)),
+    "core_attention_bias": lambda: te.DotProductAttention(4, 16)(*sample_heads(), core_attention_bias=sample(1, 4, 8, 8)),
+    "alibi_slopes": lambda: te.DotProductAttention(4, 16)(*sample_heads(), alibi_slopes=torch.ones(4)),
+    "attention_mask": lambda: te.DotProductAttention(4, 16)(*sample_heads(), torch.zeros(2, 1, 1, 8)),
     "encoder_output": lambda: te.TransformerLayer(64, 64, 4, device="cpu")(hidden(), encoder_output=hidden()),
     "return_layernorm_output": lambda: te.MultiheadAttention(64, 4, return_layernorm_output=True, device="cpu"),
     "rotary_percent": lambda: te.RotaryPositionEmbedding(16, rotary_percent=2.0),
@@ -127,7 +127,7 @@ def test_an_argument_without_effect_is_warned_about_once(argument, unwarned):
         NO_EFFECT[argument]()
 
 
-def test_defaults_of_clients_stay_silent(unwarned):
+def test_clients_defaults_do_not_warn(unwarned):
     overlap = dict.fromkeys(
         ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"), False
     )
@@ -146,12 +146,12 @@ def test_defaults_of_clients_stay_silent(unwarned):
         te.destroy_ub()
 
 
-def test_a_process_group_of_another_kind_is_named():
+def test_a_process_group_with_a_wrong_type_is_named():
     with pytest.raises(TypeError, match="is not a process group; give a torch"):
         te.DotProductAttention(4, 16).set_context_parallel_group(object(), [0], None)
 
 
-def test_more_groups_than_can_be_made_are_rejected_at_once():
+def test_more_groups_than_can_be_allocated_are_rejected_at_once():
     for kind in (lambda n: te.GroupedLinear(n, 16, 16, device="cpu"), te.Fp8Padding):
         with pytest.raises(ValueError, match="is above 1048576; give the number of groups"):
             kind(10**30)

@@ -1,4 +1,4 @@
-"""Some training steps of a layer with all results, and a node whose backward pass fails on request."""
+"""Several training steps on a layer with all results, and a node whose backward pass fails on request."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def train(
     steps: int = 3,
     run: Callable[[Any, Tensor], Tensor] = lambda layer, x: layer(x),
 ) -> tuple[list[Tensor], int]:
-    """Return outputs and gradients of some steps, and the bytes of the tensors that the last forward pass saved.
+    """Outputs and gradients over several steps, and how many bytes the last forward pass saved.
 
     Args:
         layer: The layer.
-        recipe: The recipe of its forward pass.
-        shape: Shape of the input, which is drawn for each step.
-        steps: Number of steps.
+        recipe: Recipe for its forward pass.
+        shape: Input shape; a new input is drawn for each step.
+        steps: How many steps to run.
         run: Function (layer, x) -> y.
     """
     results: list[Tensor] = []
