@@ -176,9 +176,11 @@ def _layers(name: str) -> list[Call]:
     ):
         padding = {**x, mask: "padding"}
         calls += [
-            make_forward_call(f"{kind}.forward, bias, {name}", layer, biased, {"core_attention_bias": BIASES}, under=under),
+            make_forward_call(f"{kind}.forward, bias, {name}", layer, biased, {"core_attention_bias": BIASES},
+                under=under),
             make_forward_call(f"{kind}.forward, slopes, {name}", layer, sloped, {"alibi_slopes": SLOPES}, under=under),
-            make_forward_call(f"{kind}.forward, rotation, {name}", layer, turned, {"rotary_pos_emb": ANGLES}, under=under),
+            make_forward_call(f"{kind}.forward, rotation, {name}", layer, turned, {"rotary_pos_emb": ANGLES},
+                under=under),
             make_forward_call(f"{kind}.forward, padding mask, {name}", layer,
                        {**padding, "attention_mask": masked(2, 1, 1, 4)},
                        {"attention_mask": (*PADDING, None)}, under=under),

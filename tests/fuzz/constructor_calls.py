@@ -151,7 +151,8 @@ def _attention() -> list[Call]:
                 "cp_group": GROUP, "cp_comm_type": (*NAME, None), "softmax_scale": (*NUMBER, "big"),
                 "return_max_logit": FLAG, "score_mod": (3, "alibi"),
             }),
-        _make_call("MultiheadAttention", te.MultiheadAttention, layer, LAYER, ATTENTION, HEADS, hidden, variants, norms, {
+        _make_call("MultiheadAttention", te.MultiheadAttention, layer, LAYER, ATTENTION, HEADS, hidden,
+            variants, norms, {
             "layernorm_epsilon": EPS, "input_layernorm": FLAG, "attention_type": (*NAME, None),
             "qkv_format": (*NAME, None), "output_layer_init_method": FUNCTION, "return_layernorm_output": FLAG,
         }),

@@ -78,9 +78,11 @@ def _norms() -> list[Call]:
         _make_call("layernorm_fwd", tex.layernorm_fwd, {**forward, "bias": gamma.clone()},
             {**bad, "bias": tuple(value for value in vector if value is not None)}),
         _make_call("rmsnorm_fwd", tex.rmsnorm_fwd, forward, bad),
-        _make_call("layernorm_bwd", tex.layernorm_bwd, {**backward, "mu": statistic.clone()}, {**bad_backward, "mu": rows}),
+        _make_call("layernorm_bwd", tex.layernorm_bwd, {**backward, "mu": statistic.clone()}, {**bad_backward,
+            "mu": rows}),
         _make_call("rmsnorm_bwd", tex.rmsnorm_bwd, backward, bad_backward),
-        _make_call("rmsnorm_bwd_add", tex.rmsnorm_bwd_add, {**backward, "add": x.clone()}, {**bad_backward, "add": matrix}),
+        _make_call("rmsnorm_bwd_add", tex.rmsnorm_bwd_add, {**backward, "add": x.clone()}, {**bad_backward,
+            "add": matrix}),
     ]  # fmt: skip
 
 
@@ -125,7 +127,8 @@ def _casts() -> list[Call]:
             {"input": (3, "codes", None), "otype": NUMBERED}),
         _make_call("bgrad_quantize", tex.bgrad_quantize, {"input": x, "quantizer": quantizer},
             {"input": (*WRONG_KIND, tensor(32, 32, dtype=torch.int64), tensor()), "quantizer": QUANTIZER}),
-        _make_call("multi_tensor_quantize", tex.multi_tensor_quantize, {"tensor_list": [x], "quantizer_list": [quantizer]},
+        _make_call("multi_tensor_quantize", tex.multi_tensor_quantize, {"tensor_list": [x],
+            "quantizer_list": [quantizer]},
             {"tensor_list": (3, None, [3], [x, x]), "quantizer_list": (3, None, [3], [quantizer] * 2)}),
         _make_call("split_quantize", tex.split_quantize,
             {"tensor": x, "split_sections": [16, 16], "quantizer_list": [None, None]},
@@ -210,7 +213,8 @@ def _others() -> list[Call]:
             {"grad_output": x, "mask": tensor(32, dtype=torch.uint8), "dropout_probability": 0.5},
             {"grad_output": (*WRONG_KIND, *INTEGERS), "mask": (*WRONG_KIND, tensor(31, dtype=torch.uint8), tensor(32)),
              "dropout_probability": rates, "grad_input": (3, tensor(3))}),
-        _make_call("fused_amax_and_scale_update_after_reduction", tex.fused_amax_and_scale_update_after_reduction, state,
+        _make_call("fused_amax_and_scale_update_after_reduction",
+            tex.fused_amax_and_scale_update_after_reduction, state,
             {"amax_reduction_buffer": (*WRONG_KIND, tensor(3)),
              "amax_histories": (3, None, [3], [tensor(4, 3)], [tensor(2)]),
              "scales": (3, None, [3], [tensor(3)], [tensor(2, dtype=torch.int64)]), "amax_compute_algo": (*NAME, None),

@@ -58,8 +58,10 @@ def _lists() -> list[Call]:
     )
     number = {"scale": ("1.0", [1.0], None)}
     calls = [
-        _make_call("multi_tensor_scale", {"tensor_lists": two, "scale": 2.0}, {"tensor_lists": lists, **number}, flag, flags),
-        _make_call("multi_tensor_l2norm", {"tensor_lists": two[:1]}, {"tensor_lists": (*lists[:4], two, [[3]])}, flag, flags),
+        _make_call("multi_tensor_scale", {"tensor_lists": two, "scale": 2.0}, {"tensor_lists": lists,
+            **number}, flag, flags),
+        _make_call("multi_tensor_l2norm", {"tensor_lists": two[:1]}, {"tensor_lists": (*lists[:4], two,
+            [[3]])}, flag, flags),
         _make_call("multi_tensor_unscale_l2norm", {"tensor_lists": two[:1], "inv_scale": tensor(1)},
             {"tensor_lists": lists[:4], "inv_scale": (*WRONG_KIND, tensor(2))}, flag, flags),
     ]  # fmt: skip
