@@ -371,7 +371,10 @@ class TransformerLayer(CheckedLoading):
             size_or_none("max_seqlen_kv", arguments.max_seqlen_kv, 0)
 
     def _joins_gradients(self) -> bool:
-        """Whether the backward kernels of the norms add the gradients of the residuals, which are the norms' inputs."""
+        """Whether the residuals are the norms' inputs, so that norm kernels may add their gradients.
+
+        The layers test further conditions; see the paragraph Residual in `functions/norm_linear.py`.
+        """
         config = self._config
         residual_is_input = not (
             config.apply_residual_connection_post_layernorm or config.parallel_attention_mlp
@@ -379,14 +382,20 @@ class TransformerLayer(CheckedLoading):
         return residual_is_input and not (torch.compiler.is_compiling() or export_mode.onnx)
 
     def _add(self, branch: Tensor | tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
-        """Return residual + drop_path(dropout(x + bias)) for branch (x, bias[, another residual]), or x alone."""
+        """Compute residual + drop_path(dropout(x + bias)).
+
+        Args:
+            branch: x, (x, bias), or (x, bias, residual) with the residual to use instead of the argument.
+            residual: Layer input.
+        """
         x, bias, *normed = branch if isinstance(branch, tuple) else (branch, None)
         assert x is not None
         if normed:
             assert normed[0] is not None
             residual = normed[0]
         p = self._config.hidden_dropout if self.training else 0.0
-        # Without a rate the module does nothing, unless somebody has replaced it or waits for its call.
+        # With a rate of 0 the module is the identity. It is called only if a user has replaced it or added a
+        # hook.
         drop_path: Any = self.drop_path
         bare = is_bare(drop_path, DropPath, DropPath.forward)
         drops_path = not bare or (self.training and drop_path.drop_prob > 0.0)
@@ -413,7 +422,10 @@ def _attend(
     fast_zero_fill: bool,
     joins: bool,
 ) -> Any:
-    """Call an attention layer with the arguments of a record; with `joins`, the last output may be the residual."""
+    """Call an attention layer; `joins`: append the residual to its outputs, if the layer has no hooks.
+
+    `_add` reads the residual from the outputs if there is one.
+    """
     if joins and is_bare(attention, MultiheadAttention, _attention):
         return attention.attend(
             hidden_states, arguments, encoder_output, rotary_pos_emb, is_first_microbatch,

@@ -284,9 +284,12 @@ class MultiheadAttention(CheckedLoading):
         fast_zero_fill: bool = True,
         returns_input: bool = False,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Compute forward() with the core attention's arguments as one record, which a TransformerLayer passes on.
+        """Compute `forward`, with the core attention's arguments as one record, for `TransformerLayer`.
 
-        With `returns_input`, hidden_states for a second reader are the last output; see
+        First the whole call is checked and planned, before it has effects. Then follow the first projection,
+        its split into q, k and v, the core attention and the output projection.
+
+        With `returns_input`, the last output is hidden_states, which the caller uses as the residual; see
         `LayerNormLinear.forward_and_input`.
         """
         config = self._config
@@ -336,7 +339,7 @@ class MultiheadAttention(CheckedLoading):
         if not (config.return_bias or config.returns_norm or returns_input):
             return projected
         outputs: list[Any] = [projected]
-        if config.return_bias:  # a module in place of proj may have added its own
+        if config.return_bias:  # a module that replaces proj may have added its bias itself
             outputs = list(projected) if isinstance(projected, tuple) else [projected, None]
         if config.returns_norm:
             outputs.append(norm_output)
@@ -360,13 +363,17 @@ class MultiheadAttention(CheckedLoading):
         codes: AutocastState | None,
         returns_input: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the first projection, the normalized input if it is returned, and hidden_states for a second reader.
+        """Compute the first projection: of q, k and v in a self attention, of q in a cross attention.
 
         Args:
             config, hidden_states, is_first_microbatch, rotation: As in `attend`.
-            codes: Autocast state for a following FP8 attention that takes codes. The projection in a self
-                attention produces them, unless norms or a rotation, which need values, come between.
-            returns_input: There is a second reader.
+            codes: The autocast state if the core is an FP8 attention that reads codes, otherwise None. The
+                projection of a self attention then returns codes, unless a norm of the heads or a rotation
+                follows, which read values.
+            returns_input: The caller uses hidden_states as the residual.
+
+        Returns:
+            (projection, normalized input or None, hidden_states as the residual).
         """
         first: dict[str, Any] = {"is_first_microbatch": is_first_microbatch}
         get: Any = self._modules.get
@@ -390,13 +397,16 @@ class MultiheadAttention(CheckedLoading):
         rotation: Rotation | None,
         joint: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Projection | None]:
-        """Return q, k, v by heads, normalized and rotated, and a projection.
+        """Split the first projection into heads, and normalize and rotate them.
 
         Args:
             config, encoder_output, is_first_microbatch, rotation: As in `attend`.
             mixed: The first projection.
-            joint: The attention can be differentiated together with the split of a projection. The
-                three may then be views, unknown to autograd, of the returned projection.
+            joint: The core's autograd node can also compute the gradient of the split.
+
+        Returns:
+            (q, k, v, projection). If the projection is not None, q, k and v are views of it without autograd
+            history, and the core's node writes their gradients to one buffer (`_ProjectedAttention`).
         """
         get: Any = self._modules.get
         key_value, q_norm, k_norm = get("key_value"), get("q_norm"), get("k_norm")

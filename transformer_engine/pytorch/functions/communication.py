@@ -130,7 +130,7 @@ def begin_sum(x: Tensor, parallel: TensorParallel) -> Pending:
 
 
 def gather_and_multiply(pending: Pending, b: Any, epilogue: Epilogue) -> tuple[Tensor, Any]:
-    """Compute a @ b.T for rows in transit, rank by rank where the rows arrive in this way.
+    """Compute a @ b.T for a matrix a that is being gathered, rank by rank if its rows arrive so.
 
     Args:
         pending: The gather for a [M, K].
@@ -161,7 +161,7 @@ def gather_and_multiply(pending: Pending, b: Any, epilogue: Epilogue) -> tuple[T
 
 
 def multiply_and_scatter(a: Any, b: Any, epilogue: Epilogue, parallel: TensorParallel) -> Pending:
-    """Begin summing a @ b.T over the ranks, which each get their rows; rows are in transit while others multiply.
+    """Compute a @ b.T and begin its reduce-scatter, which sends rows while the other rows are multiplied.
 
     Args:
         a: Operand [M, K], or values.

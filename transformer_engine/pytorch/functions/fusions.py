@@ -96,8 +96,9 @@ class Fusion(NamedTuple):
     """A matrix that a norm, an activation or its gradient computes, and that a product reads.
 
     Attributes:
-        features: Reasons above that apply.
-        codes: Format that the product's quantizer requests from a kernel; None if it requests none.
+        features: The reasons above (`RETURNED` to `UNUSED`) that apply to the call.
+        codes: Format name of the codes that the product reads; None if its quantizer cannot run in the
+            producer's kernel.
         activation: Activation name; None for a norm.
         gradient: The matrix is the activation's input gradient.
         one_scale: One scale is computed from the whole matrix.
@@ -154,7 +155,8 @@ def _unsupported_epilogue(fusion: Fusion) -> str | None:
         return "an inspector reads the product"
     if fusion.codes is not None:
         return f"{fusion.codes} codes are made where the activation is"
-    # A graph, in which no kernel makes codes, is bit-equal to eager mode, whose kernel reads the rounded x.
+    # In a traced graph no kernel quantizes its result, so `codes` is None. Results must still equal eager
+    # mode, where the activation's kernel reads the rounded product.
     return "the product is quantized" if fusion.quantized else None
 
 
@@ -221,12 +223,12 @@ MLP_INPUT: Table[CachedInput] = Table(
 
 
 def choose_norm_mode(linear: LinearSpec, returned: bool) -> str:
-    """Choose how the matrix between a norm and a linear layer is made; with `returned` the caller gets norm(x) too."""
+    """Choose which kernel quantizes norm(x); with `returned` the caller receives norm(x) too."""
     return NORM_OUTPUT.choose(_input_fusion(linear, returned))
 
 
 def choose_activation_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
-    """Choose how the matrix between an activation and fc2 is made."""
+    """Choose which kernel computes the activation output, and which one quantizes it for fc2."""
     return MLP_ACTIVATION.choose(
         _input_fusion(fc2)._replace(
             activation=activation,
@@ -238,7 +240,7 @@ def choose_activation_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) ->
 
 
 def choose_gradient_mode(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
-    """Choose how fc1's output gradient is computed."""
+    """Choose which kernel computes fc1's output gradient, and which one quantizes it for fc1."""
     features = _features(
         {
             UNUSED: not fc1.needs_grad_input,
@@ -282,7 +284,7 @@ def choose_columns_mode(
 
 
 def _input_fusion(spec: LinearSpec, returned: bool = False) -> Fusion:
-    """The matrix that a linear layer reads as its input."""
+    """Describe the input of a linear layer as the result of the step before."""
     features = _features(
         {
             RETURNED: returned,

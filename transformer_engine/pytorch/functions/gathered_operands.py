@@ -1,14 +1,15 @@
 """x and dy of a linear layer as its products read them, gathered from the ranks that share their rows.
 
 With sequence parallelism each rank has M / ranks rows outside the layer, and the products need all M: for x in a
-column-parallel layer, for dy in a row-parallel one. `LinearSpec.gather_input` and `gather_gradient` say how:
+column-parallel layer, for dy in a row-parallel one. `LinearSpec.gather_input` and `gather_gradient` select
+the way:
 
 - "values": gather values; every rank quantizes all rows.
 - "codes": each rank quantizes its rows; the codes in each direction are gathered.
 - "row_codes": the same, where the column direction is the transposed row direction.
 - "once": gather values and save all rows, because they cannot be quantized twice.
 
-The backward pass gathers the saved x rows again, except in the last way.
+The backward pass gathers the saved x rows again, except for "once".
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def gather_quantized_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     """Quantize x [M, K], where each rank has M / ranks rows; see `linear.quantize_input`.
 
     Returns:
-        x by rows, possibly in transit from other ranks; and the saved x for the backward pass.
+        (row-wise x, possibly a `Pending` gather; x in the form that is saved for the backward pass).
     """
     way = spec.gather_input
     if way in (VALUES, ONCE):
@@ -55,7 +56,8 @@ def gather_quantized_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
     if isinstance(x, Operands):
         x_rows, x_columns = x
     else:
-        # Columns are made again in the backward pass if the values are saved, or if rows alone can be gathered.
+        # The backward pass computes the columns if the values are saved, or if only row-wise codes can be
+        # gathered.
         columns = spec.needs_grad_weight and spec.backward == QUANTIZED and not spec.keep_input
         x_rows, x_columns = cast_input(x, spec, True, columns and way != ROW_CODES)
     saved = x_rows if spec.backward == DEQUANTIZED or way == ROW_CODES else x_columns

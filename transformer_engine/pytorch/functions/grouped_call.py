@@ -86,7 +86,7 @@ class GroupedSpec:
 class GroupedCall:
     """One grouped linear call, with the attributes of a `LayerSpec`.
 
-    It is made in every call and not frozen, because frozen fields take longer.
+    Every call creates one. It is not frozen, because setting frozen fields takes longer.
 
     Attributes:
         spec: Its settings.

@@ -69,10 +69,9 @@ def grouped_linear_forward(
         weights: A list or one stack.
         biases: A list or one stack; None without biases.
         call: Settings and row counts for this call.
-        saves: Return the saved operands. The gradients that the spec requests do not decide this alone: a compiled
-            graph (`grouped_operators.py`) computes y without saving, and runs the function again, with saving, in its
-            backward pass.
-        compute_y: Compute y. Recomputation needs the saved operands only.
+        saves: Return the saved operands. False in a compiled graph (`grouped_operators.py`), which runs the
+            function again in its backward pass, with `saves=True` and `compute_y=False`.
+        compute_y: Compute y; otherwise the saved operands only.
 
     Returns:
         (y [M, N] or None; x in the form saved for dw; weights in the form saved for dx); None for one

@@ -1,7 +1,9 @@
-"""Run the passes of linear layers in autograd functions, and save what their backward passes read.
+"""Run the passes of linear layers in autograd functions, and save the operands for their backward passes.
 
-A layer kind has two plain functions (`LayerFunctions`) and an autograd function, whose methods call
-`record` and `run_backward`.
+A layer kind has two functions without autograd (`LayerFunctions`) and an autograd function, whose methods
+call `record` and `run_backward`. `run_without_saving` runs a call that needs no gradient. All three run the
+compiled passes `spec.compiled` (`fast/compiled.py`) if there are any; otherwise `forward_results` and
+`backward_results` call the two functions.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ from .saving import keep, pack, take_saved, unpack
 
 
 class LayerFunctions(NamedTuple):
-    """The passes of a kind of layer, as plain functions.
+    """Forward and backward function of one layer kind, without autograd.
 
     Attributes:
         name: Layer name in messages.
-        forward: Function (*tensors, spec) -> the results [M, N], then the operands and tensors that the
-            backward pass reads; None for one that no gradient needs.
-        backward: Function (operands, spec) -> gradients of the tensors. The operands are the
-            gradients of the results, in norm layers the gradient of another use of x, then the saved
-            values; the function empties their list.
-        results: Number of results.
-        gradients: Number of gradients among the operands of `backward`.
+        forward: Function (*tensors, spec) -> (*results [M, N], *saved values). A saved value that no gradient
+            needs is None.
+        backward: Function (operands, spec) -> gradients of the tensors. `operands` is a list, which the
+            function empties: the output gradients, one per result; in norm layers the gradient of the
+            residual, or None; then the saved values.
+        results: Number of results of `forward`.
+        gradients: Number of operands of `backward` before the saved values.
     """
 
     name: str
@@ -43,9 +45,9 @@ class LayerFunctions(NamedTuple):
     gradients: int
 
 
-# Run a pass instead of calling it: runner(pass name, function, arguments, number of results). A forward
-# pass returns its results, then the saved values; a backward pass, with None as number, gradients alone.
-# `te.explain` adds a runner.
+# Stack of interceptors. If it is not empty, the last one calls each pass function: runner(pass name,
+# function, arguments, result count) returns what the function returns. The count separates the results of a
+# forward pass from its saved values; it is None for a backward pass. `te.explain` adds a runner.
 runners: list[Callable[[str, Callable[..., Any], tuple[Any, ...], int | None], Any]] = []
 
 
@@ -58,7 +60,7 @@ def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequ
 
 
 def record(functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Run the forward pass of a node and save what its backward pass reads; return the results.
+    """Run the forward pass of a node, save the operands for its backward pass, and return the results.
 
     Args:
         functions: The passes.
@@ -133,7 +135,11 @@ _forward_without_autocast = disable_autocast(forward_results)
 def compiled_functions(
     functions: LayerFunctions, spec: LayerSpec, device: torch.device
 ) -> CompiledLayer | None:
-    """Compiled passes for a layer; None if they do more than start kernels, products and collectives."""
+    """Create the compiled passes of a layer; None on a CPU, in a graph and for quantized results.
+
+    A compiled pass repeats launches of kernels, products and collectives. It is compiled in the second call
+    of each kind (`CompiledPass`).
+    """
     if not compiles_on(device):
         return None
     linears = spec.linears()
@@ -161,12 +167,12 @@ def compiled_passes(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
 ) -> CompiledLayer:
-    """Return compiled passes for some linear layers.
+    """Create the compiled passes of a layer, or of a chain in `te.ops`.
 
     Args:
-        linears: The linear layers.
+        linears: Specs of its linear products, whose quantizers belong to the cache key.
         device: Tensor device.
-        forward, backward: Functions that run the steps of the passes.
+        forward, backward: Functions that run the steps of the passes, on tensors or on symbols.
     """
     quantizers = [quantizer for linear in linears for quantizer in (linear.input, linear.weight)]
     # A gradient that is delayed, or added to main_grad, has effects that a compiled pass would not repeat.
@@ -190,9 +196,10 @@ def _backward_quantizers(linear: LinearSpec) -> Iterator[Quantizer]:
 
 
 def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """Dimensions for a result with so many rows, for an input with these dimensions instead of its rows.
+    """Leading dimensions of a result with `rows` rows, for an input whose leading dimensions are `leading`.
 
-    Sequence parallelism scales the rows; it then scales the first dimension.
+    Sequence parallelism multiplies or divides the row count. The first dimension then changes by the same
+    factor.
     """
     before = 1
     for size in leading:
@@ -206,9 +213,9 @@ def _restore_shape(
     results: list[Any], saved: Sequence[Any], leading: tuple[int, ...]
 ) -> tuple[list[Any], Sequence[Any]]:
     """Results with the leading input dimensions, and the saved buffers."""
-    # Results get the leading dimensions of the input. A saved tensor that is also returned is the returned one, so that
-    # autograd notices when the caller writes to it. A view of it, saved by the node that it comes from, would keep the
-    # node alive.
+    # Results get the leading dimensions of the input. If a result is also saved, the returned tensor itself
+    # is saved, so that autograd detects writes by the caller. A saved view of the returned tensor would keep
+    # its node alive.
     traced = torch.compiler.is_compiling()
     result: Any
     for i, result in enumerate(results):
@@ -218,7 +225,7 @@ def _restore_shape(
         # torch 2.11 traces a zero backward for an output that is the product itself.
         if result.shape == shape and not traced:
             continue
-        # A quantized result without autograd (`Quantizer.internal`) is no tensor.
+        # A quantized result without autograd (`Quantizer.internal`) is a storage, not a tensor.
         is_tensor = isinstance(result, Tensor)
         results[i] = reshape_result(result, shape) if is_tensor else result.view(shape)
         if not traced:
@@ -227,7 +234,7 @@ def _restore_shape(
 
 
 def _replace_result(saved: Any, result: Any, returned: Any) -> Any:
-    """Return a saved value, or `returned` in its place if it is the result, or a `Matrix` of the result."""
+    """Replace a saved value that is the result, or a `Matrix` of it, by `returned`; return other values."""
     value: Any = saved
     if saved is result:
         value = returned

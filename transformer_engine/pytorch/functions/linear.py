@@ -2,7 +2,9 @@
 
 **Products.** Training a linear layer takes three matrix products, one in the forward and two in the backward
 pass. M is the number of rows of x: the product of all its dimensions but the last. dy, dx, dw and db are the
-gradients of the loss with respect to y, x, weight and bias. Each product contracts the last axis of both its operands:
+gradients of the loss with respect to y, x, weight and bias. Each product contracts the last axis of both its
+operands. A matrix whose own last axis is contracted is read row-wise; otherwise its transpose is read,
+column-wise:
 
 | product | contracts | reads |
 | --- | --- | --- |
@@ -39,14 +41,14 @@ backward pass through the whole graph ends, for which `run_backward` (`layer.py`
 `quantizer.scale` is the multiplier, the inverse of the scale above. `quantization/delayed_scaling.py`
 computes it, and explains what differs under torch.compile, where `spec.traced` is set.
 
-**Directions.** The scales can be applied if each covers the whole contracted axis, or a block of it. x,
-weight and dy are each read by two products, which contract different axes. Each is therefore quantized in two
-directions: row-wise, [M, K] with scales along K, and column-wise, the transposed matrix [K, M] with scales
-along M. One kernel computes both. One scale for the whole matrix serves both directions, but Hopper's FP8
-products read codes along the contracted axis only and need the transposed codes all the same; where products
-read codes along either axis (`reads_all_layouts`), no transposed codes are written. An `Operand` holds the codes
-and scales for one direction. An unquantized matrix serves both directions without a copy; a `Matrix` is one that
-a product reads transposed.
+**Directions.** A product can apply scales only if each scale covers the whole contracted axis or a block of
+it. x, weight and dy are each read by two products, which contract different axes. Each matrix is therefore
+quantized in two directions: row-wise, [M, K] with scales along K, and column-wise, the transposed matrix
+[K, M] with scales along M. One kernel computes both directions. A scale per tensor is valid for both
+directions, but Hopper's FP8 products read codes along the contracted axis only, so that the transposed codes
+are still written. On GPUs whose products read codes along either axis (`reads_all_layouts`), they are not. An
+`Operand` contains the codes and scales for one direction. Unquantized values serve both directions without a
+copy; a `Matrix` marks values that a product reads transposed.
 
 **Saved operands.** The forward pass multiplies the row-wise operands and saves the column-wise
 ones, which the backward pass reads. FP8 codes take half the memory that bfloat16 values take.
@@ -66,7 +68,7 @@ quantizers, which are defined in `tensor/`; `layer.py` for saving between the pa
 place of tensors and records the kernels that they launch. Later calls repeat these kernels, so a
 print or a breakpoint in this file takes no effect from the third call on. The environment variable TE_FAST=0,
 set before the import, disables compilation. Some calls always run these functions, for example under a forced
-backend, and backward passes that accumulate into `main_grad`.
+backend, and so do backward passes that accumulate into `main_grad` or delay the weight gradient.
 """
 
 from __future__ import annotations
@@ -174,7 +176,7 @@ def quantize_input(x: Any, spec: LinearSpec) -> tuple[Any, Any]:
 
 
 def quantize_weight(weight: Tensor, spec: LinearSpec) -> tuple[Any, Any]:
-    """Quantize the weight [N, K]: row-wise for y, column-wise for dx; codes that it already has are used.
+    """Quantize the weight [N, K]: row-wise for y, column-wise for dx. Codes of a quantized weight are reused.
 
     Returns:
         (operand for y; operand saved for dx). By default the saved operand is the column-wise codes
@@ -273,8 +275,8 @@ def quantize_output_gradient(dy: Any, spec: LinearSpec) -> QuantizedGradient:
     if spec.needs_grad_bias:
         dtype, cast = spec.grad_bias_dtype or spec.dtype, gradient_cast(spec)
         if cast is not None:
-            # One kernel reads dy once, for its codes and for db. `cast` tells that kernel how the quantizer
-            # quantizes; `adopt` makes operands from the codes.
+            # One kernel reads dy once, for its codes and for db. `cast` describes the quantization to this
+            # kernel; `adopt` converts the codes to operands.
             codes, db = column_sums(as_matrix(dy), dtype, cast)
             return QuantizedGradient(spec.grad_output.adopt(codes, dy.dtype), db)
         db = column_sums(as_matrix(dy), dtype)

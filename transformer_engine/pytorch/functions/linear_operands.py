@@ -150,10 +150,10 @@ def dequantized(x: Any, dtype: torch.dtype) -> Tensor:
 
 
 def save_values(x: Any, x_rows: Any, spec: LinearSpec) -> Any:
-    """Return x [M, K] as a layer saves it whose backward pass does not read the column-wise codes.
+    """x [M, K] in the form that is saved for a backward pass that does not read column-wise codes.
 
-    These are the values of x if they are quantized again or multiplied in high precision, and the
-    row-wise codes `x_rows` if the backward pass multiplies their values.
+    The form is the values of x if the backward pass quantizes them again or multiplies them in high
+    precision. It is the row-wise codes `x_rows` if the backward pass dequantizes them.
     """
     if spec.keep_input or spec.backward == HIGH_PRECISION:
         return Matrix(dequantized(x, spec.dtype))
@@ -197,8 +197,8 @@ def input_operands(
 ) -> Operands:  # fmt: skip
     """Return x as the products read it; a quantized input is used without another quantization.
 
-    It is quantized again if its columns are Hadamard transformed and the gradient's columns, by
-    which they are multiplied, are not, or the reverse.
+    A quantized input is quantized again if only one of the two column-wise operands of dw, x and dy, is
+    Hadamard transformed.
 
     Args:
         x: Values or a quantized tensor.
@@ -254,7 +254,7 @@ def _weight_as_given(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Oper
 def _tensor_operands(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:
     """Return the operands of a quantized tensor, whose columnwise codes are computed if they are missing."""
     if not torch.compiler.is_compiling():
-        # On the tensor itself, so that it keeps what had to be made; a compiler traces no tensor methods.
+        # Update the tensor itself, so that it caches the new codes. torch.compile traces no tensor methods.
         tensor.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
     storage = get_storage(tensor)  # pyright: ignore[reportArgumentType]
     storage.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)

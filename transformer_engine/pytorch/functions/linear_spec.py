@@ -94,7 +94,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class LinearSpec(LayerSpec):
-    """Settings for one linear layer call; the layer may belong to another layer.
+    """Settings for one linear layer call. The layer may be one step of a fused layer or of a `te.ops` chain.
 
     Defaults are constants: torch 2.11 cannot trace a default that is an object.
 
@@ -115,7 +115,7 @@ class LinearSpec(LayerSpec):
         needs_grad_input, needs_grad_weight, needs_grad_bias: Which gradients are needed.
         grad_weight_dtype, grad_bias_dtype: dw and db dtypes, as for the parameters; None: `dtype`.
         traced: A compiler is tracing.
-        communicates: `parallel` sends something.
+        communicates: The layer is sharded, so that ranks exchange values or codes.
         plain: Input, weight and gradients are multiplied unquantized.
         gather_input: How the input is gathered where its rows are sharded. "values": in high precision; every
             rank quantizes all rows. "codes": each rank quantizes its rows, and the codes in each direction
@@ -125,8 +125,8 @@ class LinearSpec(LayerSpec):
         gather_gradient: How the output gradient is gathered where its rows are sharded: "values",
             "codes" or "row_codes".
         inspector: Reads or replaces product results; None by default.
-        may_run_again: No gradients are recorded, but a second run of the call may record them:
-            kernels are as in a call with gradients where others round differently.
+        may_run_again: No gradients are recorded, but a second run of the call may record them. The call then
+            uses the kernels of a call with gradients wherever other kernels would round differently.
     """
 
     dtype: torch.dtype
@@ -260,7 +260,7 @@ def with_gathering(
 
 
 def plan_gather(quantizer: Quantizer, rows: int, columnwise: bool, as_values: bool) -> Gather:
-    """Return how a matrix that a quantizer quantizes is gathered from shards with so many rows.
+    """Choose how a row-sharded matrix is gathered: as codes, as values, or as values that are saved (ONCE).
 
     Args:
         quantizer: The quantizer.

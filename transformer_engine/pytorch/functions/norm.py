@@ -27,7 +27,7 @@ def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm) -> Tens
 def normalize_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm
 ) -> tuple[Tensor, NormStatistics]:
-    """(y, shaped like x; float32 statistics, one per row)"""
+    """Compute y, shaped like x, and the float32 statistics per row."""
     x = plain_values(x)
     if gamma.dim() != 1:
         beta = None if beta is None else beta.reshape(-1)
@@ -39,7 +39,7 @@ def normalize_forward(
 def normalize_backward(
     dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx like x, dgamma like gamma, dbeta like gamma or None)"""
+    """Compute dx, shaped like x, and dgamma and dbeta, shaped like gamma; dbeta is None for an RMSNorm."""
     dy, x = plain_values(dy), plain_values(x)
     shape, rows = gamma.shape, (-1, gamma.numel())
     if len(shape) != 1:

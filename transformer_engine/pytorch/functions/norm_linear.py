@@ -31,8 +31,12 @@ that `fusions.choose_norm_mode` chooses once per call kind. It is FUSED_CAST if 
 the multiplier or amax is saved, and the backward pass computes h from x again and casts it (`norm_columns`).
 
 **Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
-In a transformer layer x has another reader, the residual sum. `norm_linear_and_input` returns x for it: the gradient of
-that use arrives in the same node, and the norm's backward kernel adds it to dx.
+
+**Residual.** In a transformer layer x is also the residual. `norm_linear_and_input` returns x as a second
+output, so that the residual's gradient arrives in the same node, and the norm's backward kernel adds it to
+dx. If a caller cannot use this function, autograd sums the two gradients. The callers test, in this order:
+`TransformerLayer._joins_gradients`, `MultiheadAttention._project`, `LayerNormLinear.forward_and_input` and
+its `_compute_output`.
 """
 
 from __future__ import annotations
@@ -78,9 +82,9 @@ class NormLinearSpec(LayerSpec):
     norm_mode: Literal["fused_cast", "separate"] = SEPARATE
 
     def with_modes(self) -> NormLinearSpec:
-        """Return the spec with its two modes: `norm_mode`, and `linear.input_columns`, the mode of the columns of h.
+        """Choose `norm_mode` and `linear.input_columns`, the mode of the columns of h.
 
-        `fusions` and `deferred_columns` choose them.
+        The choices are tables in `fusions` and `deferred_columns`.
         """
         mode = fusions.choose_norm_mode(self.linear, self.returns_norm_output)
         linear = with_norm_columns(self.linear, mode == FUSED_CAST and self.norm.kind == "RMSNorm")
@@ -113,8 +117,8 @@ def norm_forward(
 
     Returns:
         (h, or its quantized `Operands` in the mode FUSED_CAST; mean and rstdev per row). If the
-        backward pass produces the columns of h (PRODUCED), the `Operands` have in place of them the
-        multiplier or amax with which it casts them.
+        backward pass produces the columns of h (PRODUCED), the field `columnwise` of the `Operands` is
+        instead the multiplier or amax with which the backward pass casts these columns.
     """
     x = as_matrix(dense_values(x))
     if mode != FUSED_CAST:
@@ -170,7 +174,8 @@ def norm_backward(
     Args:
         dh: Gradient of h from the linear layer.
         grad_norm_output: Gradient of h from the caller that received it, or None.
-        grad_x: Gradient of another use of x [.., K], which is added to the rounded dx, or None.
+        grad_x: Gradient of the residual, the second use of x [.., K]. It is added to dx after dx is rounded
+            to x's dtype. None without a residual.
         saved: x [.., K], gamma [K], mean [M] (None for an RMSNorm) and rstdev [M].
         norm: Norm kind and constants.
     """
@@ -216,9 +221,9 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]
     """Compute the gradients of x, gamma, beta, weight and bias.
 
     Args:
-        operands: dy [.., N], the gradient of the returned h or None, the gradient of another use of x or None, and the
-            saved values. The list is emptied, so that `linear_backward` frees the operands h and weight after their
-            last reader.
+        operands: dy [.., N], the gradient of the returned h or None, the gradient of the residual or None,
+            and the saved values. The list is emptied, so that `linear_backward` frees the operands h and
+            weight after their last reader.
         spec: Norm, linear layer and fusion mode for this call kind.
     """
     dy, grad_norm_output, grad_x, x, gamma, mean, rstdev, h, weight = operands
@@ -255,9 +260,10 @@ def norm_linear(
 def norm_linear_and_input(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y [.., N], x): the caller reads this x again, and `norm_backward` adds the gradient of that use to dx.
+    """Compute y [.., N], and return it with x, which the caller uses as the residual.
 
-    The sum has the bits that autograd's own sum of the two gradients has.
+    `norm_backward` adds the gradient of the returned x to dx. The sum is bit-equal to autograd's sum of the
+    two gradients.
     """
     assert not spec.returns_norm_output
     if not (spec.needs_grad and x.requires_grad):
@@ -285,7 +291,7 @@ class _NormLinear(Function):
 
 
 class _NormLinearAndInput(Function):
-    """The same node with x as its second result, which is read again."""
+    """`_NormLinear` with x as its second output, whose gradient `norm_backward` adds to dx."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:

@@ -51,7 +51,15 @@ from .saving import keep, take_saved, wait_for_saved
 
 
 class FusionModes(NamedTuple):
-    """Fusion modes (see `fusions`) for norm(x), act(u), du, the columns of act(u), and the saved u."""
+    """Fusion modes (see `fusions`) for the matrices of an MLP; u is fc1's output, du its gradient.
+
+    Attributes:
+        norm: Mode for norm(x), the input of fc1.
+        activation: Mode for act(u), the input of fc2.
+        gradient: Mode for du.
+        columns: Mode for the columns of act(u).
+        input: Mode for the saved u.
+    """
 
     norm: str
     activation: str
@@ -73,11 +81,11 @@ class NormMLPSpec(LayerSpec):
         fc2: The second linear layer.
         activation: Activation name.
         activation_params: Its parameters.
-        returns_norm_output: The caller also gets norm(x).
+        returns_norm_output: The layer also returns norm(x).
         width: Activation output columns.
         checkpoint: The backward pass computes the norm, fc1 and activation results that it reads again.
         caches_quantized_input: Save fc1's output as FP8 codes where the backward pass reads them.
-        fusion_modes: How matrices between the steps are made.
+        fusion_modes: Which kernels compute and quantize the matrices between the steps.
     """
 
     norm: Norm
@@ -182,8 +190,9 @@ def _activate(u: Any, spec: NormMLPSpec, saves: bool) -> tuple[Any, Tensor | Non
     """Compute a = act(u), or its `Operands` where the same kernel quantizes it.
 
     Returns:
-        a; and float32 [1], from which the backward pass scales the columns of a that it recomputes: the
-        delayed-scaling multiplier, which changes before, or max|a|. None where the columns are saved.
+        (a; float32 [1] with which the backward pass casts the columns of a again, or None if the forward pass
+        saves the columns). The number is a copy of the delayed-scaling multiplier, which changes before the
+        backward pass, or max|a|.
     """
     if spec.fusion_modes.activation != FUSED_CAST:
         return activation_forward(spec.activation, u, spec.activation_params), None
@@ -226,7 +235,7 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     """Compute the gradients for the tensors in `norm_mlp_forward`.
 
     Args:
-        operands: dy [.., H], the gradient for the returned norm(x) or None, the gradient of another use of x or
+        operands: dy [.., H], the gradient of the returned norm(x) or None, the gradient of the residual or
             None, and the saved values. The list is emptied.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
     """
@@ -336,7 +345,7 @@ def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
 
 
 def norm_mlp_and_input(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor]:
-    """Compute (y [.., H], x), where the caller reads x again, as in `norm_linear_and_input`."""
+    """Compute y [.., H], and return it with x, the residual; see `norm_linear_and_input`."""
     assert not spec.returns_norm_output
     if not (spec.needs_grad and tensors.x.requires_grad):
         return norm_mlp(tensors, spec)[0], tensors.x
@@ -373,7 +382,11 @@ def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence
 
 
 def _record(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Run the forward pass of a node; save what its backward pass reads, or what recomputes that."""
+    """Run the forward pass of a node and save the operands for its backward pass.
+
+    With `checkpoint`, save the tensors and the quantizers' states instead, from which
+    `_checkpointed_backward` computes the operands again.
+    """
     if not spec.checkpoint:
         return record(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
     states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
@@ -408,7 +421,7 @@ class _NormMLP(Function):
 
 
 class _NormMLPAndInput(Function):
-    """The same node with x as its second result, which is read again."""
+    """`_NormMLP` with x as its second output, whose gradient `norm_backward` adds to dx."""
 
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:

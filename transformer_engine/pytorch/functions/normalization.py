@@ -47,7 +47,7 @@ class Norm:
     def forward(
         self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: Cast | None = None
     ) -> tuple[Tensor | Quantized, NormStatistics]:
-        """(y, its statistics); with a cast the codes that quantizing y gives, bit for bit."""
+        """Compute (y, statistics); with a cast, (codes of y, statistics), bit-equal to quantizing y."""
         if self.kind == "LayerNorm":
             y, mean, rstdev = layernorm_forward(x, gamma, beta, self.eps, self.zero_centered, cast)
             return y, NormStatistics(mean, rstdev)
@@ -64,10 +64,16 @@ class Norm:
         self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, add: Tensor | None = None,
         rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """(dx + add, dgamma, dbeta), from one kernel on a GPU.
+        """Compute (dx + add, dgamma, dbeta), in one kernel on a GPU.
 
-        With `rounds_first`, and in every LayerNorm, dx is rounded to x's dtype before `add` is added. Otherwise an
-        RMSNorm rounds the sum only.
+        Args:
+            dy: Output gradient [M, K].
+            x: Input [M, K].
+            statistics: Statistics from `forward`.
+            gamma: Scale [K].
+            add: Gradient [M, K] that is added to dx, such as a residual's; None for none.
+            rounds_first: RMSNorm: round dx to x's dtype before `add` is added, as autograd's sum would;
+                otherwise only the sum is rounded. A LayerNorm always rounds dx first.
         """
         if statistics.mean is not None:
             rest = statistics.mean, statistics.rstdev, gamma, self.zero_centered

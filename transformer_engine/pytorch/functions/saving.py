@@ -48,7 +48,7 @@ Saved = Operand | Matrix | DeferredColumns | Tensor | GroupedOperand | list[Any]
 # Metadata of saved values that are one tensor: for a tensor itself, and for a `Matrix`.
 _VALUES, _TRANSPOSED = True, False
 _AS_VALUES = (Tensor, Symbol)
-# Operands that take themselves apart. Compilers trace no union in a tuple.
+# Operand types with their own `split_tensors`. torch.compile cannot trace a union type inside a tuple.
 _OWNED = (CustomOperand, DeferredColumns, *get_args(GroupedOperand))
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
@@ -91,7 +91,7 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
 
 
 def _pack_other(operand: Saved) -> tuple[Sequence[Any], Any]:
-    """Return the tensors and metadata for a saved value that does not take itself apart."""
+    """Return the tensors and metadata of a saved value that has no `split_tensors`."""
     if operand is None:
         return (), None
     if isinstance(operand, _AS_VALUES):

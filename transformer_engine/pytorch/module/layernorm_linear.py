@@ -46,7 +46,7 @@ from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, create_parameters, get_parameter_value, mark_parameters, weight_and_bias
 from .specs import Call, check_call, product_spec, quantizers_of_call, scale_update, with_compiled_passes
 
-# Beside the layer, original names that other libraries import from here.
+# Besides the layer: names from NVIDIA's Transformer Engine that other libraries import or monkey-patch here.
 __all__ = ["LayerNormLinear", "_LayerNormLinear", "apply_normalization", "general_gemm"]
 
 
@@ -58,7 +58,7 @@ class NormLinearConfig(LinearConfig):
 
 
 def build(call: Call) -> NormLinearSpec:
-    """Settings for a call kind."""
+    """Compute the settings for all calls that equal `call`; see `build` in `linear.py`."""
     config: NormLinearConfig = call.config
     check_call(call, config.in_features)
     weight, bias, *of_norm = call.parameters
@@ -195,9 +195,9 @@ class LayerNormLinear(ProductsModule):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Return y, or `(y[, bias][, norm(x)])` with return_bias or return_layernorm_output.
+        """Compute y; return `(y[, bias][, norm(x)])` with return_bias or return_layernorm_output.
 
-        The other arguments are as in `Linear.forward`.
+        The arguments are as in `Linear.forward`.
         """
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
@@ -235,10 +235,11 @@ class LayerNormLinear(ProductsModule):
     def forward_and_input(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
     ) -> tuple[Any, ...]:
-        """Return the outputs of `forward`, then inp for a second reader.
+        """Return the outputs of `forward`, then inp, which the caller uses as the residual.
 
-        The norm's backward kernel adds the gradient of the second use, which saves autograd's sum. The caller has
-        checked that the module has no hooks (`compat.replaceable.is_bare`).
+        The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that
+        autograd launches no kernel for the sum. A call that does not support this returns inp unchanged. The
+        caller has checked that the module has no hooks (`compat.replaceable.is_bare`).
         """
         weight, bias = weight_and_bias(self)
         if (
@@ -266,12 +267,12 @@ class LayerNormLinear(ProductsModule):
         beta: Tensor | None,
         returns_input: bool = False,
     ) -> Any:
-        """Compute `forward` with given parameters.
+        """Compute `forward`, or with `returns_input` `forward_and_input`, for tensors of this rank.
 
         Args:
             options: (is_first_microbatch, fp8_output, fp8_grad).
             inp, weight, bias, gamma, beta: Input and parameters.
-            returns_input: Append inp to the outputs; see `forward_and_input`.
+            returns_input: Append inp to the outputs.
         """
         config, is_first_microbatch = self._config, options[0]
         spec: NormLinearSpec = self.spec(inp, (weight, bias, gamma, beta), options)
@@ -328,7 +329,10 @@ class LayerNormLinear(ProductsModule):
 def _run_by_name(
     inp: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None]:
-    """Call `norm_linear` through replaceable names in this file; a replaced norm changes no product format."""
+    """Compute `norm_linear` with the functions that a program has assigned in this file.
+
+    If only `apply_normalization` is replaced, the product may still be quantized.
+    """
     file = sys.modules[__name__]
     names = _replaced.names | _common._replaced.names
     if names == {"apply_normalization"}:

@@ -313,7 +313,7 @@ class LayerNormMLP(ProductsModule):
     def forward_and_input(
         self, inp: Tensor, is_first_microbatch: bool | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Return the outputs of `forward`, then inp for a second reader; see `LayerNormLinear.forward_and_input`."""
+        """Return the outputs of `forward` and the residual inp; see `LayerNormLinear.forward_and_input`."""
         fc1_weight, fc2_weight = (
             get_parameter_value(self, "fc1_weight"),
             get_parameter_value(self, "fc2_weight"),
@@ -337,7 +337,7 @@ class LayerNormMLP(ProductsModule):
         *,
         returns_input: bool = False,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Compute `forward`, or with `returns_input` `forward_and_input`, with given weights."""
+        """Compute `forward`, or with `returns_input` `forward_and_input`, with full weights."""
         config = self._config
         gamma, beta = (
             get_parameter_value(self, "layer_norm_weight"),

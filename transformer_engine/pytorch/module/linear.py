@@ -14,7 +14,10 @@ the computation. A module call has three steps:
 **From a recipe to a cast.** `autocast` stores its recipe in the state of the thread. `ProductsModule.spec` reads the
 state, and `Numerics.of_call` (`numerics.py`) returns the quantizers that the recipe's family has created for this
 layer, as a `ModuleRecipe`. `build` below stores the input quantizer of its only product as `LinearSpec.input`.
-`quantize_input` (`functions/linear.py`) calls `spec.input.operands`, which casts x.
+`quantize_input` (`functions/linear.py`) passes x and this quantizer to `cast_input`
+(`functions/linear_operands.py`), which calls the quantizer's method `operands`. The method launches the
+kernel (`primitives/quantize`). The same route leads from `LinearSpec.weight` and `LinearSpec.grad_output` to
+their casts.
 
 **Settings.** `@configure_class` defines `layer.in_features`, `layer.return_bias` and the other settings as
 properties over the frozen record `layer._config`. Assigning one replaces the record, so that the next call has
@@ -82,7 +85,7 @@ def build(call: Call) -> LinearSpec:
     config: LinearConfig = call.config
     weight, bias = call.parameters
     assert weight is not None
-    in_features = weight.shape[1]  # for a shard, if the parameters are DTensors
+    in_features = weight.shape[1]  # the local size, if the parameters are DTensors
     check_call(call, in_features)
     parallel = config.parallel()
     (quantizers,) = quantizers_of_call(call, ((in_features, weight.shape[0]),), parallel)
@@ -131,10 +134,13 @@ class Linear(ProductsModule):
         ub_overlap_ag: With sequence parallelism, multiply this rank's rows while copy engines gather rows
             from other ranks: input rows in a column-parallel layer, and output gradient rows in a
             row-parallel one. It requires `initialize_ub` and GPUs that read each other's memory.
-        ub_overlap_rs: The same for the sum of a row-parallel layer's output over ranks.
-        ub_overlap_rs_dgrad: The same for the sum of a column-parallel layer's input gradient over ranks.
-        ub_bulk_dgrad: The same as ub_overlap_ag, for a column-parallel layer only.
-        ub_bulk_wgrad: The same as ub_overlap_rs_dgrad.
+        ub_overlap_rs: Reduce-scatter a row-parallel layer's output while its product runs, under the same
+            conditions as ub_overlap_ag.
+        ub_overlap_rs_dgrad: Reduce-scatter a column-parallel layer's input gradient while its product runs,
+            under the same conditions.
+        ub_bulk_dgrad: Equivalent to ub_overlap_ag in a column-parallel layer; no effect in a row-parallel
+            one.
+        ub_bulk_wgrad: Equivalent to ub_overlap_rs_dgrad.
         ub_name: Layer name in the `initialize_ub` configuration; no effect.
         delay_wgrad_compute: Compute the weight gradient in `backward_dw()` instead of the backward pass.
         symmetric_ar_type: "one_shot" or "two_shot": sum the output of a row-parallel layer over ranks through
@@ -225,7 +231,7 @@ class Linear(ProductsModule):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Return y [.., out_features], or (y, bias) with return_bias.
+        """Compute y [.., out_features]; with return_bias, return (y, bias) and do not add the bias.
 
         Args:
             inp: Input [.., in_features].
@@ -281,7 +287,7 @@ class Linear(ProductsModule):
     def _compute_output(
         self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
-        """Compute `forward` with parameters of this rank, unquantized or quantized.
+        """Compute `forward` for tensors that are complete on this rank, unquantized or quantized.
 
         Args:
             options: (is_first_microbatch, fp8_output, fp8_grad), converted.

@@ -67,7 +67,8 @@ class Numerics:
         state: Autocast state in the last call.
         cached: The quantizers of the last recipe by product, valid until a container that they depend on is written.
         initialized: Whether quantizers were ever created.
-        observer: Maps the recipe of a call to the recipe it computes by; None: no observer.
+        observer: Function that replaces the recipe of each call by another one, as debug sessions do; or
+            None.
         observes_unquantized: Whether the observer also receives calls outside autocast.
     """
 

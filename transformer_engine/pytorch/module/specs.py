@@ -1,7 +1,7 @@
 """spec = build(call): settings for one call kind in a layer built from linear products.
 
-`ProductsModule.spec` makes the `Call`, whose equality is the key of the layer's cached specs, and
-`product_spec` makes the `LinearSpec` per product.
+`ProductsModule.spec` creates the `Call`, which is the key of the layer's cached specs. A layer's `build`
+calls `quantizers_of_call` and, for each product, `product_spec`, which creates the `LinearSpec`.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Facts(NamedTuple):
         return issubclass(self.kind, QuantizedTensorStorage)
 
 
-# The fields of a tensor's `Facts` as a plain tuple, which takes less time to make. Compilers cannot trace it.
+# The fields of a tensor's `Facts` as a plain tuple, which is faster to create. torch.compile cannot trace it.
 tensor_facts = operator.attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
 _is_given = functools.partial(operator.is_not, None)
 
 
 def metadata_facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """The same for a tensor in a traced call; None for an absent tensor."""
+    """`tensor_facts` in a form that torch.compile can trace; None for an absent tensor."""
     if tensor is None:
         return None
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
@@ -148,7 +148,10 @@ class Call(NamedTuple):
 
 
 def built(build: Callable[[Call], Any], fields: tuple[Any, ...]) -> Any:
-    """The spec for an eager call by its first fields, which serve as key in its place and take less time to make."""
+    """Build the spec for an eager call from its first `Call` fields.
+
+    The cache key is the tuple of these fields, because a tuple is faster to create than a `Call`.
+    """
     return build(Call(*fields))
 
 

@@ -113,7 +113,7 @@ class Linear(PassFusedOperation):
             reduction = ReduceScatter if boundary.sequence else AllReduce
             ops.append(reduction(boundary.group))
         super().__init__(ops)
-        # A tuple under this name, because modules that earlier versions pickled have it.
+        # Pickled modules contain this tuple under this name.
         self._sizes = in_features, out_features
         self._has_bias = has_bias
         for op in ops:  # `self` owns `weight` and `bias` from here on, and the operations read them

@@ -1,7 +1,7 @@
 """Parts of a container, which are called one after another, and the extra tensors that pass between them.
 
-A container is one part if all its modules fuse. A hook on an operation, or a module that is no
-operation, divides it into several. Autograd sees each part as a function. A channel's tensor
+A container is one part if all its modules fuse. A hook on an operation, or a module that is not an
+operation, divides it into several. Each part is a separate autograd node. A channel's tensor
 therefore leaves one part as an extra output and enters another one as an extra input.
 """
 

@@ -40,7 +40,7 @@ class _Parts(NamedTuple):
     """The modules of a Sequential, divided into parts.
 
     Attributes:
-        modules: The values of `_modules`, by which a later call sees whether the modules have changed.
+        modules: The values of `_modules`, which later calls compare to detect changed modules.
         operations: The modules that are operations.
         fusible: The operations that may fuse, because nothing intercepts their calls (`are_unintercepted`).
         called: The operations and the basic operations of the fused ones, which a user may also replace.

@@ -34,7 +34,7 @@ is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_en
 
 
 class Matrix(NamedTuple):
-    """Values [M, K] for the operand of their transpose, which is a view of them."""
+    """Unquantized values [M, K] that a product reads transposed, as a view [K, M]."""
 
     values: Tensor
 
@@ -286,9 +286,10 @@ class Quantizer(EncodesGroups, DescribesTensors):
         return None
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        """Return what `operands` and `cast` depend on besides their arguments: settings, and tensors of a state.
+        """Settings on which `operands` and `cast` depend, and their state tensors, for compiled passes.
 
-        None: unknown, for example for a custom quantizer.
+        The settings are a cache key. None if they are unknown, as for a custom quantizer: such passes are not
+        compiled.
         """
         return None
 

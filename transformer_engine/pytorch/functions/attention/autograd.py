@@ -75,7 +75,7 @@ def attention_backward(
         saved: Result from `attention_forward`. A merged output and log-sum-exp may replace the results of one
             block: the gradients then belong to the block's share of the merged attention.
         grad_output: Output gradient, [.., h, d_v] or [.., h * d_v].
-        into: Tensors that become the gradients of q, k and v, for passes with `backward_into`.
+        into: Buffers to which the gradients of q, k and v are written; only for passes with `backward_into`.
     """
     passes, inputs, attended = saved
     shape = (*inputs.q.shape[:-1], call.head_dim_v)
@@ -280,9 +280,15 @@ def _project_gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
 def _joint_gradient(
     ctx: Any, x: Tensor, inputs: AttentionInputs
 ) -> tuple[Tensor | None, tuple[Tensor, Tensor, Tensor] | None]:
-    """Allocate the gradient of a projection x, and return it with its views for q, k and v.
+    """Allocate one buffer for the gradient of a projection x, with views to which dq, dk and dv are written.
 
-    Returns (None, None) if the backend allocates the three gradients, or if a view would be a copy.
+    The views avoid the concatenation in `join_gradients`. In packed sequences a backend does not write tokens
+    that belong to no sequence, so that these are zeroed here: the trailing ones if all sequences are adjacent
+    and share one table of starts, otherwise the whole buffer.
+
+    Returns:
+        (buffer, its views for q, k and v). (None, None) if the backend allocates its gradients (all but
+        cuDNN), if `split_views` would copy, or if x is not contiguous.
     """
     call, interleaved = ctx.call, ctx.interleaved
     if (

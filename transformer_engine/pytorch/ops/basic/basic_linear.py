@@ -36,7 +36,7 @@ def parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """Return the parameter dtype, by default torch's.
 
     Raises:
-        ValueError: The dtype is none that products compute in.
+        ValueError: Products do not support the dtype.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in DTYPES:
@@ -118,8 +118,10 @@ class BasicLinear(PassOperation):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Allocate the weight if it is on the meta device, fill it with uniform random values, and
-        quantize it inside `quantized_model_init`."""
+        """Fill the weight with uniform random values.
+
+        A weight on the meta device is allocated first. Inside `quantized_model_init` the weight is quantized.
+        """
         before = self.weight
         target_device = (self._device or canonical_device("cuda")) if before.is_meta else before.device
         values = torch.empty(before.shape, dtype=before.dtype, device=target_device)
@@ -157,7 +159,7 @@ class BasicLinear(PassOperation):
         return None
 
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
-        # Prepared passes hold a weight whose gradient they accumulate.
+        # Prepared passes refer to the weight whose main_grad they write; another weight needs other passes.
         return id(self.weight) if self._accumulate_into_main_grad else None
 
     def passes(self, x: InputFacts, call: OperationCall) -> tuple[OperationPasses, InputFacts]:
@@ -213,7 +215,7 @@ def replace_parameter(op: Any, name: str, values: Tensor, initial: Tensor | None
 def tensor_parallel_boundary(
     mode: str | None, group: Any, sequence: bool, in_features: int, out_features: int
 ) -> TensorParallel:
-    """Return the boundary between a layer and its tensor-parallel group; none for a one-rank group.
+    """Check and create the boundary between a layer and its tensor-parallel group; unsharded for one rank.
 
     Raises:
         ValueError: The mode is unknown, or the group does not divide the sharded size.

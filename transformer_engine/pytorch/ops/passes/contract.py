@@ -1,8 +1,9 @@
 """Forward and backward function of an operation in one call kind, and the values between operations.
 
 `OperationPasses` is the private contract between operations of this package: `fused_forward(x, tensors,
-cast)` and `fused_backward(operands, leading, grads, request)`. `chain.py` calls them one after another and
-passes each operation the cast of its neighbor, so that one kernel computes a matrix and quantizes it.
+request)` and `fused_backward(operands, leading, grads, request)`. `chain.py` calls them one after another.
+`request` is the cast that the neighbor requests (`input_request`, `gradient_request`), so that one kernel
+computes a matrix and quantizes it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Value(NamedTuple):
     Attributes:
         data: A tensor, a quantized tensor, or the `Operands` of the next product.
         leading: Dimensions in place of M, if `data` is a matrix [M, N]; None for a tensor in its own shape.
-        owned: The operation that computed the value has no other reader for its memory.
+        owned: Nothing else reads the value's memory, so that the next operation may overwrite it.
     """
 
     data: Any
