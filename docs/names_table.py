@@ -14,7 +14,7 @@ The columns of names.csv:
 
 --original compares with an original that is installed in DIRECTORY, whose public modules another process imports; no
 source is printed. Names that names.csv lacks become rows of source "installed". Printed are signatures that differ from
-this package (methods included), absent methods, and the names in both files that the original has removed.
+this package (methods included), absent methods, and names of either file that the original has removed.
 
 --signatures also enters the signatures that differ into docs/signatures.json; a test fails until they are equal.
 

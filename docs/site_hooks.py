@@ -22,7 +22,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Highlight programs that need a client or a GPU as all other programs."""
+    """Highlight programs that need a client or a GPU like all other programs."""
     return PROGRAM.sub("```python", markdown)
 
 

@@ -88,7 +88,7 @@ def test_the_returned_inputs_gradient_reaches_the_norm(kind, normalization, devi
     module = kind(HIDDEN, FFN, normalization=normalization, params_dtype=torch.bfloat16, device=device)
     values = inputs(device, torch.bfloat16)
     x, other = values.clone().requires_grad_(), values.clone().requires_grad_()
-    *outputs, again = module.forward_and_input(x)
+    *outputs, again = module.forward_with_residual(x)
     assert again.data_ptr() == x.data_ptr()
     grads = torch.ones_like(outputs[0]), torch.cos(values.float()).bfloat16()
     torch.autograd.backward((outputs[0], again), grads)
@@ -100,9 +100,30 @@ def test_the_returned_inputs_gradient_reaches_the_norm(kind, normalization, devi
 def test_returned_input_without_gradient_is_the_input(kind, device):
     module = kind(HIDDEN, FFN, params_dtype=torch.bfloat16, device=device)
     x = inputs(device, torch.bfloat16)
-    assert module.forward_and_input(x)[-1] is x
+    assert module.forward_with_residual(x)[-1] is x
     with torch.no_grad():
-        assert module.forward_and_input(x.requires_grad_())[-1] is x
+        assert module.forward_with_residual(x.requires_grad_())[-1] is x
     wide = x.detach().float().requires_grad_()
     with torch.autocast(device.type if isinstance(device, torch.device) else device, torch.bfloat16):
-        assert module.forward_and_input(wide)[-1] is wide  # the module converts its own copy
+        assert module.forward_with_residual(wide)[-1] is wide  # the module converts its own copy
+
+
+@pytest.mark.parametrize("drop_path_rate", [0.0, 0.5])
+@pytest.mark.parametrize("child", ["layernorm_mlp", "self_attention"])
+def test_children_without_a_returned_bias_equal_children_with_hooks(child: str, drop_path_rate: float):
+    layer = make("cpu", torch.float32, drop_path_rate=drop_path_rate)
+    if child == "layernorm_mlp":
+        layer.layernorm_mlp = te.LayerNormMLP(HIDDEN, FFN, device="cpu")
+    else:
+        layer.self_attention = te.MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device="cpu")
+    x = torch.randn(TOKENS, BATCH, HIDDEN)
+    found = run(layer, x, None)
+    expected = run(with_separate_sums(layer), x, None)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_invalid_microbatch_flag_is_named_before_any_child_runs():
+    layer = make("cpu", torch.float32)
+    with pytest.raises(TypeError, match="is_first_microbatch"):
+        layer(torch.randn(TOKENS, BATCH, HIDDEN), is_first_microbatch=len)

@@ -246,7 +246,8 @@ class _MovedLoader:
 class MovedFinder:
     """The first finder, which loads modules from their present paths.
 
-    The search path of a package that has moved leads to its modules' files: later finders would load them twice.
+    Later finders would search the `__path__` of the moved package, and load its modules again under their old
+    names.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-# Backends that compute in wider arithmetic than the operands have: correct, but without low-precision instructions.
+# Backends that do not make a path native: they compute in wider arithmetic than the operands have, or in
+# separate steps instead of one kernel.
 EMULATING = (
     "decode",
     "decoded",
@@ -39,8 +40,8 @@ class SelfTestResult:
     """A case with one backend.
 
     Attributes:
-        status: "passed", "failed", "unsupported" (for the reason), "left out" (see `LEFT_OUT`), or "not run" (out of
-            time).
+        status: "passed", "failed", "unsupported" (for the reason), "left out" (`LEFT_OUT` in
+            `pytorch/inspect/self_test_compile.py`), or "not run" (out of time).
         equal: Equal-byte share, for codes and scales.
         error: Largest relative result error in the Frobenius norm.
         reason: Why it failed, is unsupported or was left out.
@@ -112,12 +113,12 @@ class SelfTest:
         for result in self.results:
             if result.status == "failed":
                 lines.append(f"FAILED {result.path}, {result.case}, {result.backend}: {result.reason}")
-        without = [path for path, passed in self.paths.items() if not passed]
+        skipped = {result.path for result in self.results if result.status == "not run"}
+        without = [path for path, passed in self.paths.items() if not passed and path not in skipped]
         if without and has_gpu:
             lines.append(f"no native backend has passed: {', '.join(without)}")
         left_out = {f"{r.path}, {r.backend}: {r.reason}" for r in self.results if r.status == "left out"}
         lines += [f"left out: {line}" for line in sorted(left_out)]
-        skipped = {result.path for result in self.results if result.status == "not run"}
         if skipped:
             lines.append(f"not run for lack of time, run again: {', '.join(sorted(skipped))}")
         count = sum(result.status == "passed" for result in self.results)

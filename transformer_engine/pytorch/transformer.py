@@ -15,7 +15,7 @@ from .attention.inference import InferenceParams
 from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
 from .compat.argument_orders import accepts_older_orders, declare_call
-from .compat.replaceable import is_bare
+from .compat.replaceable import is_unintercepted
 from .constants import ActivationName, CPLoadBalancingStrategy, NormalizationName, SoftmaxType, TensorFormat
 from .distributed.tensor_parallel import OverlapFlags, warn_of_unused_overlap
 from .functions.dropout import bias_dropout_add, dropout
@@ -317,8 +317,10 @@ class TransformerLayer(CheckedLoading):
         if dtype is not None:  # torch.autocast's dtype, for all residual sums
             hidden_states = hidden_states.to(dtype)
         hidden_states = hidden_states.contiguous()
-        joins = self._joins_gradients()
-        attended = _attend(self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes, joins)
+        returns_residual = self._residual_is_norm_input()
+        attended = _attend(
+            self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes, returns_residual
+        )
         if self._config.parallel_attention_mlp:
             transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
             return self._output(self._add((attended + transformed, None), hidden_states))
@@ -326,13 +328,14 @@ class TransformerLayer(CheckedLoading):
         del attended  # without a backward pass, this frees its memory
         if self.inter_attention is not None:
             attended = _attend(
-                self.inter_attention, hidden_states, of_cross, encoder_output, None, *modes, joins
+                self.inter_attention, hidden_states, of_cross, encoder_output, None, *modes, returns_residual
             )
             hidden_states = self._add(attended, hidden_states)
             del attended
         mlp = self.layernorm_mlp
-        if joins and is_bare(mlp, LayerNormMLP, _mlp):
-            transformed = mlp.forward_and_input(hidden_states, is_first_microbatch)
+        # A layer that a user has put here may return no bias; `_add` reads a third output as the residual.
+        if returns_residual and is_unintercepted(mlp, LayerNormMLP, _mlp) and mlp._config.return_bias:
+            transformed = mlp.forward_with_residual(hidden_states, is_first_microbatch)
         else:
             transformed = mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         return self._output(self._add(transformed, hidden_states))
@@ -370,7 +373,7 @@ class TransformerLayer(CheckedLoading):
             window("enc_dec_window_size", arguments.window_size)
             size_or_none("max_seqlen_kv", arguments.max_seqlen_kv, 0)
 
-    def _joins_gradients(self) -> bool:
+    def _residual_is_norm_input(self) -> bool:
         """Whether the residuals are the norms' inputs, so that norm kernels may add their gradients.
 
         The layers test further conditions; see the paragraph Residual in `functions/norm_linear.py`.
@@ -397,7 +400,7 @@ class TransformerLayer(CheckedLoading):
         # With a rate of 0 the module is the identity. It is called only if a user has replaced it or added a
         # hook.
         drop_path: Any = self.drop_path
-        bare = is_bare(drop_path, DropPath, DropPath.forward)
+        bare = is_unintercepted(drop_path, DropPath, DropPath.forward)
         drops_path = not bare or (self.training and drop_path.drop_prob > 0.0)
         if not drops_path and x.dtype == residual.dtype:
             return bias_dropout_add(x, bias, residual, p)
@@ -420,16 +423,20 @@ def _attend(
     is_first_microbatch: bool | None,
     checkpoint_core_attention: bool,
     fast_zero_fill: bool,
-    joins: bool,
+    returns_residual: bool,
 ) -> Any:
-    """Call an attention layer; `joins`: append the residual to its outputs, if the layer has no hooks.
+    """Call an attention layer; `returns_residual`: append the residual to its outputs, if the layer has no hooks.
 
-    `_add` reads the residual from the outputs if there is one.
+    `_add` reads the residual from the third output, after the bias.
     """
-    if joins and is_bare(attention, MultiheadAttention, _attention):
+    if (
+        returns_residual
+        and is_unintercepted(attention, MultiheadAttention, _attention)
+        and attention._config.return_bias
+    ):
         return attention.attend(
             hidden_states, arguments, encoder_output, rotary_pos_emb, is_first_microbatch,
-            checkpoint_core_attention, fast_zero_fill, returns_input=True,
+            checkpoint_core_attention, fast_zero_fill, returns_residual=True,
         )  # fmt: skip
     return attention(
         hidden_states, encoder_output=encoder_output, rotary_pos_emb=rotary_pos_emb,

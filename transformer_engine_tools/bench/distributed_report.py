@@ -112,7 +112,7 @@ def print_rows(console: Console, rows: Sequence[RanksRow]) -> None:
 
 def as_dict(rows: Sequence[RanksRow], ranks: int) -> dict[str, Any]:
     """JSON file content: machine, ranks, torch, command, meaning and results."""
-    # Not `machine` of the tools: it starts JAX, which makes another GPU the current device of the process.
+    # Not `transformer_engine_tools.machine`: it starts JAX, which changes the process's current GPU.
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     return {
         "machine": device,

@@ -16,9 +16,9 @@ from transformer_engine.common import optional
 from transformer_engine.common.self_test import SECONDS, SelfTest, SelfTestResult, SelfTestSizes
 
 JAX_MODULE = "transformer_engine.jax.self_test"
-# A process that has no time left starts JAX, reports its cases as not run, and ends.
+# After the limit, the process has this time to report the other cases as not run; then it is killed.
 START_SECONDS = 60.0
-KEPT_LINES = 20  # of the process's error output
+KEPT_LINES = 20  # last lines of the error output, for the reason of a failure
 # JAX otherwise allocates three quarters of the GPU's memory; formats that the GPU lacks are emulated, as in PyTorch.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TE_EMULATE": "1"}
 
@@ -64,24 +64,30 @@ def jax_self_test(progress: Callable[[str], None], sizes: SelfTestSizes | None, 
             errors="replace",
         )
         timer = threading.Timer(seconds + START_SECONDS, process.kill)
+        timer.daemon = True
         timer.start()
         assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line.rstrip())
-            progress(lines[-1])
-        code = process.wait()
-        timer.cancel()
+        try:
+            for line in process.stderr:
+                lines.append(line.rstrip())
+                progress(lines[-1])
+            code = process.wait()
+        finally:
+            timer.cancel()
+            process.kill()  # no effect after its end
         output.seek(0)
         printed = output.read()
     elapsed = time.perf_counter() - start
     if code != 0:
+        if elapsed >= seconds + START_SECONDS:
+            lines.append(f"it was stopped after {elapsed:.0f} s")
         return _exit_result(code, list(lines), elapsed)
     found = json.loads(printed.splitlines()[-1])
     return SelfTest(found["machine"], tuple(SelfTestResult(**result) for result in found["results"]), elapsed)
 
 
 def _exit_result(code: int, lines: list[str], elapsed: float) -> SelfTest:
-    """Result of a process that printed none: JAX cannot be imported, or a library ended the process."""
+    """Result of a failed process: JAX cannot be imported, a library ended it, or it ran out of time."""
     for line in reversed(lines):
         if line.startswith(("ImportError:", "ModuleNotFoundError:")):
             return SelfTest({"JAX": line}, (), elapsed)

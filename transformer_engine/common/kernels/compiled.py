@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -125,7 +126,17 @@ def _compute_hash(result: Future[None]) -> None:
             compute()
         result.set_result(None)
     except BaseException as error:
+        _forget_hash()  # the next compilation tries again
         result.set_exception(error)
+
+
+def _forget_hash() -> None:
+    global _hash
+    _hash = None
+
+
+if hasattr(os, "register_at_fork"):  # a forked process has no thread that would finish the hash
+    os.register_at_fork(after_in_child=_forget_hash)
 
 
 def _compile(key: KernelKey) -> Compiled:

@@ -85,11 +85,12 @@ def measured_cast_kernel(
     place = program // TILES_K
     parts = tl.cdiv(M, BLOCK_M)
     if BY_ROWS:
-        if program < GROUPS and tl.load(layout + program + 1) == tl.load(layout + program):
-            _factor, inverse = scale_from_amax(
-                as_float(program * 0), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF
-            )
-            tl.store(scale + program * SLOT, inverse)  # of a group without rows, which has no tile
+        if program < GROUPS:  # noqa: SIM102  # Triton evaluates both operands of `and`
+            if tl.load(layout + program + 1) == tl.load(layout + program):  # no row, hence no tile
+                _factor, inverse = scale_from_amax(
+                    as_float(program * 0), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF
+                )
+                tl.store(scale + program * SLOT, inverse)
         group, position, measures = _place_of_rows(layout, place, GROUPS, COUNT, LAG)
     else:
         group, position, measures = _place_of_matrices(place, parts, GROUPS, LAG)

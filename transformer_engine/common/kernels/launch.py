@@ -77,7 +77,7 @@ def gluon_missing(hardware: Hardware) -> str | None:
     return "TRITON_INTERPRET=1: Gluon has no interpreter" if _is_interpreted() else None
 
 
-@functools.cache  # each cast of grouped rows asks
+@functools.cache  # called for each cast of grouped rows
 def _gluon_reason(hardware: Hardware, triton_missing: str | None, release: tuple[int, int]) -> str | None:
     if (reason := missing(hardware) or hardware.lacks("hopper instructions")) is not None:
         return reason

@@ -75,7 +75,7 @@ class ReplaceableFunction(type(torch.autograd.Function)):
 _called: Any = nn.Module.__call__
 
 
-def is_bare(module: nn.Module, kind: type[nn.Module], forward: Callable[..., Any]) -> bool:
+def is_unintercepted(module: nn.Module, kind: type[nn.Module], forward: Callable[..., Any]) -> bool:
     """Return whether module(x) is forward(module, x) and nothing else.
 
     A layer may then pass its child more than the child's public forward arguments, such as the

@@ -154,7 +154,7 @@ def with_norm_columns(spec: LinearSpec, computed_again: bool) -> LinearSpec:
 
 
 def save_multiplier_or_amax(cast: Cast, codes: Quantized, like: Any) -> Tensor:
-    """The scale from which `cast_columns` computes the columns: a copied multiplier, or the maximum."""
+    """Copy of the multiplier, or the amax, with which `cast_columns` computes the columns later."""
     saved = codes.amax if cast.multiplier is None else copied(cast.multiplier, like)
     assert saved is not None
     return saved

@@ -53,7 +53,7 @@ from .grouped_products import (
     values_of_groups,
     weight_gradients,
 )
-from .layer import LayerFunctions, record, run_backward, run_without_saving
+from .layer import LayerFunctions, run_and_save, run_backward, run_without_saving
 from .linear_operands import dense_values
 from .linear_spec import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
 from .saving import wait_for_saved
@@ -206,7 +206,7 @@ def _column_operand(x: Any, call: GroupedCall) -> Any:
 
 
 GROUPED_LINEAR_FUNCTIONS = LayerFunctions(
-    "GroupedLinear", grouped_linear_forward, grouped_linear_backward, results=1, gradients=1
+    "GroupedLinear", grouped_linear_forward, grouped_linear_backward, num_results=1, num_gradients=1
 )
 
 
@@ -242,7 +242,7 @@ class _GroupedLinear(Function):
     def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         ctx.counts = (count, len(biases))
-        return record(GROUPED_LINEAR_FUNCTIONS, ctx, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
+        return run_and_save(GROUPED_LINEAR_FUNCTIONS, ctx, call, _tensors(x, weights, biases, call))[0]  # pyright: ignore[reportArgumentType]
 
     @staticmethod
     @once_differentiable("GroupedLinear")

@@ -1,7 +1,7 @@
 """Run the passes of linear layers in autograd functions, and save the operands for their backward passes.
 
 A layer kind has two functions without autograd (`LayerFunctions`) and an autograd function, whose methods
-call `record` and `run_backward`. `run_without_saving` runs a call that needs no gradient. All three run the
+call `run_and_save` and `run_backward`. `run_without_saving` runs a call that needs no gradient. All three run the
 compiled passes `spec.compiled` (`fast/compiled.py`) if there are any; otherwise `forward_results` and
 `backward_results` call the two functions.
 """
@@ -34,15 +34,15 @@ class LayerFunctions(NamedTuple):
         backward: Function (operands, spec) -> gradients of the tensors. `operands` is a list, which the
             function empties: the output gradients, one per result; in norm layers the gradient of the
             residual, or None; then the saved values.
-        results: Number of results of `forward`.
-        gradients: Number of operands of `backward` before the saved values.
+        num_results: Number of results of `forward`.
+        num_gradients: Number of operands of `backward` before the saved values.
     """
 
     name: str
     forward: Callable[..., Sequence[Any]]
     backward: Callable[..., Sequence[Any]]
-    results: int
-    gradients: int
+    num_results: int
+    num_gradients: int
 
 
 # Stack of interceptors. If it is not empty, the last one calls each pass function: runner(pass name,
@@ -59,7 +59,9 @@ def run_without_saving(functions: LayerFunctions, spec: LayerSpec, tensors: Sequ
     return _forward_without_autocast(functions, spec, tensors)[0]
 
 
-def record(functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Any]) -> Sequence[Any]:
+def run_and_save(
+    functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequence[Any]
+) -> Sequence[Any]:
     """Run the forward pass of a node, save the operands for its backward pass, and return the results.
 
     Args:
@@ -71,9 +73,9 @@ def record(functions: LayerFunctions, ctx: Any, spec: LayerSpec, tensors: Sequen
     ctx.spec, ctx.input_shape = spec, tensors[0].shape  # pyright: ignore
     if spec.compiled is not None:
         outputs, kind = spec.compiled.forward([*tensors], spec, spec.cached_tensors)
-        keep(ctx, outputs[functions.results :])
+        keep(ctx, outputs[functions.num_results :])
         spec.compiled.save_kind(ctx, kind)
-        return outputs[: functions.results]
+        return outputs[: functions.num_results]
     results, saved = forward_results(functions, spec, tensors)
     parts, ctx.forms = pack(*saved)
     keep(ctx, parts)
@@ -117,7 +119,7 @@ def forward_results(
     x: Any = tensors[0]
     if offloading.synchronizer is not None:
         mark_ready(x)
-    count = functions.results
+    count = functions.num_results
     if runners:
         name = f"forward pass of {functions.name}"
         outputs = runners[-1](name, functions.forward, (*tensors, spec), count)
@@ -153,7 +155,7 @@ def compiled_functions(
         return (*results, *parts), forms
 
     def backward(tensors: list[Any], spec: LayerSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
-        count = functions.gradients
+        count = functions.num_gradients
         operands = tensors[:count] + unpack(tensors[count:], ctx.forms)
         tensors.clear()
         return tuple(backward_results(functions, spec, operands, ctx.input_shape)), None

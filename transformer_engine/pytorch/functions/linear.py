@@ -97,7 +97,7 @@ from .gathered_operands import (
     gather_quantized_input,
     saves_input_shard,
 )
-from .layer import LayerFunctions, record, run_backward, run_without_saving
+from .layer import LayerFunctions, run_and_save, run_backward, run_without_saving
 from .linear_operands import (
     QuantizedGradient,
     cast_gradient,
@@ -294,7 +294,7 @@ def _epilogue(spec: LinearSpec, bias: Tensor | None, accumulate_into: Tensor | N
     return Epilogue(accumulate_into.dtype, bias, accumulate_into, accumulate=True, exact=exact)
 
 
-LINEAR_FUNCTIONS = LayerFunctions("Linear", linear_forward, linear_backward, results=1, gradients=1)
+LINEAR_FUNCTIONS = LayerFunctions("Linear", linear_forward, linear_backward, num_results=1, num_gradients=1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
@@ -305,11 +305,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
 
 
 class _Linear(Function):
-    """Node in autograd's graph: `record` runs `linear_forward` and saves, `run_backward` runs `linear_backward`."""
+    """Node in autograd's graph: `run_and_save` calls `linear_forward`, `run_backward` calls `linear_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:
-        return record(LINEAR_FUNCTIONS, ctx, spec, (x, weight, bias))[0]
+        return run_and_save(LINEAR_FUNCTIONS, ctx, spec, (x, weight, bias))[0]
 
     @staticmethod
     @once_differentiable("Linear")

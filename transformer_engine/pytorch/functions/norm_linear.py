@@ -32,10 +32,10 @@ the multiplier or amax is saved, and the backward pass computes h from x again a
 
 **Backward.** `linear_backward` computes dh, the gradient with respect to h, and `norm_backward` computes dx from dh.
 
-**Residual.** In a transformer layer x is also the residual. `norm_linear_and_input` returns x as a second
+**Residual.** In a transformer layer x is also the residual. `norm_linear_with_residual` returns x as a second
 output, so that the residual's gradient arrives in the same node, and the norm's backward kernel adds it to
 dx. If a caller cannot use this function, autograd sums the two gradients. The callers test, in this order:
-`TransformerLayer._joins_gradients`, `MultiheadAttention._project`, `LayerNormLinear.forward_and_input` and
+`TransformerLayer._residual_is_norm_input`, `MultiheadAttention._project`, `LayerNormLinear.forward_with_residual` and
 its `_compute_output`.
 """
 
@@ -55,7 +55,7 @@ from ..tensor.quantizer import Operands
 from . import fusions
 from .deferred_columns import cast_columns, save_multiplier_or_amax, with_norm_columns
 from .fusions import FUSED_CAST, SEPARATE
-from .layer import LayerFunctions, record, run_backward, run_without_saving
+from .layer import LayerFunctions, run_and_save, run_backward, run_without_saving
 from .linear import linear_backward, linear_forward
 from .linear_operands import dense_values, input_cast
 from .linear_spec import PRODUCED, SAVED, LayerSpec, LinearSpec, replace_fields
@@ -159,7 +159,11 @@ def norm_columns(
 
 
 def norm_backward(
-    dh: Tensor, grad_norm_output: Tensor | None, grad_x: Tensor | None, saved: Sequence[Any], norm: Norm
+    dh: Tensor,
+    grad_norm_output: Tensor | None,
+    grad_residual: Tensor | None,
+    saved: Sequence[Any],
+    norm: Norm,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute dx [M, K], dgamma [K] and dbeta [K] from dh [M, K].
 
@@ -174,7 +178,7 @@ def norm_backward(
     Args:
         dh: Gradient of h from the linear layer.
         grad_norm_output: Gradient of h from the caller that received it, or None.
-        grad_x: Gradient of the residual, the second use of x [.., K]. It is added to dx after dx is rounded
+        grad_residual: Gradient of the residual, the second use of x [.., K]. It is added to dx after dx is rounded
             to x's dtype. None without a residual.
         saved: x [.., K], gamma [K], mean [M] (None for an RMSNorm) and rstdev [M].
         norm: Norm kind and constants.
@@ -185,9 +189,9 @@ def norm_backward(
     if grad_norm_output is not None:
         dh = dh + grad_norm_output.reshape(dh.shape)
     statistics = NormStatistics(mean, rstdev)
-    if grad_x is None:
+    if grad_residual is None:
         return norm.backward(dh, as_matrix(dense_values(x)), statistics, gamma)
-    return norm.backward(dh, as_matrix(dense_values(x)), statistics, gamma, as_matrix(grad_x), True)
+    return norm.backward(dh, as_matrix(dense_values(x)), statistics, gamma, as_matrix(grad_residual), True)
 
 
 def norm_linear_forward(
@@ -226,7 +230,7 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]
             weight after their last reader.
         spec: Norm, linear layer and fusion mode for this call kind.
     """
-    dy, grad_norm_output, grad_x, x, gamma, mean, rstdev, h, weight = operands
+    dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev, h, weight = operands
     operands.clear()
     linear_operands, saved_by_norm = [dy, h, weight], (x, gamma, mean, rstdev)
     produce_input = None
@@ -238,11 +242,11 @@ def norm_linear_backward(operands: list[Any], spec: NormLinearSpec) -> list[Any]
     if dh is None:  # neither x nor the norm's parameters need a gradient
         return [None, None, None, dw, db]
     # dx [M, K], dgamma [K], dbeta [K] from dh [M, K]
-    return [*norm_backward(dh, grad_norm_output, grad_x, saved_by_norm, spec.norm), dw, db]
+    return [*norm_backward(dh, grad_norm_output, grad_residual, saved_by_norm, spec.norm), dw, db]
 
 
 NORM_LINEAR_FUNCTIONS = LayerFunctions(
-    "LayerNormLinear", norm_linear_forward, norm_linear_backward, results=2, gradients=3
+    "LayerNormLinear", norm_linear_forward, norm_linear_backward, num_results=2, num_gradients=3
 )
 
 
@@ -257,7 +261,7 @@ def norm_linear(
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
-def norm_linear_and_input(
+def norm_linear_with_residual(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor]:
     """Compute y [.., N], and return it with x, which the caller uses as the residual.
@@ -268,15 +272,15 @@ def norm_linear_and_input(
     assert not spec.returns_norm_output
     if not (spec.needs_grad and x.requires_grad):
         return norm_linear(x, gamma, beta, weight, bias, spec)[0], x
-    return _NormLinearAndInput.apply(x, gamma, beta, weight, bias, spec)  # pyright: ignore[reportReturnType]
+    return _NormLinearWithResidual.apply(x, gamma, beta, weight, bias, spec)  # pyright: ignore[reportReturnType]
 
 
 class _NormLinear(Function):
-    """Node in autograd's graph: `record` runs the forward function and saves, `run_backward` the backward function."""
+    """Node in autograd's graph: `run_and_save` runs the forward function, `run_backward` the backward function."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
-        y, norm_output = record(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))
+        y, norm_output = run_and_save(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))
         # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
@@ -290,15 +294,17 @@ class _NormLinear(Function):
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None
 
 
-class _NormLinearAndInput(Function):
+class _NormLinearWithResidual(Function):
     """`_NormLinear` with x as its second output, whose gradient `norm_backward` adds to dx."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
-        return record(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))[0], x
+        return run_and_save(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))[0], x
 
     @staticmethod
     @once_differentiable("LayerNormLinear")
-    def backward(ctx: Any, grad_output: Tensor, grad_x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, (grad_output, None, grad_x))
+    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dx, dgamma, dbeta, dw, db = run_backward(
+            NORM_LINEAR_FUNCTIONS, ctx, (grad_output, None, grad_residual)
+        )
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None

@@ -41,7 +41,14 @@ from .fusions import (
     VALUES,
 )
 from .gathered_operands import QuantizedGradient
-from .layer import LayerFunctions, backward_results, forward_results, record, run_backward, run_without_saving
+from .layer import (
+    LayerFunctions,
+    backward_results,
+    forward_results,
+    run_and_save,
+    run_backward,
+    run_without_saving,
+)
 from .linear import linear_backward, linear_forward, quantize_input, quantize_weight
 from .linear_operands import gradient_cast, input_cast, to_operand
 from .linear_spec import PRODUCED, RECOMPUTED, SAVED, LayerSpec, LinearSpec, replace_fields
@@ -83,7 +90,7 @@ class NormMLPSpec(LayerSpec):
         activation_params: Its parameters.
         returns_norm_output: The layer also returns norm(x).
         width: Activation output columns.
-        checkpoint: The backward pass computes the norm, fc1 and activation results that it reads again.
+        checkpoint: The backward pass recomputes the norm, fc1 and activation results that it reads.
         caches_quantized_input: Save fc1's output as FP8 codes where the backward pass reads them.
         fusion_modes: Which kernels compute and quantize the matrices between the steps.
     """
@@ -150,9 +157,9 @@ def norm_mlp_forward(
 
     Returns:
         (y or None, norm(x) or None), then the saved values (x, gamma, mean, rstdev, u, fc1 operands (norm(x), weight),
-        fc2 operands (a, weight)), which the backward pass reads in this order. Where it recomputes a's columns, their
-        multiplier or amax replaces a. Nothing is saved without gradients, and in the first run of a layer with
-        `spec.checkpoint`.
+        fc2 operands (a, weight)), which the backward pass reads in this order. If it recomputes a's
+        columns, their multiplier or amax replaces a. Nothing is saved without gradients, or in the first run
+        of a layer with `spec.checkpoint`.
     """
     fc1, fc2, modes = spec.fc1, spec.fc2, spec.fusion_modes
     saves = spec.needs_grad and (repeats or not spec.checkpoint)
@@ -239,7 +246,7 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
             None, and the saved values. The list is emptied.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
     """
-    grad_norm_output, grad_x, *saved_by_norm = operands[1:7]
+    grad_norm_output, grad_residual, *saved_by_norm = operands[1:7]
     u, h, fc1_weight, a, fc2_weight = operands[7:]
     # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] =
     # dy.T @ a [M, F]. Where the columns of a are recomputed, du is computed before dfc2.
@@ -270,7 +277,7 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     dh, dw1, db1 = linear_backward(fc1_operands, spec.fc1, produce_input=produce_input)
     if dh is None:
         return [None, None, None, dw1, db1, dw2, db2]
-    return [*norm_backward(dh, grad_norm_output, grad_x, saved_by_norm, spec.norm), dw1, db1, dw2, db2]
+    return [*norm_backward(dh, grad_norm_output, grad_residual, saved_by_norm, spec.norm), dw1, db1, dw2, db2]
 
 
 def _activation_gradient(da: Tensor, u: Any, spec: NormMLPSpec) -> Any:
@@ -331,7 +338,7 @@ def _quantized_gradient(du: MeasuredGradient, fc1: LinearSpec) -> Any:
 
 
 NORM_MLP_FUNCTIONS = LayerFunctions(
-    "LayerNormMLP", norm_mlp_forward, norm_mlp_backward, results=2, gradients=3
+    "LayerNormMLP", norm_mlp_forward, norm_mlp_backward, num_results=2, num_gradients=3
 )
 
 
@@ -344,12 +351,12 @@ def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
-def norm_mlp_and_input(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor]:
-    """Compute y [.., H], and return it with x, the residual; see `norm_linear_and_input`."""
+def norm_mlp_with_residual(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor]:
+    """Compute y [.., H], and return it with x, the residual; see `norm_linear_with_residual`."""
     assert not spec.returns_norm_output
     if not (spec.needs_grad and tensors.x.requires_grad):
         return norm_mlp(tensors, spec)[0], tensors.x
-    return _NormMLPAndInput.apply(spec, *tensors)  # pyright: ignore[reportReturnType]
+    return _NormMLPWithResidual.apply(spec, *tensors)  # pyright: ignore[reportReturnType]
 
 
 def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
@@ -373,7 +380,7 @@ def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence
     fc2 = replace(ctx.spec.fc2, input=fc2_input, weight=fc2_weight)
     # Whether a kernel can cast depends on the quantizers, so the modes are chosen again.
     spec = replace(ctx.spec, fc1=fc1, fc2=fc2).with_modes()
-    operands = [*grads, *norm_mlp_forward(*inputs, spec=spec, repeats=True)[NORM_MLP_FUNCTIONS.results :]]
+    operands = [*grads, *norm_mlp_forward(*inputs, spec=spec, repeats=True)[NORM_MLP_FUNCTIONS.num_results :]]
     del inputs
     gradients = backward_results(NORM_MLP_FUNCTIONS, spec, operands, ctx.input_shape)
     if spec.scale_update is not None:
@@ -388,7 +395,7 @@ def _record(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequence[Any
     `_checkpointed_backward` computes the operands again.
     """
     if not spec.checkpoint:
-        return record(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
+        return run_and_save(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
     states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
     results = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
     keep(ctx, (*tensors, *states))
@@ -420,7 +427,7 @@ class _NormMLP(Function):
         return _gradients(ctx, (grad_output, grad_norm_output, None))
 
 
-class _NormMLPAndInput(Function):
+class _NormMLPWithResidual(Function):
     """`_NormMLP` with x as its second output, whose gradient `norm_backward` adds to dx."""
 
     @staticmethod
@@ -429,5 +436,5 @@ class _NormMLPAndInput(Function):
 
     @staticmethod
     @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gradients(ctx, (grad_output, None, grad_x))
+    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _gradients(ctx, (grad_output, None, grad_residual))

@@ -72,7 +72,10 @@ _traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDicti
 
 
 def is_first_call_in_trace(owner: Any) -> bool:
-    """Return whether this is an owner's first call in the graph that is being traced; its backward pass runs last."""
+    """Return whether this is an owner's first call in the traced graph, or no graph is traced.
+
+    The backward pass of the first call runs last, and therefore updates the scales.
+    """
     trace, before = TracingContext.try_get(), _traced.get(owner)
     if trace is None or (before is not None and before() is trace):
         return trace is None

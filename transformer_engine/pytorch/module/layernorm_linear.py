@@ -28,7 +28,12 @@ from ..constants import NormalizationName, ParallelMode
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import replace_fields
-from ..functions.norm_linear import NORM_LINEAR_FUNCTIONS, NormLinearSpec, norm_linear, norm_linear_and_input
+from ..functions.norm_linear import (
+    NORM_LINEAR_FUNCTIONS,
+    NormLinearSpec,
+    norm_linear,
+    norm_linear_with_residual,
+)
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
@@ -232,15 +237,17 @@ class LayerNormLinear(ProductsModule):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def forward_and_input(
+    def forward_with_residual(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
     ) -> tuple[Any, ...]:
         """Return the outputs of `forward`, then inp, which the caller uses as the residual.
 
         The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that
         autograd launches no kernel for the sum. A call that does not support this returns inp unchanged. The
-        caller has checked that the module has no hooks (`compat.replaceable.is_bare`).
+        caller has checked that the module has no hooks (`compat.replaceable.is_unintercepted`).
         """
+        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
+            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         weight, bias = weight_and_bias(self)
         if (
             self._config.return_layernorm_output
@@ -255,7 +262,7 @@ class LayerNormLinear(ProductsModule):
             get_parameter_value(self, "layer_norm_bias"),
         )
         options = (is_first_microbatch, fp8_output, False)
-        return self._compute_output(options, inp, weight, bias, gamma, beta, returns_input=True)
+        return self._compute_output(options, inp, weight, bias, gamma, beta, returns_residual=True)
 
     def _compute_output(
         self,
@@ -265,14 +272,14 @@ class LayerNormLinear(ProductsModule):
         bias: Tensor | None,
         gamma: Tensor,
         beta: Tensor | None,
-        returns_input: bool = False,
+        returns_residual: bool = False,
     ) -> Any:
-        """Compute `forward`, or with `returns_input` `forward_and_input`, for tensors of this rank.
+        """Compute `forward`, or with `returns_residual` `forward_with_residual`, for tensors of this rank.
 
         Args:
             options: (is_first_microbatch, fp8_output, fp8_grad).
             inp, weight, bias, gamma, beta: Input and parameters.
-            returns_input: Append inp to the outputs.
+            returns_residual: Append inp to the outputs.
         """
         config, is_first_microbatch = self._config, options[0]
         spec: NormLinearSpec = self.spec(inp, (weight, bias, gamma, beta), options)
@@ -286,13 +293,13 @@ class LayerNormLinear(ProductsModule):
         product_bias = None if config.return_bias else bias
         replaced = _replaced.names or _common._replaced.names
         x = inp if inp.dtype == dtype else inp.to(dtype)
-        if returns_input and x is inp and not replaced:
-            y, inp = norm_linear_and_input(x, gamma, beta, weight, product_bias, spec)
+        if returns_residual and x is inp and not replaced:
+            y, inp = norm_linear_with_residual(x, gamma, beta, weight, product_bias, spec)
             return (y, bias, inp) if config.return_bias else (y, inp)
         y, norm_output = (_run_by_name if replaced else norm_linear)(
             x, gamma, beta, weight, product_bias, spec
         )
-        if returns_input:
+        if returns_residual:
             return (y, bias, inp) if config.return_bias else (y, inp)
         if not (config.return_bias or config.return_layernorm_output):
             return y

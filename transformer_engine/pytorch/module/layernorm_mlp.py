@@ -27,7 +27,13 @@ from ..distributed.tensor_parallel import (
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import LinearSpec, replace_fields
-from ..functions.norm_mlp import NORM_MLP_FUNCTIONS, NormMLPSpec, NormMLPTensors, norm_mlp, norm_mlp_and_input
+from ..functions.norm_mlp import (
+    NORM_MLP_FUNCTIONS,
+    NormMLPSpec,
+    NormMLPTensors,
+    norm_mlp,
+    norm_mlp_with_residual,
+)
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
@@ -310,10 +316,12 @@ class LayerNormMLP(ProductsModule):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def forward_and_input(
+    def forward_with_residual(
         self, inp: Tensor, is_first_microbatch: bool | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Return the outputs of `forward` and the residual inp; see `LayerNormLinear.forward_and_input`."""
+        """Return the outputs of `forward` and the residual inp; see `LayerNormLinear.forward_with_residual`."""
+        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
+            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         fc1_weight, fc2_weight = (
             get_parameter_value(self, "fc1_weight"),
             get_parameter_value(self, "fc2_weight"),
@@ -326,7 +334,7 @@ class LayerNormMLP(ProductsModule):
         ):
             outputs = self.forward(inp, is_first_microbatch)
             return (*outputs, inp) if isinstance(outputs, tuple) else (outputs, inp)
-        return self._compute_output(inp, is_first_microbatch, fc1_weight, fc2_weight, returns_input=True)  # pyright: ignore[reportReturnType]
+        return self._compute_output(inp, is_first_microbatch, fc1_weight, fc2_weight, returns_residual=True)  # pyright: ignore[reportReturnType]
 
     def _compute_output(
         self,
@@ -335,9 +343,9 @@ class LayerNormMLP(ProductsModule):
         fc1_weight: Tensor,
         fc2_weight: Tensor,
         *,
-        returns_input: bool = False,
+        returns_residual: bool = False,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Compute `forward`, or with `returns_input` `forward_and_input`, with full weights."""
+        """Compute `forward`, or with `returns_residual` `forward_with_residual`, with full weights."""
         config = self._config
         gamma, beta = (
             get_parameter_value(self, "layer_norm_weight"),
@@ -366,13 +374,13 @@ class LayerNormMLP(ProductsModule):
         x = inp if inp.dtype == dtype else inp.to(dtype)
         tensors = NormMLPTensors(x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
         norm_output = None
-        if returns_input and x is inp and not (_replaced.names or _common._replaced.names):
-            y, inp = norm_mlp_and_input(tensors, spec)
+        if returns_residual and x is inp and not (_replaced.names or _common._replaced.names):
+            y, inp = norm_mlp_with_residual(tensors, spec)
         else:
             y, norm_output = norm_mlp(tensors, spec)
         if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
-        if returns_input:
+        if returns_residual:
             return (y, fc2_bias, inp) if config.return_bias else (y, inp)
         if not (config.return_bias or config.return_layernorm_output):
             return y

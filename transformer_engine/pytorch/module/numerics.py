@@ -49,7 +49,7 @@ class Owner(Protocol):
     def _warn_once(self, key: str, message: str) -> None: ...
 
 
-class _PutTogether(NamedTuple):
+class _AssembledRecipe(NamedTuple):
     """A recipe that was assembled from quantizers, and the observer that it was assembled for."""
 
     observer: Callable[[ModuleRecipe], ModuleRecipe] | None
@@ -92,7 +92,7 @@ class Numerics:
         self.initialized = False
         self.observer: Callable[[ModuleRecipe], ModuleRecipe] | None = None
         self.observes_unquantized = False
-        self._put_together: list[_PutTogether] = []
+        self._assembled_recipes: list[_AssembledRecipe] = []
         self._unquantized: tuple[Any, ModuleRecipe] | None = (
             None  # the observer, and its recipe outside autocast
         )
@@ -100,7 +100,12 @@ class Numerics:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, which belongs to no autocast context and has no observer."""
         called = AutocastState(self.state.enabled, self.state.calibrating)
-        overrides = {"state": called, "state_without_gradients": None, "observer": None, "_put_together": []}
+        overrides = {
+            "state": called,
+            "state_without_gradients": None,
+            "observer": None,
+            "_assembled_recipes": [],
+        }
         return self.__dict__ | overrides | {"observes_unquantized": False, "_unquantized": None}
 
     def observe(
@@ -141,8 +146,9 @@ class Numerics:
     def of_call(self, owner: Owner, state: AutocastState, arguments: tuple[Any, ...] = ()) -> ModuleRecipe:
         """Return the quantizers for a call under an autocast state, whose scales are registered for updates.
 
-        The quantizers of the last call serve until the recipe or a slot changes. `renew` creates others: the family
-        of the recipe (`quantization/families.py`) has one per slot, and `ModuleRecipe.of` groups them by product.
+        The quantizers of the last call are reused until the recipe or a slot changes. `renew` then creates
+        others: the recipe's family (`quantization/families.py`) has one per slot, and `ModuleRecipe.of`
+        groups them by product.
 
         Args:
             owner: The module.
@@ -185,7 +191,7 @@ class Numerics:
         """
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
         quantizers = (*forward, *backward)
-        for candidate in self._put_together:
+        for candidate in self._assembled_recipes:
             same = len(quantizers) == len(candidate.quantizers) and all(
                 map(operator.is_, quantizers, candidate.quantizers)
             )
@@ -199,8 +205,10 @@ class Numerics:
         result = ModuleRecipe.of(recipe, group, forward, backward)
         if self.observer is not None:
             result = self.observer(result)
-        remaining = [candidate for candidate in self._put_together if candidate.observer is not self.observer]
-        self._put_together = [*remaining[-1:], _PutTogether(self.observer, quantizers, result)]
+        remaining = [
+            candidate for candidate in self._assembled_recipes if candidate.observer is not self.observer
+        ]
+        self._assembled_recipes = [*remaining[-1:], _AssembledRecipe(self.observer, quantizers, result)]
         return result
 
     def _make(self, owner: Owner, recipe: Recipe, group: Any) -> None:

@@ -316,8 +316,8 @@ def _keep_storage(tensors: Sequence[Any]) -> None:
             tensor._do_not_clear = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# A graph that torch 2.11 compiles loses the gradients for results that share memory, also as different views, so each
-# of several results is cloned.
+# A graph that torch 2.11 compiles loses gradients of results that share memory, even as different views.
+# Therefore each of several results is cloned.
 _CLONES_SHARED_RESULTS = TorchVersion(torch.__version__) < "2.13"
 
 

@@ -69,7 +69,7 @@ def unfused_reason(operation: Any) -> str | None:
         if not hasattr(type(part), "_own_forward"):
             return f"{with_article(type(part))} replaces one of its operations"
         if type(part).__call__ is not _MODULE_CALL:
-            return f"{type(part).__name__}.__call__ is not the method of torch.nn.Module"
+            return f"{type(part).__name__}.__call__ is not torch's own: a class or a tracer has replaced it"
         for attribute in MODULE_HOOKS:
             if getattr(part, attribute):
                 return f"{name} has {attribute[1:].replace('pre_', 'pre-').replace('_', ' ')}"

@@ -72,7 +72,7 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = suggests_keywords(cls.__init__)
-        if "__call__" in vars(cls):
+        if cls.__call__ is not torch.nn.Module.__call__:
             cls._own_forward = None  # a fused chain would not run `__call__`
 
     @property

@@ -94,7 +94,7 @@ class PreparedChain:
         self.updates_scales, self.fuses = updates_scales, fuses
         self.fusions, self.checks, self.shards = fusions, checks, shards
         self.outputs = 1 + sum([count.extra_outputs for count in counts])
-        # Extra outputs, the first ones, from operations that the backward pass does not reach.
+        # Number of extra outputs that the backward pass does not reach; they precede the others.
         self.constant_outputs = sum([count.extra_outputs for count in counts[:first]])
         self.compiled = self._compiled(device) if compiles_on(device) else None
         self._binds = any(type(entry).bound is not OperationPasses.bound for entry in passes)

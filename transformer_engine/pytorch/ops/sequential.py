@@ -113,8 +113,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def _find_parts(self) -> list[ChainPart]:
         """Divide the modules into fused chains and single modules.
 
-        An operation is a single module if it has hooks, was compiled by `compile()`, or overrides `forward`: a fused
-        chain would not run them.
+        An operation is a single module if something intercepts its calls (`intercepted_calls.py`): a hook,
+        `compile()`, or another `forward` or `__call__`. A fused chain would skip it.
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
         cached = self._cached_parts

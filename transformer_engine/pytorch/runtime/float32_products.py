@@ -17,11 +17,15 @@ from torch import Tensor
 
 from .autograd import Function
 
-# The two queries and the setter also see settings that were made by the former names.
+# The getter and the setter also cover settings by the older names, such as `allow_tf32`.
 _read: Any = torch._C._get_fp32_precision_getter
 _write: Any = torch._C._set_fp32_precision_setter
 _LIBRARIES = {"cuda": "cuda", "cpu": "mkldnn"}  # device type -> library of its matrix products
 _ROUNDED = ("tf32", "bf16")
+_lock = threading.Lock()
+# Threads inside `_unrounded` per library, and the setting to restore after the last of them.
+_inside: dict[str, int] = {}
+_before: dict[str, str] = {}
 
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
@@ -45,13 +49,10 @@ def solve_unit_triangular(a: Tensor, b: Tensor, upper: bool = False) -> Tensor:
 def _is_rounded(x: Tensor) -> bool:
     """Whether torch may round the float32 operands of a product on the tensor's device."""
     library = _LIBRARIES.get(x.device.type)
-    return library is not None and x.dtype == torch.float32 and _read(library, "matmul") in _ROUNDED
-
-
-_lock = threading.Lock()
-# Threads inside `_unrounded` per library, and the setting to restore after the last of them.
-_inside: dict[str, int] = {}
-_before: dict[str, str] = {}
+    if library is None or x.dtype != torch.float32:
+        return False
+    with _lock:  # another thread may have turned the rounding off for its own product
+        return bool(_inside.get(library)) or _read(library, "matmul") in _ROUNDED
 
 
 @contextmanager

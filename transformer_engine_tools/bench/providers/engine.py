@@ -195,7 +195,6 @@ def _layer_variant(case: Case, device: torch.device) -> Workload:
     eager = _layer(case, device)
     assert isinstance(eager.function, torch.nn.Module)
     if case.family == "layer_observed":
-        assert isinstance(eager.function, torch.nn.Module)
         te.observe(eager.function)  # a step without an end
         return eager
     if case.family == "layer_recomputed":

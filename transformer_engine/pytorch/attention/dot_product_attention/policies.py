@@ -257,7 +257,7 @@ def attend_by_policies(
     queries = _Packed(
         (q,), sequence_lengths(cu_q), cu_q if a.cu_seqlens_q_padded is None else a.cu_seqlens_q_padded
     )
-    # The identity of `starts` and `lengths` shows that keys have the queries' bounds.
+    # Later checks recognize keys with the queries' bounds by the identity of `starts` and `lengths`.
     keys = _Packed((k, v), queries.lengths, queries.starts if padded_kv is None else padded_kv)
     if cu_kv is not None and not (cu_kv is cu_q and padded_kv is a.cu_seqlens_q_padded):
         keys = _Packed((k, v), sequence_lengths(cu_kv), cu_kv if padded_kv is None else padded_kv)

@@ -98,7 +98,7 @@ def _pairs(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
     if between.shape[-1] == 1:
         return float32_product(left, right.mT) * between.squeeze(-1)
     products = left.unsqueeze(-2) * right.unsqueeze(-3)
-    # The sum over channels as a product, which saves no third tensor [C, C, dk].
+    # The sum over channels is a matrix product: an elementwise product would save a third tensor [C, C, dk].
     return float32_product(products.unsqueeze(-2), between.unsqueeze(-1)).squeeze(-1).squeeze(-1)
 
 
