@@ -10,6 +10,8 @@ import contextlib
 import gc
 
 import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -142,6 +144,10 @@ class TapeRecording:
         self.tape.calls.clear()
 
 
+# Tensors of a compiler, which other tests may have left in its caches.
+WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
+
+
 class CaptureRecorder(RerunRecorder):
     """Records operations without an effect on memory, like a capture: every tensor keeps the value it had before.
 
@@ -156,7 +162,9 @@ class CaptureRecorder(RerunRecorder):
         with torch._C.DisableTorchFunctionSubclass():  # the step's reads are watched, not these
             for tensor in [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]:
                 for one in (tensor, tensor.grad if tensor.is_leaf else None):
-                    if one is not None and one.layout == torch.strided and one.device.type == "cpu":
+                    if one is None or isinstance(one, WITHOUT_MEMORY):
+                        continue
+                    if one.layout == torch.strided and one.device.type == "cpu":
                         storage = one.untyped_storage()
                         memories[storage.data_ptr()] = storage, storage.clone()
         random = torch.get_rng_state()
