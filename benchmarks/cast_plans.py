@@ -1,9 +1,9 @@
-"""Bits and times of casts to FP8 blocks with the number of warps that a plan chooses and with other numbers, on a GPU.
+"""Bits and times for casts to FP8 blocks, with the plan's warp count and with other counts, on a GPU.
 
     PYTHONPATH=. python benchmarks/cast_plans.py [--json FILE] [--only TEXT]
 
-Uneven casts are those of matrices whose sizes are not multiples of a tile: their accesses are predicated and need more
-registers. Identity casts also add the columns of the matrix, in one pass. All plans of a case are measured in turns,
+Uneven casts read matrices whose sizes are not multiples of a tile: their accesses are predicated and need more
+registers. Identity casts also add the matrix columns, in one pass. All plans for a case are measured in turns,
 with the L2 cache overwritten before each call; the bits are compared with the reference's.
 """
 
@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from record import GPU, chosen_of, machine, options, parser, write
+from record import GPU, machine, options, parser, select_cases, write
 from torch import Tensor
 
 from transformer_engine.common import formats
@@ -49,14 +49,14 @@ def matrix(rows: int, depth: int) -> Tensor:
 
 
 def reference(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor | None, ...]:
-    """Codes, scales and those of the transposed matrix, of the reference."""
+    """Reference codes and scales, for the matrix and its transpose."""
     with use_backend(quantize="reference"):
         q = quantize(x, spec)
     return q.codes, q.scale, q.codes_t, q.scale_t
 
 
 def with_warps(launch: Launch, *warps: int) -> dict[str, Launch]:
-    """The launch itself, and copies with other numbers of warps."""
+    """The launch itself, and copies with other warp counts."""
     plans = {f"{launch.warps} warps": launch}
     for number in warps:
         if number != launch.warps:
@@ -96,7 +96,7 @@ def cases() -> Iterator[Case]:
 def identity(
     x: Tensor, square: bool, computer: Machine, expected: tuple[Tensor | None, ...], size: str
 ) -> Case:
-    """A cast in both directions with the column sums of every tile."""
+    """A cast in both directions with per-tile column sums."""
     shape = (x.shape[0], x.shape[1])
     blocks = block_cast.Blocks(formats.E4M3, True, square, True, 0.0, formats.FLOAT32_MAX)
     build = partial(
@@ -115,7 +115,7 @@ def identity(
 
 
 def groups(splits: tuple[int, ...], depth: int) -> Case:
-    """Rows of groups, with a width of single accesses."""
+    """Grouped rows, with a width that needs single-element accesses."""
     x = matrix(sum(splits), depth)
     layout = make_groups(splits, sum(splits), x.device).layout
     shape = (x.shape[0], depth)
@@ -140,7 +140,7 @@ def equal(results: list[Tensor], expected: tuple[Tensor | None, ...]) -> bool:
 def main() -> None:
     chosen = options(parser(__doc__))
     found = []
-    for case in chosen_of(cases(), chosen.only):
+    for case in select_cases(cases(), chosen.only):
         calls = [partial(run, launch, case.inputs) for launch in case.plans.values()]
         same = [equal(call(), case.expected) for call in calls]
         times = measure_in_turns(calls, RUNS)

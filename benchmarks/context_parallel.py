@@ -1,10 +1,10 @@
-"""Attention of one sequence over several GPUs against one GPU: time of both passes, and errors.
+"""One sequence's attention over several GPUs against one GPU: time for both passes, and errors.
 
 torchrun --nproc-per-node 2 benchmarks/context_parallel.py [--tokens 65536] [--fp8]     # NCCL, a GPU per rank
 python benchmarks/context_parallel.py --threads 2 --tokens 4096                          # threads as ranks on one GPU
 
-Prints one JSON line per scheme: milliseconds of one device and of the ranks, and the relative error of the output and
-of every gradient against the same attention on one device.
+Prints one JSON line per scheme: milliseconds on one device and on the ranks, and relative errors in the output
+and every gradient against the same attention on one device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def milliseconds(run: Any, steps: int = 10) -> float:
     return begin.elapsed_time(end) / steps
 
 
-def held(x: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+def rank_chunks(x: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     chunks = x.chunk(2 * size, dim=1)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1).detach().requires_grad_()
 
@@ -67,12 +67,12 @@ def measure(options: argparse.Namespace, rank: int, size: int, timed: bool) -> l
     results = []
     for scheme in SCHEMES:
         module.set_context_parallel_group(dist.group.WORLD, list(range(size)), torch.cuda.Stream(), scheme)
-        own = [held(x, size, rank) for x in (q, k, v)]
-        grad = held(dout, size, rank).detach().flatten(-2)
+        own = [rank_chunks(x, size, rank) for x in (q, k, v)]
+        grad = rank_chunks(dout, size, rank).detach().flatten(-2)
         found = both(*own, grad)
         errors = {}
         for name, x, y in zip(("out", "dq", "dk", "dv"), found, alone, strict=True):
-            expected = held(y, size, rank).detach().float()
+            expected = rank_chunks(y, size, rank).detach().float()
             errors[name] = round(float((x.float() - expected).norm() / expected.norm()), 5)
         several = milliseconds(lambda own=own, grad=grad: both(*own, grad)) if timed else None
         results.append(

@@ -1,15 +1,15 @@
-"""Final loss of the demonstration model under every recipe against high precision, with seeds for the noise.
+"""The demonstration model's final loss under every recipe against high precision, with seeds for the noise.
 
     python benchmarks/convergence.py [--framework torch|jax] [--device auto|cpu|cuda] [--seeds 3] [--steps N]
         [--size demo|57M] [--recipes delayed,current] [--cached-inputs] [--experts N] [--out FOLDER]
 
-Every recipe starts from the same weights and sees the same batches as the high-precision run of its seed. It
+Every recipe starts from the same weights and sees the same batches as the high-precision run with its seed. It
 passes when its mean final validation loss lies within the larger of 1 % (NVFP4: 2 %) and three standard
-deviations of high precision over the seeds. Writes convergence.json, .md and .png (with experts convergence_experts.*,
+deviations over the high-precision seeds. Writes convergence.json, .md and .png (with experts convergence_experts.*,
 of JAX convergence_jax.*); exits 1 when one fails.
 
-`--cached-inputs` also trains each recipe with `cache_quantized_activation_input`, as "RECIPE+cached". The runs of a
-seed share weights and batches, so that the deviation of their differences is smaller than the deviation over seeds.
+`--cached-inputs` also trains each recipe with `cache_quantized_activation_input`, as "RECIPE+cached". Runs with one
+seed share weights and batches, so that their differences deviate less than the losses over seeds.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ CHUNK = 20  # steps between two synchronizations with a GPU
 
 @dataclass(frozen=True)
 class Curve:
-    """One training: the loss of every step and the final validation loss.
+    """One training: the loss in every step and the final validation loss.
 
     Attributes:
-        name: Name of the recipe, perhaps with the suffix `CACHED`, or `HIGH_PRECISION`.
-        seed: Seed of weights and batches.
-        losses: Loss of each step.
+        name: Recipe name, perhaps with the suffix `CACHED`, or `HIGH_PRECISION`.
+        seed: Seed for weights and batches.
+        losses: Loss in each step.
         final: Validation loss after the last step.
-        seconds: Time of all steps, compilation of kernels included.
-        step_ms: Median time of a step, over groups of `CHUNK` steps.
+        seconds: Time for all steps, kernel compilation included.
+        step_ms: Median time per step, over groups of `CHUNK` steps.
     """
 
     name: str
@@ -75,15 +75,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe over all seeds: mean final loss, distance from high precision, and the limit for it.
+    """A recipe over all seeds: mean final loss, distance from high precision, and its limit.
 
     Attributes:
         name: Name of the runs.
         mean: Mean final loss.
-        deviation: Sample deviation of the final loss.
+        deviation: Final loss's sample deviation.
         difference: Mean difference from high precision with the same seed.
-        paired: Sample deviation of this difference.
-        limit: Limit of the difference.
+        paired: Sample deviation for this difference.
+        limit: Limit for the difference.
     """
 
     name: str
@@ -121,7 +121,7 @@ def train(name: str, config: RunConfig, corpus: Corpus) -> Curve:
 
 
 def cache_inputs(run: ModelRun) -> None:
-    """Set `cache_quantized_activation_input` of all MLPs of a run's torch model."""
+    """Set `cache_quantized_activation_input` on all MLPs in a run's torch model."""
     from transformer_engine.pytorch import LayerNormMLP
 
     layers = [module for module in run.model.modules() if isinstance(module, LayerNormMLP)]  # pyright: ignore
@@ -136,15 +136,15 @@ def names_of_runs(recipes: Sequence[str], cached: bool) -> list[str]:
     return [*(name for pair in pairs for name in pair), HIGH_PRECISION]
 
 
-def trained(curves: list[Curve]) -> list[str]:
-    """The names of the trained runs, high precision last."""
+def run_names(curves: list[Curve]) -> list[str]:
+    """Trained run names, high precision last."""
     names = dict.fromkeys(curve.name for curve in curves)
     return [*(name for name in names if name != HIGH_PRECISION), HIGH_PRECISION]
 
 
 def compare(curves: list[Curve]) -> list[Row]:
     """Return one Row per name, high precision last; deviations are sample deviations."""
-    finals = {name: [curve.final for curve in curves if curve.name == name] for name in trained(curves)}
+    finals = {name: [curve.final for curve in curves if curve.name == name] for name in run_names(curves)}
     base = statistics.mean(finals[HIGH_PRECISION])
     noise = _deviation(finals[HIGH_PRECISION])
     differences = {
@@ -197,7 +197,7 @@ def markdown(config: RunConfig, curves: list[Curve], rows: list[Row], machine: s
 def plot(path: Path, config: RunConfig, curves: list[Curve]) -> None:
     """Mean training loss over the seeds above, relative difference from high precision below."""
     means = {}
-    for name in trained(curves):
+    for name in run_names(curves):
         losses = [curve.losses for curve in curves if curve.name == name]
         means[name] = smooth([statistics.mean(values) for values in zip(*losses, strict=True)])
     figure = Figure(figsize=(8, 6), dpi=130, layout="constrained")
@@ -208,7 +208,7 @@ def plot(path: Path, config: RunConfig, curves: list[Curve]) -> None:
     upper.plot(steps, base, color="#555555", linewidth=2.4, label=config.label(HIGH_PRECISION))
     lower.axhspan(-1, 1, color="#16a34a", alpha=0.12, label="within 1 %")
     lower.axhline(0, color="#555555", linewidth=0.8)
-    for index, name in enumerate(trained(curves)[:-1]):
+    for index, name in enumerate(run_names(curves)[:-1]):
         upper.plot(steps, means[name], "--", color=f"C{index}", linewidth=1.2, label=name)
         difference = [
             100 * (value / reference - 1) for value, reference in zip(means[name], base, strict=True)

@@ -1,4 +1,4 @@
-"""Tokens/s and peak memory of training models of plain PyTorch: as they are, with torchao, and with te.convert.
+"""Tokens/s and peak memory for training plain PyTorch models: unchanged, with torchao, and with te.convert.
 
 Arms, each in bfloat16 with torch's fused AdamW and every block compiled by itself, except `eager` and `te`:
 
@@ -11,8 +11,8 @@ Arms, each in bfloat16 with torch's fused AdamW and every block compiled by itse
     python benchmarks/convert.py --out $OUT/convert.json       # all models; on one GPU
     python benchmarks/convert.py --size tiny --arms eager te   # a check on a CPU
 
-An arm is built, timed and released before the next one. The file has the
-table of each conversion.
+An arm is built, timed and released before the next one. The file has a
+table for each conversion.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARM, TIMED = 5, 12
 
 
 def build(arm: str, size: Any, device: str, batch: Any) -> Model:
-    """Model of an arm, converted and compiled."""
+    """An arm's model, converted and compiled."""
     torch.manual_seed(0)
     model = make_model(size, device)
     if arm == "torchao":

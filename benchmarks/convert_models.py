@@ -13,7 +13,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of a model, and the sequences of a step.
+    """Model shape, and sequences per step.
 
     Attributes:
         kind: "llama", "vit", "dit" or "gpt".
@@ -54,13 +54,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head)) for w in (self.wq, self.wk, self.wv))
         if angles is not None:
-            q, k = (_rotated(value, *angles) for value in (q, k))
+            q, k = (_rotate(value, *angles) for value in (q, k))
         q, k, v = (value.transpose(1, 2) for value in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.grouped)
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
@@ -120,7 +120,7 @@ BLOCKS = {"llama": LlamaBlock, "vit": EncoderBlock, "gpt": EncoderBlock, "dit": 
 
 
 class Model(nn.Module):
-    """Loss of a batch; language models read tokens, the others features of patches."""
+    """Batch loss; language models read tokens, the others patch features."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Model(nn.Module):
 
 
 def make_model(size: Size, device: str) -> Model:
-    """Model in bfloat16 with weights of N(0, 0.02), which depend on torch's seed."""
+    """Model in bfloat16 with weights from N(0, 0.02), which depend on torch's seed."""
     with torch.device(device):
         model = Model(size).to(BF16)
     for parameter in model.parameters():
@@ -160,7 +160,7 @@ def make_model(size: Size, device: str) -> Model:
 
 
 def make_batch(size: Size, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs, targets and the condition of a diffusion transformer."""
+    """Inputs, targets and a diffusion transformer's condition."""
     shape = size.batch, size.length
     options = {"device": device, "dtype": BF16}
     if size.kind in ("llama", "gpt"):

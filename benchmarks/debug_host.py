@@ -1,10 +1,10 @@
-"""Host time of a small layer without `transformer_engine.debug`, with it imported, and after a session has ended.
+"""Host time for a small layer without `transformer_engine.debug`, with it imported, and after a session has ended.
 
     python benchmarks/debug_host.py [--repeats 15] [--steps 300] [--json FILE]
 
 Each repeat runs one fresh interpreter per case, in alternating order, so that a busy machine slows all of them alike.
-An interpreter reports the CPU time of a forward and backward pass of `te.Linear`, and the number of Python calls of a
-warm one. The record has the median over the repeats. Other processes do not disturb the number of calls.
+An interpreter reports CPU time for a forward and backward pass through `te.Linear`, and the number of Python calls
+in a warm pass. The record has the median over the repeats. Other processes do not disturb the call count.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ print(json.dumps([seconds * 1e6, len(calls)]))
 
 
 def measure(repeats: int, steps: int, folder: str) -> dict[str, dict[str, float]]:
-    """{case: medians of the microseconds and of the Python calls of a step}."""
+    """{case: median microseconds and Python calls per step}."""
     found: dict[str, list[list[float]]] = {name: [] for name in CASES}
     environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     for repeat in range(repeats):

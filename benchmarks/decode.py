@@ -1,11 +1,11 @@
-"""Microseconds and TB/s of one decoding step, contiguous and paged, with torch's SDPA and compiled FlexAttention.
+"""Microseconds and TB/s for one decoding step, contiguous and paged, with torch's SDPA and compiled FlexAttention.
 
     python benchmarks/decode.py [--json FILE] [--only TEXT] [--flex]
 
 32 query heads on 8 key heads of 128 in bfloat16, one new token per sequence, all sequences as long as the context. TB/s
 counts the keys and values once, the least that a step must read; the copy's rate is measured in the same way and counts
-its reads and writes. GPU times are medians with the L2 cache overwritten before each call; host times are of calls that
-are not synchronized.
+its reads and writes. GPU times are medians with the L2 cache overwritten before each call; host times are for calls
+without synchronization.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LARGEST_CACHE = 20 << 30
 
 
 class Step(NamedTuple):
-    """The name of a library and its function for the step."""
+    """A library's name and its function for the step."""
 
     name: str
     call: Callable[[], object]
@@ -56,7 +56,7 @@ def main() -> None:
             if f"b{batch}_s{context}".find(chosen.only) < 0 or size > LARGEST_CACHE:
                 continue
             for step in steps(batch, context, chosen.flex and (batch, context) in FLEX):
-                row = {"case": f"b{batch}_s{context}", "by": step.name, **measured(step, size, roof)}
+                row = {"case": f"b{batch}_s{context}", "by": step.name, **measure_step(step, size, roof)}
                 rows.append(row)
                 print(
                     " ".join(
@@ -68,7 +68,7 @@ def main() -> None:
     write(chosen.json, copy_tb_s=roof, cases=rows)
 
 
-def measured(step: Step, size: int, roof: float) -> dict[str, float | str]:
+def measure_step(step: Step, size: int, roof: float) -> dict[str, float | str]:
     """Return a step's figures, or the error if a library does not support it."""
     try:
         gpu_ms, host_ms, _ = measure(step.call, GPU)

@@ -1,9 +1,9 @@
-"""GPU ms of a product that ends in GELU, its gradient or a cast to FP8, against the product and a separate kernel.
+"""GPU ms for a product that ends in GELU, its gradient or a cast to FP8, against the product and a separate kernel.
 
     python benchmarks/epilogues.py [--json FILE] [--only TEXT]
 
-The products are those of an MLP of 8192 tokens, 4096 -> 14336 -> 4096. GPU ms is the median of calls whose launches are
-all queued before the first runs, the L2 cache overwritten before each, the two ways in turns.
+The products belong to an MLP on 8192 tokens, 4096 -> 14336 -> 4096. GPU ms is the median over calls whose launches
+are all queued before the first runs, the L2 cache overwritten before each, the two ways in turns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from record import chosen_of, options, parser, write
+from record import options, parser, select_cases, write
 
 from transformer_engine.common.formats import E4M3, E5M2, FLOAT8, Element
 from transformer_engine.pytorch.primitives.gemm import (
@@ -34,7 +34,7 @@ RUNS = 20
 
 
 class Case(NamedTuple):
-    """One line: the call of the library, and the steps that it replaces."""
+    """One line: the library call, and the steps that it replaces."""
 
     name: str
     together: Callable[[], object]
@@ -45,7 +45,7 @@ def main() -> None:
     chosen = options(parser(__doc__))
     rows = []
     print(f"{'case':44} {'together ms':>11} {'apart ms':>9} {'ratio':>6}")
-    for case in chosen_of((*unquantized(), *quantized(False), *quantized(True)), chosen.only):
+    for case in select_cases((*plain_cases(), *quantized(False), *quantized(True)), chosen.only):
         together, apart = measure_in_turns((case.together, case.apart), RUNS)
         rows.append(
             {"case": case.name, "together_ms": together, "apart_ms": apart, "ratio": together / apart}
@@ -54,7 +54,7 @@ def main() -> None:
     write(chosen.json, cases=rows)
 
 
-def unquantized() -> Iterator[Case]:
+def plain_cases() -> Iterator[Case]:
     x, w, bias = plain(_random(TOKENS, HIDDEN)), plain(_random(INNER, HIDDEN)), _random(INNER)
     for kept, epilogue in (
         (True, Epilogue(DTYPE, bias)),

@@ -1,8 +1,8 @@
 """Count the Python code that layers execute on a CPU: `python benchmarks/executed_lines.py`.
 
-For one warm forward and backward pass of a layer, the script counts the functions that run, their files, and their
-lines of code. For the first call of a TransformerLayer it counts the calls of Python functions. Only functions of this
-package count.
+For one warm forward and backward pass through a layer, the script counts the functions that run, their files, and
+their code lines. For a TransformerLayer's first call it counts Python function calls. Only this package's
+functions count.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ROOT = str(Path(te.__file__).parents[1])
 WARM = 3  # calls before the measured one
 
 
-def executed(call: Callable[[], Any]) -> tuple[set[CodeType], int]:
-    """Run a function; return the code objects of this package that run, and the number of their calls."""
+def trace_code(call: Callable[[], Any]) -> tuple[set[CodeType], int]:
+    """Run a function; return this package's code objects that run, and their number of calls."""
     codes: set[CodeType] = set()
     calls = 0
 
@@ -46,7 +46,7 @@ def executed(call: Callable[[], Any]) -> tuple[set[CodeType], int]:
 
 
 def lines_of_code(codes: set[CodeType]) -> dict[str, int]:
-    """{file: lines of code of these functions}, without docstrings, comments and blank lines."""
+    """{file: code lines in these functions}, without docstrings, comments and blank lines."""
     wanted: dict[str, set[int]] = {}
     for code in codes:
         wanted.setdefault(code.co_filename, set()).add(code.co_firstlineno)
@@ -76,7 +76,7 @@ def lines_of_code(codes: set[CodeType]) -> dict[str, int]:
 
 
 def warm_pass(layer: torch.nn.Module, x: torch.Tensor, recipe: Any) -> dict[str, int]:
-    """{file: lines} of a warm forward and backward pass under a recipe."""
+    """{file: lines} in a warm forward and backward pass under a recipe."""
 
     def step() -> None:
         with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -85,7 +85,7 @@ def warm_pass(layer: torch.nn.Module, x: torch.Tensor, recipe: Any) -> dict[str,
 
     for _ in range(WARM):
         step()
-    return lines_of_code(executed(step)[0])
+    return lines_of_code(trace_code(step)[0])
 
 
 def main() -> None:
@@ -105,7 +105,7 @@ def main() -> None:
         with te.autocast(recipe=recipe):
             transformer(sequence)
 
-    figures: dict[str, Any] = {"calls of TransformerLayer's first call": executed(first_call)[1]}
+    figures: dict[str, Any] = {"calls of TransformerLayer's first call": trace_code(first_call)[1]}
     for name, layer, given in (
         ("Linear", te.Linear(64, 64, **bfloat16), x),
         ("LayerNormMLP", te.LayerNormMLP(64, 128, **bfloat16), x),

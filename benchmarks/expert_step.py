@@ -1,8 +1,8 @@
-"""Milliseconds of a mixture of experts, forward and backward, and the share of them outside of its grouped products.
+"""Milliseconds for a mixture of experts, forward and backward, and the share outside its grouped products.
 
     python benchmarks/expert_step.py [--json FILE] [--only TEXT]
 
-The layer is that of `te train --experts 8` (router in float32, permutation with padding, two GroupedLinear, SwiGLU,
+The layer is as in `te train --experts 8` (router in float32, permutation with padding, two GroupedLinear, SwiGLU,
 unpermutation, the loss that balances experts), by recipe. Products are the two GroupedLinear by themselves, forward and
 backward, quantization included, on as many rows for each expert as the layer's router sent. Kernel times come
 from the profiler. Loop times are wall times per call: the host waits for the router's counts once per call. A recipe
@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from record import GPU, chosen_of, options, parser, write
+from record import GPU, options, parser, select_cases, write
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.module.row_groups import alignment
@@ -61,22 +61,22 @@ def main() -> None:
         for name in RECIPES
     ]
     rows = []
-    for step in chosen_of(steps, chosen.only):
+    for step in select_cases(steps, chosen.only):
         unsupported = step.unsupported_reason()
-        figures = measured(step) if unsupported is None else {"skipped": unsupported}
+        figures = measure_step(step) if unsupported is None else {"skipped": unsupported}
         rows.append({"case": step.name, **figures})
         print(*(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     write(chosen.json, rows=rows)
 
 
-def measured(step: Step) -> dict[str, float]:
-    """Milliseconds of the whole and of its products, and the share that is not products."""
+def measure_step(step: Step) -> dict[str, float]:
+    """Milliseconds for the layer and for its products, and the share that is not products."""
     config = RunConfig(
         step.recipe, "cuda", 1, 1, 32, 1, step.hidden, step.hidden // 64, 1e-3, experts=EXPERTS
     )
     layer = MixtureOfExperts(config, 0.02)
     x = torch.randn(step.tokens, step.hidden, device=GPU, dtype=parameter_dtype(config))
-    run = trained(step, layer, x)
+    run = train_step(step, layer, x)
     with step.under():
         counts = -(-layer._route(layer.norm(x))[1].sum(0) // alignment()) * alignment()
         splits = counts.tolist()
@@ -84,7 +84,7 @@ def measured(step: Step) -> dict[str, float]:
     first = torch.randn(rows, step.hidden, device=GPU, dtype=x.dtype)
     second = torch.randn(rows, layer.fc2.in_features, device=GPU, dtype=x.dtype)
     products = [
-        trained(step, lambda x, fc=fc: fc(x, splits), given)
+        train_step(step, lambda x, fc=fc: fc(x, splits), given)
         for fc, given in ((layer.fc1, first), (layer.fc2, second))
     ]
     loop, products_loop = measure(run, GPU).eager_ms, sum(measure(call, GPU).eager_ms for call in products)
@@ -100,7 +100,7 @@ def measured(step: Step) -> dict[str, float]:
 
 
 def kernel_ms(call: Callable[[], object], runs: int = 10) -> float:
-    """Milliseconds of a call's kernels, mean of several calls."""
+    """Kernel milliseconds per call, averaged over several calls."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -111,10 +111,10 @@ def kernel_ms(call: Callable[[], object], runs: int = 10) -> float:
     return sum(event.time_range.elapsed_us() for event in kernels) / 1e3 / runs
 
 
-def trained(
+def train_step(
     step: Step, module: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 ) -> Callable[[], object]:
-    """A forward and backward pass of the module under the step's recipe."""
+    """A forward and backward pass through the module under the step's recipe."""
     given = x.detach().requires_grad_()
     gradient: list[torch.Tensor] = []
 

@@ -1,11 +1,11 @@
-"""Host time that each piece of `pytorch/fast` saves in warm calls of small layers, with a GPU that does nothing.
+"""Host time that each piece of `pytorch/fast` saves in warm small-layer calls, with a GPU that does nothing.
 
     python benchmarks/fast_pieces.py [--json FILE] [--only TEXT] [--rounds 15] [--calls 60]
 
-Each row is one case of `host_calls.py` (a forward and a backward pass) with and without one piece. Both variants take
+Each row is a case from `host_calls.py` (forward and backward pass) with and without one piece. Both variants take
 turns in one process, so that other load affects them alike:
 
-with, without   CPU time of the calling thread in microseconds, the minimum of all calls
+with, without   the calling thread's CPU time in microseconds, the minimum over all calls
 gain            1 - with / without
 
 `pretended_gpu` states which parts are real. Times lack the calls into Triton's launcher and into cuBLASLt, about 2 us
@@ -75,7 +75,7 @@ def rows() -> Iterator[Row]:
 
 
 def _compiled_or_not(build: Callable[[], torch.nn.Module], kind: str) -> tuple[Work, Work]:
-    """Two layers: the passes of the first are compiled when they are warm."""
+    """Two layers: the first layer's passes are compiled when they are warm."""
     made: list[Work] = []
     for compiles in (True, False):
         everywhere("compiles_on", lambda device, compiles=compiles: compiles)
@@ -87,7 +87,7 @@ def _compiled_or_not(build: Callable[[], torch.nn.Module], kind: str) -> tuple[W
 
 
 def _with_plain_environment(work: Work) -> Work:
-    """The same call when `env.generation` reads the variables through the interface of `os.environ`."""
+    """The same call when `env.generation` reads the variables through `os.environ`."""
 
     fast, plain = env._readers(True), env._readers(False)
     names, none_is_set, read = plain
@@ -114,7 +114,7 @@ def _shortest(work: Work, calls: int) -> float:
     return least / 1e3
 
 
-def _measured(row: Row, rounds: int, calls: int) -> dict[str, Any]:
+def _measure(row: Row, rounds: int, calls: int) -> dict[str, Any]:
     for work in (row.fast, row.plain):
         for _ in range(20):
             work()
@@ -146,7 +146,7 @@ def main() -> None:
     found = []
     for row in rows():
         if chosen.only in f"{row.piece} {row.case}":
-            found.append(_measured(row, chosen.rounds, chosen.calls))
+            found.append(_measure(row, chosen.rounds, chosen.calls))
             print(
                 "{piece:22} {case:26} {with:8} us {without:8} us {gain:7.1%}".format(**found[-1]), flush=True
             )

@@ -1,4 +1,4 @@
-"""Algorithms that cuBLASLt's heuristic has for GPUs that are not in this machine, by capability, format and layout.
+"""Algorithms in cuBLASLt's heuristic for GPUs that are not in this machine, by capability, format and layout.
 
     python benchmarks/forged_cublaslt.py FOLDER [--capabilities 9.0 10.0 ..] [--shim FILE]
 
@@ -6,7 +6,7 @@ It needs Linux, any NVIDIA GPU, nvmath-python, and a C compiler or --shim. Nothi
 process with another libcuda.so.1, a shim. The shim reports the capability, shared memory and threads of the other GPU,
 from a moment after the context exists. It links the real driver under another name, in which cuBLASLt finds all other
 functions. One line is printed per capability, format and layout: the number of algorithms, or why there are none. The
-heuristic may also query properties that stay those of the real GPU, such as the number of multiprocessors.
+heuristic may also query properties that the shim does not change, such as the number of multiprocessors.
 
 FOLDER receives forged_cublaslt.json. The exit status is 1 if a process fails, or its driver was not asked for a forged
 property; the reason is printed and written.
@@ -33,12 +33,15 @@ from transformer_engine.common.hardware import ROWS, hardware_named
 
 M, N, K = 4096, 4096, 4096
 MOST = 64  # requested algorithms
-PATIENCE = 120  # seconds of one capability
+PATIENCE = 120  # time limit per capability, in seconds
 LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True), "TT": (True, True)}
 # CUdevice_attribute
 MAJOR, MINOR, SHARED_OPTIN, SHARED_SM, THREADS_SM = 75, 76, 97, 81, 39
-SONAME, REAL = b"libcuda.so.1", b"libcudb.so.1"  # of equal length: the name is replaced in the copied driver
-VARIABLE = "FORGED_ATTRIBUTES"  # "75=10,76=0,.."; unset: those of the real GPU
+SONAME, REAL = (
+    b"libcuda.so.1",
+    b"libcudb.so.1",
+)  # equal length, because the name is replaced in the copied driver
+VARIABLE = "FORGED_ATTRIBUTES"  # "75=10,76=0,.."; unset: the real GPU's attributes
 
 SHIM = r"""
 #define _GNU_SOURCE
@@ -154,7 +157,7 @@ def build_shim(folder: Path) -> Path:
 
 
 def driver_file() -> Path:
-    """Return the file of the real driver that this process loads.
+    """File of the real driver that this process loads.
 
     Raises:
         RuntimeError: The driver cannot be loaded.
@@ -170,7 +173,7 @@ def driver_file() -> Path:
     return Path(next(names))
 
 
-def renamed_driver(data: bytes) -> bytes:
+def rename_driver(data: bytes) -> bytes:
     """Return the driver's file with DT_SONAME replaced by REAL.
 
     Raises:
@@ -197,11 +200,11 @@ def prepare(folder: Path, shim: Path | None) -> None:
     chosen = build_shim(folder) if shim is None else shim
     (folder / "libs").mkdir()
     shutil.copyfile(chosen, folder / "libs" / SONAME.decode())
-    (folder / "libs" / REAL.decode()).write_bytes(renamed_driver(driver_file().read_bytes()))
+    (folder / "libs" / REAL.decode()).write_bytes(rename_driver(driver_file().read_bytes()))
 
 
-def attributes_of(architecture: str) -> str:
-    """Return the value of VARIABLE for a row of the table of hardware."""
+def row_attributes(architecture: str) -> str:
+    """Value for VARIABLE from a row in the hardware table."""
     row = hardware_named("nvidia", architecture)
     major, minor = map(int, architecture.split("."))
     forged = {
@@ -215,7 +218,7 @@ def attributes_of(architecture: str) -> str:
 
 
 def cases() -> Iterator[tuple[str, str, Any]]:
-    """Yield (format, layout, problem) of products of contiguous matrices, in cuBLASLt's layouts."""
+    """Yield (format, layout, problem) for products with contiguous matrices, in cuBLASLt's layouts."""
     import torch
 
     from transformer_engine.pytorch.primitives.gemm import cublaslt_problem as problems
@@ -254,7 +257,7 @@ def cases() -> Iterator[tuple[str, str, Any]]:
 
 
 def count_algorithms(capability: str) -> None:
-    """Print JSON lines of one capability: each case, then the library's version and the number of forged answers."""
+    """Print JSON lines for one capability: each case, then the library's version and the number of forged answers."""
     faulthandler.enable()
     faulthandler.dump_traceback_later(PATIENCE - 10, exit=True)
     import torch
@@ -262,11 +265,11 @@ def count_algorithms(capability: str) -> None:
     from transformer_engine.pytorch.primitives.gemm import cublaslt_library as library
     from transformer_engine.pytorch.primitives.gemm.cublaslt_plan import CublasPlan, NoAlgorithm
 
-    torch.empty(1, device="cuda")  # creates the context of the real GPU
+    torch.empty(1, device="cuda")  # creates the real GPU's context
     answers = None
     if capability != "real":
         answers = ctypes.c_int.in_dll(ctypes.CDLL(SONAME.decode()), "forged_answers")
-        os.environ[VARIABLE] = attributes_of(capability)
+        os.environ[VARIABLE] = row_attributes(capability)
     if (reason := library.missing()) is not None:
         raise RuntimeError(reason)
     for name, layout, problem in cases():
@@ -286,7 +289,7 @@ def ending(done: subprocess.CompletedProcess[str]) -> str:
     return f"{cause}: {' '.join(done.stderr[-1500:].split()) or 'no message'}"
 
 
-def results_of(capability: str, libraries: Path | None) -> dict[str, Any]:
+def capability_results(capability: str, libraries: Path | None) -> dict[str, Any]:
     """Run one capability in a process, and print its lines; "failed" is the reason of a failure."""
     environment = dict(os.environ)
     environment.pop(VARIABLE, None)
@@ -348,7 +351,7 @@ def main() -> int:
             chosen.capabilities = [capability for capability in chosen.capabilities if capability == "real"]
         for capability in chosen.capabilities:
             libraries = None if capability == "real" else Path(name) / "libs"
-            results[capability] = results_of(capability, libraries)
+            results[capability] = capability_results(capability, libraries)
             write(chosen.folder, results)
     write(chosen.folder, results)
     return int("failed" in results or any("failed" in found for found in results.values()))

@@ -1,8 +1,8 @@
-"""GPU ms of kernels that quantize their results, and of the separate steps; softmax, dropout, packed RoPE. One GPU.
+"""GPU ms for kernels that quantize their results, and for separate steps; softmax, dropout, packed RoPE. One GPU.
 
     python benchmarks/fused.py [--json FILE] [--only TEXT]
 
-GPU ms is the median of calls whose launches are all queued before the first runs, the L2 cache overwritten before
+GPU ms is the median over calls whose launches are all queued before the first runs, the L2 cache overwritten before
 each. `bytes` counts each input and output of the fused call once; TB/s is `bytes` over its time.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from record import GPU, chosen_of, options, parser, write
+from record import GPU, options, parser, select_cases, write
 
 from transformer_engine.common.formats import BLOCK_1D, E4M3, E5M2, FLOAT8
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
@@ -61,7 +61,7 @@ def main() -> None:
     print(
         f"{'case':52} {'fused ms':>9} {'separate':>9} {'ratio':>6} {'TB/s':>6} {'host us':>8} {'separate':>8}"
     )
-    for case in chosen_of(cases(), chosen.only):
+    for case in select_cases(cases(), chosen.only):
         (gpu, cpu, _), (separate, separate_cpu, _) = (measure(x, GPU) for x in (case.fused, case.separate))
         assert gpu is not None and cpu is not None and separate is not None and separate_cpu is not None
         rate = case.size / gpu / 1e9
@@ -98,7 +98,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _scalings() -> Iterator[tuple[str, QuantizeSpec, dict[str, torch.Tensor], int, int]]:
-    """Yield (name, spec, arguments of quantize, bytes of one element's codes, bytes of an intermediate result)."""
+    """Yield (name, spec, quantize arguments, bytes per element in codes and in an intermediate result)."""
     delayed = {"scale": torch.tensor([8.0], device="cuda"), "record": torch.zeros(1, device="cuda")}
     for columnwise in (False, True):
         spec = QuantizeSpec(FLOAT8, E4M3, True, columnwise)

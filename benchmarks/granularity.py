@@ -1,4 +1,4 @@
-"""Functions per 1,000 lines of code and small files of any folders, by the rule of `tests/architecture`.
+"""Functions per 1,000 code lines and small files in any folders, by the rule in `tests/architecture`.
 
     python benchmarks/granularity.py transformer_engine path/to/site-packages/optax
 
@@ -17,7 +17,7 @@ from tests.architecture.test_granularity import SMALL_FILE_LINES, code_lines
 
 
 def counts(folder: Path) -> dict[str, int]:
-    """Return the functions, lines of code, files and small files below a folder."""
+    """Count functions, code lines, files and small files below a folder."""
     totals = {"functions": 0, "lines": 0, "files": 0, "small files": 0}
     for path in folder.rglob("*.py"):
         if {"test", "tests"} & set(path.relative_to(folder).parts):

@@ -2,10 +2,10 @@
 
     python benchmarks/host_calls.py [--json FILE] [--only TEXT] [--profile]
 
-us       the shortest of many calls, each timed alone, which excludes the effect of other processes
-python   calls of Python functions in one call
-ours     those of this package, which do not depend on torch's version
-c        calls of C functions from Python
+us       the shortest of many calls, each timed alone, which excludes other processes' effect
+python   Python function calls in one call
+ours     calls to this package's functions, which do not depend on torch's version
+c        C function calls from Python
 A case is `module/recipe/pass`: f is a forward without gradients, fb forward and backward, each in its own `autocast`.
 `pretended_gpu` states which parts are real. To compare two trees, run this file with each on PYTHONPATH in turns.
 """
@@ -125,7 +125,7 @@ def _norm() -> torch.nn.Module:
 def passes(
     build: Callable[[], torch.nn.Module], recipe: recipes.Recipe | None, backward: bool, **given: Any
 ) -> Callable[[], object]:
-    """Return a call of the module: forward, and backward on request."""
+    """Create a module call: forward, and backward on request."""
     module = build()
     x = torch.zeros(ROWS, 1, WIDTH, dtype=torch.bfloat16, requires_grad=backward)
     grad = torch.zeros(ROWS, 1, WIDTH, dtype=torch.bfloat16)
@@ -227,14 +227,14 @@ def main() -> None:
         if not any(text in case.name for text in chosen.only.split(",")):
             continue
         work = case.make()
-        rows.append({"case": case.name, **_measured(work, chosen.calls)})
+        rows.append({"case": case.name, **_measure_warm_case(work, chosen.calls)})
         print("{case:32} {us:8} us {python:6} python {ours:6} ours {c:6} c".format(**rows[-1]), flush=True)
         if chosen.profile:
             _profile(work)
     write(chosen.json, cases=rows)
 
 
-def _measured(work: Callable[[], object], times: int) -> dict[str, Any]:
+def _measure_warm_case(work: Callable[[], object], times: int) -> dict[str, Any]:
     """Measure a warm case with garbage collection disabled."""
     for _ in range(20):
         work()

@@ -1,12 +1,12 @@
-"""Python calls and microseconds of a warm attention call around its backends, on a machine without a GPU.
+"""Python calls and microseconds in a warm attention call around its backends, on a machine without a GPU.
 
     python benchmarks/host_calls_attention.py [--json FILE] [--only TEXT] [--base TREE] [--rounds N]
 
 calls     Python functions that the attention's own code enters, itself among them. Backends compute, and projections
           are separate layers: neither they nor their callees are counted
-before    those entered until the first backend or projection begins
-us        the best call of all rounds, on tensors so small that computing them costs little; it holds everything
---base    another checkout of this package, run in turns with this one in separate processes
+before    functions entered until the first backend or projection begins
+us        the best call over all rounds, on tensors so small that computing them costs little; it holds everything
+--base    another package checkout, run in turns with this one in separate processes
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RECIPES: dict[str, Recipe | None] = {
 
 
 class Case(NamedTuple):
-    """One line of the table: a call, within autocast, with or without gradients."""
+    """One table line: a call, within autocast, with or without gradients."""
 
     name: str
     call: Callable[[], object]
@@ -76,14 +76,14 @@ def main() -> None:
         rows = {name: {} for name in trees}
         for _ in range(chosen.rounds):
             for name, tree in trees.items():
-                keep_best(rows[name], in_process_of(tree, chosen.only))
+                keep_best(rows[name], measure_checkout(tree, chosen.only))
         show(rows)
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(rows, indent=1))
 
 
 def measured(only: str) -> dict[str, dict[str, float]]:
-    """{case: its figures} of the package that this process has imported."""
+    """{case: its figures} for the package that this process has imported."""
     torch.set_num_threads(1)
     rows = {}
     for case in cases():
@@ -97,8 +97,8 @@ def measured(only: str) -> dict[str, dict[str, float]]:
     return rows
 
 
-def in_process_of(tree: Path, only: str) -> dict[str, dict[str, float]]:
-    """Run measured(only) of another checkout in a separate process."""
+def measure_checkout(tree: Path, only: str) -> dict[str, dict[str, float]]:
+    """Measure another checkout in a separate process."""
     script = f"import json, host_calls_attention as h; print(json.dumps(h.measured({only!r})))"
     paths = os.pathsep.join((str(tree), str(Path(__file__).parent)))
     done = subprocess.run(
@@ -113,7 +113,7 @@ def in_process_of(tree: Path, only: str) -> dict[str, dict[str, float]]:
 
 
 def keep_best(kept: dict[str, dict[str, float]], found: dict[str, dict[str, float]]) -> None:
-    """The least of each figure over rounds."""
+    """Minimum of each figure over rounds."""
     for case, figures in found.items():
         best_of = kept.setdefault(case, figures)
         for name, value in figures.items():
@@ -129,7 +129,7 @@ def show(rows: dict[str, dict[str, dict[str, float]]]) -> None:
 
 
 def count(call: Callable[[], object]) -> Counted:
-    """The Python calls of the attention in call()."""
+    """Python calls that the attention makes in call()."""
     entered: list[str] = []
     before: list[int] = []
     depths = {"ours": 0, "apart": 0}  # open functions below the first that is ours, and that is apart
@@ -187,7 +187,7 @@ def _shape(layout: str) -> tuple[int, ...]:
 
 
 def _lengths(layout: str) -> dict[str, Any]:
-    """Arguments of attention on packed sequences."""
+    """Attention arguments for packed sequences."""
     if layout != "thd":
         return {}
     bounds = torch.arange(0, (BATCH + 1) * TOKENS, TOKENS, dtype=torch.int32)
@@ -230,7 +230,7 @@ def _layer(layout: str, rotary: bool = False) -> tuple[Callable[[], torch.Tensor
 
 
 def _step() -> Callable[[], object]:
-    """One step of one token per sequence on all cached tokens."""
+    """One step with one token per sequence on all cached tokens."""
     layer = te.MultiheadAttention(
         HEADS * SIZE,
         HEADS,

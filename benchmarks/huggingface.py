@@ -1,11 +1,11 @@
-"""Tokens/s and peak memory of training a random Llama of transformers: stock, with te's attention, and converted.
+"""Tokens/s and peak memory for training a random transformers Llama: stock, with te's attention, and converted.
 
     python benchmarks/huggingface.py [--json FILE] [--plot FILE] [--only TEXT] [--size 1b|tiny] [--length N]
 
 A step is forward, loss, backward and torch's fused AdamW over 8192 tokens in bfloat16; the same weights, tokens and
 optimizer for all. "stock" is transformers' own layers, eager, with torch's scaled_dot_product_attention. Tokens/s are
-counted over the wall time of steps in a loop. Memory is the most that was allocated within a step, parameters and
-states of the optimizer included. Every case builds, measures and frees its own model, in about ten seconds.
+counted over wall time for steps in a loop. Memory is the peak allocation within a step, parameters and
+optimizer states included. Every case builds, measures and frees its own model, in about ten seconds.
 Needs transformers. Without a GPU, --size tiny shows that everything runs.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from record import chosen_of, machine, parser, write
+from record import machine, parser, select_cases, write
 from torch import nn
 
 import transformer_engine.pytorch as te
@@ -34,7 +34,7 @@ EFFORT = Effort(warmup=4, budget_ms=1500.0, fewest=4, most=10)
 
 
 class Size(NamedTuple):
-    """The shape of a model and the tokens of a step."""
+    """Model shape and tokens per step."""
 
     settings: dict[str, Any]
     length: int
@@ -91,8 +91,8 @@ def main() -> None:
         made.error(f"--length {length} does not divide the {size.tokens} tokens of a step")
     rows = []
     print(f"{'':26} {'tokens/s':>10} {'ms':>9} {'of stock':>9} {'peak GiB':>9}   loss")
-    for case in chosen_of(CASES, chosen.only):
-        row = measured(case, size, length)
+    for case in select_cases(CASES, chosen.only):
+        row = measure_case(case, size, length)
         gc.collect()  # a model refers to itself
         rows.append(row)
         row["of_stock"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
@@ -113,8 +113,8 @@ def main() -> None:
     )  # fmt: skip
 
 
-def measured(case: Case, size: Size, length: int) -> dict[str, Any]:
-    """The figures of a case."""
+def measure_case(case: Case, size: Size, length: int) -> dict[str, Any]:
+    """Measure one case."""
     model = case.changed(stock(size, length))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     ids = torch.randint(size.settings["vocab_size"], (size.tokens // length, length), device=DEVICE)

@@ -1,4 +1,4 @@
-"""User CPU time of imports and of the te command, in fresh interpreters.
+"""User CPU time for imports and for the te command, in fresh interpreters.
 
     python benchmarks/import_time.py [--runs 9] [--checkout NAME=FOLDER ..] [--json FILE]
 
@@ -29,7 +29,7 @@ PROGRAMS = {
     "import jax, flax, transformer_engine.jax": ["-c", "import jax, flax, transformer_engine.jax"],
     "te --help": ["-m", "transformer_engine", "--help"],
 }
-# Programs whose difference is the cost of this package.
+# Programs whose difference is this package's cost.
 DIFFERENCES = {
     "transformer_engine.pytorch beyond torch": (
         "import torch, transformer_engine.pytorch",
@@ -43,7 +43,7 @@ DIFFERENCES = {
 
 
 def user_seconds(arguments: list[str], checkout: Path, cache: str) -> float:
-    """User CPU time of an interpreter with the given arguments."""
+    """User CPU time for an interpreter with these arguments."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PYTHONPATH": str(checkout), "PYTHONPYCACHEPREFIX": cache, "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime

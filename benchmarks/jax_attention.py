@@ -38,7 +38,7 @@ CASES = {
 
 
 def workload(case: str, batch: int, tokens: int) -> JaxWorkload:
-    """The case on [batch, tokens]; packed: all tokens in one row of sequences of equal lengths."""
+    """The case on [batch, tokens]; packed: all tokens in one row, as sequences with equal lengths."""
     mask, softmax, layout, _ = CASES[case]
     packed = layout is PACKED
     rows = (1, batch * tokens) if packed else (batch, tokens)

@@ -1,9 +1,9 @@
-"""Goals of JAX on an H200, from the rows of `te bench --provider te,jax,xla`: table and pictures.
+"""JAX goals on an H200, from the rows in `te bench --provider te,jax,xla`: table and pictures.
 
     python benchmarks/jax_goals.py benchmarks/results/jax_h200.json [--write] [--plot PICTURE] [--families FOLDER]
 
 Prints every goal with its measured value. --write adds the goals to the file, under "goals"; --plot draws all of them
-in one picture, --families the times of every provider, one picture per family of cases. No GPU is needed.
+in one picture, --families every provider's times, one picture per case family. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from transformer_engine_tools.bench.cases import cases
 from transformer_engine_tools.bench.plot import plot_families
 from transformer_engine_tools.bench.run import Row
 
-# {case: work a second over that of plain Flax and jnp in bfloat16, at least}
+# {case: minimum throughput relative to plain Flax and jnp in bfloat16}
 OVER_XLA = {
     "dense_fb/delayed/8192": 1.65, "dense_fb/current/8192": 1.6, "dense_fb/delayed/4096": 1.3,
     "dense_fb/delayed/2048": 1.0, "layernorm_mlp_fb/delayed/swiglu": 1.6, "layer_fb/bf16/llama8b": 1.0,
     "grouped_linear_fb/bf16/e8": 5.0, "grouped_linear_fb/bf16/e64": 5.0, "dpa_fb/bf16/causal_b2_s8192": 1 / 1.02,
 }  # fmt: skip
-# {case: GPU time over that of this engine in PyTorch, at most}
+# {case: maximum GPU time relative to this engine in PyTorch}
 OVER_TORCH = {
     **{f"linear_fb/{recipe}/8192x4096x28672": 1.05 for recipe in ("delayed", "current", "block")},
     "layernorm_mlp_fb/delayed/swiglu": 1.05,
@@ -45,8 +45,8 @@ FIGURES = {
     "layer_fb/delayed/llama8b": ("compile_s", "s to compile, cold", 40.0),
     "layer_fb/delayed/": ("cached_s", "s to compile, from JAX's cache", 5.0),
 }  # fmt: skip
-FP8_PEAK = 1.25  # memory of the layer under delayed scaling over that in bfloat16
-WITHOUT_THE_FLAG = 30.0  # longest compile time of a program of this package, in seconds
+FP8_PEAK = 1.25  # layer memory under delayed scaling relative to bfloat16
+WITHOUT_THE_FLAG = 30.0  # longest compile time for one of this package's programs, in seconds
 OF_CUDNN = (
     0.6  # least rate of our attention where cuDNN does not support a case, over cuDNN's on the same rows
 )
@@ -54,7 +54,7 @@ ATTENTION = [
     f"dpa_fb/bf16/{kind}_b2_s8192_h32_8_d128"
     for kind in ("causal", "bottom_right", "sinks", "packed", "packed_sinks")
 ]
-# {what runs on two cores of a CPU: at most}; the rows of "on_a_cpu".
+# {program on two CPU cores: maximum}; the rows in "on_a_cpu".
 ON_A_CPU = {"quickstart, ten eager steps, s": 30.0, "te train, step in FP8 over float32": 2.0}
 # {(case, layout): work a second over one GPU's, at least}
 TWO_GPUS = {
@@ -100,20 +100,20 @@ class Goal:
 
 
 def _figure(rows: list[dict[str, Any]], case: str, provider: str, key: str = "gpu_ms") -> float | None:
-    """Return a value of the provider's first row whose case starts with the given text."""
+    """A value in the provider's first row whose case starts with this text."""
     found = (row for row in rows if row["provider"] == provider and row["case"].startswith(case))
     return next(found, {}).get(key)
 
 
-def _over(first: float | None, second: float | None) -> float | None:
+def _ratio(first: float | None, second: float | None) -> float | None:
     return first / second if first and second else None
 
 
 def goals(content: dict[str, Any]) -> Iterator[Goal]:
     """Every goal with the value in a file's rows, or None if the row or its value is missing."""
-    yield from _beside_others(content["results"])
-    yield from _of_figures(content["results"])
-    yield _without_the_flag(content.get("without_the_flag", {}).get("results", []))
+    yield from _ratio_goals(content["results"])
+    yield from _figure_goals(content["results"])
+    yield _longest_compile_time(content.get("without_the_flag", {}).get("results", []))
     attention = content.get("attention", {}).get("rows", [])
     for case in ATTENTION:
         row = _row(attention, case=case, by="triton")
@@ -132,33 +132,33 @@ def _row(rows: list[dict[str, Any]], **names: str) -> dict[str, Any]:
     return next((row for row in rows if all(row[key] == name for key, name in names.items())), {})
 
 
-def _beside_others(rows: list[dict[str, Any]]) -> Iterator[Goal]:
+def _ratio_goals(rows: list[dict[str, Any]]) -> Iterator[Goal]:
     """Yield ratios to plain Flax and jnp, and to this engine in PyTorch."""
     for case, limit in OVER_XLA.items():
         family, _, size = case.split("/")
         ours, plain = _figure(rows, case, "jax"), _figure(rows, f"{family}/bf16/{size}", "xla")
         note = f"{ours} ms, plain {plain} ms"
-        yield Goal(f"{case}: faster than XLA in bfloat16", ">=", limit, _over(plain, ours), note)
+        yield Goal(f"{case}: faster than XLA in bfloat16", ">=", limit, _ratio(plain, ours), note)
     kernels = [case.name for case in cases(["bf16"], False, ["kernel"])]
     for case, limit in (OVER_TORCH | dict.fromkeys(kernels, KERNELS)).items():
         ours, torch = _figure(rows, case, "jax"), _figure(rows, case, "te")
         yield Goal(
-            f"{case}: time over torch's", "<=", limit, _over(ours, torch), f"{ours} ms, torch {torch} ms"
+            f"{case}: time over torch's", "<=", limit, _ratio(ours, torch), f"{ours} ms, torch {torch} ms"
         )
 
 
-def _of_figures(rows: list[dict[str, Any]]) -> Iterator[Goal]:
-    """Yield goals with a constant limit, or between two figures of this engine."""
+def _figure_goals(rows: list[dict[str, Any]]) -> Iterator[Goal]:
+    """Yield goals with a constant limit, or between two of this engine's figures."""
     for case, (key, unit, limit) in FIGURES.items():
         yield Goal(f"{case}: {unit}", "<=", limit, _figure(rows, case, "jax", key))
     narrow, wide = (_figure(rows, f"layer_fb/{recipe}", "jax", "peak_mib") for recipe in ("delayed", "bf16"))
     note = f"{narrow} and {wide} MiB"
     yield Goal(
-        "layer_fb/delayed: peak memory over that in bfloat16", "<=", FP8_PEAK, _over(narrow, wide), note
+        "layer_fb/delayed: peak memory over that in bfloat16", "<=", FP8_PEAK, _ratio(narrow, wide), note
     )
 
 
-def _without_the_flag(rows: list[dict[str, Any]]) -> Goal:
+def _longest_compile_time(rows: list[dict[str, Any]]) -> Goal:
     """The longest compile time; not measured if a time is missing and no time exceeds the limit."""
     compiled = {row["case"]: row.get("compile_s") for row in rows if row["provider"] == "jax"}
     known = {case: seconds for case, seconds in compiled.items() if seconds is not None}

@@ -1,8 +1,8 @@
-"""Temporary memory, compile time and step time of JAX layers on one GPU, with orders of the backward pass to compare.
+"""Temporary memory, compile time and step time for JAX layers on one GPU, comparing orders in the backward pass.
 
     XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python benchmarks/jax_memory.py memory.json [--only TEXT]
 
-FP8 layers are measured in two orders of the backward pass, whose gradients are equal:
+FP8 layers are measured with two backward-pass orders, whose gradients are equal:
 
     one pass         dy is read once and cast to both directions; both copies of its codes live during dX
     late transpose   dy is cast to rows; after dX its codes are transposed for dW (the default for large gradients)
@@ -43,7 +43,7 @@ ORDERS = {"one pass": 1 << 62, "late transpose": 1}  # `products.LATE_ELEMENTS`
 
 
 @contextmanager
-def order_of(name: str) -> Iterator[None]:
+def order_layers(name: str) -> Iterator[None]:
     """Differentiate layers in the named order within this block."""
     usual = products.LATE_ELEMENTS
     products.LATE_ELEMENTS = ORDERS[name]
@@ -54,7 +54,7 @@ def order_of(name: str) -> Iterator[None]:
 
 
 def layers(quick: bool) -> dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]]:
-    """{case: (module, shape of x, options of the call)}"""
+    """{case: (module, shape of x, call options)}"""
     tokens, hidden, wide = (64, 32, 48) if quick else (8192, 4096, 14336)
     dtype = {"dtype": jnp.bfloat16}
     swiglu = {"mlp_activations": ("silu", "linear"), "use_bias": False, "layernorm_type": "rmsnorm", **dtype}
@@ -85,7 +85,9 @@ def layers(quick: bool) -> dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]
     }
 
 
-def step_of(module: Any, shape: tuple[int, ...], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+def step_gradients(
+    module: Any, shape: tuple[int, ...], options: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...]]:
     """The gradients of a layer and its arguments, as a training step without donated arrays has them."""
     x = jax.random.normal(jax.random.key(5), shape, jnp.bfloat16)
     variables = module.init(jax.random.key(0), x, **options)
@@ -105,8 +107,8 @@ def step_of(module: Any, shape: tuple[int, ...], options: dict[str, Any]) -> tup
     return jax.grad(loss, argnums=(0, 1, 3), allow_int=True), (params, rest, dy, x)
 
 
-def measured(function: Any, arguments: tuple[Any, ...]) -> tuple[dict[str, float], Any]:
-    """Figures of one program, and its results."""
+def measure_program(function: Any, arguments: tuple[Any, ...]) -> tuple[dict[str, float], Any]:
+    """One program's figures and results."""
     start = time.perf_counter()
     traced = jax.jit(function).trace(*arguments)
     after_trace = time.perf_counter()
@@ -148,8 +150,8 @@ def main() -> None:
                 name = f"{case}/{recipe_name}/{order}"
                 if chosen.only not in name:
                     continue
-                with te.autocast(enabled=recipe is not None, recipe=recipe), order_of(order):
-                    figures, made = measured(*step_of(module, shape, options))
+                with te.autocast(enabled=recipe is not None, recipe=recipe), order_layers(order):
+                    figures, made = measure_program(*step_gradients(module, shape, options))
                 reference = made if reference is None else reference
                 equal = all(map(jnp.array_equal, jax.tree.leaves(made), jax.tree.leaves(reference)))
                 rows.append({"case": name, "same_gradients": equal, **figures})

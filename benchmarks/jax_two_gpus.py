@@ -2,8 +2,8 @@
 
     XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python benchmarks/jax_two_gpus.py two_gpus.json
 
-Wall milliseconds of a forward and backward step in a loop of steps. The speedup is the work per second of two GPUs over
-that of one. Rows are written one by one.
+Wall milliseconds for a forward and backward step in a loop. The speedup is throughput on two GPUs relative to
+one GPU. Rows are written one by one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUICK = {"hidden_size": 256, "mlp_hidden_size": 512, "num_attention_heads": 4, "
 
 @dataclass(frozen=True)
 class Layout:
-    """Sharding of a layer over devices, and the number of sequences of a step."""
+    """A layer's sharding over devices, and the number of sequences per step."""
 
     name: str
     devices: int = 1
@@ -57,12 +57,12 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def mesh_of(axis: str, devices: int) -> Mesh:
+def create_mesh(axis: str, devices: int) -> Mesh:
     return Mesh(np.asarray(jax.devices()[:devices]), (axis,), axis_types=(AxisType.Auto,))
 
 
 def milliseconds(step: Callable[..., Any], state: Any, *rest: Any, runs: int = 10) -> float:
-    """Of one step, whose first result is the state of the next."""
+    """Milliseconds per step; a step's first result is the next state."""
     for _ in range(3):
         state, out = step(state, *rest)
     jax.block_until_ready((state, out))
@@ -74,9 +74,9 @@ def milliseconds(step: Callable[..., Any], state: Any, *rest: Any, runs: int = 1
 
 
 def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any], tokens: int) -> float:
-    """Milliseconds of the layer's step."""
+    """Milliseconds for the layer's step."""
     model = te_flax.TransformerLayer(**sizes, enable_sequence_parallel=layout.axis == "tpsp")
-    mesh = mesh_of(layout.axis, layout.devices)
+    mesh = create_mesh(layout.axis, layout.devices)
     resource = layout.resource
     precision = te.autocast(settings is not None, settings, mesh_resource=resource)
     with jax.set_mesh(mesh), precision:
@@ -112,8 +112,8 @@ def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any],
 
 
 def sequence(devices: int, strategy: str, tokens: int, heads: int, groups: int) -> float:
-    """Milliseconds of causal attention over a sharded sequence."""
-    mesh = mesh_of("cp", devices)
+    """Milliseconds for causal attention over a sharded sequence."""
+    mesh = create_mesh("cp", devices)
     module = te_flax.DotProductAttention(
         head_dim=128, num_attention_heads=heads, num_gqa_groups=groups, attn_mask_type="causal",
         context_parallel_axis="cp" if devices > 1 else "", context_parallel_strategy=strategy,
@@ -143,7 +143,7 @@ def sequence(devices: int, strategy: str, tokens: int, heads: int, groups: int) 
         return milliseconds(jax.jit(step), jnp.zeros(()), q, k, v, dy, runs=5)
 
 
-def ended(text: str, most: int = 400) -> str:
+def shorten_text(text: str, most: int = 400) -> str:
     """Shorten a text to its begin and end: XLA's error follows the traceback."""
     return text if len(text) <= most else f"{text[: most // 4]} .. {text[-3 * most // 4 :]}"
 
@@ -169,7 +169,7 @@ def main() -> None:
             if name in one:  # else the run on one device has failed, and there is nothing to compare with
                 row["speedup"] = round(work * one[name] / row["eager_ms"], 3)
         except Exception as error:  # a layout that fails is a row of the file, and the next one runs
-            row = {"case": name, "layout": what, "error": ended(f"{type(error).__name__}: {error}")}
+            row = {"case": name, "layout": what, "error": shorten_text(f"{type(error).__name__}: {error}")}
         rows.append(row)
         machine = jax.devices()[0].device_kind
         options.json.write_text(

@@ -1,9 +1,9 @@
-"""Times of a cached decoding step: appending to the cache, its lengths on the host, and a whole attention layer.
+"""Times for a cached decoding step: appending to the cache, its lengths on the host, and a full attention layer.
 
     python benchmarks/kv_cache.py [--json FILE]
 
-GPU times are of calls that are queued before they run; host times until a call returns. 8 key heads of 128 in
-bfloat16; the layer has 32 query heads, hidden size 4096, and 64 sequences of 8000 cached tokens.
+GPU times are for calls that are queued before they run; host times until a call returns. 8 key heads, head size 128,
+in bfloat16; the layer has 32 query heads, hidden size 4096, and 64 sequences with 8000 cached tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from typing import NamedTuple
 
 import torch
-from record import GPU, chosen_of, options, parser, write
+from record import GPU, options, parser, select_cases, write
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.primitives.kv_cache import append
@@ -46,7 +46,7 @@ APPENDED = (
 def main() -> None:
     chosen = options(parser(__doc__))
     figures = {
-        "append": {case.name: appended(case) for case in chosen_of(APPENDED, chosen.only)},
+        "append": {case.name: measure_append(case) for case in select_cases(APPENDED, chosen.only)},
         "lengths": {"contiguous": lengths(False), "paged": lengths(True)},
         "layer": {"contiguous": layer(False), "paged": layer(True)},
     }
@@ -54,7 +54,7 @@ def main() -> None:
     write(chosen.json, **figures)
 
 
-def appended(case: Case) -> dict[str, float]:
+def measure_append(case: Case) -> dict[str, float]:
     """Milliseconds, TB/s read and written, and microseconds of the host for keys and values."""
     _, batch, tokens, tensor_format, paged = case
     shape = {"bshd": (batch, tokens), "sbhd": (tokens, batch), "thd": (batch * tokens,)}[tensor_format]
@@ -75,7 +75,7 @@ def appended(case: Case) -> dict[str, float]:
 
 
 def lengths(paged: bool) -> dict[str, float]:
-    """Microseconds of the host: pre_step, once a step, and step, once a layer."""
+    """Host microseconds: pre_step, once per step, and step, once per layer."""
     cache = te.InferenceParams(BATCH, LENGTH, GROUPS, SIZE, is_paged=paged)
     cache.allocate_memory(1)
     new = torch.randn(BATCH, 1, GROUPS, SIZE, device="cuda", dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ def lengths(paged: bool) -> dict[str, float]:
 
 @torch.no_grad()
 def layer(paged: bool) -> dict[str, float]:
-    """Milliseconds of one layer's step, on the GPU and in a loop of steps, and microseconds of the host."""
+    """Milliseconds for one layer's step, on the GPU and in a loop, and host microseconds."""
     module = te.MultiheadAttention(
         HIDDEN,
         HEADS,

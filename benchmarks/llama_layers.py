@@ -16,7 +16,7 @@ QKV = (HEADS + 2 * GROUPS) * HEAD
 
 
 class Model(NamedTuple):
-    """Constructor of a layer on a device, and the features of its input and output."""
+    """Layer constructor on a device, and its input and output features."""
 
     make: Callable[[str], nn.Module]
     inputs: int = HIDDEN

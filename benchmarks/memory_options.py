@@ -1,4 +1,4 @@
-"""Planned and measured peak memory of the layers of a model, for each option that saves smaller activations.
+"""Planned and measured peak memory for a model's layers, for each option that saves smaller activations.
 
     python benchmarks/memory_options.py [--json FILE] [--only TEXT] [--size NAME ...] [--recipe NAME ...]
 
@@ -28,7 +28,7 @@ COLUMNS = ("mlp_columns", "weight_columns", "input_columns", "norm_columns")
 
 
 class Case(NamedTuple):
-    """Options of a row: backends, and attributes of every LayerNormMLP."""
+    """A row's options: backends, and attributes for every LayerNormMLP."""
 
     name: str
     backends: dict[str, str] = {}
@@ -53,7 +53,7 @@ CASES = (
 
 
 class Layers(nn.Module):
-    """The layers of an `EngineModel` without embedding, norm and head."""
+    """Layers from an `EngineModel` without embedding, norm and head."""
 
     def __init__(self, model: EngineModel, settings: tuple[str, ...]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Layers(nn.Module):
 
 
 def rows(size: str, recipe: str, only: str) -> Iterator[dict[str, Any]]:
-    """Rows of a size under a recipe."""
+    """Rows for a size under a recipe."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     expected: list[Tensor] | None = None
     for case in CASES:
@@ -98,7 +98,7 @@ def rows(size: str, recipe: str, only: str) -> Iterator[dict[str, Any]]:
 
 
 def _measure(layers: nn.Module, x: Tensor, recipe: Any) -> tuple[dict[str, float], list[Tensor]]:
-    """Peak and saved GiB of the third step; output and gradients of a fourth, by deterministic kernels."""
+    """Peak and saved GiB in the third step; output and gradients from a fourth, by deterministic kernels."""
     results: list[Tensor] = []
     figures: dict[str, float] = {}
     x.requires_grad_()

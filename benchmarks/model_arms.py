@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 BF16 = torch.bfloat16
 EPSILON = 1e-5
-MARK = "models:"  # prefix of the profiler's ranges that begin a part of a step
+MARK = "models:"  # prefix for profiler ranges that begin a part of a step
 ARMS = (
     *("te:bf16", "te:delayed", "te:current", "te:block"),
     *("pt:bf16", "pt:tensorwise", "pt:rowwise"),
@@ -30,7 +30,7 @@ OPT_INS = tuple(f"te:current+{option}" for option in ("columns", "cached", "loss
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of a model, and the sequences of a step."""
+    """Model shape, and sequences per step."""
 
     layers: int
     hidden: int
@@ -56,9 +56,9 @@ SIZES = {
 
 
 class LanguageModel(nn.Module):
-    """Mean cross entropy of the next tokens: embedding, layers, norm and a bfloat16 head; subclasses choose the layers.
+    """Mean next-token cross entropy: embedding, layers, norm and a bfloat16 head; subclasses choose the layers.
 
-    With `traced`, the parts of a step begin with a range of the profiler, in the forward and the backward pass.
+    With `traced`, each part of a step begins with a profiler range, in the forward and the backward pass.
     """
 
     layers: nn.ModuleList
@@ -81,7 +81,7 @@ class LanguageModel(nn.Module):
         return self.loss(x, targets)
 
     def mark(self, part: str) -> None:
-        """Record that the following launches belong to a part of the step."""
+        """Mark the following launches as a part of the step."""
         if self.traced:
             with record_function(MARK + part):
                 pass
@@ -98,8 +98,8 @@ class EngineModel(LanguageModel):
 
     | option | meaning |
     | --- | --- |
-    | `columns` | the backward pass casts the columns of all weights and norm outputs |
-    | `cached` | as `columns`, and the input of the activation is saved in FP8 |
+    | `columns` | the backward pass casts all weights and norm outputs along columns |
+    | `cached` | as `columns`, and the activation input is saved in FP8 |
     | `loss` | `fused_linear_cross_entropy`, which stores no logits |
     | `head` | the head computes under the recipe |
     """
@@ -209,7 +209,7 @@ class TorchLayer(nn.Module):
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate [batch, length, heads, head]; returns [batch, heads, length, head]."""
-        return _rotated(query, cos, sin).transpose(1, 2), _rotated(key, cos, sin).transpose(1, 2)
+        return _rotate(query, cos, sin).transpose(1, 2), _rotate(key, cos, sin).transpose(1, 2)
 
     def activate(self, x: Tensor) -> Tensor:
         gate, up = self.up(x).chunk(2, -1)
@@ -237,7 +237,7 @@ class LigerLayer(TorchLayer):
 
 
 class TorchModel(LanguageModel):
-    """Layers of plain torch, each compiled; "tensorwise" and "rowwise" are recipes of torchao's float8 training."""
+    """Plain torch layers, each compiled; "tensorwise" and "rowwise" are recipes in torchao's float8 training."""
 
     layer_class: type[TorchLayer] = TorchLayer
 
@@ -292,13 +292,13 @@ class LigerModel(TorchModel):
 
 
 def make_model(arm: str, size: Size, device: str, compiled: bool = True) -> LanguageModel:
-    """Build the model of an arm; the weights depend on torch's seed.
+    """Build an arm's model; the weights depend on torch's seed.
 
     Args:
         arm: One of `ARMS` or `OPT_INS`.
-        size: Shape of the model.
-        device: Device of the parameters.
-        compiled: Compile the layers of `pt`; False runs them eagerly.
+        size: Model shape.
+        device: Parameter device.
+        compiled: Compile the `pt` layers; False runs them eagerly.
 
     Raises:
         ValueError: The arm is unknown.
@@ -318,13 +318,13 @@ def _linear(inputs: int, outputs: int, device: str) -> nn.Linear:
 
 
 def _angles(size: Size, device: str) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [1, length, 1, head] of the rotary positions."""
+    """Cosine and sine [1, length, 1, head] for the rotary positions."""
     frequencies = 1e4 ** -(torch.arange(0, size.head, 2, device=device).float() / size.head)
     angles = torch.outer(torch.arange(size.length, device=device).float(), frequencies).repeat(1, 2)
     return angles.cos().to(BF16)[None, :, None], angles.sin().to(BF16)[None, :, None]
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 

@@ -45,7 +45,7 @@ def main() -> None:
         row: dict[str, Any] = {"arm": chosen.arm, "size": name}
         try:
             row |= measure_arm(chosen.arm, SIZES[name], chosen.device, not chosen.eager, chosen.trace)
-        except (ImportError, RuntimeError, ValueError) as error:  # one size may exceed the memory of the GPU
+        except (ImportError, RuntimeError, ValueError) as error:  # one size may exceed the GPU memory
             traceback.print_exc()
             row["error"], failed = f"{type(error).__name__}: {error}"[:400], True
         print(json.dumps(row), flush=True)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure_arm(arm: str, size: Size, device: str, compiled: bool, traced: bool) -> dict[str, Any]:
-    """Figures of an arm, or the table of kernels of one step if `traced`."""
+    """An arm's figures, or one step's kernel table if `traced`."""
     if arm.startswith("pt:") and compiled:
         torch._dynamo.config.automatic_dynamic_shapes = False
         torch._dynamo.config.cache_size_limit = 64
@@ -84,7 +84,7 @@ def measure_arm(arm: str, size: Size, device: str, compiled: bool, traced: bool)
 
 
 class Steps:
-    """Training steps of a model on one batch of random tokens."""
+    """A model's training steps on one random token batch."""
 
     def __init__(self, model: LanguageModel, device: str) -> None:
         size = model.size
@@ -120,18 +120,18 @@ class Steps:
         }
 
     def block_ms(self) -> float:
-        """Milliseconds per step of a block of steps."""
-        return _elapsed_ms(lambda: [self.run() for _ in range(BLOCK)], self._synchronize) / BLOCK
+        """Milliseconds per step over a block of steps."""
+        return _measure_ms(lambda: [self.run() for _ in range(BLOCK)], self._synchronize) / BLOCK
 
     def _host_ms(self) -> float:
         """Milliseconds in which the host queues a forward and a backward pass on an idle device."""
         self._synchronize()
-        elapsed = _elapsed_ms(lambda: self.model(self.tokens, self.targets).backward(), lambda: None)
+        elapsed = _measure_ms(lambda: self.model(self.tokens, self.targets).backward(), lambda: None)
         self.optimizer.zero_grad(set_to_none=True)
         return elapsed
 
     def _peak_gib(self) -> float | None:
-        """Peak of all allocated memory within a step, parameters and optimizer states included."""
+        """Peak allocated memory within a step, parameters and optimizer states included."""
         if self.device != "cuda":
             return None
         self._synchronize()
@@ -146,7 +146,7 @@ class Steps:
             torch.cuda.synchronize()
 
 
-def _elapsed_ms(call: Callable[[], Any], wait: Callable[[], None]) -> float:
+def _measure_ms(call: Callable[[], Any], wait: Callable[[], None]) -> float:
     wait()
     start = time.perf_counter()
     call()
@@ -155,7 +155,7 @@ def _elapsed_ms(call: Callable[[], Any], wait: Callable[[], None]) -> float:
 
 
 def _engine() -> str:
-    """Version of the Transformer Engine that was imported."""
+    """The imported Transformer Engine's version."""
     import transformer_engine
 
     return getattr(transformer_engine, "__version__", "unknown")

@@ -1,4 +1,4 @@
-"""Kernels of one training step from torch's profiler: by name, and by part of the step; for `model_step.py`."""
+"""Kernels in one training step, from torch's profiler: by name, and by part of the step; for `model_step.py`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def trace(step: Callable[[], Any], device: str) -> dict[str, Any]:
 
     Returns:
         `wall_us`, from the begin of the first kernel to the end of the last; `kernel_us`, the sum over kernels;
-        `gap_us`, the time in which no kernel runs; `groups` and `kernels`, tables of count, sum and share of the
-        wall; `clocks`, what nvidia-smi reads under load.
+        `gap_us`, the time in which no kernel runs; `groups` and `kernels`, tables with count, sum and share of the
+        wall time; `clocks`, what nvidia-smi reads under load.
     """
-    events = _profiled(step, device)
+    events = _profile_step(step, device)
     work = sorted(
         (event for event in events if event.get("cat") in DEVICE_WORK), key=lambda event: event["ts"]
     )
@@ -59,7 +59,7 @@ def count_launches(step: Callable[[], Any], device: str) -> int | None:
     """Kernels, copies and fills that one step starts on a GPU, or None on a CPU."""
     if device != "cuda":
         return None
-    return sum(event.get("cat") in DEVICE_WORK for event in _profiled(step, device, ahead=0))
+    return sum(event.get("cat") in DEVICE_WORK for event in _profile_step(step, device, ahead=0))
 
 
 def clocks(step: Callable[[], Any]) -> str | None:
@@ -76,7 +76,7 @@ def clocks(step: Callable[[], Any]) -> str | None:
     return reading.communicate()[0].strip()
 
 
-def _profiled(step: Callable[[], Any], device: str, ahead: int = 2) -> list[Event]:
+def _profile_step(step: Callable[[], Any], device: str, ahead: int = 2) -> list[Event]:
     """Events of one step. `ahead` steps are queued first, so that the GPU does not idle when the step begins."""
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
@@ -96,7 +96,7 @@ def _profiled(step: Callable[[], Any], device: str, ahead: int = 2) -> list[Even
 
 
 def _last_step(events: list[Event]) -> list[Event]:
-    """Host events of the measured step, and the device's work that they launched."""
+    """Host events in the measured step, and the device work that they launched."""
     measured = next(event for event in events if event.get("name") == MARK + "measured" and "dur" in event)
     begin, end = measured["ts"], measured["ts"] + measured["dur"]
     host = [
@@ -113,7 +113,7 @@ def _last_step(events: list[Event]) -> list[Event]:
 
 
 def _parts(events: list[Event], work: list[Event]) -> list[str]:
-    """Part of the step of each kernel: the last mark before its launch on the host, or attention by its name."""
+    """Each kernel's part of the step: the last mark before its launch on the host, or attention by its name."""
     marks = sorted(
         (event["ts"], event["name"].removeprefix(MARK))
         for event in events
@@ -136,7 +136,7 @@ def _parts(events: list[Event], work: list[Event]) -> list[str]:
 
 
 def _table(work: list[Event], keys: list[Any], wall: float) -> list[dict[str, Any]]:
-    """Count, sum and share of the wall per key, the largest sum first."""
+    """Per key: count, sum and wall-time share, the largest sum first."""
     counts: dict[Any, int] = defaultdict(int)
     sums: dict[Any, float] = defaultdict(float)
     for event, key in zip(work, keys, strict=True):

@@ -1,15 +1,15 @@
-"""Tokens/s and peak memory of training whole models: this engine, another engine, torch with torchao, and Liger.
+"""Tokens/s and peak memory for training whole models: this engine, another engine, torch with torchao, and Liger.
 
     python benchmarks/models.py [--json FILE] [--only TEXT] [--size NAME ...] [--runs N] [--original FOLDER]
     python benchmarks/models.py --trace ARM [--size NAME ...] [--json FILE]
 
 A step is forward, backward and torch's fused AdamW in bfloat16 with a bfloat16 head. Arms:
 
-- te:{bf16,delayed,current,block}: the Transformer Engine on the path. The gradient of the loss overwrites the logits
+- te:{bf16,delayed,current,block}: the Transformer Engine on the path. The loss gradient overwrites the logits
   if the release has this option (`overwrite_input`);
 - pt:{bf16,tensorwise,rowwise}: torch with each layer compiled, cuDNN's attention, torchao's float8 training;
 - liger:bf16: Liger's kernels, with its loss, which computes the head in chunks;
-- te:current+*: options of this engine that are off by default (`--opt-ins`): `model_arms.EngineModel` lists them;
+- te:current+*: engine options that are off by default (`--opt-ins`): `model_arms.EngineModel` lists them;
 - original:*: the arms of te with FOLDER first on the path, in which another release is installed (`--original`).
 
 Every arm runs in its own process, arms alternate within each of N runs, and the table shows medians over the runs. Peak
@@ -17,7 +17,7 @@ GiB is the memory allocated within a step, parameters and optimizer states inclu
 host queues a forward and a backward pass. This engine runs backward passes on the calling thread; users of the others
 could do the same with `torch.autograd.set_multithreading_enabled(False)`, which `--one-thread` does for all arms.
 
-`--trace` prints the kernels of one step as JSON: by part of the step (layers, attention, head, optimizer), by name, and
+`--trace` prints one step's kernels as JSON: by part of the step (layers, attention, head, optimizer), by name, and
 the time in which no kernel runs. Without a GPU, `--size tiny --eager` shows that everything runs.
 """
 
@@ -91,7 +91,7 @@ def run_arm(arm: str, sizes: list[str], extra: list[str], original: Path | None)
 
 
 def medians(rows: list[Row]) -> list[Row]:
-    """Median of each figure over the runs of an arm and size, in the order of the first run."""
+    """Median figures over the runs with one arm and size, in the first run's order."""
     summary = []
     for size, arm in sorted(
         {(row["size"], row["arm"]): None for row in rows}, key=lambda key: list(SIZES).index(key[0])
@@ -109,7 +109,7 @@ def medians(rows: list[Row]) -> list[Row]:
 
 
 def table(summary: list[Row]) -> str:
-    """The medians as a table of Markdown."""
+    """The medians as a Markdown table."""
     lines = [
         "| size | arm | tokens/s | ms | peak GiB | host ms | launches |",
         "| --- | --- |" + " ---: |" * 5,

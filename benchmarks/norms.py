@@ -1,8 +1,8 @@
-"""TB/s of the norms, the activations and RoPE on one GPU, forward and forward + backward, and of a plain copy.
+"""TB/s for norms, activations and RoPE on one GPU, forward and forward + backward, and for a plain copy.
 
     python benchmarks/norms.py [--json FILE] [--only TEXT]
 
-gpu ms is the median of calls whose launches are all queued before the first runs, the L2 cache overwritten before
+gpu ms is the median over calls whose launches are all queued before the first runs, the L2 cache overwritten before
 each; TB/s counts every input once and every output once. The copy is measured in the same way.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from record import GPU, chosen_of, copy_rate, options, parser, write
+from record import GPU, copy_rate, options, parser, select_cases, write
 
 from transformer_engine.pytorch import LayerNorm, RMSNorm
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
@@ -35,7 +35,7 @@ def main() -> None:
     chosen = options(parser(__doc__))
     rows, roofs = [], {}
     print(f"{'case':44} {'gpu ms':>8} {'cpu ms':>8} {'TB/s':>6} {'% of copy':>9}")
-    for case in chosen_of(cases(), chosen.only):
+    for case in select_cases(cases(), chosen.only):
         gpu, cpu, _ = measure(case.call, GPU)
         assert gpu is not None and cpu is not None
         size = case.elements * DTYPE.itemsize

@@ -1,8 +1,8 @@
-"""Final loss of the demonstration model under the variants of NVFP4 against plain NVFP4, with seeds for the noise.
+"""The demonstration model's final loss under NVFP4 variants against plain NVFP4, with seeds for the noise.
 
     python benchmarks/nvfp4_variants.py [--device auto|cpu|cuda] [--seeds 3] [--steps 120] [--out FOLDER]
 
-Every variant starts from the same weights and sees the same batches as plain NVFP4 of its seed, and runs in a
+Every variant starts from the same weights and sees the same batches as plain NVFP4 with its seed, and runs in a
 separate process, whose environment variables choose it. A variant passes if its mean final validation loss differs from
 that of plain NVFP4 by at most the larger of 2 % and three standard deviations over the seeds. Writes
 nvfp4_variants.json; exits 1 if a variant fails.
@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 LIMIT = 0.02
-# All variants go without the Hadamard transform, which those of activations exclude.
+# All variants omit the Hadamard transform, which activation variants exclude.
 COMMON = {"NVTE_NVFP4_DISABLE_RHT": "1"}
 ROWS = {"NVTE_NVFP4_ROW_SCALED_ACTIVATION": "1"}
 PLAIN = "plain"
@@ -41,8 +41,8 @@ VARIANTS: dict[str, dict[str, str]] = {
 }
 
 
-def settings_of(steps: int) -> dict[str, Any]:
-    """The model and the training, as options of the demonstration."""
+def demo_options(steps: int) -> dict[str, Any]:
+    """Model and training as demonstration options."""
     size = {"batch": 8, "sequence": 64, "layers": 2, "hidden": 128, "heads": 4}
     return {"recipe": "nvfp4", "framework": "torch", "steps": steps, **size}
 
@@ -58,12 +58,12 @@ def train_here(device: str, steps: int, seeds: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     curves = []
     for seed in range(seeds):
-        config = resolve(device, {**settings_of(steps), "seed": seed})
+        config = resolve(device, {**demo_options(steps), "seed": seed})
         curves.append(asdict(train("nvfp4", config, load_corpus(None, config.sequence))))
     return curves
 
 
-def trained(variant: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def train_variant(variant: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Train every seed of a variant in a separate process."""
     command = [sys.executable, __file__, "--child", "--device", arguments.device]
     command += ["--steps", str(arguments.steps), "--seeds", str(arguments.seeds)]
@@ -72,7 +72,7 @@ def trained(variant: str, arguments: argparse.Namespace) -> list[dict[str, Any]]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compared(curves: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def compare_variants(curves: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One row per variant: mean final loss, its distance from plain NVFP4, and the limit of that distance."""
     finals = {name: [curve["final"] for curve in of_name] for name, of_name in curves.items()}
     base = statistics.mean(finals[PLAIN])
@@ -110,15 +110,15 @@ def main() -> int:
         return 0
     curves = {}
     for variant in VARIANTS:
-        curves[variant] = trained(variant, arguments)
+        curves[variant] = train_variant(variant, arguments)
         print(variant, [round(curve["final"], 4) for curve in curves[variant]], flush=True)
-    rows = compared(curves)
+    rows = compare_variants(curves)
     result = {
         "command": f"python benchmarks/nvfp4_variants.py --device {arguments.device} --seeds {arguments.seeds} "
         f"--steps {arguments.steps}",
         "machine": arguments.machine,
         "versions": {"torch": version("torch"), "python": platform.python_version()},
-        "settings": settings_of(arguments.steps),
+        "settings": demo_options(arguments.steps),
         "rows": rows,
         "losses": {name: [curve["losses"] for curve in of_name] for name, of_name in curves.items()},
     }

@@ -1,10 +1,10 @@
-"""Cost of te.observe: wall milliseconds of a step without it, of an observed step, and of the average step.
+"""The cost of te.observe: wall milliseconds for a step without it, an observed step, and the average step.
 
     python benchmarks/observe.py [--json FILE] [--only TEXT] [--small]
 
-A step is forward, backward and SGD of a TransformerLayer with Llama 8B's extents on 8192 tokens (--small: of a
-LayerNormMLP of width 256 on 256 tokens, for a machine without a GPU). The average is that of te.observe's default: it
-observes the first of ten steps. An observed step includes putting the quantizers in place and taking them away.
+A step is forward, backward and SGD for a TransformerLayer with Llama 8B's extents on 8192 tokens (--small: a
+LayerNormMLP with width 256 on 256 tokens, for a machine without a GPU). The average is for te.observe's default,
+which observes one step in ten. An observed step includes putting the quantizers in place and taking them away.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def layer(device: torch.device, small: bool) -> tuple[torch.nn.Module, torch.Ten
 
 
 def milliseconds(recipe: recipes.Recipe, device: torch.device, small: bool, observes: bool) -> float:
-    """Of one step in a loop of steps, all of them observed or none."""
+    """Milliseconds per step in a loop; either all steps are observed or none."""
     torch.manual_seed(0)
     module, x = layer(device, small)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)

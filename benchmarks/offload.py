@@ -1,10 +1,10 @@
-"""Time and peak memory of layers with and without offloading of saved activations to the host.
+"""Layer time and peak memory with and without offloading saved activations to the host.
 
     python benchmarks/offload.py [--json FILE] [--only TEXT]
 
-A step is forward + backward of 8 layers, 6 of them offloaded. The floor of its time is the larger of the step without
-offloading and of the bytes moved, once in each direction, over the link's measured rate; the floor of its memory is
-the saved activations of the layers that are not offloaded.
+A step is forward + backward through 8 layers, of which 6 are offloaded. Its lower time bound is the larger of two
+times: the step without offloading, and the moved bytes, once in each direction, over the link's measured rate. Its
+lower memory bound is the saved activations in layers that are not offloaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from record import GPU, chosen_of, options, parser, write
+from record import GPU, options, parser, select_cases, write
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
@@ -31,7 +31,7 @@ RECIPES: dict[str, recipes.Recipe | None] = {
 
 
 class Case(NamedTuple):
-    """Layers of one kind under one recipe."""
+    """One layer type under one recipe."""
 
     name: str
     make: Callable[[], torch.nn.Module]
@@ -46,12 +46,16 @@ def main() -> None:
         f"{'case':32} {'plain ms':>9} {'ms':>9} {'of floor':>9} {'plain MiB':>10} {'MiB':>9} {'moved MiB':>10}"
     )
     rows = []
-    for case in chosen_of(cases(), chosen.only):
+    for case in select_cases(cases(), chosen.only):
         layers = [case.make() for _ in range(LAYERS)]
         plain = step(layers, case.recipe, contextlib.nullcontext(), lambda y: y)
         context, synchronize, *_ = te.get_cpu_offload_context(True, OFFLOADED, LAYERS)
         moving = step(layers, case.recipe, context, synchronize)
-        row = {"case": case.name, "link_gb_s": rate / 1e9, "moved_mib": moved(context, moving) / MIB}
+        row = {
+            "case": case.name,
+            "link_gb_s": rate / 1e9,
+            "moved_mib": count_offload_bytes(context, moving) / MIB,
+        }
         for name, call in (("plain", plain), ("offloaded", moving)):
             row[f"{name}_ms"] = measure(call, GPU).eager_ms
             row[f"{name}_peak_mib"] = peak_mib(call, GPU)
@@ -106,7 +110,7 @@ def through(layers, y, context, synchronize) -> torch.Tensor:
     return y
 
 
-def moved(context, call: Callable[[], None]) -> float:
+def count_offload_bytes(context, call: Callable[[], None]) -> float:
     """Bytes that one step copies to the host."""
     total = 0
     states = context.offload_synchronizer.layer_states.values()
@@ -129,7 +133,7 @@ def moved(context, call: Callable[[], None]) -> float:
 
 
 def link_rate() -> float:
-    """Bytes per second of copies of 256 MiB between the GPU and pinned memory, in the slower direction."""
+    """Bytes per second for 256 MiB copies between the GPU and pinned memory, in the slower direction."""
     device = torch.empty(256 * MIB, dtype=torch.uint8, device=GPU)
     host = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True)
     times = [

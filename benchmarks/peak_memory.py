@@ -1,4 +1,4 @@
-"""Peak MiB of forward + backward of the fused layers: planned by te.memory_plan, and measured on a GPU.
+"""Peak MiB in forward + backward through the fused layers: planned by te.memory_plan, and measured on a GPU.
 
     python benchmarks/peak_memory.py [--json FILE] [--only TEXT]
 
@@ -96,7 +96,7 @@ def _keywords(model: nn.Module, device: str) -> dict[str, torch.Tensor]:
 
 
 def _peak(call: Callable[[], None]) -> float:
-    """Peak MiB of a warm call above the memory allocated before it."""
+    """Peak MiB in a warm call above the memory allocated before it."""
     for _ in range(3):
         call()
     peak = peak_mib(call, GPU)

@@ -1,9 +1,9 @@
-"""The simulator of `te plan` against the measurements in benchmarks/results: predicted and measured, case by case.
+"""The `te plan` simulator against the measurements in benchmarks/results: predicted and measured, case by case.
 
     python benchmarks/plan_accuracy.py [--only TEXT]
 
-A case is "fitted" if constants of `common/planning` were chosen by it or by another run, otherwise "held out". The
-constants of the H100 follow from its roofs alone, so that its layers are held out. Cases of host time, FP8 attention,
+A case is "fitted" if constants in `common/planning` were chosen by it or by another run, otherwise "held out". The
+H100 constants follow from its roofs alone, so that its layers are held out. Cases with host time, FP8 attention,
 emulation, CPUs and JAX are not simulated and not listed.
 """
 
@@ -78,8 +78,8 @@ FORMAT_OF_CAST = {"delayed": "delayed", "current": "current", "block1d": "block"
 class Check:
     """A measurement and its prediction.
 
-    group      kind of measurement, a row of the table on the page
-    case       name in the file of results
+    group      measurement type, a row in the page's table
+    case       name in the results file
     fitted     constants were chosen by it
     """
 
@@ -91,7 +91,7 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction."""
+        """The prediction's relative error."""
         return self.predicted / self.measured - 1
 
     @property
@@ -137,7 +137,7 @@ def together(costs: Both) -> float:
 
 
 def layer_case(case: str, used: RankMachine) -> float | None:
-    """Return the milliseconds of a case of `te bench` on layers, or None if the simulator does not cover it."""
+    """Milliseconds for a `te bench` layer case, or None if the simulator does not cover it."""
     family, _, rest = case.split("/", 2)
     sizes = [int(number) for number in re.findall(r"\d+", rest)]
     if family in ("linear_fb", "torch_linear_fb"):
@@ -164,7 +164,7 @@ def layer_case(case: str, used: RankMachine) -> float | None:
 
 
 def attention_case(name: str, used: RankMachine, backward: bool) -> float | None:
-    """Return the milliseconds of attention by the sizes in a case's name."""
+    """Milliseconds for attention with the sizes in a case's name."""
     found = re.search(r"(?:b|thd_)(\d+)[x_]s?(\d+)_h(\d+)_(\d+)_d(\d+)(\w*)", name)
     if found is None or found[6].startswith("_128") or "fp8" in name:
         return None
@@ -176,7 +176,7 @@ def attention_case(name: str, used: RankMachine, backward: bool) -> float | None
 
 
 def layers(file: str, group: str) -> Iterator[Check]:
-    """Yield the times of layers in a file of `te bench`: kernels alone, and in a loop where the GPU limits it."""
+    """Yield layer times in a `te bench` file: kernels alone, and in a loop where the GPU limits it."""
     for row in results(file)["results"]:
         if row.get("provider", "te") != "te":
             continue
@@ -185,7 +185,7 @@ def layers(file: str, group: str) -> Iterator[Check]:
             continue
         gpu = GPUS["h100" if "h100" in file else "h200"]
         for key, loaded in (("gpu_ms", False), ("eager_ms", True)):
-            # Loops of short steps measure the host.
+            # Loops with short steps measure the host.
             if key == "eager_ms" and row["eager_ms"] < 3 * row["cpu_ms"]:
                 continue
             predicted = layer_case(case, machine(recipe, gpu, loaded))
@@ -195,12 +195,12 @@ def layers(file: str, group: str) -> Iterator[Check]:
 
 
 def one_step(used: RankMachine, step: Step, inputs: dict[str, Extent]) -> float:
-    """Return the milliseconds of a pass of one step."""
+    """Milliseconds for one step's pass."""
     return PassRun(used, {}, inputs).run(Pass(tuple(inputs), step.results, (), (step,)), Cost()).total
 
 
 def kernels() -> Iterator[Check]:
-    """Yield casts, norms and products of `te bench` and benchmarks/products.py."""
+    """Yield casts, norms and products from `te bench` and benchmarks/products.py."""
     for row in results("bench_h200")["results"]:
         if row["provider"] != "te":
             continue
@@ -245,7 +245,7 @@ def kernels() -> Iterator[Check]:
 
 
 def other_kernels() -> Iterator[Check]:
-    """Yield the optimizer, the loss and the permutation of tokens."""
+    """Yield the optimizer, the loss and the token permutation."""
     gpu = GPUS["h200"]
     for row in results("experts_loss_optimizer_graphs_h200")["results"]:
         case = row["case"]
@@ -282,7 +282,7 @@ def attention_backends() -> Iterator[Check]:
 
 
 def mixtures() -> Iterator[Check]:
-    """Yield the mixtures of experts of benchmarks/expert_step.py."""
+    """Yield the mixtures of experts from benchmarks/expert_step.py."""
     for row in results("experts_h200")["rows"]:
         if "kernels_ms" not in row:
             continue
@@ -295,7 +295,7 @@ def mixtures() -> Iterator[Check]:
         for inputs, outputs in ((width, 2 * inner), (inner, width)):
             products.add(linear(used, 2 * rows, inputs, outputs, 8))
         case = row["case"]
-        # The router of the layer determined the rows of each expert.
+        # The layer's router determined the rows per expert.
         uneven = together(products) + UNEVEN * sum([cost.kernels["products"] for cost in products])
         yield Check("experts", f"{case} products", row["products_kernels_ms"], uneven)
         whole = experts(used, shape, MicroBatch(rows), Extent(rows, width))
@@ -312,7 +312,7 @@ def several_devices() -> Iterator[Check]:
         if family == "collective":
             kind, size = re.fullmatch(r"(\w+)_(\d+)MiB_ranks2", name).groups()  # pyright: ignore
             predicted = DEFAULT_LINKS.collective_ms(kind, int(size) * MIB, 2, 1)  # pyright: ignore
-            predicted = max(predicted, gpu.host)  # a loop of small collectives measures the host
+            predicted = max(predicted, gpu.host)  # a loop with small collectives measures the host
             yield Check("collectives", row["case"], row["eager_ms"], predicted, fitted=int(size) >= 64)
         elif recipe == "bf16":
             sequence, scheme = re.match(r"causal_s(\d+)_h32_8_d128_(\w+)_ranks2", name).groups()  # pyright: ignore
@@ -344,7 +344,7 @@ def several_devices() -> Iterator[Check]:
 
 
 def h100_layers() -> Iterator[Check]:
-    """Yield the layers of the H100 on which constants of the H200 were scaled by the ratio of their roofs."""
+    """Yield the H100 layers, with H200 constants scaled by the ratio between their roofs."""
     rows = results("passes_te_bench_h100")["gpu, host and wall ms, three alternating turns on another H100"]
     for case, turns in rows.items():
         for index, (key, loaded) in enumerate((("gpu_ms", False), ("eager_ms", True))):
@@ -358,9 +358,9 @@ def h100_layers() -> Iterator[Check]:
 
 
 def memory() -> Iterator[Check]:
-    """Yield the peak memory of a forward and backward pass, with parameters, gradients, inputs and outputs.
+    """Yield the peak memory in a forward and backward pass, with parameters, gradients, inputs and outputs.
 
-    Products of the layer are freed or replaced since; those of current scaling were measured before.
+    Layer products are freed or replaced since; current-scaling products were measured before.
     """
     matrix = {"Linear(4096, 28672": (4096, 28672), "Linear(4096, 14336": (4096, 14336)}
     for row in results("memory_plan_h200")["results"]:
@@ -382,7 +382,7 @@ def memory() -> Iterator[Check]:
         else:
             count, tokens = (3, 4096) if name.startswith("three") else (1, 8192)
             costs = layer(used, LLAMA, MicroBatch(tokens, rotary=False))
-            parameters, residual = LLAMA.layer_parameters(), 0.0  # the input is one of the saved tensors
+            parameters, residual = LLAMA.layer_parameters(), 0.0  # the input is a saved tensor
             output = Extent(tokens, 4096).size
         backward = (count - 1) * costs.forward.saved + 2 * output + 2 * parameters + costs.backward.peak
         peak = 2 * count * parameters + residual + costs.forward.saved + backward
@@ -390,7 +390,7 @@ def memory() -> Iterator[Check]:
 
 
 def later_memory() -> Iterator[Check]:
-    """Yield the peak memory of layers without parameters, gradients, input and the gradient of the output."""
+    """Yield layers' peak memory without parameters, gradients, input and output gradient."""
     for row in results("peak_memory_h200")["results"]:
         family, recipe, rest = row["case"].split("/")
         used, sizes = machine(recipe), [int(number) for number in re.findall(r"\d+", rest)]
@@ -410,7 +410,7 @@ def later_memory() -> Iterator[Check]:
 
 
 def training() -> Iterator[Check]:
-    """Yield training runs of a whole model: 6 layers of 1,024, 8 x 1,024 bytes in a step, on one H200."""
+    """Yield whole-model training runs: 6 layers with width 1,024, 8 x 1,024 bytes per step, on one H200."""
     shape = ModelShape("demonstration", 1024, 6, 16, 16, 64, 2816, 256, tied=False)
     variants = {"high_precision": ("bf16", False), "plain": ("delayed", False), "graphs": ("delayed", True)}
     for row in results("train_switches_h200")["rows"]:

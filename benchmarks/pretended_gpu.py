@@ -3,7 +3,7 @@
 Tensors are on the CPU. Tables bind their backends for one compute capability, by default 9.0, launches allocate their
 outputs, find their handle and gather their arguments, and cuBLASLt's plans set their pointers. Only the last calls,
 into Triton's launcher and into cuBLASLt, do nothing. Measured times therefore lack these two calls, about 2 us each,
-and use the CPU's allocator. Operations of torch itself run on the CPU, so cases are small.
+and use the CPU's allocator. Torch's own operations run on the CPU, so cases are small.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from transformer_engine.common.hardware import Hardware, nvidia
 from transformer_engine.pytorch import fast
 
 HOPPER = (9, 0)
-CUBLASLT = 130_600  # with products of all formats
-PROCESSORS = 132  # of an H200
+CUBLASLT = 130_600  # with products in all formats
+PROCESSORS = 132  # as on an H200
 _PACKAGE = "transformer_engine."
 _ALIGNMENT = 16
 # A C function that accepts any arguments and does nothing, in place of a library's functions.
@@ -51,7 +51,7 @@ def pretend(capability: tuple[int, int] = HOPPER) -> None:
 
 
 def everywhere(name: str, value: Any) -> None:
-    """Replace a name of the package in every module that imported it."""
+    """Replace a package name in every module that imported it."""
     for module in [module for key, module in sys.modules.items() if key.startswith(_PACKAGE)]:
         if name in vars(module):  # hasattr() would make each package look for similar names
             setattr(module, name, value)
@@ -105,7 +105,7 @@ def _pretend_launches() -> None:
 
 
 class _Library(SimpleNamespace):
-    """nvmath.bindings.cublasLt: names of attributes are numbers, and every function does nothing."""
+    """nvmath.bindings.cublasLt: attribute names are numbers, and every function does nothing."""
 
     class cuBLASLtError(Exception):
         pass
@@ -142,7 +142,7 @@ def _pretend_library() -> None:
     library._workspaces[0, 0] = (0, None)
     products = _module("pytorch.primitives.gemm.cublaslt")
     planned = products.make_problem
-    # A GPU's allocations are multiples of 512 bytes, a CPU's of 64.
+    # GPU allocations are multiples of 512 bytes, CPU allocations of 64.
     products.make_problem = lambda request: planned(request)._replace(alignment=_ALIGNMENT)
     _module("pytorch.primitives.gemm.cublaslt_fused").ALIGNMENT = _ALIGNMENT
 

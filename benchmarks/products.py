@@ -1,10 +1,10 @@
-"""Time of the products of a linear layer by cuBLASLt called directly and through torch.
+"""Time for a linear layer's products by cuBLASLt, called directly and through torch.
 
     python benchmarks/products.py [--json FILE] [--only TEXT]
 
 A layer [tokens, in] -> [tokens, out] has three: forward y = x @ w.T, dgrad dx = dy @ w, wgrad dw = dy.T @ x; wgrad+
 adds to a float32 gradient that is there; a step is the three of a square layer, with the quantizations that a recipe
-adds. gpu ms is the median of calls whose launches are all queued before the first
+adds. gpu ms is the median over calls whose launches are all queued before the first
 runs, the L2 cache overwritten before each, the two backends in turns. host us is the time to queue one warm product
 of a small layer, everything included that a product passes through.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from record import GPU, chosen_of, machine, options, parser, write
+from record import GPU, machine, options, parser, select_cases, write
 
 from transformer_engine.common import formats
 from transformer_engine.pytorch.primitives.gemm import (
@@ -41,7 +41,7 @@ KINDS = ("bf16", "fp8 fast", "fp8 split", "block")
 PRODUCTS = ("forward", "forward+bias", "dgrad", "wgrad", "wgrad+")
 STEPS = tuple((tokens, width) for tokens in (128, 512, 2048, 8192) for width in (1024, 2048, 4096, 8192))
 RUNS = 15
-HOST = Effort(warmup=20, fewest=200, most=200)  # a host time is the median of many
+HOST = Effort(warmup=20, fewest=200, most=200)  # a host time is a median over many calls
 
 
 class Case(NamedTuple):
@@ -58,8 +58,8 @@ def main() -> None:
     chosen = options(parser(__doc__))
     products, hosts, steps, tuned = [], [], [], []
     print(f"{'product':44} {'cublaslt ms':>11} {'torch ms':>9} {'ratio':>6} {'TFLOP/s':>8}")
-    for case in chosen_of(cases(), chosen.only):
-        products.append(row := compared(case))
+    for case in select_cases(cases(), chosen.only):
+        products.append(row := compare_backends(case))
         print(
             f"{case.name:44} {row['cublaslt_ms']:11.4f} {row['torch_ms']:9.4f} {row['ratio']:6.3f}"
             f" {row['tflop_s']:8.0f}",
@@ -68,8 +68,8 @@ def main() -> None:
     for tokens, width in STEPS if chosen.only in "steps" else ():
         steps.append(row := step_row(tokens, width))
         print(row, flush=True)
-    for case in tuned_cases() if chosen.only in "tuned" else ():
-        tuned.append(row := tuned_row(case))
+    for case in tuning_cases() if chosen.only in "tuned" else ():
+        tuned.append(row := tuning_row(case))
         print(row, flush=True)
     for case in host_cases():
         hosts.append(row := host_row(case))
@@ -79,7 +79,7 @@ def main() -> None:
     write(chosen.json, machine(cublaslt=library), **found)
 
 
-def compared(case: Case) -> dict[str, object]:
+def compare_backends(case: Case) -> dict[str, object]:
     backends = [TABLE.named("cublaslt"), TABLE.named(case.through_torch)]
     request = GemmRequest.of(case.a, case.b, case.epilogue)
     for backend in backends:
@@ -102,10 +102,10 @@ def cases() -> Iterator[Case]:
     for tokens, inner, outer in LAYERS:
         for kind in KINDS:
             for product in PRODUCTS:
-                yield case_of(kind, product, tokens, inner, outer)
+                yield create_case(kind, product, tokens, inner, outer)
 
 
-def case_of(kind: str, product: str, tokens: int, inner: int, outer: int) -> Case:
+def create_case(kind: str, product: str, tokens: int, inner: int, outer: int) -> Case:
     exact = kind != "fp8 fast"
     m, n, k = {"forward": (tokens, outer, inner), "dgrad": (tokens, inner, outer)}.get(
         product.split("+")[0], (outer, inner, tokens)
@@ -130,14 +130,14 @@ def case_of(kind: str, product: str, tokens: int, inner: int, outer: int) -> Cas
     return Case(name, a, b, epilogue, "scaled_mm")
 
 
-def tuned_cases() -> Iterator[Case]:
+def tuning_cases() -> Iterator[Case]:
     for tokens, inner, outer in LAYERS:
         for kind in KINDS:
             for product in ("forward", "dgrad", "wgrad"):
-                yield case_of(kind, product, tokens, inner, outer)
+                yield create_case(kind, product, tokens, inner, outer)
 
 
-def tuned_row(case: Case) -> dict[str, object]:
+def tuning_row(case: Case) -> dict[str, object]:
     """GPU ms with the heuristic's first algorithm and with the tuned one, and the duration of tuning."""
     a, b, epilogue = case[1:4]
     problem = cublaslt.make_problem(GemmRequest.of(a, b, epilogue))
@@ -209,7 +209,7 @@ def _both(tensor: torch.Tensor, spec: QuantizeSpec, scale: torch.Tensor | None) 
 def host_cases() -> Iterator[Case]:
     for kind in KINDS[:1] + KINDS[2:]:
         for product in PRODUCTS:
-            yield case_of(kind, product, 128, 256, 256)
+            yield create_case(kind, product, 128, 256, 256)
 
 
 def host_row(case: Case) -> dict[str, object]:

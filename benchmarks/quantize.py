@@ -1,9 +1,9 @@
-"""Time quantization on one GPU: milliseconds, GB/s of the bytes that must move, and percent of a copy's bandwidth.
+"""Time quantization on one GPU: milliseconds, GB/s for the bytes that must move, and percent of a copy's bandwidth.
 
 usage: python benchmarks/quantize.py [--shape 8192x14336] [--backend triton] [--json FILE]
 
-gpu_ms    GPU time of one call with its launches already queued and the L2 holding other data, median of 8 to 40
-host_us   host time to queue one call, median of as many
+gpu_ms    GPU time for one call with its launches already queued and other data in L2, median over 8 to 40 calls
+host_us   host time to queue one call, median over the same number
 """
 
 from __future__ import annotations

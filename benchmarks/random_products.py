@@ -1,14 +1,14 @@
-"""Random MXFP8 products of the Triton kernels against float64 and the reference; writes one JSON line per case.
+"""Random MXFP8 products with the Triton kernels against float64 and the reference; writes one JSON line per case.
 
     PYTHONPATH=. python benchmarks/random_products.py --part 0/8 --out products.jsonl [--cases 500]
 
-Four of five cases are products of two matrices: elements, shapes with tails and few rows, row-wise or column-wise
+Four of five cases multiply two matrices: elements, shapes with tails and few rows, row-wise or column-wise
 codes, views with longer rows, compact or swizzled scales, results in float32, bfloat16 and float16, bias, accumulation,
-GELU and its gradient, codes through pointers or by TMA. The others are products of groups: output, input gradient,
+GELU and its gradient, codes through pointers or by TMA. The others are grouped products: output, input gradient,
 weight gradient and its accumulation. Hopper computes tl.dot_scaled in bfloat16, in which MXFP8 values are exact.
 --part splits the cases over processes, because most of the time is compilation. A case depends on its number alone.
 
-"error" is the largest error in units of the sum of the products' magnitudes, without the rounding of the result; it is
+"error" is the largest error relative to the summed product magnitudes, without the result's rounding; it is
 2^-11 at most, as in tests/primitives/test_scaled_on_gpu.py. "equal" is the share of elements with the reference's bits.
 """
 
@@ -45,13 +45,13 @@ ELEMENTS = {"e4m3": formats.E4M3, "e5m2": formats.E5M2}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BOUND = 2.0**-11
 SHAPES_PER_KERNEL = 5
-# Of the smaller extent of the result; tiles have 16, 32, 64 or 128 of its columns.
+# Values for the result's smaller extent; tiles have 16, 32, 64 or 128 columns.
 EXTENTS = ((1, 16), (17, 32), (33, 64), (65, 200), (200, 700), (65, 700))
 
 
 @dataclass(frozen=True)
 class ProductCase:
-    """A product [M, K] @ [N, K].T; `columnwise`: the operands whose codes are those of a transposed matrix."""
+    """A product [M, K] @ [N, K].T; `columnwise`: operands whose codes belong to a transposed matrix."""
 
     number: int
     m: int
@@ -116,13 +116,13 @@ def operand(case: ProductCase, side: int, device: str) -> Operand:
     return Operand(codes, scale, form, None, torch.bfloat16)
 
 
-def values_of(x: Operand) -> Tensor:
+def decode_values(x: Operand) -> Tensor:
     return dequantize(x._replace(dtype=torch.float32)).double()
 
 
-def error_of(result: Tensor, a: Operand, b: Operand, added: Tensor | float) -> float:
-    """Largest error in units of |a| @ |b|.T, without half a unit in the last place of the result's dtype."""
-    left, right = values_of(a), values_of(b)
+def product_error(result: Tensor, a: Operand, b: Operand, added: Tensor | float) -> float:
+    """Largest error relative to |a| @ |b|.T, without half a unit in the result dtype's last place."""
+    left, right = decode_values(a), decode_values(b)
     exact = left @ right.t() + added
     rounding = torch.finfo(result.dtype).eps * exact.abs() + torch.finfo(result.dtype).tiny
     excess = ((result.double() - exact).abs() - rounding).clamp(min=0.0)
@@ -131,7 +131,7 @@ def error_of(result: Tensor, a: Operand, b: Operand, added: Tensor | float) -> f
 
 
 def run_product(case: ProductCase, device: str) -> dict[str, Any]:
-    """Errors of a product, of its activation and of the elements next to its result."""
+    """Errors in a product, its activation and the elements next to its result."""
     a, b = operand(case, 0, device), operand(case, 1, device)
     dtype, m, n = DTYPES[case.dtype], case.m, case.n
     bias = torch.randn(n, device=device).bfloat16() if case.ending in ("bias", "gelu") else None
@@ -147,7 +147,7 @@ def run_product(case: ProductCase, device: str) -> dict[str, Any]:
         with use_backend(gemm="reference"):
             expected = gemm(a, b, epilogue)
         found["equal"] = float((expected == result).float().mean())
-    found["error"] = error_of(result, a, b, added)
+    found["error"] = product_error(result, a, b, added)
     if case.ending == "gelu":
         kept = torch.empty(m, n, device=device, dtype=dtype)
         activation = triton.Activation("gelu", None, kept)
@@ -169,7 +169,7 @@ def differing(result: Tensor, expected: Tensor) -> int:
 
 @dataclass(frozen=True)
 class GroupsCase:
-    """Products of groups of rows; four consecutive cases are the four products of one set of groups."""
+    """Grouped row products; four consecutive cases are the four products for one set of groups."""
 
     number: int
     splits: tuple[int, ...]
@@ -194,7 +194,7 @@ def groups_case(number: int) -> GroupsCase:
 
 
 def run_groups(case: GroupsCase, device: str) -> dict[str, Any]:
-    """Error of one product over all groups, and the rows of empty groups."""
+    """One product's error over all groups, and the rows in empty groups."""
     n, k, count, total, wrong = case.n, case.k, len(case.splits), sum(case.splits), 0
     here = torch.device(device)
     groups = make_groups(case.splits, total, here)
@@ -240,7 +240,7 @@ def run_groups(case: GroupsCase, device: str) -> dict[str, Any]:
         wrong = sum(int((part != offsets[0]).sum()) for part in empty)
     each = iterate_operands(GroupedProduct(left, right, groups, extents, parts))
     errors = [
-        error_of(result, a, b, offset)
+        product_error(result, a, b, offset)
         for (rows, a, b, result), offset in zip(each, offsets, strict=True)
         if rows
     ]
@@ -248,7 +248,7 @@ def run_groups(case: GroupsCase, device: str) -> dict[str, Any]:
 
 
 def passes(found: dict[str, Any]) -> bool:
-    """Whether errors are within the bound and no count of differences is positive."""
+    """Whether errors are within the bound and all difference counts are zero."""
     counts = [value for name, value in found.items() if name not in ("error", "equal")]
     return found["error"] <= BOUND and not any(counts)
 
@@ -263,7 +263,7 @@ def main() -> None:
     part, parts = map(int, chosen.part.split("/"))
     products = chosen.cases * 4 // 5
     failed = ran = 0
-    # All cases of a kernel belong to one part.
+    # All cases for one kernel belong to one part.
     numbers = [i for i in range(products) if i // SHAPES_PER_KERNEL % parts == part]
     grouped = [i for i in range(chosen.cases - products) if i // 20 % parts == part]
     with open(chosen.out, "a", encoding="utf-8") as file:

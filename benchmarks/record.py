@@ -1,4 +1,4 @@
-"""Shared by the scripts of this folder: options, the machine, the file of figures, and the rate of a copy."""
+"""Shared by the scripts in this folder: options, the machine, the figures file, and the copy rate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def options(made: argparse.ArgumentParser) -> argparse.Namespace:
     return chosen
 
 
-def chosen_of(cases: Iterable[C], only: str) -> Iterator[C]:
+def select_cases(cases: Iterable[C], only: str) -> Iterator[C]:
     """The cases whose name contains `only`."""
     return (case for case in cases if only in case.name)
 
@@ -73,7 +73,7 @@ def write(path: Path | None, about: dict[str, Any] | None = None, **figures: Any
 
 
 def copy_rate(size: int) -> float:
-    """TB/s of a device-to-device copy that reads and writes size bytes together."""
+    """TB/s for a device-to-device copy that reads and writes `size` bytes together."""
     source = torch.empty(size // 2, dtype=torch.uint8, device=GPU).random_()
     target = torch.empty_like(source)
     return size / measure(lambda: target.copy_(source), GPU).busiest / 1e9

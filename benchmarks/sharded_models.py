@@ -1,13 +1,13 @@
-"""Tokens/s, memory and all-gathers of an 8-billion-parameter model that FSDP2 shards over all GPUs of a machine.
+"""Tokens/s, memory and all-gathers for an 8-billion-parameter model that FSDP2 shards over all GPUs in a machine.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/sharded_models.py [--size 8B] [--json FILE] [--arms ARM ...]
 
-A step is forward, backward and the optimizer on each rank's own tokens. The models are those of `models.py`. Arms:
+A step is forward, backward and the optimizer on each rank's own tokens. The models come from `models.py`. Arms:
 
 - te:{bf16,delayed,current,block}: this engine, or another release; FSDP2 gathers bfloat16 weights;
 - te:current+codes: weights are FP8 parameters, so FSDP2 gathers codes; FusedAdam keeps float32 master weights;
 - pt:{bf16,tensorwise}: torch with compiled layers and torchao's float8 training; FSDP2 gathers bfloat16 weights;
-- pt:tensorwise+codes: torchao's FP8 all-gather, with the scales of all weights computed once per step.
+- pt:tensorwise+codes: torchao's FP8 all-gather, with all weight scales computed once per step.
 
 Peak GiB is the maximum over the ranks. Gather ms is the kernel time of all all-gathers of a step, gathered MB the bytes
 that they write on a rank. On a CPU, `--size tiny --eager` shows that everything runs.
@@ -61,7 +61,7 @@ class GatheredBytes(TorchDispatchMode):
 
 
 class ShardedSteps:
-    """Training steps of one rank."""
+    """One rank's training steps."""
 
     def __init__(self, arm: str, size: Size, device: torch.device, compiled: bool) -> None:
         base = arm.removesuffix(CODES)
@@ -117,7 +117,7 @@ class ShardedSteps:
         return loss.detach()
 
     def measure(self) -> dict[str, Any]:
-        """Figures of warm steps; every rank calls it."""
+        """Measure warm steps; every rank calls this function."""
         for _ in range(WARM_UP):
             self.run()
         on_gpu = self.device.type == "cuda"
@@ -147,7 +147,7 @@ class ShardedSteps:
         return 1e3 * (time.perf_counter() - start) / BLOCK
 
     def _gather_ms(self) -> float:
-        """Kernel time of the all-gathers of one step."""
+        """Kernel time for the all-gathers in one step."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self.run()
             self._synchronize()

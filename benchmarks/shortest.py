@@ -1,4 +1,4 @@
-"""Microseconds of the shortest of many calls: the host time without disturbances.
+"""Microseconds in the shortest among many calls: the host time without disturbances.
 
 It does not use transformer_engine_tools.bench.measure, because it also times checkouts that lack this module.
 """

@@ -1,6 +1,6 @@
-"""Measure what a warm call would pay if the equality of its spec were the key: `python benchmarks/spec_key.py`.
+"""Measure a warm call's cost if spec equality were the key: `python benchmarks/spec_key.py`.
 
-A layer finds the spec of a call by the facts from which the spec is built (`Call` in `module/specs.py`). With the spec
+A layer finds a call's spec by the facts from which the spec is built (`Call` in `module/specs.py`). With the spec
 itself as the key, every call would have to build it first. The script times the look-up and the parts of the
 construction for an FP8 Linear on a CPU, in microseconds of CPU time (best of seven runs). The constructor and the hash
 alone are a lower bound of the cost: they remain if every rule of the builder takes no time.
@@ -24,7 +24,7 @@ from transformer_engine.pytorch.module import linear, specs
 
 
 def microseconds(function: Callable[[], Any], calls: int) -> float:
-    """CPU time of one call, the best of seven runs."""
+    """CPU time per call, the best from seven runs."""
     return round(
         min(timeit.repeat(function, timer=time.process_time, number=calls, repeat=7)) / calls * 1e6, 2
     )

@@ -1,4 +1,4 @@
-"""Tokens a second, loss and peak memory of the demonstration's training, plainly and with each switch of `te train`.
+"""Tokens per second, loss and peak memory for the demonstration training, alone and with each `te train` switch.
 
     python benchmarks/train_switches.py [--json FILE] [--only TEXT] [--recipe NAME] [--steps N] [--deterministic]
         [--small]
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import chosen_of, parser, write
+from record import parser, select_cases, write
 
 import transformer_engine.pytorch as te
 from transformer_engine_tools.demo.config import (
@@ -48,7 +48,7 @@ LAST = 20  # steps whose mean loss is reported
 
 @dataclass(frozen=True)
 class Variant:
-    """Options of `te train` apart from the recipe; high precision does without a recipe, too."""
+    """Options for `te train` apart from the recipe; high precision needs no recipe, too."""
 
     name: str
     execution: Execution = field(default_factory=Execution)
@@ -85,17 +85,17 @@ def main() -> None:
     corpus = load_corpus(chosen.data, sizes["sequence"])
     print(f"{'variant':24} {'tokens/s':>10} {'of plain':>9} {'loss':>8} {'validation':>10} {'peak MiB':>9}")
     rows: list[dict[str, Any]] = []
-    for variant in chosen_of(variants(sizes["layers"]), chosen.only):
+    for variant in select_cases(variants(sizes["layers"]), chosen.only):
         config = resolve(device, {**sizes, **variant.options})
         with te.deterministic() if chosen.deterministic else nullcontext():
-            rows.append({"variant": variant.name, **trained(variant, config, corpus)})
+            rows.append({"variant": variant.name, **train_variant(variant, config, corpus)})
         plain = next((row["tokens_s"] for row in rows if row["variant"] == "plain"), None)
         print(_line(rows[-1], plain), flush=True)
     write(chosen.json, config={**sizes, "device": device}, rows=rows)
 
 
-def trained(variant: Variant, config: RunConfig, corpus: Corpus) -> dict[str, Any]:
-    """The row of a variant: a training to its end, then a validation."""
+def train_variant(variant: Variant, config: RunConfig, corpus: Corpus) -> dict[str, Any]:
+    """Train a variant to its end, then validate; one row."""
     gc.collect()
     if config.device == "cuda":
         torch.cuda.empty_cache()
@@ -119,7 +119,7 @@ def trained(variant: Variant, config: RunConfig, corpus: Corpus) -> dict[str, An
 
 
 def _steps(run: Run, config: RunConfig, corpus: Corpus) -> tuple[list[float], list[float]]:
-    """(the loss of every step, the seconds of a step by chunk)"""
+    """(loss per step, seconds per step by chunk)"""
     losses: list[float] = []
     seconds: list[float] = []
     for first in range(0, config.steps, CHUNK):

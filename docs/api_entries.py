@@ -1,19 +1,19 @@
-"""Griffe extension that completes the entries of the API reference.
+"""Griffe extension that completes the API reference's entries.
 
 Static analysis alone misreads this package in several ways, and each hook below corrects one of them:
 
 - A public name may share its name with a submodule (`autocast`) or be assigned at import (`gelu`). Public names that
   static analysis resolves to a module, to the attribute of a callable, or not at all, become aliases of their
   definition, or functions with the signature and docstring of the runtime object.
-- A class without an `__init__` in its source (a Flax module, a tensor with `__new__`) gets the one of its runtime
+- A class without an `__init__` in its source (a Flax module, a tensor with `__new__`) gets its runtime
   signature. An enumeration has no signature, and its entry lists the members.
-- Signatures show neither private parameters nor the names of private constants.
-- "The other arguments are as in `Linear`." copies the missing entries into the table of arguments, also in a method
-  ("as in `Linear.forward`"). If the table is then complete, the sentence is dropped.
-- The low-level functions have the original's signatures, whose arguments are alike in families of functions.
+- Signatures show neither private parameters nor private constants' names.
+- "The other arguments are as in `Linear`." copies the missing entries into the argument table, also in a
+  method ("as in `Linear.forward`"). If the table is then complete, the sentence is dropped.
+- The low-level functions have the original's signatures, whose arguments are alike in function families.
   `api_arguments.json` describes them once per family; a description in a docstring has priority.
 - Shapes such as [*batch, f] would turn italic in Markdown, so they become code spans.
-- `Example:` is a section of the house style; Griffe calls it `Examples:`.
+- `Example:` is a house-style section; Griffe calls it `Examples:`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _OTHERS_SENTENCE = re.compile(rf" ?The\s+{_AS_IN}\.(?: (?=\S)|\n(?!\s*\n))?")
 
 
 def public_names(package: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) of the names in `__all__`, or of the definitions of a package without one; no modules."""
+    """Yield (name, object) for names in `__all__`, otherwise for a package's definitions; no modules."""
     module = importlib.import_module(package)
     defined = [name for name, value in vars(module).items() if _is_defined_below(value, package)]
     for name in getattr(module, "__all__", defined):
@@ -89,7 +89,7 @@ def _is_defined_below(value: Any, package: str) -> bool:
 
 
 def with_code_spans(text: str) -> str:
-    """Return Markdown with every shape outside of code as a code span; doctests and indented blocks stay."""
+    """Turn every shape outside code into a code span; doctests and indented blocks stay."""
     lines = []
     fenced = False
     for line in text.splitlines():
@@ -100,7 +100,7 @@ def with_code_spans(text: str) -> str:
 
 
 def _outside_code(line: str) -> str:
-    """Wrap the shapes of one line that are outside of its code spans."""
+    """Wrap the shapes in one line that are outside its code spans."""
     parts, end = [], 0
     for code in _CODE.finditer(line):
         parts += [_SHAPE.sub(r"`\g<0>`", line[end : code.start()]), code[0]]
@@ -109,17 +109,17 @@ def _outside_code(line: str) -> str:
 
 
 def parameter_names(value: Any) -> list[str]:
-    """Return the names of the parameters that callers pass; Flax itself adds `parent` and `name` to its modules."""
+    """Parameter names that callers pass; Flax itself adds `parent` and `name` to its modules."""
     try:
         parameters = list(inspect.signature(value).parameters)
-    except (TypeError, ValueError):  # the constructors of some built-in types have no signature
+    except (TypeError, ValueError):  # some built-in types' constructors have no signature
         return []
     from_flax = {"parent", "name"} if "parent" in parameters else set()
     return [name for name in parameters if not name.startswith("_") and name not in from_flax]
 
 
-def described(docstring: griffe.Docstring | None) -> dict[str, str]:
-    """Return {name: description} of the arguments, or the attributes, that a docstring describes."""
+def read_descriptions(docstring: griffe.Docstring | None) -> dict[str, str]:
+    """{name: description} for the arguments, or the attributes, that a docstring describes."""
     if docstring is None:
         return {}
     sections = docstring.parse("google", warnings=False)
@@ -151,7 +151,7 @@ class ApiEntries(griffe.Extension):
 
 def _complete_constructor(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
     """Give a class without an `__init__` in its source, which therefore shows no signature, its runtime signature."""
-    entry = _found(loader, f"{package}.{name}")
+    entry = _find_definition(loader, f"{package}.{name}")
     if inspect.isclass(value) and issubclass(value, enum.Enum):
         members = "Members: " + ", ".join(f"`{member}`" for member in value.__members__) + "."
         if entry is not None and entry.docstring is not None and members not in entry.docstring.value:
@@ -163,7 +163,7 @@ def _complete_constructor(loader: griffe.GriffeLoader, package: str, name: str, 
         return
     names = parameter_names(value)
     if names:
-        parameters = _parameters_of(inspect.signature(value), names)
+        parameters = _parameter_entries(inspect.signature(value), names)
         first = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
         entry.set_member(
             "__init__",
@@ -173,11 +173,11 @@ def _complete_constructor(loader: griffe.GriffeLoader, package: str, name: str, 
 
 def _complete_arguments(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
     """Write the arguments that a docstring attributes to other objects into its own section."""
-    entry = _found(loader, f"{package}.{name}")
+    entry = _find_definition(loader, f"{package}.{name}")
     if entry is None or entry.docstring is None or not callable(value):
         return
-    entries = {argument: with_code_spans(text) for argument, text in arguments_of(package, value).items()}
-    if set(entries) > set(described(entry.docstring)):
+    entries = {argument: with_code_spans(text) for argument, text in public_arguments(package, value).items()}
+    if set(entries) > set(read_descriptions(entry.docstring)):
         text = _with_arguments(entry.docstring.value, entries)
         is_complete = set(parameter_names(value)) <= set(entries)
         entry.docstring.value = _OTHERS_SENTENCE.sub("", text) if is_complete else text
@@ -185,14 +185,14 @@ def _complete_arguments(loader: griffe.GriffeLoader, package: str, name: str, va
 
 def _complete_methods(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
     """Write the arguments that the docstrings of methods attribute to other methods into their own sections."""
-    entry = _found(loader, f"{package}.{name}")
+    entry = _find_definition(loader, f"{package}.{name}")
     for method in entry.members.values() if isinstance(entry, griffe.Class) else ():
         if (
             isinstance(method, griffe.Function)
             and method.docstring
             and _OTHERS_SENTENCE.search(method.docstring.value)
         ):
-            found = arguments_of(package, getattr(value, method.name))
+            found = public_arguments(package, getattr(value, method.name))
             entries = {argument: with_code_spans(text) for argument, text in found.items()}
             text = _OTHERS_SENTENCE.sub("", method.docstring.value)
             method.docstring.value = _with_arguments(text, entries)
@@ -207,7 +207,7 @@ def _definitions(module: griffe.Object) -> Iterator[griffe.Object]:
             yield from _definitions(member)
 
 
-def _found(loader: griffe.GriffeLoader, path: str) -> griffe.Object | None:
+def _find_definition(loader: griffe.GriffeLoader, path: str) -> griffe.Object | None:
     """Return the definition that a path leads to, or None where static analysis finds none."""
     try:
         entry = loader.modules_collection[path]
@@ -218,7 +218,7 @@ def _found(loader: griffe.GriffeLoader, path: str) -> griffe.Object | None:
 
 def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
     """Correct a public name that static analysis resolves to a module, or not at all."""
-    entry = _found(loader, f"{package}.{name}")
+    entry = _find_definition(loader, f"{package}.{name}")
     is_function = (
         inspect.isroutine(value) or isinstance(value, functools.partial) or _is_callable_object(value)
     )
@@ -227,21 +227,21 @@ def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: 
         return
     module = loader.modules_collection[package]
     target = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', None)}"
-    definition = _found(loader, target)
+    definition = _find_definition(loader, target)
     if definition is not None and not definition.is_module and not definition.is_attribute:
         module.members[name] = griffe.Alias(name, definition, parent=module)
     elif inspect.isclass(value) and issubclass(value, enum.Enum):
         text = with_code_spans(inspect.getdoc(value) or "")
         module.members[name] = griffe.Class(name, docstring=griffe.Docstring(text), parent=module)
     elif callable(value):
-        function = _function_of(module, name, value)
+        function = _function_entry(module, name, value)
         if entry is not None and entry.docstring is not None:  # the text below the assignment
             function.docstring = griffe.Docstring(entry.docstring.value, parent=function)
         module.members[name] = function
 
 
 def _is_callable_object(value: Any) -> bool:
-    """Whether a value is an instance whose class is of this package and defines `__call__`."""
+    """Whether a value is an instance whose class belongs to this package and defines `__call__`."""
     own = type(value).__module__.startswith("transformer_engine")
     return own and callable(value) and not inspect.isclass(value)
 
@@ -250,14 +250,14 @@ def _complete_defaults(entry: griffe.Object, value: Any) -> None:
     """Replace defaults that are private constants by their values."""
     for parameter in entry.parameters if isinstance(entry, griffe.Function) else ():
         if str(parameter.default).startswith("_"):
-            parameter.default = _default_of(inspect.signature(value).parameters[parameter.name].default)
+            parameter.default = _default_source(inspect.signature(value).parameters[parameter.name].default)
 
 
-def _function_of(module: griffe.Module, name: str, value: Any) -> griffe.Function:
-    """Return the entry of a function that is created at import."""
+def _function_entry(module: griffe.Module, name: str, value: Any) -> griffe.Function:
+    """Create the entry for a function that is defined at import."""
     signature = inspect.signature(value)
-    parameters = _parameters_of(signature, list(signature.parameters))
-    returned = _text_of(signature.return_annotation)
+    parameters = _parameter_entries(signature, list(signature.parameters))
+    returned = _annotation_source(signature.return_annotation)
     function = griffe.Function(
         name, parameters=griffe.Parameters(*parameters), returns=returned, parent=module
     )
@@ -266,24 +266,24 @@ def _function_of(module: griffe.Module, name: str, value: Any) -> griffe.Functio
     return function
 
 
-def _parameters_of(signature: inspect.Signature, names: list[str]) -> list[griffe.Parameter]:
-    """Return the entries of those parameters of a signature that are named."""
+def _parameter_entries(signature: inspect.Signature, names: list[str]) -> list[griffe.Parameter]:
+    """Entries for a signature's named parameters."""
     return [
         griffe.Parameter(
             name,
-            annotation=_text_of(parameter.annotation),
+            annotation=_annotation_source(parameter.annotation),
             kind=griffe.ParameterKind[parameter.kind.name.lower()],
-            default=None if parameter.default is parameter.empty else _default_of(parameter.default),
+            default=None if parameter.default is parameter.empty else _default_source(parameter.default),
         )
         for name, parameter in signature.parameters.items()
         if name in names
     ]
 
 
-def _default_of(value: Any) -> str:
-    """Return a default as source code; functions and classes have no readable repr and are named.
+def _default_source(value: Any) -> str:
+    """Format a default as source code; functions and classes have no readable repr and are named.
 
-    The default of a field with a factory is "...": its description states the value.
+    A field with a factory has the default "...": its description states the value.
     """
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
@@ -292,32 +292,32 @@ def _default_of(value: Any) -> str:
     return value.__name__ if callable(value) and hasattr(value, "__name__") else repr(value)
 
 
-def _text_of(annotation: Any) -> str | None:
-    """Return the source of an annotation, which is a string in modules with postponed annotations."""
+def _annotation_source(annotation: Any) -> str | None:
+    """Annotation source, which is a string in modules with postponed annotations."""
     if annotation is inspect.Signature.empty:
         return None
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
-def arguments_of(package: str, value: Any) -> dict[str, str]:
-    """Return {name: description} of a public object, with the arguments that its docstring attributes to others.
+def public_arguments(package: str, value: Any) -> dict[str, str]:
+    """{name: description} for a public object, with the arguments that its docstring attributes to others.
 
-    "The other arguments are as in `Linear`." names public objects of the same package. A class also has the
-    arguments that its base classes describe, and a low-level function those of its family.
+    "The other arguments are as in `Linear`." names public objects in the same package. A class also has the
+    arguments that its base classes describe, and a low-level function its family's arguments.
     """
     value = value.func if isinstance(value, functools.partial) else value
     text = inspect.getdoc(value) or ""
-    entries = described(griffe.Docstring(text))
+    entries = read_descriptions(griffe.Docstring(text))
     if _is_callable_object(value):
-        entries |= described(griffe.Docstring(inspect.getdoc(type(value).__call__) or ""))
+        entries |= read_descriptions(griffe.Docstring(inspect.getdoc(type(value).__call__) or ""))
     reference = _OTHERS.search(text)
     for name in re.findall(r"`([\w.]+)`", reference[1]) if reference else ():
         other = functools.reduce(getattr, name.split("."), importlib.import_module(package))
-        for argument, description in arguments_of(package, other).items():
+        for argument, description in public_arguments(package, other).items():
             entries.setdefault(argument, description)
     for base in inspect.getmro(value)[1:] if inspect.isclass(value) else ():
         if base.__module__.startswith("transformer_engine"):
-            for argument, description in described(griffe.Docstring(base.__doc__ or "")).items():
+            for argument, description in read_descriptions(griffe.Docstring(base.__doc__ or "")).items():
                 entries.setdefault(argument, description)
     path = f"{package}.{getattr(value, '__name__', '')}"
     for family in FAMILIES.values():

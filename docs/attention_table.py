@@ -1,8 +1,8 @@
-"""Write the tables of docs/attention.md: the features of the backends, and measurements; --check only compares.
+"""Write the tables in docs/attention.md: backend features and measurements; --check only compares.
 
 python docs/attention_table.py [--check]
 
-The calls are those of an H200 with every optional package installed; no GPU and no package is needed.
+Calls simulate an H200 with every optional package installed; no GPU and no package is needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MEASURED = ROOT / "benchmarks" / "results" / "attention_backends_h200.json"
 
 
 def plain(**changes: Any) -> AttentionCall:
-    """Return causal attention with a gradient over 2 sequences of 4096, 16 heads of 128, bfloat16, with changes."""
+    """Causal attention with a gradient, [2, 4096, 16, 128] in bfloat16, with changes."""
     call = AttentionCall(
         dtype=torch.bfloat16,
         device_type="cuda",
@@ -125,7 +125,7 @@ ROWS: dict[str, AttentionCall] = {
 
 
 def table() -> str:
-    """One row per option, one column per backend in the order of preference of the plain call."""
+    """One row per option, one column per backend in the plain call's order of preference."""
     flash4.VERSION, flash2.VERSION, flash3.INSTALLED = "4.0.0", "2.8.3", True
     flash3._softcap_failure = lambda: None
     triton.missing = flex.missing = lambda hardware: None
@@ -143,7 +143,7 @@ def table() -> str:
 
 
 def measurements() -> str:
-    """Milliseconds of the forward pass, and of both passes, one row per shape and one column per backend."""
+    """Milliseconds for the forward pass and for both passes, one row per shape and one column per backend."""
     measured = json.loads(MEASURED.read_text())
     cells = {(row["case"], row["backend"]): row for row in measured["results"]}
     cases = list(dict.fromkeys(case for case, _ in cells))

@@ -31,7 +31,7 @@ def value(row: Variable, shown: object) -> str:
 
 
 def values(row: Variable) -> str:
-    """Return the valid values of a variable."""
+    """Valid values for a variable."""
     if row.kind is bool:
         return "`0`, `1`"
     if row.kind is int:
@@ -40,7 +40,7 @@ def values(row: Variable) -> str:
 
 
 def read() -> str:
-    """Return one table per group of the variables that the package reads."""
+    """One table per group, listing the variables that the package reads."""
     parts = []
     for group, rows in GROUPS.items():
         kept = [row for row in rows if not row.meaning.startswith(ACCEPTED)]
@@ -51,7 +51,7 @@ def read() -> str:
 
 
 def accepted() -> str:
-    """Return one table of the variables that are accepted without effect."""
+    """Table with the variables that are accepted without effect."""
     kept = [row for rows in GROUPS.values() for row in rows if row.meaning.startswith(ACCEPTED)]
     lines = ["| variable | reason that it has no effect |", "| --- | --- |"]
     lines += [f"| `{row.name}` | {row.meaning.removeprefix(ACCEPTED)} |" for row in kept]

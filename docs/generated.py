@@ -1,4 +1,4 @@
-"""Sections of pages that scripts write: the text between `<!-- name -->` and `<!-- end of name -->`."""
+"""Page sections that scripts write: the text between `<!-- name -->` and `<!-- end of name -->`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def updated(page: str, sections: Mapping[str, str]) -> str:
-    """Return the page with the text of each {name: text} inserted between its markers."""
+def update_page(page: str, sections: Mapping[str, str]) -> str:
+    """Insert each {name: text} between its markers and return the page."""
     for name, text in sections.items():
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, rest = page.split(start)
@@ -20,7 +20,7 @@ def updated(page: str, sections: Mapping[str, str]) -> str:
 
 def write(script: str, pages: Mapping[Path, Mapping[str, str]]) -> int:
     """Write the sections of each {page: sections}; with --check only report stale pages. Returns the exit status."""
-    fresh = {path: updated(path.read_text(), sections) for path, sections in pages.items()}
+    fresh = {path: update_page(path.read_text(), sections) for path, sections in pages.items()}
     stale = [path for path, text in fresh.items() if text != path.read_text()]
     if "--check" in sys.argv[1:]:
         for path in stale:

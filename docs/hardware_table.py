@@ -1,4 +1,4 @@
-"""Write the tables of docs/your_gpu.md from the table of hardware and two simulations; --check only compares.
+"""Write the tables in docs/your_gpu.md from the hardware table and two simulations; --check only compares.
 
 python docs/hardware_table.py [--check]
 """
@@ -17,7 +17,7 @@ from transformer_engine.common.hardware import ROWS, Hardware
 PAGE = ROOT / "docs" / "your_gpu.md"
 CHOICES = json.loads((ROOT / "docs" / "hardware.json").read_text())
 JAX_CHOICES = json.loads((ROOT / "docs" / "hardware_jax.json").read_text())
-# Products of docs/hardware.json by the name in the table of the page.
+# Products in docs/hardware.json by their name in the page's table.
 PRODUCTS = {
     "none": "bfloat16",
     "float8": "FP8, one scale",
@@ -26,7 +26,7 @@ PRODUCTS = {
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4",
 }
-# Recipes of docs/hardware.json's layers by their name in the table of the page, and operations that may be emulated.
+# Layer recipes in docs/hardware.json by their name in the page's table, and operations that may be emulated.
 RECIPES = {
     "none": "bfloat16",
     "delayed": "DelayedScaling",
@@ -37,8 +37,8 @@ RECIPES = {
 }
 OPERATIONS = {"gemm": "products", "grouped_gemm": "products"}
 NOT_NATIVE = ("reference", "widen", "decode", "decoded")
-OTHERS = ("grouped", "cast")  # prefixes of the operations besides dense products
-# Architectures on which the kernels of this package are run before a release.
+OTHERS = ("grouped", "cast")  # operation prefixes besides dense products
+# Architectures on which this package's kernels are run before a release.
 RUN_HERE = ("9.0",)
 ATTENTION = {
     "cuDNN": "cudnn attention",
@@ -50,7 +50,7 @@ NVIDIA = [row for row in ROWS if row.vendor == "nvidia"]
 
 
 def gpus() -> str:
-    """Return the table of architectures: names, what was run, and limits."""
+    """Architecture table: names, tested kernels, and limits."""
     lines = [
         "| compute capability or target | GPUs | kernels | Triton | Triton for MXFP8 and NVFP4 products "
         "| shared memory per block | cuDNN backward, largest head |",
@@ -80,7 +80,7 @@ def _state(row: Hardware) -> str:
 
 
 def products() -> str:
-    """Return the table of products: the backend with nvmath-python, and without it where it differs."""
+    """Product table: the backend with nvmath-python, and without it where it differs."""
     lines = [
         f"| | {' | '.join(PRODUCTS.values())} |",
         f"| --- |{' --- |' * len(PRODUCTS)}",
@@ -92,9 +92,9 @@ def products() -> str:
 
 
 def jax_products() -> str:
-    """Return the table of JAX's products: the backend with Triton, and without it where it differs."""
+    """JAX product table: the backend with Triton, and without it where it differs."""
     titles = {name: title for name, title in PRODUCTS.items() if name != "block of powers"}
-    titles["block"] = PRODUCTS["block of powers"]  # JAX multiplies by scales of any value
+    titles["block"] = PRODUCTS["block of powers"]  # JAX multiplies by arbitrary scales
     lines = [
         f"| | {' | '.join(titles.values())} |",
         f"| --- |{' --- |' * len(titles)}",
@@ -125,7 +125,7 @@ def _backends(with_library: dict[str, str], without: dict[str, str]) -> str:
 
 
 def layers() -> str:
-    """Return the table of training steps: native, or the operations that are emulated."""
+    """Training-step table: native, or the operations that are emulated."""
     lines = [f"| | {' | '.join(RECIPES.values())} |", f"| --- |{' --- |' * len(RECIPES)}"]
     for row in NVIDIA:
         found: list[dict[str, Any]] = [*CHOICES[row.architecture]["layers"].values()]
@@ -145,7 +145,7 @@ def layers() -> str:
 
 
 def attention() -> str:
-    """Return the table of attention backends."""
+    """Attention backend table."""
     lines = [f"| | {' | '.join(ATTENTION)} |", f"| --- |{' --- |' * len(ATTENTION)}"]
     for row in ROWS:
         cells = []

@@ -1,13 +1,14 @@
-"""Print the public names of installed packages and the parameters of its callables, as JSON.
+"""Print installed packages' public names and their callables' parameters, as JSON.
 
 python docs/installed_names.py DIRECTORY PACKAGE.. < NAMES
 
-`names_table.py` runs this program in another process, because two packages of one name cannot be imported together. It
-imports the public modules of the packages in DIRECTORY, and prints no source. NAMES is a JSON list of names to look up.
+`names_table.py` runs this program in another process, because two packages with one name cannot be imported
+together. It imports all public package modules in DIRECTORY, and prints no source. NAMES is a JSON list with
+the names to look up.
 
-The last line of the output is {"found": {name: [kind, parameters]}, "removed": [name ..]}. Functions of a class have
-the kind "method", and are listed with the first name of their class. A parameter is [name, kind, default]. The default
-is the text of a number, a string, a bool or None, or of the value of such a member of an enumeration; "..." for other
+The last output line is {"found": {name: [kind, parameters]}, "removed": [name ..]}. Class functions have
+the kind "method", and are listed with the first name for their class. A parameter is [name, kind, default]. The
+default is the text for a number, a string, a bool or None, also as an enumeration member's value; "..." for other
 objects; null for no default. "removed" lists the names in NAMES that their packages lack. Modules that cannot be
 imported are reported on the error stream, and their names are not in "removed".
 """
@@ -29,7 +30,7 @@ OTHER = "..."
 
 
 def parameters(value: Any) -> list[Parameter] | None:
-    """Parameters [name, kind, default] of a callable; None if it has no signature."""
+    """A callable's parameters [name, kind, default]; None if it has no signature."""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
@@ -58,7 +59,7 @@ def kind(value: Any) -> str:
 
 
 class Walk:
-    """Public names of packages.
+    """Public package names.
 
     Attributes:
         found: {name: [kind, parameters]}.
@@ -92,7 +93,7 @@ class Walk:
 
     def _visit_class(self, name: str, value: type) -> None:
         for attribute, member in list(vars(value).items()):
-            function = getattr(member, "__func__", member)  # of static and class methods
+            function = getattr(member, "__func__", member)  # for static and class methods
             if not attribute.startswith("_") and inspect.isroutine(function):
                 self.found[f"{name}.{attribute}"] = ["method", parameters(getattr(value, attribute))]
 
@@ -113,7 +114,7 @@ def _is_removed(name: str) -> bool:
         except ModuleNotFoundError as error:
             if not f"{path}.".startswith(f"{error.name}."):
                 return False  # another library is missing
-            continue  # an attribute of a module, or of a class
+            continue  # a module or class attribute
         except AttributeError:
             return True
         except Exception:
@@ -125,7 +126,7 @@ def _is_removed(name: str) -> bool:
 class Finder:
     """The first finder, which takes packages from one directory only.
 
-    The finder of an editable installation offers the modules of this package where the other one lacks them.
+    An editable installation's finder offers this package's modules where the other one lacks them.
     """
 
     def __init__(self, directory: str, packages: list[str]) -> None:
@@ -133,7 +134,7 @@ class Finder:
         self._packages = packages
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Find a module of the packages; raise ModuleNotFoundError if the directory lacks it."""
+        """Find a package module; raise ModuleNotFoundError if the directory lacks it."""
         if name.partition(".")[0] not in self._packages:
             return None
         spec = PathFinder.find_spec(name, [self._directory] if path is None else path, target)

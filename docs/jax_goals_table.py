@@ -16,7 +16,7 @@ FIGURES = ROOT / "benchmarks" / "results" / "jax_h200.json"
 
 
 def table(goals: list[dict[str, Any]]) -> str:
-    """Return one line per goal, in the order of the file."""
+    """One line per goal, in the file's order."""
     lines = ["| case | goal | found | | |", "| --- | ---: | ---: | --- | --- |"]
     for goal in goals:
         found = "" if goal["found"] is None else f"{goal['found']:.3g}"

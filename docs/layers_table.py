@@ -1,4 +1,4 @@
-"""Writes the tables of layers in docs/architecture.md from those of tests/architecture; --check only compares.
+"""Write the layer tables in docs/architecture.md from tests/architecture; --check only compares.
 
 python docs/layers_table.py [--check]
 """
@@ -14,8 +14,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 LAYERS = runpy.run_path(str(ROOT / "tests" / "architecture" / "layers_of_modules.py"))
 
 
-def path_of(name: str) -> str:
-    """Return the path of a module or package, below `transformer_engine` where it lies there."""
+def module_path(name: str) -> str:
+    """Path for a module or package, relative to `transformer_engine` if inside it."""
     parts = name.split(".")
     suffix = "" if ROOT.joinpath(*parts).is_dir() else ".py"
     below = parts[1:] if parts[0] == "transformer_engine" and parts[1:] else parts
@@ -23,10 +23,10 @@ def path_of(name: str) -> str:
 
 
 def table(group: str) -> str:
-    """Return the table of a group of rows, the highest layer first."""
+    """Table for a row group, the highest layer first."""
     lines = ["| layer | modules | content |", "| --- | --- | --- |"]
     for layer, names, content in LAYERS[group]:
-        lines.append(f"| {layer} | {', '.join(map(path_of, names.split()))} | {content} |")
+        lines.append(f"| {layer} | {', '.join(map(module_path, names.split()))} | {content} |")
     return "\n".join(lines) + "\n"
 
 

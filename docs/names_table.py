@@ -1,15 +1,15 @@
-"""Write the status of each public name of the original into docs/names.csv, and a summary into docs/support.md.
+"""Write each public original name's status into docs/names.csv, and a summary into docs/support.md.
 
 python docs/names_table.py [--check] [--original DIRECTORY [--signatures]]
 
 The columns of names.csv:
     name, kind: Dotted name; module, class, function or value.
-    status: "served" if the name exists here, "raises" if a call of it raises an error with the replacement, otherwise
-        "absent".
+    status: "served" if the name exists here, "raises" if calling it raises an error with the replacement,
+        otherwise "absent".
     source: Where the name is used: clients (published packages that import it), documentation, tests (code written
         against the original), reference, or installed (found by --original).
-    section, weight: For names that a release added: the subject, a key of `SECTIONS`, and A for any user, B for a
-        documented feature or a client's branch, C for authors of extensions.
+    section, weight: For names that a release added: the subject, a key in `SECTIONS`, and A for any user, B
+        for a documented feature or a client's branch, C for extension authors.
     reason: Why a name is absent or raises, from transformer_engine/common/absent.py or the function's docstring.
 
 --original compares with an original that is installed in DIRECTORY, whose public modules another process imports; no
@@ -47,7 +47,7 @@ SIGNATURES = ROOT / "docs" / "signatures.json"
 PAGE = ROOT / "docs" / "support.md"
 USED = ("documentation", "clients")
 NO_REASON = "no reason is stated; add a row to transformer_engine/common/absent.py"
-# Subjects of the sections, which the columns "section" of both files name by their numbers.
+# Section subjects; the "section" columns in both files contain their numbers.
 SECTIONS = {
     "1": "softcap of attention",
     "2": "Newton-Schulz iteration",
@@ -69,7 +69,7 @@ SECTIONS = {
 
 
 class Name(NamedTuple):
-    """A public name of the original."""
+    """A public name in the original."""
 
     name: str
     kind: str
@@ -90,21 +90,21 @@ class Name(NamedTuple):
         )
 
 
-def listed() -> list[Name]:
-    """Return the rows of the file."""
+def read_rows() -> list[Name]:
+    """Read the file's rows."""
     with NAMES.open(newline="") as file:
         return [Name(**row) for row in csv.DictReader(file)]
 
 
-def resolved(name: str) -> Any:
-    """Return the object of a dotted name, an attribute before a module; AttributeError if it does not exist."""
+def resolve_name(name: str) -> Any:
+    """Resolve a dotted name, an attribute before a module; AttributeError if it does not exist."""
     place, _, last = name.rpartition(".")
     if not place:
         return importlib.import_module(name)
     try:
         holder = importlib.import_module(place)
     except ModuleNotFoundError:  # a class
-        holder = resolved(place)
+        holder = resolve_name(place)
     try:
         return getattr(holder, last)
     except AttributeError:
@@ -124,17 +124,17 @@ def raising() -> frozenset[str]:
 
 
 def status(name: str) -> str:
-    """Return the status of a name: served, raises or absent."""
+    """Status: served, raises or absent."""
     if name in raising():
         return "raises"
     try:
-        resolved(name)
+        resolve_name(name)
     except AttributeError:
         return "absent"
     return "served"
 
 
-def settled(row: Name) -> Name:
+def settle_row(row: Name) -> Name:
     """The row with the present status, and the reason of an absent name or a name that raises."""
     current = status(row.name)
     reason = ""
@@ -142,13 +142,13 @@ def settled(row: Name) -> Name:
         reasons = importlib.import_module("transformer_engine.common.absent")
         reason = reasons._find_reason(row.name) or NO_REASON
     if current == "raises":
-        first_line = str(resolved(row.name).__doc__).partition("\n")[0]
+        first_line = str(resolve_name(row.name).__doc__).partition("\n")[0]
         reason = first_line.removeprefix("Raise NotImplementedError: ").removesuffix(".")
     return row._replace(status=current, reason=reason)
 
 
 def weights(names: list[Name]) -> list[str]:
-    """Return the counts of the names that a release added, by section and weight, as lines of Markdown."""
+    """Count the names that a release added, by section and weight, as Markdown lines."""
     counts = Counter((row.section, row.weight, row.status) for row in names if row.weight)
     lines = ["| section | subject | weight | names | served | raise | absent |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
@@ -166,7 +166,7 @@ def _number(section: str) -> float:
 
 
 def summary(names: list[Name]) -> str:
-    """Return the counts by package, and the reasons of absent names, as Markdown."""
+    """Counts by package, and reasons for absent names, as Markdown."""
     counts = Counter((row.package, row.status) for row in names)
     lines = ["| package | names | served | raise | absent |", "| --- | --- | --- | --- | --- |"]
     for package in sorted({row.package for row in names}):
@@ -186,7 +186,7 @@ def summary(names: list[Name]) -> str:
 
 
 def _reasons(names: list[Name], word: str) -> list[str]:
-    """Return the names of a status by reason, as a table of Markdown."""
+    """Names with a status by reason, as a Markdown table."""
     by_reason: dict[str, list[str]] = {}
     for row in names:
         if row.status == word:
@@ -196,10 +196,10 @@ def _reasons(names: list[Name], word: str) -> list[str]:
 
 
 class Original(NamedTuple):
-    """Public names of an installed original.
+    """Public names in an installed original.
 
     Attributes:
-        found: {name: [kind, parameters]} of its public names; see `installed_names`.
+        found: {name: [kind, parameters]} for its public names; see `installed_names`.
         removed: The names in the two files that it lacks.
     """
 
@@ -208,7 +208,7 @@ class Original(NamedTuple):
 
 
 def installed(directory: Path, names: Iterable[str]) -> Original:
-    """Return the names of the original that is installed in a directory, and which of `names` it lacks.
+    """Public names in the original that is installed in a directory, and which of `names` it lacks.
 
     Modules that cannot be imported are reported on the error stream.
 
@@ -231,7 +231,7 @@ def installed(directory: Path, names: Iterable[str]) -> Original:
 
 
 def with_installed(names: list[Name], found: dict[str, list[Any]]) -> list[Name]:
-    """Return the rows with one more for each name of an installed original that the file lacks."""
+    """Add one row for each name that an installed original has and the file lacks."""
     known = {row.name for row in names}
     more = [
         Name(name, word, "", "installed")
@@ -242,16 +242,16 @@ def with_installed(names: list[Name], found: dict[str, list[Any]]) -> list[Name]
 
 
 def signature_differences(found: dict[str, list[Any]]) -> dict[str, str]:
-    """Return {name: difference} of the callables here whose parameters begin with other names, kinds or defaults.
+    """{name: difference} for callables here whose parameters begin with other names, kinds or defaults.
 
-    Methods of the original that a class here lacks are not among them; `absent_methods` returns those.
+    Original methods that a class here lacks are not included; `absent_methods` returns those.
     """
     lines = {}
     for name, (_, theirs) in sorted(found.items()):
         if theirs is None:
             continue
         try:
-            ours = parameters(resolved(name))
+            ours = parameters(resolve_name(name))
         except (AttributeError, ImportError):
             continue
         if ours is None:
@@ -266,11 +266,13 @@ def signature_differences(found: dict[str, list[Any]]) -> dict[str, str]:
 
 
 def absent_methods(found: dict[str, list[Any]]) -> list[str]:
-    """Return the methods of an installed original that the class of the same name here lacks."""
+    """Methods in an installed original that the class with the same name here lacks."""
     missing = []
     for name, (word, _) in sorted(found.items()):
         try:
-            if word == "method" and not hasattr(resolved(name.rpartition(".")[0]), name.rpartition(".")[2]):
+            if word == "method" and not hasattr(
+                resolve_name(name.rpartition(".")[0]), name.rpartition(".")[2]
+            ):
                 missing.append(name)
         except (AttributeError, ImportError):  # the class is absent too
             continue
@@ -278,7 +280,7 @@ def absent_methods(found: dict[str, list[Any]]) -> list[str]:
 
 
 def parameters_text(callable_parameters: Iterable[Parameter]) -> str:
-    """Return parameters as the text of a row of signatures.json, "a, b=1, *, c=None"; other defaults are left out."""
+    """Format parameters for a row in signatures.json, "a, b=1, *, c=None"; other defaults are left out."""
     words, keyword_only = [], False
     for name, kind_name, default in callable_parameters:
         if kind_name in ("VAR_POSITIONAL", "VAR_KEYWORD"):
@@ -293,7 +295,7 @@ def parameters_text(callable_parameters: Iterable[Parameter]) -> str:
 
 
 def signature_rows(text: str, found: dict[str, list[Any]], names: Iterable[str]) -> str:
-    """Return the text of signatures.json with the signatures that an installed original has for these names.
+    """New text for signatures.json, with an installed original's signatures for these names.
 
     The text has only literal defaults. A positional parameter without one, after a parameter with one, ends the row.
     """
@@ -319,7 +321,7 @@ def main() -> int:
     parser.add_argument("--original", type=Path, help="directory with an installed original")
     parser.add_argument("--signatures", action="store_true", help="enter its signatures that differ")
     options = parser.parse_args()
-    names, signatures = listed(), SIGNATURES.read_text()
+    names, signatures = read_rows(), SIGNATURES.read_text()
     if options.original is not None:
         original = installed(options.original, [*(row.name for row in names), *json.loads(signatures)])
         names = with_installed(names, original.found)
@@ -331,7 +333,7 @@ def main() -> int:
             signatures = signature_rows(signatures, original.found, different)
     elif options.signatures:
         parser.error("--signatures needs --original, whose signatures it enters")
-    names = [settled(row) for row in names]
+    names = [settle_row(row) for row in names]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([Name._fields, *names])

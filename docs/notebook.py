@@ -1,6 +1,6 @@
-"""Write docs/guides/fp8_first_principles.ipynb, with the outputs of its cells, from docs/first_principles.md.
+"""Write docs/guides/fp8_first_principles.ipynb, with its cell outputs, from docs/first_principles.md.
 
-`--check` compares the cells without running them, and requires an output of each cell that prints or draws.
+`--check` compares the cells without running them, and requires an output from each cell that prints or draws.
 
 python docs/notebook.py [--check | --pictures]
 
@@ -30,7 +30,7 @@ ONLY_IN_SCRIPTS = re.compile(r"^plt\.switch_backend\(.*\n", re.MULTILINE)
 
 
 def cells(page: str) -> list[tuple[str, str]]:
-    """Return the (type, source) of the notebook's cells: text without outputs and links, and code."""
+    """(type, source) for the notebook's cells: text without outputs and links, and code."""
     found: list[tuple[str, str]] = []
     end = 0
     for block in BLOCK.finditer(page):
@@ -46,7 +46,7 @@ def cells(page: str) -> list[tuple[str, str]]:
     return [(kind, text.strip()) for kind, text in plain if text.strip()]
 
 
-def outputs_of(sources: list[str]) -> list[list[dict[str, Any]]]:
+def run_cells(sources: list[str]) -> list[list[dict[str, Any]]]:
     """Run the code cells in sequence, and return what each prints and draws as outputs of a notebook."""
     from matplotlib import pyplot
 
@@ -72,7 +72,7 @@ def outputs_of(sources: list[str]) -> list[list[dict[str, Any]]]:
 
 
 def notebook(page: str, outputs: list[list[dict[str, Any]]]) -> str:
-    """JSON of a page's notebook with the outputs of its code cells."""
+    """A page's notebook as JSON, with code cell outputs."""
     written: list[dict[str, Any]] = []
     for number, (kind, source) in enumerate(cells(page)):
         cell: dict[str, Any] = {
@@ -92,8 +92,8 @@ def notebook(page: str, outputs: list[list[dict[str, Any]]]) -> str:
     )
 
 
-def stored_outputs() -> dict[str, list[dict[str, Any]]]:
-    """{source of a code cell: its outputs} of the stored notebook."""
+def read_stored_outputs() -> dict[str, list[dict[str, Any]]]:
+    """{code cell source: its outputs} in the stored notebook."""
     if not NOTEBOOK.is_file():
         return {}
     known = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -113,7 +113,7 @@ def main() -> int:
         return 0
     sources = [source for kind, source in cells(page) if kind == "code"]
     if "--check" in sys.argv[1:]:
-        stored = stored_outputs()
+        stored = read_stored_outputs()
         outputs = [stored.get(source, []) for source in sources]
         silent = [
             source
@@ -126,7 +126,7 @@ def main() -> int:
         return int(stale)
     NOTEBOOK.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # cells write their pictures here
-        NOTEBOOK.write_text(notebook(page, outputs_of(sources)))
+        NOTEBOOK.write_text(notebook(page, run_cells(sources)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Write tables of docs/performance.md and docs/convert.md, figures of docs/index.md and README.md.
+"""Write tables in docs/performance.md and docs/convert.md, and figures in docs/index.md and README.md.
 
 --check only compares.
 
@@ -98,7 +98,7 @@ def models() -> str:
     """Tokens per second and peak memory per arm and model size."""
     record = json.loads((RESULTS / "models_h200.json").read_text())
     rows = {(row["arm"], row["size"]): row for row in record["medians"]}
-    return _by_size(
+    return _size_table(
         rows,
         ARMS,
         SIZES,
@@ -106,7 +106,7 @@ def models() -> str:
     )
 
 
-def _by_size(
+def _size_table(
     rows: dict[tuple[str, str], dict[str, Any]],
     arms: dict[str, str],
     sizes: dict[str, str],
@@ -133,7 +133,7 @@ def model_options() -> str:
     rows = {(row["arm"], row["size"]): row for row in (*record["medians"], *record["options"])}
     sizes = {name: SIZES[name] for name in ("1B", "8Bx4")}
     arms = {"te:current": "default", **{f"te:current+{name}": title for name, title in OPTIONS.items()}}
-    return _by_size(
+    return _size_table(
         rows, arms, sizes, lambda row: f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_gib']:.2f} GiB"
     )
 
@@ -186,7 +186,7 @@ def conversions() -> str:
     return "\n".join(lines) + "\n"
 
 
-# Cases of layers, and the run in their picture.
+# Layer cases, and the run in their picture.
 HIGHLIGHTS = {
     "layer_fb/delayed/llama8b_s8192": "a layer of an 8-billion-parameter model",
     "layernorm_mlp_fb/delayed/swiglu_4096x14336": "a SwiGLU feed-forward block",
@@ -219,7 +219,7 @@ def comparison() -> str:
 
 
 def headline() -> str:
-    """Rates of the two larger models relative to compiled PyTorch and to torchao."""
+    """The two larger models' rates relative to compiled PyTorch and to torchao."""
     record = json.loads((RESULTS / "models_h200.json").read_text())
     rates = {(row["arm"], row["size"]): row["tokens_per_second"] for row in record["medians"]}
     plain, torchao = (

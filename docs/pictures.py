@@ -1,4 +1,4 @@
-"""Write the pictures of docs/images/ that show records of benchmarks/results/.
+"""Write the pictures in docs/images/ that show records from benchmarks/results/.
 
 python docs/pictures.py
 """
@@ -23,14 +23,14 @@ IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def rows_of(record: dict[str, Any]) -> list[Row]:
-    """Rows of a record of `te bench`."""
+def record_rows(record: dict[str, Any]) -> list[Row]:
+    """Rows in a `te bench` record."""
     names = {field.name for field in fields(Row)}
     return [Row(**{name: row[name] for name in names & set(row)}) for row in record["results"]]
 
 
 def headline(path: Path, record: dict[str, Any]) -> None:
-    """One panel per highlighted case: GPU time of plain PyTorch and of this package, per recipe."""
+    """One panel per highlighted case: GPU time in plain PyTorch and in this package, per recipe."""
     times = {(row["case"], row["provider"]): row["gpu_ms"] for row in record["results"]}
     figure = Figure(figsize=(WIDTH, 4.4), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
@@ -54,7 +54,7 @@ def headline(path: Path, record: dict[str, Any]) -> None:
     figure.savefig(path)
 
 
-# Arms of `benchmarks/models.py` in the picture of whole models, from top to bottom.
+# Arms from `benchmarks/models.py` in the whole-model picture, from top to bottom.
 DRAWN = ("te:delayed", "te:current", "te:bf16", "pt:tensorwise", "pt:bf16", "liger:bf16")
 DARK = {"text": "#e5e7eb", "grid": "#9ca3af", "te": "#fb923c", "pt": "#9ca3af", "liger": "#4ade80"}
 LIGHT = {
@@ -104,7 +104,7 @@ def main() -> None:
     of_models = json.loads((RESULTS / "models_h200.json").read_text())
     models(IMAGES / "models-h200.png", of_models, LIGHT)
     models(IMAGES / "models-h200-dark.png", of_models, DARK)
-    layers = [row for row in rows_of(record) if row.family == "layer"]
+    layers = [row for row in record_rows(record) if row.family == "layer"]
     (written,) = plot_families(IMAGES, layers, record["machine"])
     written.rename(IMAGES / "layer-h200.png")
     in_jax = json.loads((RESULTS / "jax_h200.json").read_text())

@@ -16,7 +16,7 @@ from transformer_engine.common.planning import plan
 
 ACCURACY = runpy.run_path(str(ROOT / "benchmarks" / "plan_accuracy.py"))
 PAGE, ACCURACY_PAGE = ROOT / "docs" / "plan.md", ROOT / "docs" / "plan_accuracy.md"
-# Model, devices, and arguments of `plan` that `search` returned as the fastest.
+# Model, devices, and the fastest arguments for `plan` that `search` returned.
 PLANS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("llama-8b", 8, {"fsdp": 8}),
     ("llama-8b", 64, {"fsdp": 32}),
@@ -38,7 +38,7 @@ def _kind(check: Any) -> tuple[str, bool]:
 
 
 def accuracy(found: list[Any]) -> str:
-    """Return the table of errors by kind of measurement, for all measurements that the simulator claims to meet."""
+    """Error table by measurement type, for all measurements that the simulator claims to meet."""
     lines = [
         "| measurements | constants | number | within 15 % | mean error | largest error |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -56,7 +56,7 @@ def accuracy(found: list[Any]) -> str:
 
 
 def exceptions(found: list[Any]) -> str:
-    """Return a table for each reason, of the measurements for which no accuracy is claimed."""
+    """One table per reason, with the measurements for which no accuracy is claimed."""
     lines: list[str] = []
     for reason in dict.fromkeys(ACCURACY["NOT_CLAIMED"].values()):  # several patterns may share a reason
         rows = [
@@ -70,7 +70,7 @@ def exceptions(found: list[Any]) -> str:
 
 
 def plans() -> str:
-    """Return the table of plans from 8 to 4,096 devices."""
+    """Plan table from 8 to 4,096 devices."""
     lines = [
         "| model | devices | mesh | micro-batches | recompute | step ms | tokens/s | MFU | peak GiB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

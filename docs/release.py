@@ -25,27 +25,27 @@ def release(root: Path, own: str, date: str) -> None:
 
     Args:
         root: Folder of the checkout.
-        own: Version of this package, such as "0.4.0".
-        date: Date of the release, YYYY-MM-DD.
+        own: This package's version, such as "0.4.0".
+        date: Release date, YYYY-MM-DD.
 
     Raises:
         ValueError: `own` is not a newer version, or no change is listed under "Unreleased". No file is written.
     """
-    former = _released(root)
+    former = _latest_release(root)
     _check_newer(own, former)
     current = _current(root)
     api = current.partition("+")[0]
     before, after = f"{api}+py{former}", f"{api}+py{own}"
     written = {
-        VERSION: _replaced(root, VERSION, current, after),
+        VERSION: _replace_once(root, VERSION, current, after),
         Path("CHANGELOG.md"): _changelog(root, former, own, f"{after} ({date})"),
         Path("CITATION.cff"): re.sub(
             r"^date-released: .+$",
             f"date-released: {date}",
-            _replaced(root, Path("CITATION.cff"), before, after),
+            _replace_once(root, Path("CITATION.cff"), before, after),
             flags=re.M,
         ),
-        **{page: _replaced(root, page, before, after) for page in PAGES},
+        **{page: _replace_once(root, page, before, after) for page in PAGES},
     }
     written[PAGES[-1]] = _page_of_releases(written[PAGES[-1]], former, own, date)
     for path, text in written.items():
@@ -62,9 +62,9 @@ def develop(root: Path, own: str) -> None:
     Raises:
         ValueError: `own` is not newer than the latest release. No file is written.
     """
-    _check_newer(own, _released(root))
+    _check_newer(own, _latest_release(root))
     current = _current(root)
-    written = _replaced(root, VERSION, current, f"{current.partition('+')[0]}+py{own}.dev0")
+    written = _replace_once(root, VERSION, current, f"{current.partition('+')[0]}+py{own}.dev0")
     (root / VERSION).write_text(written, encoding="utf-8")
 
 
@@ -75,7 +75,7 @@ def _current(root: Path) -> str:
     return found[1]
 
 
-def _released(root: Path) -> str:
+def _latest_release(root: Path) -> str:
     """Latest release number, from the first row on the releases page."""
     row = ROW.search((root / PAGES[-1]).read_text(encoding="utf-8"))
     assert row is not None, PAGES[-1]
@@ -91,7 +91,7 @@ def _parts(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-def _replaced(root: Path, path: Path, before: str, after: str) -> str:
+def _replace_once(root: Path, path: Path, before: str, after: str) -> str:
     text = (root / path).read_text(encoding="utf-8")
     assert before in text, f"{path} does not name {before}"
     return text.replace(before, after)

@@ -27,7 +27,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Allow line breaks inside of long names in cells: after separators, and between the words of a class name."""
+    """Allow line breaks inside long names in cells: after separators, and between words in a class name."""
     return CELL.sub(lambda cell: TEXT.sub(_with_breaks, cell[0]), html)
 
 

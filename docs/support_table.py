@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "support.md"
 
 
 def table(support: dict[str, Any]) -> str:
-    """Return the groups of support.json as one Markdown table and a legend."""
+    """Groups in support.json as one Markdown table and a legend."""
     columns = support["columns"]
     lines = [
         f"| | {' | '.join(columns.values())} | |",

@@ -1,4 +1,4 @@
-"""transformer_engine_torch: the flat names that callers of the original's extension module use.
+"""transformer_engine_torch: the flat names that the original's extension module offers its callers.
 
 Thin adapters over the primitives of transformer_engine.pytorch.
 """

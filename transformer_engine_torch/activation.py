@@ -120,7 +120,7 @@ def _is_gated(name: str) -> bool:
 
 
 def _gradient(name: str, grad: Any, x: Any, quantizer: Any) -> Tensor:
-    """Return the gradient in the shape of the activation's result; its leading axes may be flattened otherwise."""
+    """Reshape a gradient to the activation's result shape; its leading axes may be flattened differently."""
     floating("grad", grad)
     _check(name, "fwd_input", x, quantizer)
     expected = (*x.shape[:-1], x.shape[-1] // 2) if _is_gated(name) else tuple(x.shape)
@@ -174,7 +174,7 @@ def clamped_dswiglu(
     alpha: float = 1.702,
     glu_linear_offset: float = 1.0,
 ) -> Any:
-    """Compute the gradient of the input of clamped_swiglu."""
+    """Compute the input gradient for clamped_swiglu."""
     grad = _gradient("clamped_swiglu", grad, fwd_input, quantizer)
     params = ActivationParams.from_mapping(
         {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
@@ -183,25 +183,25 @@ def clamped_dswiglu(
 
 
 def situglu(input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
-    """Compute beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2) of input [a, b] [..., 2 F].
+    """Compute beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2) for input [a, b] [..., 2 F].
 
     Args:
         input: Halves a and b along the last axis.
-        quantizer: Quantizer of the result; None leaves it in the dtype of the input.
-        beta1: Bound of a.
-        beta2: Bound of b.
+        quantizer: Result quantizer; None keeps the input's dtype.
+        beta1: Bound for a.
+        beta2: Bound for b.
     """
     _check("situglu", "input", input, quantizer)
     return quantize_or_copy(situ_glu(input, (beta1, beta2)), quantizer)
 
 
 def dsituglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
-    """Compute the gradient of the input of situglu.
+    """Compute the input gradient for situglu.
 
     Args:
         grad: Gradient [..., F] of the result.
         fwd_input: Input [..., 2 F] of `situglu`.
-        quantizer: Quantizer of the gradient; None leaves it in the dtype of the input.
+        quantizer: Gradient quantizer; None keeps the input's dtype.
         beta1: Bound of a.
         beta2: Bound of b.
     """
@@ -218,7 +218,7 @@ _SCALED: dict[str, tuple[str | None, dict[str, float]]] = {
     "srelu": ("srelu", {}),
 }
 
-# Entries of the section Args that all scaled activations share.
+# Entries in the section Args that all scaled activations share.
 _SCALED_ARGUMENTS = """\
     act_scales: Scale of each row [...].
     quantizer: Quantizer of the result; None leaves it in the dtype of the input.
@@ -228,7 +228,7 @@ _SCALED_ARGUMENTS = """\
 
 
 def _split_halves(x: Tensor, block: int) -> Tensor:
-    """Return [.., 2 F] in blocks of both halves in turn as its two halves, a matrix."""
+    """De-interleave [.., 2 F], whose blocks alternate between both halves, into a matrix with contiguous halves."""
     rows = x.reshape(-1, x.shape[-1])
     return block_order(rows, (-1, 2, block)) if block else rows
 
@@ -288,7 +288,7 @@ def _scaled_backward(name: str) -> Backward:
 def _constants(
     name: str, defaults: dict[str, float], given: tuple[float, ...], named: dict[str, float]
 ) -> dict[str, float]:
-    """Return the constants of a scaled activation; raise TypeError for others."""
+    """Validate a scaled activation's constants; raise TypeError for others."""
     unknown = [key for key in named if key not in defaults]
     if unknown or len(given) > len(defaults):
         raise TypeError(
@@ -300,7 +300,7 @@ def _constants(
 def _functions(
     kind: str | None, constants: dict[str, float]
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
-    """Return x -> f(x) and (dy, x) -> dx of an activation on matrices."""
+    """An activation's functions x -> f(x) and (dy, x) -> dx on matrices."""
     if kind is None:
         betas = (constants["beta1"], constants["beta2"])
         return (

@@ -1,7 +1,7 @@
-"""Attention under the names of the extension: fused_attn_fwd and fused_attn_bwd as plain calls, without autograd.
+"""Attention under the extension's names: fused_attn_fwd and fused_attn_bwd as plain calls, without autograd.
 
-The backend is chosen as for DotProductAttention, from those that have their two passes apart. The forward pass of
-FP8 codes is one of FP8 attention's; the backward pass widens them, as DotProductAttention does by default.
+The backend is chosen as for DotProductAttention, from backends with two separate passes. The forward pass on
+FP8 codes runs an FP8 attention backend; the backward pass widens them, as DotProductAttention does by default.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def fused_attn_fwd(
     bottom_right_diagonal: bool | None = None, o_format: NVTE_QKV_Format | int | str | None = None,
     qkv_scale_inv_format: NVTE_QKV_Format | int | str | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Return [O, lse, (max_logit,) rng_state, (Bias,) (SoftmaxOffset)] of scaled dot-product attention.
+    """Scaled dot-product attention: [O, lse, (max_logit,) rng_state, (Bias,) (SoftmaxOffset)].
 
-    `O` [.., h, d_v] has the order `o_format`. `lse` is float32 [b, h, s_q, 1], or [t, h, 1] of packed tokens: the
-    logarithm of the softmax's denominator. `max_logit` is float32 [h]. `rng_state` int64 [2] is the (seed, offset) of
-    dropout. `fused_attn_bwd` reads all results after `O` except max_logit.
+    `O` [.., h, d_v] has the order `o_format`. `lse` is float32 [b, h, s_q, 1], or [t, h, 1] for packed tokens: the
+    logarithm of the softmax denominator. `max_logit` is float32 [h]. `rng_state` int64 [2] is dropout's
+    (seed, offset). `fused_attn_bwd` reads all results after `O` except max_logit.
 
     Raises:
         ValueError: Lengths or pages do not fit the tensors. Those on a GPU are checked with TE_CHECK=1 only.
@@ -211,7 +211,7 @@ def fused_attn_bwd(
 
 
 def _warn_of_scale_formats(function: str, **formats: NVTE_QKV_Format | int | str | None) -> None:
-    """Warn once of a scale format that is given."""
+    """Warn once about a scale format, which has no effect."""
     for name, value in formats.items():
         if value is not None:
             warn_once(
@@ -223,15 +223,15 @@ def _warn_of_scale_formats(function: str, **formats: NVTE_QKV_Format | int | str
 
 
 def get_fused_attn_backend(fused_attn_params: Any = None, *former: Any, **former_by_name: Any) -> Any:
-    """Return the kind of fused attention that supports a call, and the reason if none does.
+    """Select the fused attention that supports a call, with the reason if none does.
 
     Args:
-        fused_attn_params: AttentionParams of the call; or is_training, the first argument of release 2.11.
-        former: The other arguments of release 2.11, up to deterministic.
-        former_by_name: Arguments of release 2.11 by name.
+        fused_attn_params: The call's AttentionParams; or is_training, the first argument in release 2.11.
+        former: The other arguments in release 2.11, up to deterministic.
+        former_by_name: Release 2.11 arguments by name.
 
     Returns:
-        `(kind, reason)`. The reason is empty unless the kind is NVTE_No_Backend. Only the kind with the arguments of
+        `(kind, reason)`. The reason is empty unless the kind is NVTE_No_Backend. Only the kind for arguments as in
         release 2.11.
 
     Raises:
@@ -256,7 +256,7 @@ def _fused_kind(
     window_size_right: int, return_max_logit: bool = False, cuda_graph: bool = False,
     deterministic: bool = False,
 ) -> NVTE_Fused_Attn_Backend:  # fmt: skip
-    """Kind of fused attention that supports a call in the arguments of release 2.11; NVTE_No_Backend if none does."""
+    """Fused attention that supports a call with release 2.11 arguments; NVTE_No_Backend if none does."""
     dtype = torch_dtype(member("q_dtype", DType, q_dtype))
     check_question(
         {

@@ -56,10 +56,10 @@ def check_call(
 
 
 def whole_window(window: Any) -> tuple[int, int]:
-    """Return a window (left, right) as ints.
+    """Convert a window (left, right) to ints.
 
     Raises:
-        TypeError: The value is not a pair of whole numbers.
+        TypeError: The value is not a pair with whole numbers.
     """
     if isinstance(window, str) or not isinstance(window, Sequence) or len(window) != 2:
         raise TypeError(

@@ -14,7 +14,7 @@ from .layout import Layout
 
 
 class BatchExtents(NamedTuple):
-    """Extents of a batch, and the lengths and starts of AttentionInputs."""
+    """Batch extents, and lengths and starts in AttentionInputs."""
 
     batch: int
     max_q: int
@@ -36,7 +36,7 @@ def describe_sequences(
     max_seqlens: tuple[int, int],
     page_table: Tensor | None,
 ) -> BatchExtents:
-    """Return lengths if they matter, and sizes of dense tensors from their shapes."""
+    """Lengths if they matter, and dense tensor sizes from the shapes."""
     packed_q, packed_kv = layout.q_format == "thd", layout.kv_format == "thd"
     needed = padding or packed_q or packed_kv or layout.paged
     lengths_q = sequence_lengths(cu_seqlens[0]) if needed else None

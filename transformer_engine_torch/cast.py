@@ -1,4 +1,4 @@
-"""Quantization, dequantization and transposes of codes, under the extension's names."""
+"""Quantization, dequantization and code transposes, under the extension's names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
-    """Return torch's dtype of an enumeration member or of its number."""
+    """Convert an enumeration member, or its number, to torch's dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
     found = TE_DType_To_Torch.get(member("dtype", DType, dtype))
@@ -57,14 +57,14 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 
 def dequantize(input: Any, otype: DType | int | torch.dtype) -> Tensor:
-    """Return the values of a quantized tensor."""
+    """Dequantize a tensor."""
     if not hasattr(input, "get_usages"):
         raise TypeError(f"input={described(input)} is {with_article(type(input))}; give a quantized tensor")
     return input.dequantize(dtype=torch_dtype(otype))
 
 
 def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
-    """Return [sum of input [.., K] over its rows, the quantized input]; the sum is accumulated in float32."""
+    """Sum input [.., K] over its rows in float32, and quantize it: [sum, quantized input]."""
     quantizer_or_none(quantizer)
     values(input=input)
     with_axes("input", input, 1)
@@ -96,10 +96,10 @@ def split_quantize(
     quantizer_list: Sequence[Any],
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:
-    """Quantize the parts of a tensor [M, K] that is split along its rows.
+    """Split a tensor [M, K] along its rows and quantize each part.
 
     Args:
-        split_sections: Rows of each part. Rows beyond their sum are left out.
+        split_sections: Rows per part. Rows beyond their sum are left out.
         disable_bulk_allocation: Accepted and ignored.
 
     Raises:
@@ -129,7 +129,7 @@ def create_empty_quantized_tensor(
 
 
 def compute_amax(input: Tensor, amax: Tensor) -> None:
-    """Write the maximum of |input| to amax."""
+    """Write max |input| to amax."""
     values(input=input, amax=amax)
     if amax.numel() != 1:
         raise ValueError(f"amax is {list(amax.shape)}; give one element")
@@ -137,7 +137,7 @@ def compute_amax(input: Tensor, amax: Tensor) -> None:
 
 
 def fp8_transpose(input: Tensor, dtype: DType | int, out: Tensor | None = None) -> Tensor:
-    """Return FP8 codes [.., K] transposed as uint8 [K, M]; M is the product of the leading axes."""
+    """Transpose FP8 codes [.., K] to uint8 [K, M]; M is the product of the leading axes."""
     with_axes("input", input, 1)
     if input.element_size() != 1:
         raise TypeError(f"input is {input.dtype}; give codes of one byte, uint8")
@@ -147,7 +147,7 @@ def fp8_transpose(input: Tensor, dtype: DType | int, out: Tensor | None = None) 
 
 
 def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return [b, a, ..] of [a, b, ..], contiguous."""
+    """Swap the first two axes: [a, b, ..] to contiguous [b, a, ..]."""
     with_axes("tensor", tensor, 2)
     turned = tensor.transpose(0, 1)
     output_or_none("out", out, turned)

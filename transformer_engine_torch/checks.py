@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions of the extension share."""
+"""Argument checks that several extension functions share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ E = TypeVar("E", bound=enum.IntEnum)
 
 
 def values(**operands: Any) -> None:
-    """Raise TypeError unless every operand is a tensor of floating-point values."""
+    """Raise TypeError unless every operand is a floating-point tensor."""
     for name, operand in operands.items():
         floating(name, operand)
 
@@ -60,7 +60,7 @@ def sequence(name: str, value: Any) -> None:
 
 
 def member(name: str, kind: type[E], value: Any) -> E:
-    """Convert a member of another enumeration, or a number, to a member of `kind`."""
+    """Convert another enumeration's member, or a number, to a `kind` member."""
     if isinstance(value, (str, float)) or not hasattr(value, "__int__") or int(value) not in list(kind):
         raise ValueError(
             f"{name}={described(value)} is not {with_article(kind)}; give one of {', '.join(kind.__members__)}"

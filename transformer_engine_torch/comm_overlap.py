@@ -1,16 +1,16 @@
-"""Userbuffers under the extension's names: buffers of tensor-parallel ranks, and the collectives of products with them.
+"""Userbuffers under the extension's names: buffers for tensor-parallel ranks, and their collectives with products.
 
-A buffer has the rows of all ranks; rank r owns the r-th of `tp_size` equal chunks. `generic_gemm` takes a buffer as
+A buffer has all ranks' rows; rank r owns the r-th of `tp_size` equal chunks. `generic_gemm` takes a buffer as
 `comm_overlap`:
 
 | comm_type | bulk_overlap | collective |
 | --- | --- | --- |
-| AG | False | gathers the chunks of all ranks in the buffer, which holds B, and multiplies |
+| AG | False | gathers all ranks' chunks in the buffer, which holds B, and multiplies |
 | RS | False | multiplies, and sums D over the ranks into each rank's rows, `extra_output` |
 | AG | True | gathers the chunks beside the product, which does not read them |
 | RS | True | sums the buffer over the ranks beside the product, into `extra_output` or this rank's chunk |
 
-The process group communicates, and bulk collectives run beside the product. On GPUs of an NCCL group, buffers are in
+The process group communicates, and bulk collectives run beside the product. On GPUs in an NCCL group, buffers are in
 symmetric memory. Layers do not use these classes: after `te.initialize_ub`, layers with `ub_*` flags overlap by
 themselves.
 """
@@ -62,7 +62,7 @@ class CommOverlapHelper:
         self._groups: dict[int, Any] = {}
 
     def tensor_parallel_group(self, tp_size: int) -> Any:
-        """The group of `tp_size` ranks with this rank; all ranks of the world make the first call together.
+        """The group with `tp_size` ranks that contains this rank; all world ranks make the first call together.
 
         Args:
             tp_size: Number of ranks that share a buffer.
@@ -94,14 +94,14 @@ class CommOverlapHelper:
 
 
 class CommOverlap:
-    """A buffer of tensor-parallel ranks, whose collectives `generic_gemm` runs with products.
+    """A tensor-parallel buffer, whose collectives `generic_gemm` runs with products.
 
-    The original pipelines a reduce-scatter with slices of a product through it. Here `num_splits`, the numbers of
-    streams, SMs and CTAs, the priorities and `atomic_gemm` are recorded and have no effect.
+    The original pipelines a reduce-scatter with product slices through it. Here `num_splits`, the stream, SM and
+    CTA counts, the priorities and `atomic_gemm` are recorded and have no effect.
 
     Args:
-        buffer_shape: [rows of all ranks, columns].
-        buffer_dtype: Dtype of the elements; torch.uint8 for FP8 codes.
+        buffer_shape: [rows over all ranks, columns].
+        buffer_dtype: Element dtype; torch.uint8 for FP8 codes.
         helper: Process groups.
         tp_size: Number of ranks that share the buffer.
         use_cublasmp: Has no effect.
@@ -110,7 +110,7 @@ class CommOverlap:
         num_max_streams: Has no effect.
         comm_cga_size: Has no effect.
         gemm_priority: Has no effect.
-        comm_priority: Priority of the streams of `get_communication_stream`.
+        comm_priority: Stream priority in `get_communication_stream`.
         num_comm_sm: Has no effect.
         set_sm_margin: Has no effect.
         atomic_gemm: Has no effect except on `is_atomic_gemm`.
@@ -154,14 +154,14 @@ class CommOverlap:
         self._buffer = self._buffer.view(dtype).view(sizes)
 
     def _chunk(self) -> Tensor:
-        """This rank's rows of the buffer."""
+        """This rank's rows in the buffer."""
         return self._buffer.chunk(self._size)[rank(self.group) if self._size > 1 else 0]
 
     def copy_into_buffer(self, input: Any, local_chunk: bool = False) -> None:
         """Copy values or codes into the buffer.
 
         Args:
-            input: Tensor with as many elements of the same size; of a quantized tensor, its row-wise codes.
+            input: Tensor with the same number and size of elements; for a quantized tensor, its row-wise codes.
             local_chunk: Copy into this rank's rows instead of the whole buffer.
 
         Raises:
@@ -180,11 +180,11 @@ class CommOverlap:
         target.copy_(input.detach().contiguous().view(target.dtype).view(target.shape))
 
     def get_buffer(self, local_chunk: bool = False, shape: Sequence[int] | None = None) -> Tensor:
-        """The buffer, or this rank's rows of it; the tensor shares its memory.
+        """The buffer, or this rank's rows; the tensor shares its memory.
 
         Args:
             local_chunk: This rank's rows.
-            shape: Shape of the result with as many elements; by default [rows, columns].
+            shape: Result shape with the same number of elements; by default [rows, columns].
         """
         held = self._chunk() if local_chunk else self._buffer
         return held if shape is None else held.view(extents("shape", shape))
@@ -221,13 +221,13 @@ class CommOverlap:
 
 
 class CommOverlapP2P(CommOverlap):
-    """A buffer of tensor-parallel ranks; the original sends its chunks in a ring.
+    """A tensor-parallel buffer; the original sends its chunks in a ring.
 
     Args:
         use_ce: Has no effect.
         aggregate: Has no effect.
 
-    The other arguments are those of `CommOverlap`.
+    The other arguments are as in `CommOverlap`.
 
     Raises:
         ValueError: The shape is not [rows, columns], or the rows do not divide by `tp_size`.
@@ -245,13 +245,13 @@ class CommOverlapP2P(CommOverlap):
 
 
 def _buffer(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
-    """Bytes and, in symmetric memory, the buffers of all ranks."""
+    """Bytes and, in symmetric memory, all ranks' buffers."""
     if group is not None and device.type == "cuda" and "nccl" in dist.get_backend_config(group):
         try:
             return allocate_together(size, torch.uint8, device, group)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except RuntimeError as error:  # ranks of several hosts, or GPUs that cannot read each other's memory
+        except RuntimeError as error:  # ranks on several hosts, or GPUs that cannot read each other's memory
             warn_once(
                 "CommOverlap without symmetric memory", f"the buffer is not in symmetric memory: {error}", 5
             )
@@ -259,17 +259,17 @@ def _buffer(size: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
 
 
 class ProductExchange:
-    """The collective of one product with a buffer; see the table of this module.
+    """The collective for one product with a buffer; see the module's table.
 
     Args:
         buffer: CommOverlap or CommOverlapP2P.
         comm_type: AG or RS; by default the buffer's.
-        extra_output: Receives the result of a reduce-scatter, or a copy of the gathered rows.
+        extra_output: Receives a reduce-scatter's result, or a copy of the gathered rows.
         bulk: The product does not use the buffer.
 
     Raises:
         TypeError: `buffer` is not one of these classes.
-        ValueError: A reduce-scatter of a product has no `extra_output`, or the buffer of a bulk one has codes.
+        ValueError: A product's reduce-scatter has no `extra_output`, or a bulk reduce-scatter's buffer has codes.
     """
 
     def __init__(self, buffer: Any, comm_type: Any, extra_output: Tensor | None, bulk: Any) -> None:
@@ -297,10 +297,10 @@ class ProductExchange:
             )
 
     def before_product(self, codes: Tensor) -> None:
-        """Start a bulk collective, or gather the rows of B.
+        """Start a bulk collective, or gather B's rows.
 
         Args:
-            codes: Values or codes of B.
+            codes: B's values or codes.
 
         Raises:
             ValueError: B is not in the buffer from which it is gathered.
@@ -349,7 +349,7 @@ class ProductExchange:
 
 
 def _gather(buffer: CommOverlap, async_op: bool = False) -> Any:
-    """Gather the chunks of all ranks in the buffer; the handle, or None."""
+    """Gather all ranks' chunks in the buffer; returns the handle, or None."""
     if buffer.get_tp_size() == 1:
         return None
     chunk = buffer.get_buffer(True)
@@ -358,12 +358,12 @@ def _gather(buffer: CommOverlap, async_op: bool = False) -> Any:
 
 
 def bulk_overlap_ag_with_external_gemm(ub: CommOverlap, send_stream: Any, recv_stream: Any) -> None:
-    """Gather the chunks of all ranks in a buffer on a stream, beside products of other streams.
+    """Gather all ranks' chunks in a buffer on a stream, beside products on other streams.
 
     Args:
         ub: The buffer.
         send_stream: Has no effect: one stream gathers.
-        recv_stream: Stream of the gather, which waits for the current stream; None on a CPU. The caller waits for it.
+        recv_stream: Gather stream, which waits for the current stream; None on a CPU. The caller waits for it.
     """
     if not isinstance(ub, CommOverlap):
         raise TypeError(f"ub={described(ub)} has no buffer; give a CommOverlap or CommOverlapP2P")

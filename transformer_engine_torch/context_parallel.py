@@ -1,7 +1,7 @@
-"""Packed sequences shared by context-parallel ranks: halves of sequences, and the corrections of partial results.
+"""Packed sequences shared by context-parallel ranks: sequence halves, and corrections for partial results.
 
-Legend: t packed tokens of this rank, h heads, b sequences; cu_seqlens int32 [b + 1] bounds the sequences of this
-rank, every length is even, and the "first half" of a tensor is the first half of each of its sequences. A softmax
+Legend: t packed tokens on this rank, h heads, b sequences; cu_seqlens int32 [b + 1] bounds the rank's
+sequences, every length is even, and a tensor's "first half" contains the first half of every sequence. A softmax
 over keys in two parts is combined from each part's output o_i and lse_i = log sum exp:
 lse = log(exp(lse_1) + exp(lse_2)), o = sum_i o_i exp(lse_i - lse). Nothing is read on the host.
 """
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
-    """Return one half of every sequence of [t, h, d], or of keys and values [2, t, h, d]: [.., t / 2, h, d]."""
+    """Select one half of every sequence in [t, h, d], or in keys and values [2, t, h, d]: [.., t / 2, h, d]."""
     axis = tensor.dim() - 3
     return tensor.index_select(axis, _half(cu_seqlens, tensor.shape[axis] // 2, half_idx))
 
@@ -56,7 +56,7 @@ def thd_second_half_lse_correction(
 def thd_read_second_half_lse(
     lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int
 ) -> Tensor:
-    """Return `lse` of every sequence's second half: [h, second_half_lse_seqlen], or [b, h, second_half_lse_seqlen].
+    """Select `lse` for every sequence's second half: [h, second_half_lse_seqlen], or [b, h, second_half_lse_seqlen].
 
     Entries that belong to no token are 0.
     """
@@ -115,7 +115,7 @@ def thd_grad_correction(
 
 
 def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
-    """Return the indices of a rank's tokens, int32 [total_tokens / world_size].
+    """A rank's token indices, int32 [total_tokens / world_size].
 
     Each packed sequence has 2 * world_size equal chunks. A rank has the chunks `rank` and 2 * world_size - 1 - rank.
     """
@@ -125,7 +125,7 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_siz
 def thd_sequence_order_to_cp_rank_order(
     tensor: Tensor, cu_seqlens: Tensor, world_size: int, total_tokens: int | None = None
 ) -> Tensor:
-    """Return tokens [t, ..] of whole packed sequences in the order in which ranks hold them, rank 0 first.
+    """Reorder the tokens [t, ..] from full packed sequences to rank order, rank 0 first.
 
     Raises:
         ValueError: The tensor does not have `total_tokens` rows.
@@ -137,7 +137,7 @@ def thd_sequence_order_to_cp_rank_order(
 def thd_cp_rank_order_to_sequence_order(
     tensor: Tensor, cu_seqlens: Tensor, world_size: int, total_tokens: int | None = None
 ) -> Tensor:
-    """Return tokens [t, ..] that were gathered rank by rank in the order of their sequences."""
+    """Reorder tokens [t, ..] that were gathered rank by rank to sequence order."""
     _check_tokens(tensor, total_tokens)
     order = order_of_ranks(cu_seqlens, tensor.shape[0], world_size)
     return torch.empty_like(tensor).index_copy_(0, order, tensor)
@@ -150,9 +150,9 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
 
     Args:
         out: Rows [t, ..], contiguous, of which only these are overwritten.
-        inp: Rows of the same shape and dtype.
-        cu_seqlens_padded: First rows p of the sequences, and the end: int32 [b + 1].
-        cu_seqlens: Sums of the lengths, int32 [b + 1]: len_i = cu_seqlens[i + 1] - cu_seqlens[i].
+        inp: Rows with the same shape and dtype.
+        cu_seqlens_padded: First row p per sequence, and the end: int32 [b + 1].
+        cu_seqlens: Cumulative lengths, int32 [b + 1]: len_i = cu_seqlens[i + 1] - cu_seqlens[i].
 
     Raises:
         ValueError: `inp` has another shape or dtype than `out`, or `out` is not contiguous.
@@ -178,7 +178,7 @@ def _check_tokens(tensor: Tensor, total_tokens: int | None) -> None:
 
 
 def _half(cu_seqlens: Tensor, tokens: int, half_idx: int) -> Tensor:
-    """Return int64 [tokens]: the indices of the tokens of a half of every sequence in the whole tensor."""
+    """Token indices in the full tensor for one half of every sequence: int64 [tokens]."""
     if half_idx not in (0, 1):
         raise ValueError(f"half_idx={half_idx} is neither 0 (the first half) nor 1 (the second)")
     bounds = cu_seqlens.long()
@@ -188,7 +188,7 @@ def _half(cu_seqlens: Tensor, tokens: int, half_idx: int) -> Tensor:
 
 
 def _padded_second_half(cu_seqlens: Tensor, columns: int, limit: int) -> tuple[Tensor, Tensor]:
-    """Return [b, columns]: each token's column of the second halves in a tensor [b, h, limit], and its validity."""
+    """[b, columns]: each second-half token's column in a tensor [b, h, limit], and its validity."""
     half = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // 2
     place = torch.arange(columns, device=cu_seqlens.device)
     # Columns are taken modulo the limit, so that those outside are all different from those inside.

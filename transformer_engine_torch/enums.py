@@ -44,7 +44,7 @@ __all__ = [
 
 
 class FP8FwdTensors(enum.IntEnum):
-    """Slots of a module's forward scaling state: three per product."""
+    """Slots in a module's forward scaling state: three per product."""
 
     GEMM1_INPUT = 0
     GEMM1_WEIGHT = 1
@@ -58,7 +58,7 @@ class FP8FwdTensors(enum.IntEnum):
 
 
 class FP8BwdTensors(enum.IntEnum):
-    """Slots of a module's backward scaling state: two per product."""
+    """Slots in a module's backward scaling state: two per product."""
 
     GRAD_OUTPUT1 = 0
     GRAD_INPUT1 = 1
@@ -69,7 +69,7 @@ class FP8BwdTensors(enum.IntEnum):
 
 
 class Float8BlockScaleTensorFormat(enum.IntEnum):
-    """Order of the scales of FP8 tensors in blocks of 128; tensors here are GEMM_READY."""
+    """Scale order for FP8 tensors in blocks of 128; tensors here are GEMM_READY."""
 
     GEMM_READY = 0
     COMPACT = 1
@@ -98,14 +98,14 @@ class CommOverlapAlgo(enum.IntEnum):
 
 
 class NVTEQBHistogramMode(enum.IntEnum):
-    """Algorithm that counts the histogram of quantile balancing; both count the same."""
+    """Algorithm that counts the quantile-balancing histogram; both count the same."""
 
     TWO_KERNEL = 0
     FUSED_ATOMIC = 1
 
 
 class NVTEScalingMode(enum.IntEnum):
-    """Granularity of the scales of a tensor: one per tensor, or one per block of 32, 128 or 16 elements."""
+    """Scale granularity: one per tensor, or one per block of 32, 128 or 16 elements."""
 
     NVTE_DELAYED_TENSOR_SCALING = 0
     NVTE_MXFP8_1D_SCALING = 1
@@ -135,7 +135,7 @@ def ubuf_built_with_mpi() -> bool:
 
 
 def nvte_built_with_cublasmp() -> bool:
-    """Return False: products over several GPUs are products and collectives of torch."""
+    """Return False: products over several GPUs use torch products and collectives."""
     return False
 
 
@@ -145,12 +145,12 @@ def get_cublasLt_version() -> int:
 
 
 def get_num_cublas_streams() -> int:
-    """Return the number of streams of a grouped product: 1, because the current stream runs all groups."""
+    """Number of streams in a grouped product: 1, because the current stream runs all groups."""
     return 1
 
 
 def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
-    """Return 0: a grouped product needs no workspace of the caller.
+    """Return 0: a grouped product needs no workspace from the caller.
 
     Args:
         num_tensors: Has no effect.
@@ -159,9 +159,9 @@ def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
-    """Return the lowest and the highest priority of streams, (0, 0) without a GPU; smaller numbers go first.
+    """Lowest and highest stream priority, (0, 0) without a GPU; smaller numbers go first.
 
     Args:
-        device_id: Has no effect: torch reports the range of the current device.
+        device_id: Has no effect: torch reports the current device's range.
     """
     return torch.cuda.Stream.priority_range() if torch.cuda.is_available() else (0, 0)  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,4 @@
-"""Forward pass of an attention whose q, k and v are FP8 codes, by the backends of FP8 attention."""
+"""Attention forward pass on FP8 codes for q, k and v, by the FP8 attention backends."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .layout import Layout, reorder_axes
 
 
 def takes_codes(layout: Layout, *qkv: Any) -> bool:
-    """Return whether all three are Float8Tensors in a layout that the backends of FP8 attention support."""
+    """Whether all three are Float8Tensors in a layout that the FP8 attention backends support."""
     return not (layout.transposed or layout.turned or layout.paged) and all(
         isinstance(x, Float8Tensor) for x in qkv
     )
 
 
 def reorder_codes(output: Any, source: str, target: str) -> Any:
-    """Return the output of an FP8 attention, plain or a Float8Tensor, with its axes in another order."""
+    """Permute the axes of an FP8 attention's output, plain or a Float8Tensor."""
     if source == target:
         return output
     if not isinstance(output, Float8Tensor):
@@ -40,16 +40,16 @@ def reorder_codes(output: Any, source: str, target: str) -> Any:
 def forward(
     call: AttentionCall, inputs: AttentionInputs, s_quantizer: Any, o_quantizer: Any
 ) -> tuple[Any, Attended]:
-    """Compute the FP8 attention of codes.
+    """Compute FP8 attention on codes.
 
     Args:
         call: The attention, in its own dtype.
         inputs: Its tensors, q, k and v as Float8Tensors.
-        s_quantizer: Records the largest value of the softmax, if it is a quantizer of delayed scaling.
-        o_quantizer: Quantizer of the output; None returns it in the call's dtype.
+        s_quantizer: Records the largest softmax value, if it is a delayed-scaling quantizer.
+        o_quantizer: Output quantizer; None returns it in the call's dtype.
 
     Returns:
-        The output [.., h, d_v], and the statistics of the pass.
+        The output [.., h, d_v], and the pass's statistics.
     """
     scaling = "delayed" if isinstance(o_quantizer, Float8Quantizer) else "current"
     unused = IdentityQuantizer()

@@ -6,8 +6,8 @@ contiguous rows the product is D = op(B) op(A):
 | transA | transB | layout | product | use in a linear layer |
 | --- | --- | --- | --- | --- |
 | True | False | "TN" | D [M, N] = B [M, K] A [N, K].T | forward: A is the weight, B the input |
-| False | False | "NN" | D [M, K] = B [M, N] A [N, K] | gradient of the input: B is the gradient of the output |
-| False | True | "NT" | D [N, K] = B [M, N].T A [M, K] | gradient of the weight: A is the input, B the gradient |
+| False | False | "NN" | D [M, K] = B [M, N] A [N, K] | input gradient: B is the output gradient |
+| False | True | "NT" | D [N, K] = B [M, N].T A [M, K] | weight gradient: A is the input, B the output gradient |
 | True | True | "TT" | D [N, J] = B [M, N].T A [J, M].T | none |
 """
 
@@ -93,20 +93,20 @@ def generic_gemm(
     Args:
         D: Receives the result. A quantized tensor is written by `quantizer`, or by its own quantizer.
         quantizer: Quantizes the result. With a plain D it must be None.
-        output_dtype: Type of a new result; by default that of A.
+        output_dtype: Type for a new result; by default A's.
         bias: Forward (`grad=False`): [N] or [1, N], added to the product; a tensor without elements is ignored.
             With `grad=True` only its dtype is read: the second result is the sum of B over its rows.
         bias_type: Ignored, like workspace and workspace_size.
         gelu: Forward: apply GELU (tanh approximation) and return its input as the third result. With `grad=True`
             multiply by the derivative of GELU at `gelu_in`.
-        accumulate: Add to the values of D; requires D.
-        use_split_accumulator: Promote the partial sums of FP8 products to float32.
+        accumulate: Add to D's values; requires D.
+        use_split_accumulator: Promote partial sums in FP8 products to float32.
         comm_overlap: CommOverlap or CommOverlapP2P whose collective runs with the product; see
             `transformer_engine_torch.comm_overlap`. Without it the next three arguments have no effect.
-        comm_type: AG or RS; by default that of `comm_overlap`.
-        extra_output: Receives this rank's rows of a reduce-scatter, or a copy of the gathered rows.
+        comm_type: AG or RS; by default `comm_overlap`'s.
+        extra_output: Receives this rank's reduce-scatter rows, or a copy of the gathered rows.
         bulk_overlap: The collective is independent of the product and runs beside it.
-        beta: Multiplier of D with `accumulate`; 1 by default.
+        beta: Multiplier for D with `accumulate`; 1 by default.
 
     Returns:
         `[D, bias gradient or None, GELU's input or None, extra_output]`.
@@ -142,7 +142,7 @@ def generic_gemm(
         raise ValueError("gelu=True with grad=True needs gelu_in, the product of the forward pass")
     if accumulate and D is None:
         raise ValueError(f"accumulate={accumulate} without D; give the tensor that is added to")
-    # A beta of 0 ignores the values of D, even NaN.
+    # beta = 0 ignores D's values, even NaN.
     beta = (1.0 if beta is None else beta) if accumulate else 0.0
     if D is not None:
         dtype = D.dtype
@@ -211,7 +211,7 @@ def _product_in_steps(
 
 
 def _check_kinds(A: Any, B: Any, D: Any, bias: Any, quantizer: Any, output_dtype: Any) -> None:
-    """Raise TypeError unless the operands are matrices of floating-point values, quantized or not."""
+    """Raise TypeError unless the operands are floating-point matrices, quantized or not."""
     for name, operand in (("A", A), ("B", B)):
         if not isinstance(operand, QuantizedTensorStorage):
             floating(name, operand)
@@ -244,7 +244,7 @@ def _check_extents(a: Operand, b: Operand, D: Any, bias: Tensor | None) -> None:
 
 
 def _check_blocks(a: Operand, b: Operand, sums_bias: bool, split: bool) -> None:
-    """Raise RuntimeError for a product of block-scaled operands that the original rejects."""
+    """Raise RuntimeError for block-scaled operands whose product the original rejects."""
     formats = a.format, b.format
     if not all(form in BLOCK_FORMATS.values() for form in formats):
         return
@@ -281,17 +281,17 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> list[Tensor | None]:
-    """Compute the products D[i] of A[i] and B[i], one after the other, each as `generic_gemm` computes it.
+    """Multiply A[i] and B[i] into D[i], one after the other, each as in `generic_gemm`.
 
     Args:
         D: Results that are written; with `single_output` one tensor [sum of m_splits, ...] that holds all of them.
-        m_splits: Rows of each group, in any form of a sequence of whole numbers.
-        bias: A bias of each product; entries without elements, and None, are ignored.
-        pre_gelu_out: D[i] = gelu(product), and the input of GELU is written here.
+        m_splits: Rows per group, as any sequence of whole numbers.
+        bias: A bias per product; entries without elements, and None, are ignored.
+        pre_gelu_out: D[i] = gelu(product), and GELU's input is written here.
         D_type: Ignored, like workspaces, workspace_size and math_sm_count.
 
     Returns:
-        The gradients of the biases with `grad=True`, None for products without one.
+        The bias gradients with `grad=True`, None for products without a bias.
 
     Raises:
         ValueError: D is None, or the operands and results do not fit.
@@ -328,7 +328,7 @@ def te_general_grouped_gemm(
 
 
 def _operands(A: Any, transA: bool, B: Any, transB: bool) -> tuple[Operand, Operand]:
-    """Return (b, a) with D = b @ a.T; plain matrices of two dtypes are converted to the wider one."""
+    """Arrange operands (b, a) with D = b @ a.T; plain matrices with two dtypes are converted to the wider one."""
     b, a = _operand(B, ROWS if transB else COLS), _operand(A, COLS if transA else ROWS)
     if a.format is None and b.format is None and a.codes.dtype != b.codes.dtype:
         wide = torch.promote_types(a.codes.dtype, b.codes.dtype)
@@ -344,5 +344,5 @@ def _operand(x: Any, axis: str) -> Operand:
 
 
 def _shape(B: Any, transB: bool, made: Tensor) -> tuple[int, ...]:
-    """Return the shape of a new D: with the leading axes of B, unless the product contracts them."""
+    """Shape for a new D: with B's leading axes, unless the product contracts them."""
     return tuple(made.shape) if transB else (*B.size()[:-1], made.shape[-1])

@@ -1,4 +1,4 @@
-"""Quantization of groups of matrices into one buffer, under the extension's names."""
+"""Quantization of matrix groups into one buffer, under the extension's names."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ def group_quantize(
     noop_flag: Tensor | None = None,
     output: GroupedTensor | None = None,
 ) -> GroupedTensor:
-    """Quantize the matrices of a group, one after the other in a tensor.
+    """Quantize the matrices in a group, stored one after the other in a tensor.
 
     The host does not wait for a GPU, and a CUDA graph can capture the call, unless `last_dims` is given or the format
     is NVFP4 in blocks of 16 x 16, with a scale per row, or with a reduction.
 
     Args:
-        tensor: Values [sum of the rows, K], or of matrices of other shapes in a row. Elements behind the last matrix
+        tensor: Values [total rows, K], or consecutive matrices with other shapes. Elements behind the last matrix
             are ignored.
-        quantizer: Quantizer of every matrix; each gets its own scales.
+        quantizer: Quantizer for every matrix; each gets its own scales.
         num_tensors: Number of matrices.
-        first_dims: Rows of each matrix, integers [num_tensors]; None if they are equal. Groups of MXFP8 and NVFP4 have
+        first_dims: Rows per matrix, integers [num_tensors]; None if they are equal. MXFP8 and NVFP4 groups have
             multiples of 32 and 16 rows.
-        last_dims: Columns of each matrix; None if they are equal.
-        tensor_offsets: First element of each matrix and the end, int64 [num_tensors + 1]; computed if missing.
+        last_dims: Columns per matrix; None if they are equal.
+        tensor_offsets: First element per matrix and the end, int64 [num_tensors + 1]; computed if missing.
         noop_flag: float32 [1]; if it is not 0, `output` is unchanged.
-        output: Group of equal matrices of the same shapes and format, which receives the codes.
+        output: Group with equal matrices in the same shapes and format, which receives the codes.
 
     Returns:
-        The group, or `output`. `first_dims` and `tensor_offsets` of a group with `first_dims` are on its device.
+        The group, or `output`. If `first_dims` is passed, they and `tensor_offsets` are on the group's device.
 
     Raises:
         ValueError: The extents do not fit the tensor, `noop_flag` is given without `output`, or a graph is being
@@ -108,7 +108,7 @@ def group_quantize(
 def member_shapes(
     x: Tensor, num_tensors: int, first_dims: Extents, last_dims: Extents
 ) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
-    """Shape of each matrix of a group in x [R, K], and `first_dims` and `last_dims` as int64 on its device."""
+    """Per-matrix shapes for a group in x [R, K], and `first_dims` and `last_dims` as int64 on its device."""
     firsts, lasts = _extents_tensor(x.device, num_tensors, first_dims, last_dims)
     return _shapes(x, num_tensors, firsts, lasts), firsts, lasts
 
@@ -121,7 +121,7 @@ def _extents_tensor(
 
 
 def _stays_on_device(quantizer: Any) -> bool:
-    """Whether groups are quantized without their numbers of rows on the host."""
+    """Whether groups are quantized without row counts on the host."""
     return isinstance(quantizer, Quantizer) and quantizer.groups_unsupported_reason() is None
 
 
@@ -142,7 +142,7 @@ def _extents(name: str, dims: Tensor | Sequence[int], count: int, device: torch.
 def _shapes(
     x: Tensor, num_tensors: int, first_dims: Tensor | None, last_dims: Tensor | None
 ) -> list[tuple[int, int]]:
-    """Shape of each matrix of a group; numbers on a GPU are read by the host."""
+    """Per-matrix shapes for a group; the host reads numbers on a GPU."""
     reads = x.is_cuda and (first_dims is not None or last_dims is not None)
     if reads and torch.cuda.is_current_stream_capturing():
         raise ValueError(
@@ -177,7 +177,7 @@ def _quantize_group_into(
     last_dims: Extents,
     noop_flag: Tensor | None,
 ) -> GroupedTensor:
-    """Quantize equal matrices into the buffers of an existing group."""
+    """Quantize equal matrices into an existing group's buffers."""
     if first_dims is not None or last_dims is not None or not output.all_same_shape():
         raise ValueError(
             "output receives matrices of equal shapes only; leave first_dims and last_dims None, or output"
@@ -198,11 +198,11 @@ def _quantize_group_into(
 
 
 def group_dequantize(input: GroupedTensorStorage, otype: DType | int | torch.dtype) -> GroupedTensor:
-    """Return the values of a group as a group of plain matrices of a dtype.
+    """Dequantize a group to a group with plain matrices in a dtype.
 
     Args:
-        input: Group of quantized or plain matrices.
-        otype: Dtype of the values.
+        input: Group with quantized or plain matrices.
+        otype: Value dtype.
     """
     if not isinstance(input, GroupedTensorStorage):
         raise TypeError(f"input={described(input)} is {with_article(type(input))}; give a GroupedTensor")
@@ -225,9 +225,9 @@ def bgrad_group_quantize(
     last_dims: Extents = None,
     tensor_offsets: Tensor | None = None,
 ) -> list[Any]:
-    """Return `[sums over the rows of each matrix [num_tensors, K], the quantized group]`; see `group_quantize`.
+    """Sum every matrix over its rows and quantize: `[sums [num_tensors, K], group]`; see `group_quantize`.
 
-    The sums are float32, rounded to the dtype of the tensor.
+    The sums are float32, rounded to the tensor's dtype.
 
     Args:
         tensor: Values [sum of the rows, K].

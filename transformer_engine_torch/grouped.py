@@ -1,4 +1,4 @@
-"""Groups of matrices under the extension's names: offsets, shared allocations, and layouts of scales."""
+"""Matrix groups under the extension's names: offsets, shared allocations, and scale layouts."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__ = [
 
 
 def splits_to_offsets(first_dims: Tensor, logical_last_dim: int) -> Tensor:
-    """Return the first element of each matrix [first_dims[i], last_dim] in their buffer, and the end: int64 [n + 1].
+    """First buffer element for each matrix [first_dims[i], last_dim], and the end: int64 [n + 1].
 
     Args:
-        first_dims: Rows of each matrix, integers [n].
-        logical_last_dim: Columns of every matrix.
+        first_dims: Rows per matrix, integers [n].
+        logical_last_dim: Columns in every matrix.
     """
     with_axes("first_dims", first_dims, 1)
     return make_tensor_offsets(first_dims, logical_last_dim)
@@ -54,14 +54,14 @@ def splits_to_offsets_multi(
     dtypes: Sequence[torch.dtype],
     bulk_allocate: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute several tables of offsets of the same splits.
+    """Compute several offset tables for the same splits.
 
     Args:
-        split_sizes: Rows of each group, integers [n], on any device.
-        device: Device of the results.
-        strides: Elements of a row, one for each table.
+        split_sizes: Rows per group, integers [n], on any device.
+        device: Result device.
+        strides: Elements per row, one for each table.
         include_leading_zero: Whether each table begins with 0 (and has n + 1 numbers instead of n).
-        dtypes: Integer dtype of each table.
+        dtypes: Integer dtype per table.
         bulk_allocate: Allocate all tables in one buffer, each at a multiple of 16 bytes.
 
     Returns:
@@ -106,9 +106,9 @@ def bulk_allocate(
     """Return uninitialized tensors in one allocation.
 
     Args:
-        shapes: Shape of each tensor.
-        dtypes: Dtype of each tensor.
-        device: Device of the tensors.
+        shapes: Shape per tensor.
+        dtypes: Dtype per tensor.
+        device: Tensor device.
         alignments: Bytes to a multiple of which each tensor begins; by default 256.
     """
     aligned = [256] * len(shapes) if alignments is None else alignments
@@ -124,15 +124,15 @@ def bulk_allocate(
     ]
 
 
-_bulk_allocate = bulk_allocate  # splits_to_offsets_multi has an argument of this name
+_bulk_allocate = bulk_allocate  # splits_to_offsets_multi has an argument with this name
 
 
 def copy_data_ptrs_to_device(tensors: Sequence[Tensor], device: torch.device | str | None = None) -> Tensor:
-    """Return the addresses of tensors as int64 [n] on a device.
+    """Tensor addresses as int64 [n] on a device.
 
     Args:
         tensors: n tensors, on any device.
-        device: Device of the result; None is the current one.
+        device: Result device; None is the current one.
     """
     sequence("tensors", tensors)
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -140,7 +140,7 @@ def copy_data_ptrs_to_device(tensors: Sequence[Tensor], device: torch.device | s
 
 
 def nvfp4_data_transpose(input: Tensor, output: Tensor | None = None) -> Tensor:
-    """Return FP4 codes uint8 [K, M / 2] of the transpose of a matrix with codes uint8 [M, K / 2].
+    """Transpose a matrix with FP4 codes uint8 [M, K / 2] to codes uint8 [K, M / 2].
 
     Args:
         input: Codes, two in a byte, the even column in the low nibble.
@@ -157,12 +157,12 @@ def nvfp4_data_transpose(input: Tensor, output: Tensor | None = None) -> Tensor:
 
 
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
-    """Put the scales of a block-scaled tensor in the order of matrix instructions, in place.
+    """Put a block-scaled tensor's scales in matrix-instruction order, in place.
 
-    `_with_gemm_swizzled_scales` is True then. Products read both orders. Float32 scales of FP8 blocks stay.
+    `_with_gemm_swizzled_scales` is True then. Products read both orders. Float32 scales for FP8 blocks stay.
 
     Args:
-        tensor: MXFP8 or NVFP4 tensor, FP8 tensor in blocks of 128, or a group of such tensors.
+        tensor: MXFP8 or NVFP4 tensor, FP8 tensor in blocks of 128, or a group with such tensors.
 
     Raises:
         TypeError: The tensor has no block scales.
@@ -181,11 +181,11 @@ grouped_swizzle_for_gemm = swizzle_scales_for_gemm_
 
 
 def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], *directions: bool) -> None:
-    """Put the scales of several tensors in the order of matrix instructions; see `swizzle_scales_for_gemm_`.
+    """Put several tensors' scales in matrix-instruction order; see `swizzle_scales_for_gemm_`.
 
     Args:
         tensors: Block-scaled tensors.
-        directions: Have no effect: both directions of a tensor have the same order.
+        directions: Have no effect: a tensor's directions have the same order.
     """
     sequence("tensors", tensors)
     for tensor in tensors:

@@ -76,15 +76,15 @@ def te_general_grouped_gemm_for_grouped_tensor(
     """Compute D_i = alpha_i * product of A_i and B_i + beta_i * D_i + bias_i * bias_scale, as `generic_gemm` does.
 
     Args:
-        A: Left operands of the original's column-major convention.
+        A: Left operands in the original's column-major convention.
         transa: See `generic_gemm`.
         B: Right operands.
         transb: See `generic_gemm`.
         D: Plain matrices that receive the results.
         bias: One vector [N] per matrix, or None.
-        bias_scale: Factor of the bias for each row of all matrices, or None.
+        bias_scale: Bias factor for each row in all matrices, or None.
         alpha: Factors float32 [n].
-        beta: Factors float32 [n] of the present values of D; 0 ignores them.
+        beta: Factors float32 [n] for D's present values; 0 ignores them.
         workspace_setup: Has no effect.
         workspace_cublas: Has no effect.
         use_split_accumulator: See `generic_gemm`.
@@ -96,7 +96,7 @@ def te_general_grouped_gemm_for_grouped_tensor(
     return _products(A, transa, B, transb, D, bias, bias_scale, alpha, beta, use_split_accumulator)
 
 
-# A, or D, is a list of matrices instead of a GroupedTensor.
+# A, or D, is a matrix list instead of a GroupedTensor.
 te_general_grouped_gemm_for_discrete_in = te_general_grouped_gemm_for_grouped_tensor
 te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_tensor
 
@@ -105,19 +105,19 @@ def group_requantize_inplace(
     grouped_x: GroupedTensorStorage, quantizer: Any, num_tensors: int, first_dims: Extents, otype: Any,
     tensor_offsets: Tensor | None = None, return_dequantized: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    """Add the column-wise codes of a group that has row-wise codes, computed from the decoded values, in place.
+    """Add column-wise codes to a group that has row-wise codes, computed from the decoded values, in place.
 
     Args:
         grouped_x: Group with row-wise codes.
-        quantizer: Quantizer of the column-wise codes.
+        quantizer: Quantizer for the column-wise codes.
         num_tensors: Number of matrices.
         first_dims: Has no effect: the group has its extents.
-        otype: Dtype of the decoded values.
+        otype: Dtype for the decoded values.
         tensor_offsets: Has no effect.
         return_dequantized: Return the decoded values.
 
     Returns:
-        The decoded values [sum of the rows, K], or None.
+        The decoded values [total rows, K], or None.
 
     Raises:
         ValueError: The group has another number of matrices, or no row-wise codes.
@@ -158,12 +158,12 @@ def group_scaled_swiglu(
     input_2h: Tensor, prob: Tensor, quantizer: Any, num_tensors: int, first_dims: Extents = None,
     last_dims: Extents = None, tensor_offsets: Tensor | None = None,
 ) -> GroupedTensor:  # fmt: skip
-    """Column-wise codes of `scaled_swiglu(input_2h, prob)`, by group.
+    """Column-wise codes for `scaled_swiglu(input_2h, prob)`, by group.
 
     Args:
         input_2h: Values [rows, 2 H].
-        prob: Scale of each row.
-        quantizer: Quantizer of every matrix.
+        prob: Scale per row.
+        quantizer: Quantizer for every matrix.
         num_tensors: Number of matrices.
         first_dims: Rows of each matrix; None if they are equal.
         last_dims: Columns of each matrix; None if they are equal.
@@ -178,14 +178,14 @@ def group_scaled_clamped_swiglu(
     glu_linear_offset: float = 1.0, first_dims: Extents = None, last_dims: Extents = None,
     tensor_offsets: Tensor | None = None,
 ) -> GroupedTensor:  # fmt: skip
-    """Column-wise codes of `scaled_clamped_swiglu(input_2h, prob)`, by group.
+    """Column-wise codes for `scaled_clamped_swiglu(input_2h, prob)`, by group.
 
     Args:
-        limit: Bound of both halves; see `scaled_clamped_swiglu`.
+        limit: Bound for both halves; see `scaled_clamped_swiglu`.
         alpha: Factor in the sigmoid.
         glu_linear_offset: Number that is added to the linear half.
 
-    The other arguments are those of `group_scaled_swiglu`.
+    The other arguments are as in `group_scaled_swiglu`.
     """
     values = scaled_clamped_swiglu(input_2h, prob, None, limit, alpha, glu_linear_offset)
     return group_quantize(values, _columnwise(quantizer), num_tensors, first_dims, last_dims, tensor_offsets)
@@ -212,11 +212,11 @@ def multi_tensor_transpose_to_bhsd(
 
 
 def multi_tensor_pad_last_dim(inputs: Sequence[Tensor], alignment: int) -> list[Tensor]:
-    """Pad the last dimension of tensors with zeros to a multiple of `alignment`.
+    """Zero-pad the tensors' last dimension to a multiple of `alignment`.
 
     Args:
         inputs: Tensors [.., K].
-        alignment: Divisor of the last dimension of the results.
+        alignment: Divisor of the results' last dimension.
 
     Returns:
         A tensor for each input; an input that needs no padding is returned unchanged.

@@ -31,7 +31,7 @@ _FORMATS = {
 
 
 def format_name(qkv_format: NVTE_QKV_Format | int | str) -> str:
-    """Return "sbhd", "bshd" or "thd" for a member of the enumeration, its number or name; ValueError for others."""
+    """Return "sbhd", "bshd" or "thd" for an enumeration member, its number or name; ValueError for others."""
     name = qkv_format if isinstance(qkv_format, str) else _FORMATS.get(NVTE_QKV_Format(qkv_format))
     if name is None or name not in _FORMATS.values():
         raise ValueError(
@@ -55,9 +55,9 @@ def copy_to_kv_cache(
     max_pages_per_seq: int,
     is_non_paged: bool,
 ) -> None:
-    """Append new keys and values to the cached ones of b sequences, in place.
+    """Append new keys and values to the cache for b sequences, in place.
 
-    Tokens beyond the cache and tokens of missing pages are skipped if they are not checked.
+    Tokens beyond the cache and on missing pages are skipped if they are not checked.
 
     Raises:
         ValueError: Lengths or pages are invalid. Nothing has been written. Those on a GPU are checked with TE_CHECK=1
@@ -122,10 +122,10 @@ def mha_fill(tensor: Tensor, value: float | Tensor) -> None:
 
 
 def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
-    """Separate queries, keys and values [3, b, s, h, d] of an interleaved buffer [s, b, h, 3 d].
+    """Separate queries, keys and values [3, b, s, h, d] in an interleaved buffer [s, b, h, 3 d].
 
     Args:
-        qkvi: The buffer [s, b, h, 3 d], or its queries [s, b, h, d] as a view of it.
+        qkvi: The buffer [s, b, h, 3 d], or its queries [s, b, h, d] as a view.
     """
     tensor("qkvi", qkvi)
     if qkvi.dim() != 4:
@@ -144,9 +144,9 @@ def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Interleave gradients q, k, v [b, s, h, d] to [s, b, h, 3 d]; the inverse of fa_prepare_fwd.
 
     Args:
-        q: Gradient of the queries [b, s, h, d].
-        k: Gradient of the keys.
-        v: Gradient of the values.
+        q: Query gradient [b, s, h, d].
+        k: Key gradient.
+        v: Value gradient.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         with_axes(name, x, 3)

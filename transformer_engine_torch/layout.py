@@ -13,20 +13,20 @@ from .enums import NVTE_QKV_Format, NVTE_QKV_Layout
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout of queries, keys and values.
+    """One layout for queries, keys and values.
 
     Backends read sbhd, bshd or thd. Other layouts are converted by views. A bhsd tensor is viewed as bshd. Keys and
-    values are viewed in the queries' order of axes; pages, and keys and values of packed queries, as bshd.
+    values are viewed in the queries' axis order; pages, and keys and values for packed queries, as bshd.
 
     Attributes:
-        name: Name of the layout.
-        q_format: Format of the queries for backends.
-        kv_format: Format of the keys and values for backends.
-        interleaved: Number of the three tensors that share a buffer: 3, 2 (keys and values) or 0.
-        axis: Axis of these tensors in the buffer, from the end.
+        name: Layout name.
+        q_format: Query format for backends.
+        kv_format: Key and value format for backends.
+        interleaved: How many among the three tensors share a buffer: 3, 2 (keys and values) or 0.
+        axis: Tensor axis in the buffer, from the end.
         paged: Whether keys and values are in pages.
         transposed: Whether the layout is bhsd.
-        turned: Whether the first two axes of keys and values are exchanged.
+        turned: Whether keys and values have their first two axes exchanged.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Layout:
     @staticmethod
     @functools.cache
     def of(qkv_layout: NVTE_QKV_Layout | int) -> Layout:
-        """Return the layout of an enumeration member or of its number."""
+        """Look up the layout for an enumeration member or its number."""
         name = NVTE_QKV_Layout(qkv_layout).name.removeprefix("NVTE_").lower()
         parts = name.removeprefix("paged_kv_").split("_")
         q_format, kv_format = ("".join(c for c in part if c.isalpha()) for part in (parts[0], parts[-1]))
@@ -66,7 +66,7 @@ class Layout:
         return x.transpose(1, 2) if self.transposed else x
 
     def as_queries(self, x: Tensor) -> Tensor:
-        """Return x of q_format in the layout's format of the queries."""
+        """Convert x from q_format to the layout's query format."""
         return x.transpose(1, 2) if self.transposed else x
 
     def keys(self, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Layout:
         return x.transpose(1, 2) if self.transposed else x
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v of q_format and kv_format in the layout's format, as views of one buffer if they share one."""
+        """Convert q, k, v from q_format and kv_format to the layout's format; shared buffers stay shared."""
         if self.interleaved == 3:
             q, k, v = torch.stack((q, k, v), dim=self.axis).unbind(self.axis)
         elif self.interleaved == 2:
@@ -89,12 +89,12 @@ class Layout:
 
 
 def reorder_axes(x: Tensor, source: str, target: str, name: str) -> Tensor:
-    """Return x with its axes in another order.
+    """Permute x's axes.
 
     Args:
         x: Tensor whose axes are named by `source`.
-        source: Order of the axes, such as "sbhd".
-        target: Requested order, of the same axes.
+        source: Axis order, such as "sbhd".
+        target: Requested order, with the same axes.
         name: Argument that requested the order, for the message.
 
     Raises:
@@ -110,10 +110,10 @@ def reorder_axes(x: Tensor, source: str, target: str, name: str) -> Tensor:
 
 
 def requested_order(given: NVTE_QKV_Format | int | str | None, layout: Layout, name: str) -> str:
-    """Return the order of axes that a format argument requests; None means the queries' order.
+    """Axis order that a format argument requests; None means the queries' order.
 
     Raises:
-        ValueError: `given` does not name an order of axes.
+        ValueError: `given` does not name an axis order.
     """
     own = "bhsd" if layout.transposed else layout.q_format
     if given is None:

@@ -1,9 +1,9 @@
-"""Steps of NVFP4 quantization with 16 x 16 blocks under the extension's names, on one weight or on lists of weights.
+"""NVFP4 quantization steps with 16 x 16 blocks under the extension's names, on one weight or on weight lists.
 
-A weight [h, w] has ceil(h / 16) x ceil(w / 16) blocks. From the largest magnitudes `block_amax` of the blocks and
-`global_amax` of the weight follow the second-level scale S = 448 * 6 / global_amax and the block scales
+A weight [h, w] has ceil(h / 16) x ceil(w / 16) blocks. The blocks' largest magnitudes `block_amax` and the
+weight's `global_amax` determine the second-level scale S = 448 * 6 / global_amax and the block scales
 s = block_amax / 6 * S; a code is e2m1(x * S / e4m3(s)). Distributed optimizers reduce the maxima over the ranks before
-they compute scales. `transformer_engine.pytorch.tensor.utils.quantize_master_weights` does all of it in one call.
+they compute scales. `transformer_engine.pytorch.tensor.utils.quantize_master_weights` does all steps in one call.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _BLOCK = 16  # rows and columns that share a scale
 
 
 def nvfp4_compute_global_scale(global_amax: Tensor, global_scale: Tensor) -> None:
-    """Compute S = 448 * 6 / global_amax, at most the largest float32; 1 for a maximum of 0.
+    """Compute S = 448 * 6 / global_amax, at most the largest float32; 1 for maximum 0.
 
     Args:
         global_amax: Largest magnitudes, float32 of any shape.
-        global_scale: float32 of the same shape, overwritten.
+        global_scale: float32 in the same shape, overwritten.
     """
     values(global_amax=global_amax, global_scale=global_scale)
     global_scale.copy_(_second_level(global_amax).view(global_scale.shape))
@@ -68,9 +68,9 @@ def nvfp4_compute_per_block_scale(block_amax: Tensor, scale: Tensor, global_amax
     `nvfp4_2d_partial_cast` and `nvfp4_expand_scale_to_fp8` round them.
 
     Args:
-        block_amax: Largest magnitudes of the blocks, float32.
-        scale: float32 of the same shape, overwritten.
-        global_amax: Largest magnitude of the weight, float32 [1].
+        block_amax: Largest magnitude per block, float32.
+        scale: float32 in the same shape, overwritten.
+        global_amax: The weight's largest magnitude, float32 [1].
     """
     values(block_amax=block_amax, scale=scale, global_amax=global_amax)
     factor = _second_level(global_amax.reshape(1)) * (1.0 / E2M1.maximum)
@@ -80,7 +80,7 @@ def nvfp4_compute_per_block_scale(block_amax: Tensor, scale: Tensor, global_amax
 def nvfp4_expand_scale_to_fp8(
     input: Tensor, output: Tensor, tile_rows: int, tile_cols: int, rows_padded: int, block_len: int = _BLOCK
 ) -> None:
-    """Round block scales to E4M3 and repeat each for the rows of its block; scales of padding are 0.
+    """Round block scales to E4M3 and repeat each for its block's rows; padding has scale 0.
 
     Args:
         input: Block scales float32 [at least tile_rows, at least tile_cols].
@@ -106,11 +106,11 @@ def nvfp4_fused_scale(
     block_amax: Tensor, global_amax: Tensor, per_block_scale: Tensor, target_scale: Tensor, target_amax: Tensor,
     tile_rows: int, tile_cols: int, rows_padded: int, block_len: int = _BLOCK,
 ) -> None:  # fmt: skip
-    """Compute the block scales, their E4M3 copies for each row, and the maximum of the quantized weight.
+    """Compute the block scales, their E4M3 copies for each row, and the quantized weight's maximum.
 
     Args:
-        block_amax: Largest magnitudes of the blocks, float32 [tile_rows, tile_cols].
-        global_amax: Largest magnitude of the weight, float32 [1].
+        block_amax: Largest magnitude per block, float32 [tile_rows, tile_cols].
+        global_amax: The weight's largest magnitude, float32 [1].
         per_block_scale: As `scale` of `nvfp4_compute_per_block_scale`.
         target_scale: As `output` of `nvfp4_expand_scale_to_fp8`.
         target_amax: float32 [1], overwritten with `global_amax`.
@@ -125,13 +125,13 @@ def nvfp4_fused_scale(
 
 
 def nvfp4_2d_scale_transpose(input: Tensor, output: Tensor, M_tiles: int, K_tiles: int) -> None:
-    """Compute the E4M3 scales of the transposed weight from the scales of the weight; scales of padding are 0.
+    """Compute the transposed weight's E4M3 scales from the weight's scales; padding has scale 0.
 
     Args:
-        input: uint8 [at least 16 M_tiles - 15, at least K_tiles]: equal scales for the 16 rows of a block.
-        output: uint8 [at least K, at least M_tiles] of the transposed weight [K, M], overwritten.
-        M_tiles: Blocks along the rows of the weight.
-        K_tiles: Blocks along the columns of the weight.
+        input: uint8 [at least 16 M_tiles - 15, at least K_tiles]: equal scales for the 16 rows in a block.
+        output: uint8 [at least K, at least M_tiles] for the transposed weight [K, M], overwritten.
+        M_tiles: Blocks along the weight's rows.
+        K_tiles: Blocks along the weight's columns.
 
     Raises:
         ValueError: A tensor is smaller than the numbers of blocks.
@@ -154,15 +154,15 @@ def nvfp4_2d_multi_tensor_transpose(
     rowwise_scale_inv_list: Sequence[Tensor], columnwise_scale_inv_list: Sequence[Tensor],
     M_list: Sequence[int], K_list: Sequence[int],
 ) -> None:  # fmt: skip
-    """Transpose the codes and block scales of several weights [M, K].
+    """Transpose codes and block scales for several weights [M, K].
 
     Args:
         rowwise_data_list: Codes uint8 [M, K / 2].
         columnwise_data_list: Codes uint8 [K, M / 2], overwritten.
         rowwise_scale_inv_list: See `input` of `nvfp4_2d_scale_transpose`.
         columnwise_scale_inv_list: See `output` of `nvfp4_2d_scale_transpose`.
-        M_list: Rows of each weight.
-        K_list: Columns of each weight.
+        M_list: Rows per weight.
+        K_list: Columns per weight.
     """
     for codes, codes_t, scale, scale_t, m, k in _each(
         rowwise_data_list=rowwise_data_list, columnwise_data_list=columnwise_data_list,
@@ -182,14 +182,14 @@ def nvfp4_multi_tensor_fused_scale(
     """Run `nvfp4_fused_scale` on several weights.
 
     Args:
-        block_amax_list: `block_amax` of each weight.
-        global_amax_list: `global_amax` of each weight.
-        per_block_scale_list: `per_block_scale` of each weight.
-        target_scale_list: `target_scale` of each weight.
-        target_amax_list: `target_amax` of each weight.
-        tile_rows_list: `tile_rows` of each weight.
-        tile_cols_list: `tile_cols` of each weight.
-        rows_padded_list: `rows_padded` of each weight.
+        block_amax_list: `block_amax` per weight.
+        global_amax_list: `global_amax` per weight.
+        per_block_scale_list: `per_block_scale` per weight.
+        target_scale_list: `target_scale` per weight.
+        target_amax_list: `target_amax` per weight.
+        tile_rows_list: `tile_rows` per weight.
+        tile_cols_list: `tile_cols` per weight.
+        rows_padded_list: `rows_padded` per weight.
         block_len: Rows of a block.
     """
     for arguments in _each(
@@ -206,15 +206,15 @@ def nvfp4_multi_tensor_compute_partial_amax(
     global_amax_list: Sequence[Tensor], h_list: Sequence[int], w_list: Sequence[int],
     start_offset_list: Sequence[int], block_len: int = _BLOCK,
 ) -> None:  # fmt: skip
-    """Compute the largest magnitudes of the blocks and of the whole of several weights over the elements of shards.
+    """Compute per-block and global maxima for several weights over their shards' elements.
 
     Args:
         master_weight_list: Shards; see `nvfp4_2d_compute_partial_amax`.
         partial_amax_list: Its `amax`, overwritten.
-        global_amax_list: float32 [1], overwritten with the largest magnitude of the shard, 0 for an empty one.
-        h_list: Rows of each weight.
-        w_list: Columns of each weight.
-        start_offset_list: First element of each shard.
+        global_amax_list: float32 [1], overwritten with the shard's largest magnitude, 0 for an empty shard.
+        h_list: Rows per weight.
+        w_list: Columns per weight.
+        start_offset_list: First element per shard.
         block_len: Rows and columns of a block.
     """
     for shard, amax, largest, h, w, start in _each(
@@ -230,17 +230,17 @@ def nvfp4_multi_tensor_2d_partial_cast(
     global_scale_list: Sequence[Tensor], h_list: Sequence[int], w_list: Sequence[int],
     start_offset_list: Sequence[int], block_len: int = _BLOCK,
 ) -> None:  # fmt: skip
-    """Cast shards of several weights to FP4; see `nvfp4_2d_partial_cast`.
+    """Cast shards from several weights to FP4; see `nvfp4_2d_partial_cast`.
 
-    The four tensors of a shard are those of one call; weights may have several shards in the lists.
+    Each shard has the four tensors for one call; weights may have several shards in the lists.
 
     Args:
-        inp_list: Shards of whole bytes.
+        inp_list: Shards with complete bytes.
         out_list: Codes uint8, two in a byte, overwritten.
         scale_list: Block scales, which are rounded to E4M3.
         global_scale_list: Second-level scales, float32 [1].
 
-    The other arguments are those of `nvfp4_multi_tensor_compute_partial_amax`.
+    The other arguments are as in `nvfp4_multi_tensor_compute_partial_amax`.
     """
     for arguments in _each(
         inp_list=inp_list, out_list=out_list, scale_list=scale_list, global_scale_list=global_scale_list,
@@ -285,15 +285,15 @@ def nvfp4_group_quantize_with_amax(
     rowwise_amax: Tensor | None = None, columnwise_amax: Tensor | None = None,
     tensor_offsets: Tensor | None = None,
 ) -> GroupedTensor:  # fmt: skip
-    """Quantize the matrices of a group to NVFP4 with given maxima; the host reads their shapes.
+    """Quantize a group's matrices to NVFP4 with known maxima; the host reads their shapes.
 
     Args:
-        tensor: Values [sum of the rows, K]; see `group_quantize`, also for the shapes.
+        tensor: Values [total rows, K]; see `group_quantize`, also for the shapes.
         quantizer: NVFP4Quantizer without stochastic rounding.
         num_tensors: Number of matrices.
         first_dims: Rows of each matrix; None if they are equal.
         last_dims: Columns of each matrix; None if they are equal.
-        rowwise_amax: float32 [num_tensors], the maxima of the row-wise direction; measured if None.
+        rowwise_amax: float32 [num_tensors], the row-wise maxima; measured if None.
         columnwise_amax: float32 [num_tensors], likewise column-wise.
         tensor_offsets: First element of each matrix and the end, int64 [num_tensors + 1].
 

@@ -1,8 +1,8 @@
-"""Quantization of weights from flat shards under the extension's names, as distributed optimizers call it.
+"""Weight quantization from flat shards under the extension's names, as distributed optimizers call it.
 
-A rank owns the elements start_offset .. start_offset + n of a flattened weight [h, w]. It computes the maxima of its
+A rank owns the elements start_offset .. start_offset + n in a flattened weight [h, w]. It computes the maxima over its
 elements in each block, the caller reduces them over the ranks and computes scales, and the rank casts its elements.
-`transformer_engine.pytorch.tensor.utils.quantize_master_weights` does all of this in one call.
+`transformer_engine.pytorch.tensor.utils.quantize_master_weights` does all steps in one call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MXFP8_BLOCK, _NVFP4_BLOCK = 32, 16
 
 
 def _places(shard: Tensor, h: int, w: int, start_offset: int) -> tuple[Tensor, Tensor]:
-    """Return the rows and columns of a shard's elements; raise ValueError if the shard exceeds the weight."""
+    """Rows and columns for a shard's elements; raises ValueError if the shard exceeds the weight."""
     h, w, start = to_int("h", h, 0), to_int("w", w, 1), to_int("start_offset", start_offset, 0)
     if start + shard.numel() > h * w:
         raise ValueError(
@@ -42,7 +42,7 @@ def _places(shard: Tensor, h: int, w: int, start_offset: int) -> tuple[Tensor, T
 
 
 def _maxima(shard: Tensor, amax: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Write the largest |x| of each block to amax [.., ..], and 0 for blocks without an element of the shard."""
+    """Write the largest |x| per block to amax [.., ..], and 0 for blocks without shard elements."""
     found = torch.zeros(amax.numel(), dtype=torch.float32, device=amax.device)
     index = rows * amax.shape[1] + columns
     found.scatter_reduce_(0, index, shard.reshape(-1).float().abs(), "amax")
@@ -52,7 +52,7 @@ def _maxima(shard: Tensor, amax: Tensor, rows: Tensor, columns: Tensor) -> None:
 def fp8_block_scaling_compute_partial_amax(
     tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int = 128
 ) -> None:
-    """Compute the maxima of the blocks [block_len, block_len] of a weight over the elements of a shard.
+    """Compute a weight's maxima per block [block_len, block_len] over a shard's elements.
 
     Args:
         tensor: Shard, of any shape.
@@ -80,12 +80,12 @@ def fp8_block_scaling_partial_cast(
     block_len: int,
     out_dtype: DType | int,
 ) -> None:
-    """Cast a shard to FP8: out = cast(inp * scale of the block).
+    """Cast a shard to FP8: out = cast(inp * block scale).
 
     Args:
         inp: Shard, of any shape.
         out: Codes uint8 with the shard's number of elements, overwritten.
-        scale: Multipliers float32 of the blocks, as `amax` of `fp8_block_scaling_compute_partial_amax`.
+        scale: Block multipliers, float32, as `amax` in `fp8_block_scaling_compute_partial_amax`.
         h: Rows of the weight.
         w: Columns of the weight.
         start_offset: First element of the shard.
@@ -107,7 +107,7 @@ def fp8_block_scaling_partial_cast(
 def mxfp8_scaling_compute_partial_amax(
     input: Tensor, amax_rowwise: Tensor, amax_colwise: Tensor, rows: int, cols: int, start_offset: int
 ) -> None:
-    """Compute the maxima of blocks of 32 in both directions over the elements of a shard.
+    """Compute maxima per 32-element block in both directions over a shard's elements.
 
     Args:
         input: Shard, of any shape.
@@ -130,12 +130,12 @@ def mxfp8_scaling_partial_cast(
     input: Tensor, output_rowwise: Tensor, output_colwise: Tensor, scale_inv_rowwise: Tensor,
     scale_inv_colwise: Tensor, rows: int, cols: int, start_offset: int,
 ) -> None:  # fmt: skip
-    """Cast a shard to E4M3 with the exponents of its blocks in both directions.
+    """Cast a shard to E4M3 with its block exponents in both directions.
 
     Args:
         input: Shard, of any shape.
         output_rowwise: Codes uint8 with the shard's number of elements, overwritten.
-        output_colwise: The same for the column direction.
+        output_colwise: Column-wise codes uint8, likewise.
         scale_inv_rowwise: Exponents uint8 [at least rows, at least cols / 32].
         scale_inv_colwise: Exponents uint8 [at least rows / 32, at least cols].
         rows: Rows of the weight.
@@ -160,12 +160,12 @@ def mxfp8_scaling_partial_cast(
 def nvfp4_2d_compute_partial_amax(
     tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int = _NVFP4_BLOCK
 ) -> None:
-    """Compute the maxima of the blocks [16, 16] of a weight; see `fp8_block_scaling_compute_partial_amax`.
+    """Compute a weight's maxima per block [16, 16]; see `fp8_block_scaling_compute_partial_amax`.
 
     Args:
         block_len: Rows and columns of a block.
 
-    The other arguments are those of `fp8_block_scaling_compute_partial_amax`.
+    The other arguments are as in `fp8_block_scaling_compute_partial_amax`.
 
     Raises:
         ValueError: The shard exceeds the weight.
@@ -177,21 +177,21 @@ def nvfp4_2d_partial_cast(
     inp: Tensor, out: Tensor, scale: Tensor, global_scale: Tensor, h: int, w: int, start_offset: int,
     block_len: int = _NVFP4_BLOCK,
 ) -> None:  # fmt: skip
-    """Cast a shard to FP4: out = e2m1(inp / (e4m3(scale of the block) / global_scale)), two codes in a byte.
+    """Cast a shard to FP4: out = e2m1(inp / (e4m3(block scale) / global_scale)), two codes per byte.
 
     Args:
-        inp: Shard of whole bytes, of any shape.
+        inp: Shard with complete bytes, in any shape.
         out: uint8 with half the shard's number of elements, overwritten; the even element is in the low nibble.
-        scale: Factors of the blocks in any floating-point dtype, rounded to E4M3 here, [at least ceil(h / block_len),
+        scale: Block factors in any floating-point dtype, rounded to E4M3 here, [at least ceil(h / block_len),
             at least ceil(w / block_len)].
-        global_scale: 448 * 6 / amax of the weight, float32 [1].
+        global_scale: 448 * 6 / the weight's amax, float32 [1].
         h: Rows of the weight.
         w: Columns of the weight.
         start_offset: First element of the shard.
         block_len: Rows and columns of a block.
 
     Raises:
-        ValueError: The shard exceeds the weight, or does not consist of whole bytes.
+        ValueError: The shard exceeds the weight, or has incomplete bytes.
     """
     values(inp=inp, scale=scale, global_scale=global_scale)
     if start_offset % 2 or inp.numel() % 2:

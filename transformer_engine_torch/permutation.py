@@ -1,4 +1,4 @@
-"""Permutation of tokens by expert indices, and padding of groups of rows, under the extension's names."""
+"""Token permutation by expert indices, and row-group padding, under the extension's names."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def moe_permute_fwd(
 def moe_permute_bwd(
     input: Tensor, dtype: DType | int, row_id_map: Tensor, prob: Tensor | None, num_tokens: int, topK: int
 ) -> Tensor:
-    """Compute dx [num_tokens, H] of `moe_permute_fwd`: the sum of the gradients of a token's rows.
+    """Compute dx [num_tokens, H] of `moe_permute_fwd`: the gradient sum over each token's rows.
 
     Args:
-        input: Gradient of the permuted rows [rows, H].
+        input: Permuted row gradients [rows, H].
     """
     return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
 
@@ -94,7 +94,7 @@ def moe_unpermute_fwd(
 def moe_unpermute_bwd(
     input_bwd: Tensor, input_fwd: Tensor, dtype: DType | int, row_id_map: Tensor, prob: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `moe_unpermute_fwd` from that of its result, input_bwd [T, H].
+    """Compute the gradients for `moe_unpermute_fwd` from its result gradient input_bwd [T, H].
 
     Args:
         prob: None means one route per token with weight 1; the second result is then empty.
@@ -116,13 +116,13 @@ def moe_unpermute_bwd(
 def fused_multi_row_padding(
     input: Tensor, output: Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
 ) -> None:
-    """Write the groups of input [sum of rows, K], each followed by zeros, to output [sum of padded rows, K].
+    """Write the groups in input [total rows, K], each followed by zeros, to output [total padded rows, K].
 
     Args:
-        input: Rows of all groups, one group after the other.
+        input: All groups' rows, one group after the other.
         output: Receives the padded rows.
-        input_row_list: Rows of each group.
-        padded_input_row_list: Rows of each group with its padding.
+        input_row_list: Rows per group.
+        padded_input_row_list: Rows per group with padding.
     """
     rows, padded = _checked_rows(input, output, input_row_list, padded_input_row_list)
     output.copy_(pad_rows(input, rows, padded))
@@ -131,13 +131,13 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     input: Tensor, output: Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
 ) -> None:
-    """Write the first rows of each group of input [sum of rows, K] to output [sum of unpadded rows, K].
+    """Write each group's first rows in input [total rows, K] to output [total unpadded rows, K].
 
     Args:
-        input: Padded rows of all groups.
+        input: All groups' padded rows.
         output: Receives the rows without padding.
-        input_row_list: Rows of each group with its padding.
-        unpadded_input_row_list: Rows of each group.
+        input_row_list: Rows per group with padding.
+        unpadded_input_row_list: Rows per group.
     """
     rows, padded = _checked_rows(output, input, unpadded_input_row_list, input_row_list)
     output.copy_(unpad_rows(input, rows, padded))
@@ -172,7 +172,7 @@ def _probs(prob: Tensor | None, routes: Routes) -> Tensor | None:
 def _checked_rows(
     short: Tensor, long: Tensor, given_rows: Sequence[int], given_padded: Sequence[int]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the rows of the groups as ints; raise ValueError, before a write, unless they fit the matrices."""
+    """Convert the group rows to ints; raise ValueError, before a write, unless they fit the matrices."""
     _matrix("the unpadded matrix", short)
     _matrix("the padded matrix", long)
     rows, padded = (to_ints("the rows of the groups", given) for given in (given_rows, given_padded))

@@ -1,4 +1,4 @@
-"""Rotary position embedding under the names of the extension: forward, backward, and of packed q, k, v."""
+"""Rotary position embedding under the extension's names: forward, backward, and for packed q, k, v."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fused_rope_backward(
     output_grads: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Format,
     interleaved: bool, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the input of fused_rope_forward."""
+    """Compute the input gradient for fused_rope_forward."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
     return rope.rope_backward(
         *_check_rotation(output_grads, freqs, Positions(start_positions, cu_seqlens), spec)
@@ -69,7 +69,7 @@ def fused_qkv_rope_backward(
     qkv_split_arg_list: Sequence[int], qkv_format: Format, interleaved: bool, cp_size: int,
     cp_rank: int, *, start_positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the input of fused_qkv_rope_forward, with its start_positions."""
+    """Compute the input gradient for fused_qkv_rope_forward, with its start_positions."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
     sizes = three_sizes(qkv_split_arg_list)
     positions = Positions(start_positions)
@@ -88,7 +88,7 @@ def fused_qkv_rope_backward(
 
 
 def _spec(qkv_format: Format, interleaved: bool, cp_size: int, cp_rank: int) -> RopeSpec:
-    """Return the layout of a rotation, with flags and numbers converted from any form."""
+    """A rotation's layout, with flags and numbers converted from any form."""
     return RopeSpec(
         format_name(qkv_format),
         to_bool("interleaved", interleaved),
@@ -100,7 +100,7 @@ def _spec(qkv_format: Format, interleaved: bool, cp_size: int, cp_rank: int) -> 
 def _check_rotation(
     x: Tensor, freqs: Tensor, positions: Positions, spec: RopeSpec
 ) -> tuple[Tensor, Tensor, Positions, RopeSpec]:
-    """Validate and return the arguments of a rotation."""
+    """Validate and return a rotation's arguments."""
     check_rotation(x, freqs, positions, spec, x.shape[-1])
     return x, _angles(freqs), positions, spec
 

@@ -1,4 +1,4 @@
-"""Forward and backward passes of the router and of its auxiliary loss, under the extension's names."""
+"""Forward and backward passes for the router and its auxiliary loss, under the extension's names."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def fused_topk_with_score_function_bwd(
     use_dense_indices: bool = False,
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
 ) -> None:
-    """Write the gradient of the logits of `fused_topk_with_score_function_fwd` to grad_logits [..., E]."""
+    """Write the logit gradient for `fused_topk_with_score_function_fwd` to grad_logits [..., E]."""
     dense = to_bool("use_dense_indices", use_dense_indices)
     map = INDICES if dense else map_format(routing_map_format)
     scale = 1.0 if scaling_factor is None else finite("scaling_factor", scaling_factor)
@@ -101,24 +101,24 @@ def fused_topk_with_score_function_qb_fwd(
     bin_bounds: Tensor, histogram_mode: NVTEQBHistogramMode | QBHistogramMode | int | str,
     bin_bounds_validated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Choose experts by sigmoid scores, and count the margins of quantile balancing.
+    """Choose experts by sigmoid scores, and count the quantile-balancing margins.
 
     Args:
         logits: [..., E], float32, bfloat16 or float16.
         topk: Number of experts per token, below E.
-        scaling_factor: Multiplier of the weights; None is 1.
+        scaling_factor: Weight multiplier; None is 1.
         expert_bias: float32 [E], added to the scores that are compared, not to the weights.
-        routing_map_format: Encoding of the routing map.
+        routing_map_format: Routing map encoding.
         topk_indices: int16, int32 or int64 [..., topk] that receives the experts and is returned instead of a map; or
             None.
         histogram: int32 [E, bins], to which the counts are added.
         bin_bounds: float32 [2], the limits of the bins.
-        histogram_mode: Algorithm of the count; both count the same.
+        histogram_mode: Counting algorithm; both count the same.
         bin_bounds_validated: Has no effect; the bounds are checked where that does not wait for a GPU.
 
     Returns:
         `(probs [..., E], routing map or topk_indices, sigmoid scores float32 [T, E], cut-off float32 [T], histogram)`.
-        The cut-off of a token is its (topk + 1)st largest biased score.
+        A token's cut-off is its (topk + 1)st largest biased score.
     """
     if isinstance(histogram_mode, (str, QBHistogramMode)):
         named = histogram_mode
@@ -156,7 +156,7 @@ def fused_score_for_moe_aux_loss_fwd(
 def fused_score_for_moe_aux_loss_bwd(
     intermediate: Tensor, grad_scores: Tensor, grad_logits: Tensor, topk: int, score_function: str
 ) -> None:
-    """Write the gradient of the logits of `fused_score_for_moe_aux_loss_fwd` to grad_logits [..., E]."""
+    """Write the logit gradient for `fused_score_for_moe_aux_loss_fwd` to grad_logits [..., E]."""
     choice = Choice(to_int("topk", topk, 1), score_function, True)
     _gradient(None, intermediate, grad_scores, grad_logits, choice)
 
@@ -168,7 +168,7 @@ def fused_moe_aux_loss_fwd(
     """Return `(loss, C)`, with C = num_experts * coeff / (topk * total_num_tokens^2) as float32 [1].
 
     Args:
-        total_num_tokens: A number, or a tensor of one element on the device, which the host does not read.
+        total_num_tokens: A number, or a one-element tensor on the device, which the host does not read.
     """
     shape = (num_rows, num_cols)
     floating("probs", probs)

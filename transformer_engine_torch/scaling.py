@@ -46,10 +46,10 @@ def fused_amax_and_scale_update_after_reduction(
     """Set scale = (largest code / amax) / 2^margin for every column and advance the histories by one step, in place.
 
     Args:
-        amax_reduction_buffer: Latest amaxes of all histories, concatenated, float32, reduced over a group. Where it
-            is 0, row 0 of the history is the latest amax.
+        amax_reduction_buffer: Latest amaxes for all histories, concatenated, float32, reduced over a group. Where it
+            is 0, the history's row 0 is the latest amax.
         amax_histories: Histories float32 [length, n]. A column whose latest amax is 0 does not change.
-        scales: Scales float32 [n] of each history.
+        scales: Scales float32 [n] per history.
         amax_compute_algo: "max" over the history, or "most_recent".
         fp8_dtype: kFloat8E4M3 or kFloat8E5M2.
         margin: Powers of two that the scales stay below the largest code; may be a fraction.

@@ -1,6 +1,6 @@
-"""Softmax of scaled attention logits (unmasked, masked or causal) and dropout, under the extension's names.
+"""Softmax on scaled attention logits (unmasked, masked or causal) and dropout, under the extension's names.
 
-The mask of dropout has one bit per element, uint8 [ceil(elements / 8)].
+The dropout mask has one bit per element, uint8 [ceil(elements / 8)].
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
 
 
 def scaled_softmax_backward(output_grad: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
-    """Return the gradient of the logits: scale * y * (dy - sum(dy * y))."""
+    """Compute the logit gradient scale * y * (dy - sum(dy * y))."""
     scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
     return softmax_backward(output_grad, softmax_results, scale)
 
@@ -52,13 +52,13 @@ def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: flo
 def scaled_masked_softmax_backward(
     output_grad: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
-    """Return the gradient of the logits as `scaled_softmax_backward`; it is 0 where the mask hides a key."""
+    """Compute the logit gradient as `scaled_softmax_backward`; it is 0 where the mask hides a key."""
     scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
     return softmax_backward(output_grad, softmax_results, scale)
 
 
 def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
-    """Return softmax(scale_factor * input) [b h, s, s] of query i over the keys 0 to i."""
+    """Compute softmax(scale_factor * input) [b h, s, s] for query i over the keys 0 to i."""
     scale = _scale(scale_factor, input=input)
     return softmax_forward(input, scale, causal="top_left")
 
@@ -108,7 +108,7 @@ def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = 
     """Return [y, mask] with y = input / (1 - p) where an element is kept, and 0 elsewhere.
 
     Args:
-        input: Values of any shape, in a floating-point dtype.
+        input: Values in any shape, in a floating-point dtype.
         dropout_probability: Probability p that an element is dropped, 0 to 1.
         out: Receives y; None allocates it.
     """
@@ -121,12 +121,12 @@ def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = 
 def dropout_bwd(
     grad_output: Tensor, mask: Tensor, dropout_probability: float, grad_input: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of the input of `dropout_fwd`, for its mask.
+    """Compute the input gradient for `dropout_fwd`, with its mask.
 
     Args:
-        grad_output: Gradient of y.
+        grad_output: y's gradient.
         mask: Mask that `dropout_fwd` returned.
-        dropout_probability: Probability p of the forward pass.
+        dropout_probability: Probability p in the forward pass.
         grad_input: Receives the gradient; None allocates it.
     """
     p = _probability(dropout_probability)

@@ -1,6 +1,6 @@
-"""Names of the extension that depend on NVSHMEM, cuSolverMp or NCCL's device API: each call raises.
+"""Extension names that depend on NVSHMEM, cuSolverMp or NCCL's device API: each call raises.
 
-The message names the functions of `transformer_engine.pytorch` that do the same by other means.
+The message names the functions in `transformer_engine.pytorch` that do the same by other means.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.tensor.quantizer_cases import quantizer_of
+from tests.tensor.quantizer_cases import create_quantizer
 from transformer_engine.pytorch.functions.weight_gradient import WeightGradStore
 
 S, B, HEADS, WIDTH, PASSED, ROPE, LATENT, EPS = 64, 2, 3, 96, 64, 32, 128, 1e-5
@@ -112,7 +112,7 @@ def test_codes_have_blocks_along_channels_and_along_tokens(device):
 
 def test_quantized_weights_are_multiplied_in_mxfp8(device):
     tensors = inputs(device)
-    weight = quantizer_of("mxfp8", device)(tensors["w_q"]).detach().requires_grad_()
+    weight = create_quantizer("mxfp8", device)(tensors["w_q"]).detach().requires_grad_()
     tensors["x"].requires_grad_()
     query = call({**tensors, "w_q": weight})
     reference = reference_queries({name: tensor.detach().double() for name, tensor in tensors.items()})

@@ -51,8 +51,8 @@ def test_figures_are_written_with_the_machine_and_command(tmp_path, monkeypatch)
 
 def test_only_selects_cases_whose_name_contains_the_text():
     cases = [Case("linear bf16"), Case("linear fp8"), Case("norm")]
-    assert list(record.chosen_of(cases, "linear")) == cases[:2]
-    assert list(record.chosen_of(cases, "")) == cases
+    assert list(record.select_cases(cases, "linear")) == cases[:2]
+    assert list(record.select_cases(cases, "")) == cases
 
 
 def test_no_script_times_by_itself():

@@ -1,1 +1,1 @@
-"""Tests of published libraries that use the engine, unmodified."""
+"""Unmodified published libraries run on the engine."""

@@ -1,6 +1,6 @@
 """A Llama that accelerate and DeepSpeed train in FP8 on gloo processes; see test_deepspeed.py.
 
-python deepspeed_cases.py STAGE: rank 0 prints its losses and the number of layers of this engine as JSON.
+python deepspeed_cases.py STAGE: rank 0 prints its losses and the number of engine layers as JSON.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Examples of clients, each in a process forked from one that has imported Hugging Face's libraries.
+"""Run client examples, each in a process forked from one that has imported Hugging Face's libraries.
 
 python forked_examples.py FILE, where FILE has {name: [folder, [[title, source, device], ...]]} as JSON. Prints
-{name: "" or the end of the standard error of a failed example} as JSON.
+{name: "" or the last standard-error lines from a failed example} as JSON.
 
-Importing these libraries takes four seconds. The examples of one name share a process, because clients replace
-functions of torch, and have separate variables. A traceback names an example by its title.
+Importing these libraries takes four seconds. Examples with one name share a process, because clients replace
+torch functions, but not their variables. A traceback names an example by its title.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(examples: Sequence[Sequence[str | None]]) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def errors_of(folder: str, examples: Sequence[Sequence[str | None]]) -> str:
+def run_examples(folder: str, examples: Sequence[Sequence[str | None]]) -> str:
     """Run examples in a forked process; return "" or the end of its standard error if it fails."""
     with tempfile.TemporaryFile("w+") as errors:
         process = os.fork()
@@ -61,7 +61,7 @@ def main(path: str) -> None:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     programs = json.loads(Path(path).read_text())
-    print(json.dumps({name: errors_of(*program) for name, program in programs.items()}))
+    print(json.dumps({name: run_examples(*program) for name, program in programs.items()}))
 
 
 if __name__ == "__main__":

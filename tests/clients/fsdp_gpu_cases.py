@@ -1,6 +1,6 @@
-"""megatron-fsdp as published, on GPUs: `python fsdp_gpu_cases.py CASE` prints the losses of a training as JSON.
+"""megatron-fsdp as published, on GPUs: `python fsdp_gpu_cases.py CASE` prints the training losses as JSON.
 
-Where a process is one of several (RANK, WORLD_SIZE), every rank runs the case on the same data; the first one prints.
+With several processes (RANK, WORLD_SIZE), every rank runs the case on the same data; the first one prints.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def layers(run: Run) -> torch.nn.Module:
         )  # fmt: skip
 
 
-def trained(run: Run) -> list[float]:
+def train_model(run: Run) -> list[float]:
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 
     model: Any = layers(run)
@@ -122,7 +122,7 @@ def main(name: str) -> None:
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("nccl")
-    result = trained(CASES[name])
+    result = train_model(CASES[name])
     said_by_the_first(said, result)
 
 

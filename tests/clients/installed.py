@@ -15,7 +15,7 @@ EMULATED = pytest.mark.usefixtures("emulated")  # conftest.py
 
 
 def needs(*clients: str) -> list[pytest.MarkDecorator]:
-    """The marks of a file whose tests run these packages."""
+    """Pytest marks for a file whose tests run these packages."""
     absent = [name for name in clients if importlib.util.find_spec(name) is None]
     reason = f"{', '.join(absent)} is not installed; `make test-clients` installs it"
     return [
@@ -25,7 +25,7 @@ def needs(*clients: str) -> list[pytest.MarkDecorator]:
 
 
 def tiny_llama(**settings: Any) -> Any:
-    """A Llama of two layers, seeded; every dimension takes FP8."""
+    """A seeded two-layer Llama; every dimension supports FP8."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

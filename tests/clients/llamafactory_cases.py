@@ -1,6 +1,6 @@
-"""LlamaFactory's supervised fine-tuning of a tiny Llama in FP8; see test_llamafactory.py.
+"""LlamaFactory fine-tunes a tiny Llama in FP8; see test_llamafactory.py.
 
-python llamafactory_cases.py FOLDER: prints the losses and the modules of the linear layers' classes as JSON.
+python llamafactory_cases.py FOLDER: prints the losses and the linear layer classes' modules as JSON.
 LlamaFactory imports torchaudio, which only reads audio, so an empty module takes its place.
 """
 
@@ -20,7 +20,7 @@ STEPS = 10
 
 
 def write_model(folder: Path) -> None:
-    """A Llama of two layers and a tokenizer of bytes."""
+    """A two-layer Llama and a byte tokenizer."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

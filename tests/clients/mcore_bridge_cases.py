@@ -1,7 +1,7 @@
-"""A Qwen3 that mcore-bridge, the model library of ms-swift, builds of Megatron's layers; see test_mcore_bridge.py.
+"""A Qwen3 that mcore-bridge, ms-swift's model library, builds from Megatron layers; see test_mcore_bridge.py.
 
-python mcore_bridge_cases.py FOLDER: prints the differences from the model of transformers, the losses of training in
-FP8, and the classes of the layers as JSON. On a CPU, Megatron's rotary embedding finds "cpu" as CUDA's device.
+python mcore_bridge_cases.py FOLDER: prints the differences from the transformers model, the FP8 training
+losses, and the layer classes as JSON. On a CPU, Megatron's rotary embedding finds "cpu" as CUDA's device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VOCABULARY, LENGTH, STEPS = 128, 32, 6
 
 
 def add_random_states() -> None:
-    """States under the names of Megatron's layers, which Megatron adds on a GPU."""
+    """States under Megatron's layer names, which Megatron adds on a GPU."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
@@ -28,7 +28,7 @@ def add_random_states() -> None:
 
 
 def built(folder: Path, config: Any, **settings: Any) -> Any:
-    """The model of a folder, built of Megatron's layers."""
+    """Load a folder's model, built from Megatron's layers."""
     from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
 
     created = ModelConfig(

@@ -1,8 +1,8 @@
-"""Megatron-Bridge as published, on a CPU: providers, LoRA, and conversion of a Hugging Face checkpoint.
+"""Megatron-Bridge as published, on a CPU: providers, LoRA, and Hugging Face checkpoint conversion.
 
-Prints {case: result} as JSON, where the result of a case that raises is its traceback. Functions that need CUDA, Apex
-or a later Python are replaced: Megatron's rotary embeddings read the current CUDA device, and the full-layer spec uses
-Apex's norm after the last layer.
+Prints {case: result} as JSON; if a case raises, the result is its traceback. Functions that need CUDA,
+Apex or a later Python are replaced: Megatron's rotary embeddings read the current CUDA device, and the
+full-layer spec uses Apex's norm after the last layer.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ def model(**settings: Any) -> Any:
     return gpt.bfloat16() if settings.get("bf16") else gpt
 
 
-def adapted() -> dict[str, list[float]]:
-    """Losses of LoRA's two layers, of modules and of te.ops, that start from the same adapters."""
+def lora_losses() -> dict[str, list[float]]:
+    """Losses with both LoRA layers, made from modules and from te.ops, starting with the same adapters."""
     from megatron.bridge.peft.lora import LoRA
 
     losses = {}
     for fused in (False, True):
         gpt = model()
         gpt.config.use_transformer_engine_op_fuser = fused
-        before = megatron_cases.loss_of(gpt).item()
+        before = megatron_cases.model_loss(gpt).item()
         gpt = LoRA(dim=4, alpha=8, dropout=0.0)(gpt, training=True)
         kinds = {type(module).__name__ for module in gpt.modules()}
         assert ("TEFusedLoRALinear" if fused else "LoRALinear") in kinds
@@ -85,7 +85,7 @@ def adapted() -> dict[str, list[float]]:
         optimizer = torch.optim.AdamW(trained, lr=5e-3)
         losses[str(fused)] = [before]
         for _ in range(4):
-            loss = megatron_cases.loss_of(gpt)
+            loss = megatron_cases.model_loss(gpt)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -93,8 +93,8 @@ def adapted() -> dict[str, list[float]]:
     return losses
 
 
-def converted() -> dict[str, Any]:
-    """A Llama of Hugging Face: difference of the logits, and whether the exported weights are equal."""
+def compare_conversion() -> dict[str, Any]:
+    """Hugging Face Llama: logit differences, and whether the exported weights are equal."""
     from megatron.bridge import AutoBridge
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -129,16 +129,16 @@ def converted() -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "train float32": lambda: megatron_cases.trained(model()),
-    "train fp8": lambda: megatron_cases.trained(model(**FP8)),
-    "train full layer": lambda: megatron_cases.trained(
+    "train float32": lambda: megatron_cases.train_model(model()),
+    "train fp8": lambda: megatron_cases.train_model(model(**FP8)),
+    "train full layer": lambda: megatron_cases.train_model(
         model(**BF16, use_transformer_engine_full_layer_spec=True)
     ),
-    "train full layer fp8": lambda: megatron_cases.trained(
+    "train full layer fp8": lambda: megatron_cases.train_model(
         model(**FP8, use_transformer_engine_full_layer_spec=True)
     ),
-    "lora": adapted,
-    "convert": converted,
+    "lora": lora_losses,
+    "convert": compare_conversion,
 }
 
 

@@ -122,17 +122,19 @@ def batch() -> tuple[Any, ...]:
     return tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), None
 
 
-def loss_of(gpt: Any) -> torch.Tensor:
+def model_loss(gpt: Any) -> torch.Tensor:
     tokens, positions, mask = batch()
     return gpt(tokens, positions, mask, labels=torch.roll(tokens, -1, 1)).float().mean()
 
 
-def trained(gpt: Any, make_optimizer: Callable[..., Any] = torch.optim.AdamW, steps: int = 3) -> list[float]:
+def train_model(
+    gpt: Any, make_optimizer: Callable[..., Any] = torch.optim.AdamW, steps: int = 3
+) -> list[float]:
     optimizer = make_optimizer(gpt.parameters(), lr=5e-3)
     losses = []
     for _ in range(steps):
         gpt.set_is_first_microbatch()
-        loss = loss_of(gpt)
+        loss = model_loss(gpt)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -176,7 +178,7 @@ def flags() -> dict[str, bool]:
 def fused_adam() -> list[float]:
     import transformer_engine.pytorch as te
 
-    return trained(model({}), te.optimizers.FusedAdam)
+    return train_model(model({}), te.optimizers.FusedAdam)
 
 
 def recomputed() -> bool:
@@ -186,7 +188,7 @@ def recomputed() -> bool:
         gpt = model(settings)
         for _ in range(2):
             gpt.zero_grad()
-            loss_of(gpt).backward()
+            model_loss(gpt).backward()
         grads.append([parameter.grad for parameter in gpt.parameters()])
     return all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
@@ -197,7 +199,7 @@ def own_attention(settings: dict[str, Any]) -> dict[str, float]:
     ours.load_state_dict(theirs.state_dict())
     logits = [gpt(*batch()) for gpt in (theirs, ours)]
     for gpt in (theirs, ours):
-        loss_of(gpt).backward()
+        model_loss(gpt).backward()
     pairs = zip(theirs.parameters(), ours.parameters(), strict=True)
     return {
         "logits": (logits[0] - logits[1]).abs().max().item(),
@@ -226,7 +228,7 @@ def t5(ours: bool) -> Any:
 
 
 def own_cross_attention() -> dict[str, float]:
-    """Greatest differences of the losses and gradients of padded batches, with the same weights."""
+    """Largest loss and gradient differences on padded batches, with the same weights."""
     theirs, ours = t5(False), t5(True)
     ours.load_state_dict(theirs.state_dict())
     source, target = batch()[0][:, :12], batch()[0][:, 12:21]
@@ -244,7 +246,7 @@ def own_cross_attention() -> dict[str, float]:
 
 
 def own_generation() -> float:
-    """Greatest difference between logits of a step-by-step run with Megatron's static context and of one call."""
+    """Largest logit difference between step-by-step generation in Megatron's static context and one call."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
     gpt = model({}, ours=True).eval()
@@ -268,7 +270,7 @@ def own_generation() -> float:
 
 
 def own_dynamic_generation() -> float:
-    """The same with Megatron's dynamic context: three requests of different lengths in pages."""
+    """Largest logit difference in Megatron's dynamic context: three paged requests, different lengths."""
     tokens, *_ = batch()
     prompts = [tokens[0, :7], tokens[1, :3], tokens[0, :11]]
     return megatron_dynamic.worst_difference(model(LLAMA, ours=True).eval(), prompts)
@@ -277,14 +279,14 @@ def own_dynamic_generation() -> float:
 def extra_states() -> dict[str, bool]:
     """Extra states that were saved after Megatron replaced torch's loader of storages are loaded again."""
     gpt = model(TRAINED["delayed"])
-    trained(gpt, steps=1)
+    train_model(gpt, steps=1)
     state = gpt.state_dict()
     saved = [value for key, value in state.items() if key.endswith("_extra_state") and value is not None]
     names = any(b"safe_load_from_bytes" in bytes(value.numpy()) for value in saved if value.numel())
     fresh = model(TRAINED["delayed"])
     fresh.load_state_dict(state)
     gpt.set_is_first_microbatch()
-    return {"named": names, "same": abs(loss_of(gpt).item() - loss_of(fresh).item()) < 1e-6}
+    return {"named": names, "same": abs(model_loss(gpt).item() - model_loss(fresh).item()) < 1e-6}
 
 
 def distributed_checkpoint() -> bool:
@@ -293,9 +295,9 @@ def distributed_checkpoint() -> bool:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     gpt = model(TRAINED["delayed"])
-    trained(gpt, steps=2)
+    train_model(gpt, steps=2)
     fresh = model(TRAINED["delayed"])
-    loss_of(fresh).backward()
+    model_loss(fresh).backward()
     # Otherwise Megatron spawns a process that holds a queue, and that process imports torch.
     filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
     with tempfile.TemporaryDirectory() as folder:
@@ -332,7 +334,7 @@ def permutation() -> dict[str, float]:
 
 
 def router() -> dict[str, float]:
-    """Probabilities and gradients of fused top-k routing against Megatron's own."""
+    """Fused top-k routing probabilities and gradients against Megatron's own."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     differences = {}
@@ -357,18 +359,18 @@ def example_of_the_page() -> str:
 
     (example,) = pages.examples("megatron.md", "python-clients")
     with tempfile.TemporaryDirectory() as folder:
-        return forked_examples.errors_of(folder, [("docs/megatron.md", example, None)])
+        return forked_examples.run_examples(folder, [("docs/megatron.md", example, None)])
 
 
 def public_attributes() -> list[str]:
-    """Layers of a model that have an attribute which Megatron's data parallelism empties."""
+    """Model layers that have an attribute which Megatron's data parallelism empties."""
     return [type(m).__name__ for m in model({}).modules() if hasattr(m, "weight_tensor")]
 
 
 CASES: dict[str, Callable[[], Any]] = {
     "flags": flags,
     **{
-        f"train {name}": lambda settings=settings: trained(model(settings))
+        f"train {name}": lambda settings=settings: train_model(model(settings))
         for name, settings in TRAINED.items()
     },
     "fused_adam": fused_adam,

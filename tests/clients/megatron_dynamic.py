@@ -47,14 +47,14 @@ def read_on_host() -> Iterator[None]:
         (torch.Tensor, "pin_memory"): lambda tensor, *args: tensor,
     }
     for name in PINNED:
-        replacements[torch, name] = _unpinned(getattr(torch, name))
+        replacements[torch, name] = _ignore_pinning(getattr(torch, name))
     with ExitStack() as stack:
         for (owner, name), value in replacements.items():
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
 
 
-def _unpinned(make: Any) -> Any:
+def _ignore_pinning(make: Any) -> Any:
     @functools.wraps(make)
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         return make(*args, **kwargs)
@@ -63,7 +63,7 @@ def _unpinned(make: Any) -> Any:
 
 
 def worst_difference(gpt: Any, prompts: list[torch.Tensor]) -> float:
-    """Largest difference of the logits of next tokens between steps of all requests and one call per sequence.
+    """Largest next-token logit difference between batched steps for all requests and one call per sequence.
 
     The first step takes all prompts, packed and padded to Megatron's size. Later steps take one token per request.
     """

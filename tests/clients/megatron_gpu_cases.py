@@ -123,7 +123,7 @@ def config(run: Run) -> Any:
 
 
 def gpt(run: Run) -> Any:
-    """A GPT of two layers on the layer spec for this engine, seeded."""
+    """A seeded two-layer GPT on the layer spec for this engine."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -149,7 +149,7 @@ def gpt(run: Run) -> Any:
 
 
 class Training:
-    """A model under Megatron's data parallelism and optimizer, and steps of them."""
+    """Training steps for a model under Megatron's data parallelism and optimizer."""
 
     def __init__(self, run: Run):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -221,7 +221,7 @@ class Training:
         return [value.item() for value in [self.step() for _ in range(steps)]]
 
 
-def trained(run: Run) -> list[float]:
+def train_model(run: Run) -> list[float]:
     return Training(run).losses()
 
 
@@ -266,7 +266,7 @@ def _difference(first: list[Any], second: list[Any]) -> float:
 
 
 def engine_layers(run: Run) -> dict[str, int]:
-    """How many layers of each class of this engine the model holds."""
+    """Number of engine layers in the model, per class."""
     from collections import Counter
 
     import transformer_engine.pytorch as te
@@ -279,7 +279,7 @@ def engine_layers(run: Run) -> dict[str, int]:
 
 
 def operations(run: Run) -> dict[str, Any]:
-    """Losses, and how many MLPs run as chains of operations."""
+    """Losses, and how many MLPs run as operation chains."""
     import transformer_engine.pytorch as te
 
     training = Training(run)
@@ -291,7 +291,7 @@ def operations(run: Run) -> dict[str, Any]:
 
 
 def quantized_parameters(run: Run) -> dict[str, Any]:
-    """Losses, and the classes of the layers' weights."""
+    """Losses, and the weight classes."""
     training = Training(run)
     kinds = {
         type(parameter.data if type(parameter) is torch.nn.Parameter else parameter).__name__
@@ -316,16 +316,16 @@ def graphs_of_the_engine(run: Run) -> list[float]:
 
 
 def graphs_of_megatron(run: Run) -> list[float]:
-    """Layers recorded by Megatron itself, at the end of the first step."""
+    """Layers that Megatron itself records at the end of the first step."""
     from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
 
-    losses = trained(run)
+    losses = train_model(run)
     assert _CudagraphGlobalRecord.cudagraph_created
     return losses
 
 
 def distributed_checkpoint(run: Run) -> dict[str, Any]:
-    """Losses of an uninterrupted training, and of a training that is saved and loaded into a new model."""
+    """Losses without interruption, and from a run that is saved and loaded into a new model."""
     from megatron.core import dist_checkpointing
 
     first = Training(run)
@@ -381,8 +381,8 @@ GRAPHS = {"cuda_graph_warmup_steps": 2}
 # name: (function that computes the result, its run)
 CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
     "layers": (engine_layers, Run(model=EXPERTS)),
-    **{f"train {name}": (trained, Run(model=recipe(name))) for name in RECIPES},
-    **{f"llama {name}": (trained, Run(model={**LLAMA, **recipe(name)})) for name in ("bfloat16", "delayed")},
+    **{f"train {name}": (train_model, Run(model=recipe(name))) for name in RECIPES},
+    **{f"llama {name}": (train_model, Run(model={**LLAMA, **recipe(name)})) for name in ("bfloat16", "delayed")},
     **{f"op fuser {name}": (operations, Run(model=recipe(name, **FUSER))) for name in RECIPES},
     **{
         f"op fuser llama {name}": (operations, Run(model={**LLAMA, **recipe(name, **FUSER)}))
@@ -396,27 +396,28 @@ CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
         f"gradients of the op fuser llama {name}": (gradient_errors, Run(model={**LLAMA, **recipe(name, **FUSER)}))
         for name in ("bfloat16", "delayed")
     },
-    "recompute bfloat16": (trained, Run(model=recipe("bfloat16", **FULL_RECOMPUTE))),
-    "recompute delayed": (trained, Run(model=recipe("delayed", **FULL_RECOMPUTE))),
+    "recompute bfloat16": (train_model, Run(model=recipe("bfloat16", **FULL_RECOMPUTE))),
+    "recompute delayed": (train_model, Run(model=recipe("delayed", **FULL_RECOMPUTE))),
     "cross entropy": (
-        trained,
+        train_model,
         Run(model={"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}),
     ),
     "rope fusion": (rope_fused, Run()),
-    **{f"distributed {name}": (trained, Run(model=recipe(name), distributed=True)) for name in ("bfloat16", "delayed")},
+    **{f"distributed {name}": (train_model, Run(model=recipe(name), distributed=True)) for name in ("bfloat16",
+        "delayed")},
     "overlapped": (
-        trained,
+        train_model,
         Run(distributed=True, reduction={"overlap_grad_reduce": True, "overlap_param_gather": True},
             optimizer={"overlap_param_gather": True}),
     ),
     "precision-aware": (
-        trained,
+        train_model,
         Run(distributed=True, optimizer={
             "use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16,
             "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16,
         }, reduction={"grad_reduce_in_fp32": False}),
     ),
-    "fused accumulation": (trained, Run(model={"gradient_accumulation_fusion": True}, distributed=True)),
+    "fused accumulation": (train_model, Run(model={"gradient_accumulation_fusion": True}, distributed=True)),
     **{
         f"parameters {name}": (
             quantized_parameters,
@@ -437,16 +438,16 @@ CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
         )
         for name in ("bfloat16", "delayed", "tensorwise", "blockwise")
     },
-    "experts plain": (trained, Run(model=EXPERTS)),
+    "experts plain": (train_model, Run(model=EXPERTS)),
     **{
-        f"experts {name}": (trained, Run(model={**EXPERTS, **FUSED_EXPERTS, **recipe(name)}))
+        f"experts {name}": (train_model, Run(model={**EXPERTS, **FUSED_EXPERTS, **recipe(name)}))
         for name in ("bfloat16", "delayed", "tensorwise", "blockwise")
     },
-    **{f"latent {name}": (trained, Run(model={**LATENT, **recipe(name)})) for name in ("bfloat16", "delayed")},
+    **{f"latent {name}": (train_model, Run(model={**LATENT, **recipe(name)})) for name in ("bfloat16", "delayed")},
     "checkpoint": (distributed_checkpoint, Run(model=recipe("delayed"), distributed=True)),
     **{
         f"two tensor-parallel {name}": (
-            trained,
+            train_model,
             Run(model=recipe(name, sequence_parallel=True), parallel={"tensor_model_parallel_size": 2}),
         )
         for name in ("bfloat16", "delayed", "blockwise")
@@ -456,7 +457,7 @@ CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
         Run(model=recipe("delayed", **PARAMETERS), distributed=True, reduction={"fp8_param_gather": True}),
     ),
     "two expert-parallel": (
-        trained,
+        train_model,
         Run(model={**EXPERTS, **FUSED_EXPERTS, **recipe("delayed")}, parallel={"expert_model_parallel_size": 2}),
     ),
     "two data-parallel checkpoint": (distributed_checkpoint, Run(model=recipe("delayed"), distributed=True)),

@@ -1,6 +1,6 @@
 """Megatron-core over two ranks on gloo: {case: differences from one rank} as JSON.
 
-Each rank runs the whole model alone first, then its part of the model or of the batch, with the same weights.
+Each rank runs the full model alone first, then its model or batch shard, with the same weights.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _NoStream:
         return self
 
 
-def without_cuda() -> None:
-    """Replace the functions of torch.cuda that Megatron calls on any machine."""
+def replace_cuda_functions() -> None:
+    """Replace the torch.cuda functions that Megatron calls on any machine."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.Stream = cuda.Event = _NoStream
@@ -115,7 +115,7 @@ def gpt(settings: dict[str, Any], ours: bool = False, first: bool = True, last: 
 
 
 def losses(model: Any, rows: Any = slice(None), held: Any = slice(None)) -> torch.Tensor:
-    """Losses of each token of some rows of the batch, and of some positions of them."""
+    """Per-token losses for selected batch rows and positions."""
     tokens, positions, mask = megatron_cases.batch()
     labels = torch.roll(tokens, -1, 1)
     return model(tokens[rows][:, held], positions[rows][:, held], mask, labels=labels[rows][:, held]).float()
@@ -129,7 +129,7 @@ def start(**sizes: int) -> None:
     model_parallel.destroy_model_parallel()
     for group in [*dist.distributed_c10d._world.pg_map]:
         if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)  # otherwise a thread of each group polls to the end
+            dist.destroy_process_group(group)  # otherwise one thread per group polls to the end
     model_parallel.initialize_model_parallel(**sizes)
     random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
     for seed, name in enumerate(("model-parallel-rng", random.get_expert_parallel_rng_tracker_name())):
@@ -147,7 +147,7 @@ def alone(settings: dict[str, Any]) -> tuple[Any, torch.Tensor]:
 
 
 def own_part(whole: torch.Tensor, part: torch.Tensor, rank: int) -> torch.Tensor:
-    """The part of a parameter, or of its gradient, that a rank holds."""
+    """A rank's shard of a parameter or its gradient."""
     for axis, (size, local) in enumerate(zip(whole.shape, part.shape, strict=True)):
         if size != local:
             return whole.chunk(size // local, axis)[rank]
@@ -155,7 +155,7 @@ def own_part(whole: torch.Tensor, part: torch.Tensor, rank: int) -> torch.Tensor
 
 
 def load(part: Any, names: dict[str, str], whole: Any, rank: int) -> None:
-    """Copy the parameters of the whole model; names: of each parameter of the part, its name in the whole."""
+    """Copy the full model's parameters; `names` maps each shard parameter to its full-model name."""
     source = dict(whole.named_parameters())
     with torch.no_grad():
         for name, parameter in part.named_parameters():
@@ -199,7 +199,7 @@ def context_parallel(comm: str, settings: dict[str, Any], ours: bool) -> dict[st
 
 
 def tensor_parallel(sequence_parallel: bool) -> dict[str, float]:
-    """Each rank has half of the heads, of the inner features and of the vocabulary."""
+    """Each rank has half the heads, inner features and vocabulary."""
     whole, expected = alone({})
     start(tensor_model_parallel_size=2)
     part = gpt({"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel})
@@ -213,7 +213,7 @@ def tensor_parallel(sequence_parallel: bool) -> dict[str, float]:
 
 
 def expert_parallel(settings: dict[str, Any]) -> dict[str, float]:
-    """Each rank has half of the experts and half of the batch."""
+    """Each rank has half the experts and half the batch."""
     whole, expected = alone({**EXPERTS, "moe_token_dispatcher_type": "alltoall"})
     start(expert_model_parallel_size=2)
     rank = dist.get_rank()
@@ -241,7 +241,7 @@ def expert_parallel(settings: dict[str, Any]) -> dict[str, float]:
 
 
 def pipeline_parallel() -> dict[str, float]:
-    """Each rank has one of two layers; Megatron's schedule runs two micro-batches of one row."""
+    """Each rank has one layer; Megatron's schedule runs two micro-batches with one row each."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     whole, expected = alone({})
@@ -302,7 +302,7 @@ def main() -> None:
     gc.freeze()
     other = os.fork()  # importing takes longer than all cases, so one process imports for both ranks
     dist.init_process_group("gloo", rank=0 if other else 1, world_size=2)
-    without_cuda()
+    replace_cuda_functions()
     results: dict[str, Any] = {}
     for name, case in CASES.items():
         try:

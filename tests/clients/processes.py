@@ -1,4 +1,4 @@
-"""Programs of clients, each in a separate process, because clients replace functions of torch."""
+"""Run client programs, each in a separate process, because clients replace torch functions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.programs import ROOT, search_path
 
 WITH_TORCH_211 = {"composer", "torchvision", "thunder", "looseversion", "physicsnemo", "warp", "pyvers"}
 ATTEMPTS = 3
-PATIENCE = 400  # seconds that a group of processes may take
-RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # the same in all of pytest's processes
+PATIENCE = 400  # time limit for a process group, in seconds
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # identical in all pytest processes
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -37,18 +37,20 @@ def output(arguments: list[str], folder: Path) -> str:
 
 
 def once(arguments: list[str], ranks: int, **more: str) -> str:
-    """Return `on_ranks`, computed by one of pytest's processes and read by the others."""
-    return _kept(repr((arguments, ranks, more)), lambda folder: on_ranks(arguments, ranks, **more))
+    """Return `run_on_ranks`, computed by one pytest process and read by the others."""
+    return _cache_across_processes(
+        repr((arguments, ranks, more)), lambda folder: run_on_ranks(arguments, ranks, **more)
+    )
 
 
 def errors_of_examples(examples: dict[str, list[tuple[str, str, str | None]]]) -> dict[str, str]:
-    """Run examples of clients, see tests/clients/forked_examples.py, in one of pytest's processes.
+    """Run client examples (see tests/clients/forked_examples.py) in one pytest process.
 
     Args:
         examples: {client: [(title, source, default device)]}.
 
     Returns:
-        {client: end of the standard error, or "" if its examples pass}.
+        {client: last standard-error lines, or "" if its examples pass}.
     """
 
     def compute(folder: Path) -> str:
@@ -60,11 +62,11 @@ def errors_of_examples(examples: dict[str, list[tuple[str, str, str | None]]]) -
         (folder / "examples.json").write_text(json.dumps(programs))
         return output([str(ROOT / "tests/clients/forked_examples.py"), str(folder / "examples.json")], folder)
 
-    return json.loads(_kept(json.dumps(examples), compute).splitlines()[-1])
+    return json.loads(_cache_across_processes(json.dumps(examples), compute).splitlines()[-1])
 
 
-def _kept(key: str, compute: Callable[[Path], str]) -> str:
-    """Return the result of `compute` from the first of pytest's processes that needed this key."""
+def _cache_across_processes(key: str, compute: Callable[[Path], str]) -> str:
+    """Share the result that `compute` gave in the first pytest process with this key."""
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"clients-of-{RUN}", name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,21 +78,21 @@ def _kept(key: str, compute: Callable[[Path], str]) -> str:
         return found.read_text()
 
 
-def on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
-    """Return the output of rank 0 of a process group, or raise with the last lines of the first rank that fails.
+def run_on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
+    """Run a process group and return rank 0's output, or raise with the first failing rank's last lines.
 
     Another process may take the free port before the group binds it. The call then retries with another port.
     """
     for _ in range(ATTEMPTS):
         try:
-            return _on_ranks(arguments, ranks, **more)
+            return _start_ranks(arguments, ranks, **more)
         except AssertionError as error:
             if "EADDRINUSE" not in str(error):
                 raise
-    return _on_ranks(arguments, ranks, **more)
+    return _start_ranks(arguments, ranks, **more)
 
 
-def _on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
+def _start_ranks(arguments: list[str], ranks: int, **more: str) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The end of a client's program that may be one of several processes."""
+"""Final code for a client program that may run in several processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Public signatures of the original, as a call site sees them: order, names, kinds, defaults.
+"""The original's public signatures, as a call site sees them: order, names, kinds, defaults.
 
-Where two releases differ, the newer one is listed. UNKNOWN marks an undocumented default. The entry of a callable has
-its known parameters, from the first one on; additional parameters of this package have defaults.
+Where two releases differ, the newer one is listed. UNKNOWN marks an undocumented default. A callable's
+entry has its known parameters, from the first one on; this package's additional parameters have defaults.
 """
 
 from __future__ import annotations

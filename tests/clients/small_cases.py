@@ -1,6 +1,6 @@
-"""Programs of clients that use one part of the engine each.
+"""Client programs that each use one part of the engine.
 
-`CASES` maps a name to the parts of a program. The program finds the variable `device` set.
+`CASES` maps a name to the program's parts. The program finds the variable `device` set.
 """
 
 ESM_STACK = """

@@ -29,7 +29,7 @@ def no_state_of_another_test():
 
 
 class Training:
-    """A model prepared by an Accelerator for FP8, and a step of it."""
+    """Prepare a model for FP8 with an Accelerator, and run one step."""
 
     def __init__(self, recipe: str, convert: bool = False, **settings: Any):
         from accelerate import Accelerator

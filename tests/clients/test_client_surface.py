@@ -1,4 +1,4 @@
-"""Every name in the source of a client of the original exists, or has a reason in the list below."""
+"""Every engine name in the clients' source exists, or has a reason in the list below."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.clients.walk_surface import SURFACE
 
 CLIENTS: dict[str, Any] = json.loads(SURFACE.read_text())
 
-# Prefixes of absent names, and why no client needs them.
+# Prefixes for absent names, and why no client needs them.
 ABSENT = {
     "transformer_engine.pytorch.cpp_extensions.cast_to_fp8": "asked for below version 2.0 only",
     "transformer_engine.pytorch.module.layernorm_linear._og_LayerNormLinear": "made by nvidia-modelopt itself",
@@ -33,7 +33,7 @@ PRESENT_ALL_THE_SAME = {
 }
 
 
-def resolved(name: str) -> Any:
+def resolve_name(name: str) -> Any:
     """The object of a dotted name: its longest beginning that is a module, then attributes."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
@@ -60,7 +60,7 @@ def test_every_name_of_a_client_exists(client):
         if absent(name):
             continue
         try:
-            resolved(name)
+            resolve_name(name)
         except (AttributeError, ModuleNotFoundError) as error:
             missing.append(f"{name}: {error}")
     assert missing == []
@@ -78,4 +78,4 @@ def test_names_listed_as_absent_do_not_exist():
         if start in PRESENT_ALL_THE_SAME:
             continue
         with pytest.raises((AttributeError, ModuleNotFoundError)):
-            resolved(start)
+            resolve_name(start)

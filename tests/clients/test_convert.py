@@ -1,4 +1,4 @@
-"""te.convert on models of transformers, with adapters of peft, and under accelerate."""
+"""te.convert on transformers models, with peft adapters, and under accelerate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MODELS = {
 
 
 def model_named(name: str) -> Any:
-    """A model of two layers with random weights, in evaluation mode."""
+    """A two-layer model with random weights, in evaluation mode."""
     import transformers
 
     config, model, options = MODELS[name]
@@ -77,14 +77,14 @@ def test_models_of_transformers_convert_and_restore(name: str):
     assert torch.equal(output(model), stock)
 
 
-def adapted(model: Any) -> Any:
+def add_adapter(model: Any) -> Any:
     import peft
 
     torch.manual_seed(1)
     return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"]))
 
 
-def trained(model: Any) -> list[float]:
+def train_model(model: Any) -> list[float]:
     tokens = installed.tokens()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-2)
     losses = []
@@ -100,24 +100,24 @@ def trained(model: Any) -> list[float]:
 @pytest.mark.parametrize("recipe", [None, RECIPE], ids=["high precision", "current"])
 def test_adapters_train_on_models_converted_before_or_after(recipe: Any):
     sample = {"input_ids": installed.tokens()}
-    before = adapted(te.convert(installed.tiny_llama(), recipe, sample=sample, verbose=False))
+    before = add_adapter(te.convert(installed.tiny_llama(), recipe, sample=sample, verbose=False))
     after = te.convert(
-        adapted(installed.tiny_llama()), recipe, sample=sample, verbose=False, exclude="*lora_*"
+        add_adapter(installed.tiny_llama()), recipe, sample=sample, verbose=False, exclude="*lora_*"
     )
-    stock = adapted(installed.tiny_llama())
+    stock = add_adapter(installed.tiny_llama())
     names = [set(model.state_dict()) for model in (before, after, stock)]
     assert names[0] == names[1] == names[2]
-    losses = trained(before)
-    assert losses == trained(after)
+    losses = train_model(before)
+    assert losses == train_model(after)
     assert losses[-1] < losses[0]
     if recipe is None:
-        torch.testing.assert_close(losses, trained(stock), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(losses, train_model(stock), rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_from_before_the_conversion_merge():
-    """peft's adapters of te.Linear, which it makes after a conversion, do not merge."""
+    """Adapters that peft adds to te.Linear after a conversion do not merge."""
     model = te.convert(
-        adapted(installed.tiny_llama()), sample={"input_ids": installed.tokens()}, verbose=False
+        add_adapter(installed.tiny_llama()), sample={"input_ids": installed.tokens()}, verbose=False
     )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -130,7 +130,7 @@ def test_adapters_from_before_the_conversion_merge():
 
 @pytest.mark.parametrize("form", ["fp8_block", "mxfp8"])
 def test_converted_models_are_saved_for_servers(form: str, tmp_path: Path):
-    """The folder of a converted model is that of the original, byte for byte."""
+    """A converted model's folder equals the original's, byte for byte."""
     model = installed.tiny_llama()
     te.save_quantized(model, tmp_path / "stock", form)
     te.convert(model, RECIPE, sample={"input_ids": installed.tokens()}, verbose=False)

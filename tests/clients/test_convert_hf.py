@@ -72,7 +72,7 @@ def both(family: str = "llama", recipe: Any = None, **more: Any) -> tuple[Any, A
 
 
 def their_gradients(model: Any) -> dict[str, Tensor]:
-    """Gradients of a converted causal model under the names of the stock one."""
+    """A converted causal model's gradients under the stock model's names."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     names = LayerNames.of(model.config.model_type, decoder_config(model.model))
     for number in range(len(model.model.layers)):
@@ -102,7 +102,7 @@ def train(model: Any, steps: int = 4) -> list[float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_loss_and_gradients_are_those_of_the_stock_model(family):
+def test_logits_loss_and_gradients_match_the_stock_model(family):
     theirs, ours = both(family)
     tokens = installed.tokens(DEVICE)
     expected, found = (model(tokens, labels=tokens, output_hidden_states=True) for model in (theirs, ours))
@@ -132,7 +132,7 @@ def test_a_state_dict_has_the_stock_model_s_names_and_values(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_turning_back_gives_the_stock_model(family):
+def test_restoring_gives_the_stock_model(family):
     theirs, ours = both(family)
     te.revert_hf(ours)
     assert [type(module) for module in ours.modules()] == [type(module) for module in theirs.modules()]
@@ -144,11 +144,11 @@ def test_turning_back_gives_the_stock_model(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
-def test_generation_is_the_stock_model_s(family, cache):
+def test_generation_matches_the_stock_model(family, cache):
     theirs, ours = (model.eval() for model in both(family))
     prompt = installed.tokens(DEVICE)[:, :9]
     seen = torch.ones_like(prompt)
-    seen[0, :4] = 0  # left padding: positions of the first sequence begin later
+    seen[0, :4] = 0  # left padding: the first sequence's positions begin later
     how: dict[str, Any] = {
         "max_new_tokens": 8,
         "do_sample": False,
@@ -250,7 +250,7 @@ def test_products_are_in_bfloat16_under_torch_autocast():
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), MXFP8BlockScaling()], ids=["delayed", "mxfp8"])
-def test_weights_become_codes(recipe, tmp_path):
+def test_converted_weights_can_be_quantized_parameters(recipe, tmp_path):
     theirs = stock()
     with te.quantized_model_init(recipe=recipe):
         ours = te.convert_hf(copy.deepcopy(theirs), recipe=recipe)
@@ -273,7 +273,7 @@ def test_weights_become_codes(recipe, tmp_path):
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high precision", "delayed"])
 @pytest.mark.parametrize("family", ["llama", "llama, tied, yarn"])
-def test_saved_files_are_the_stock_model_s(family, recipe, tmp_path):
+def test_saved_files_equal_the_stock_model_files(family, recipe, tmp_path):
     theirs, ours = both(family, recipe)
     train(ours, 2)
     ours.save_pretrained(tmp_path)
@@ -307,7 +307,7 @@ def test_a_part_that_a_state_dict_lacks_is_named_and_kept():
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_attentions_are_recorded_again_after_turning_back(when):
+def test_attention_outputs_are_recorded_again_after_restoring(when):
     model, tokens = stock(), installed.tokens(DEVICE)
     model.set_attn_implementation("eager")
     if when == "before":
@@ -321,7 +321,7 @@ def test_attentions_are_recorded_again_after_turning_back(when):
     assert len(made.attentions) == layers and len(made.hidden_states) == layers + 1
 
 
-def test_attributes_and_modules_of_callers_survive_turning_back():
+def test_user_attributes_and_modules_survive_restoring():
     model, tokens = stock().eval(), installed.tokens(DEVICE)
     attention = model.model.layers[0].self_attn
     attention.scaling, attention.is_causal, attention.attention_dropout = 0.9, False, 0.25

@@ -19,7 +19,7 @@ PROGRAM = str(Path(__file__).with_name("deepspeed_cases.py"))
 
 
 def run(stage: int) -> dict[str, Any]:
-    """Result of two ranks with a ZeRO stage."""
+    """Run two ranks with a ZeRO stage."""
     printed = processes.once([PROGRAM, str(stage)], 2, DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     return json.loads(next(line for line in printed.splitlines() if line.startswith('{"losses"')))
 
@@ -27,7 +27,7 @@ def run(stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_llama_trains_under_zero(stage: int):
     found = run(stage)
-    assert found["layers"] == 15  # seven products of each of two layers, and the head
+    assert found["layers"] == 15  # seven products in each layer, and the head
     installed.assert_falls(found["losses"])
 
 

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 STEPS = 6
-# Keywords of torch.utils.checkpoint.
+# Keywords for torch.utils.checkpoint.
 CHECKPOINTS = {"reentrant": {"use_reentrant": True}, "hooks": {"use_reentrant": False}}
 
 
@@ -30,7 +30,7 @@ def no_accelerator_of_another_test():
     AcceleratorState._reset_state(True)
 
 
-def adapted_llama(checkpoint: dict[str, Any] | None, dropout: float) -> Any:
+def create_adapted_llama(checkpoint: dict[str, Any] | None, dropout: float) -> Any:
     import peft
 
     model = installed.tiny_llama(attention_dropout=dropout)
@@ -44,7 +44,7 @@ def adapted_llama(checkpoint: dict[str, Any] | None, dropout: float) -> Any:
 
 
 class Calls:
-    """Number of calls of a model's first layer of this package."""
+    """Count calls to the first layer that belongs to this package."""
 
     def __init__(self, model: torch.nn.Module):
         self.number = 0
@@ -67,17 +67,17 @@ def assert_equal(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> No
             assert torch.equal(a, b)
 
 
-def trained(
+def train_adapters(
     recipe: dict[str, Any], checkpoint: dict[str, Any] | None, dropout: float = 0.1
 ) -> tuple[list[torch.Tensor], int]:
-    """Losses of a Llama whose adapters an Accelerator trains in FP8, and the number of calls of a layer."""
+    """Train a Llama's adapters in FP8 with an Accelerator; return losses and layer calls."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import TERecipeKwargs
 
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs(**recipe)])
-    model = adapted_llama(checkpoint, dropout)
+    model = create_adapted_llama(checkpoint, dropout)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     calls = Calls(model)
@@ -101,14 +101,14 @@ def trained(
     ids=["delayed", "mxfp8"],
 )
 def test_adapters_train_with_the_losses_of_saved_activations(recipe, checkpoint):
-    (expected, once), (actual, twice) = trained(recipe, None), trained(recipe, checkpoint)
+    (expected, once), (actual, twice) = train_adapters(recipe, None), train_adapters(recipe, checkpoint)
     assert (once, twice) == (STEPS, 2 * STEPS)
     assert_equal(expected, actual)
     installed.assert_falls([loss.item() for loss in actual], 0.1)
 
 
-def trained_converted(recipe: Any, checkpoint: dict[str, Any] | None) -> tuple[list[torch.Tensor], int]:
-    """Losses and last gradients of a Llama of this package's layers, and the number of calls of a layer."""
+def train_converted(recipe: Any, checkpoint: dict[str, Any] | None) -> tuple[list[torch.Tensor], int]:
+    """Train a Llama with this package's layers; return losses, last gradients and layer calls."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = te.convert_hf(installed.tiny_llama()).to(device).train()
     if checkpoint is not None:
@@ -132,8 +132,8 @@ def trained_converted(recipe: Any, checkpoint: dict[str, Any] | None) -> tuple[l
 @pytest.mark.sampled(2)
 def test_a_converted_llama_has_the_bits_of_saved_activations(recipe, checkpoint):
     (expected, once), (actual, twice) = (
-        trained_converted(recipe(), None),
-        trained_converted(recipe(), checkpoint),
+        train_converted(recipe(), None),
+        train_converted(recipe(), checkpoint),
     )
     assert (once, twice) == (STEPS, 2 * STEPS)
     assert_equal(expected, actual)

@@ -47,7 +47,7 @@ SMALL = {
     "initializer_range": 0.3,
 }
 GROUPED = {**SMALL, "num_key_value_heads": 2, "pad_token_id": 0}
-# name: (class of the config, its arguments)
+# name: (config class, its arguments)
 FAMILIES = {
     "llama": ("LlamaConfig", GROUPED),
     "qwen2": (
@@ -104,7 +104,7 @@ def stock(family: str, **changed):
 
 
 def engine(model, way: str):
-    """The same model with attention of this engine, and the counters at 0."""
+    """The same model with engine attention, and the counters at 0."""
     ours = copy.deepcopy(model)
     if way == "injected":
         inject_te_attention(ours)
@@ -120,7 +120,7 @@ def tokens() -> torch.Tensor:
 
 
 def attention_mask(side: str) -> torch.Tensor | None:
-    """[3, LENGTH] of transformers, 1 = token."""
+    """Padding mask [3, LENGTH] as in transformers, 1 = token."""
     if side == "none":
         return None
     right = (torch.arange(LENGTH) < torch.tensor(PADDING[side])[:, None]).long()
@@ -137,8 +137,8 @@ def all_computed(calls: int) -> bool:
     return counts["te_hits"] == calls and sum(counts.values()) == calls
 
 
-def grown(model, side: str, device: str = "cpu") -> list[torch.Tensor]:
-    """Logits of the real tokens, and gradients of all weights."""
+def logits_and_gradients(model, side: str, device: str = "cpu") -> list[torch.Tensor]:
+    """Logits for the real tokens, and gradients for all weights."""
     mask = attention_mask(side)
     mask = None if mask is None else mask.to(device)
     logits = model(tokens().to(device), attention_mask=mask).logits[real(side).to(device)]
@@ -152,10 +152,10 @@ def grown(model, side: str, device: str = "cpu") -> list[torch.Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.sampled(pairs=True)
-def test_logits_and_gradients_are_the_stock_ones(family, way, side):
+def test_logits_and_gradients_match_stock_attention(family, way, side):
     model = stock(family)
     ours = engine(model, way)
-    for mine, right in zip(grown(ours, side), grown(model, side), strict=True):
+    for mine, right in zip(logits_and_gradients(ours, side), logits_and_gradients(model, side), strict=True):
         torch.testing.assert_close(mine, right, **ATTENDED)
     assert all_computed(LAYERS)
 
@@ -169,13 +169,15 @@ def test_full_attention_layers_ignore_the_window(side):
     kinds = ["sliding_attention", "full_attention"]
     config = transformers.Exaone4Config(**GROUPED, sliding_window=4, layer_types=kinds)
     model = transformers.Exaone4ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-    for mine, right in zip(grown(engine(model, "injected"), side), grown(model, side), strict=True):
+    for mine, right in zip(
+        logits_and_gradients(engine(model, "injected"), side), logits_and_gradients(model, side), strict=True
+    ):
         torch.testing.assert_close(mine, right, **ATTENDED)
     assert all_computed(LAYERS)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_wrong_window_would_be_seen(way):
+def test_a_wrong_window_changes_the_logits(way):
     """The comparison above can fail: the same weights with another window are another model."""
     model, other = stock("mistral"), stock("mistral", sliding_window=5)
     difference = engine(other, way)(tokens()).logits - model(tokens()).logits
@@ -185,7 +187,7 @@ def test_a_wrong_window_would_be_seen(way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_training_follows_the_stock_losses(family, way):
-    """Four steps of AdamW on a padded batch, with recomputed layers."""
+    """Four AdamW steps on a padded batch, with recomputed layers."""
     losses = []
     model = stock(family)
     for trained in (model, engine(model, way)):
@@ -210,7 +212,7 @@ def test_training_follows_the_stock_losses(family, way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.sampled(pairs=True)
-def test_greedy_tokens_are_the_stock_ones(family, way, side, cache):
+def test_greedy_tokens_match_stock_attention(family, way, side, cache):
     model = stock(family)
     ours = engine(model, way)
     options = {
@@ -224,7 +226,7 @@ def test_greedy_tokens_are_the_stock_ones(family, way, side, cache):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_several_tokens_behind_a_cache_are_those_of_one_pass(family, way):
+def test_several_tokens_after_a_cache_equal_one_full_pass(family, way):
     import transformers
 
     model = stock(family)
@@ -237,7 +239,7 @@ def test_several_tokens_behind_a_cache_are_those_of_one_pass(family, way):
     assert all_computed(3 * LAYERS)
 
 
-def capped(attention: str = "eager"):
+def create_softcap_model(attention: str = "eager"):
     """A Gemma 2 whose softcap changes the logits by more than 1."""
     model = stock("gemma2", attn_logit_softcapping=0.5)
     model.set_attn_implementation(attention)
@@ -246,19 +248,21 @@ def capped(attention: str = "eager"):
 
 @pytest.mark.parametrize("side", list(PADDING))
 def test_a_softcap_is_computed_as_in_eager_attention(side):
-    model = capped()
+    model = create_softcap_model()
     for mine, right in zip(
-        grown(engine(model, "attn_implementation"), side), grown(model, side), strict=True
+        logits_and_gradients(engine(model, "attn_implementation"), side),
+        logits_and_gradients(model, side),
+        strict=True,
     ):
         torch.testing.assert_close(mine, right, **ATTENDED)
     assert all_computed(LAYERS)
-    assert (model(tokens()).logits - capped("sdpa")(tokens()).logits).abs().max() > 1
+    assert (model(tokens()).logits - create_softcap_model("sdpa")(tokens()).logits).abs().max() > 1
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_greedy_tokens_with_a_softcap_are_those_of_eager_attention(side, cache):
-    model = capped()
+    model = create_softcap_model()
     options = {
         "attention_mask": real(side).long(), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0,
         "eos_token_id": None, "cache_implementation": None if cache == "dynamic" else "static",
@@ -269,7 +273,7 @@ def test_greedy_tokens_with_a_softcap_are_those_of_eager_attention(side, cache):
 
 
 def test_training_with_a_softcap_follows_eager_losses():
-    model, losses = capped(), []
+    model, losses = create_softcap_model(), []
     for trained in (model, engine(model, "attn_implementation")):
         trained = copy.deepcopy(trained).train()
         trained.gradient_checkpointing_enable()
@@ -287,14 +291,14 @@ def test_training_with_a_softcap_follows_eager_losses():
 
 def test_a_compiled_model_with_a_softcap_is_one_graph():
     torch.compiler.reset()
-    model = capped()
+    model = create_softcap_model()
     ours = torch.compile(engine(model, "attn_implementation"), fullgraph=True, backend="aot_eager")
     made = ours(tokens(), use_cache=False).logits
     torch.testing.assert_close(made, model(tokens(), use_cache=False).logits, **ATTENDED)
 
 
 def test_an_injected_layer_ignores_a_softcap_as_sdpa_does():
-    model = capped("sdpa")
+    model = create_softcap_model("sdpa")
     torch.testing.assert_close(engine(model, "injected")(tokens()).logits, model(tokens()).logits, **ATTENDED)
 
 
@@ -334,7 +338,7 @@ def test_a_compiled_model_is_one_graph(way, side):
     "scaling", [recipe.DelayedScaling(fp8_dpa=True), recipe.Float8CurrentScaling(fp8_dpa=True)]
 )
 def test_fp8_attention_trains_under_autocast(way, scaling):
-    """The loss falls, and the logits differ from those of bfloat16 by the codes of 8 bits."""
+    """The loss falls, and the logits differ from bfloat16 logits because codes have 8 bits."""
     model = engine(stock("llama", initializer_range=0.1).bfloat16().to(DEVICE), way)
     ids, seen, mask = tokens().to(DEVICE), real("right").to(DEVICE), attention_mask("right").to(DEVICE)
     labels = ids.masked_fill(~seen, -100)
@@ -367,12 +371,12 @@ def test_an_example_of_the_page_runs(example):
 def test_logits_and_gradients_on_a_gpu(family, way, side, dtype):
     """bfloat16: as near to float32 as the stock model is, twice."""
     model = stock(family, initializer_range=0.1)
-    exact = grown(model, side)
+    exact = logits_and_gradients(model, side)
     model = model.cuda().to(dtype)
-    theirs = grown(model, side, "cuda")
-    ours = grown(engine(model, way), side, "cuda")
+    theirs = logits_and_gradients(model, side, "cuda")
+    ours = logits_and_gradients(engine(model, way), side, "cuda")
     assert all_computed(LAYERS)
-    # Gradients of biases of keys are 0 up to rounding: errors are relative to the largest gradient.
+    # Key bias gradients are 0 up to rounding: errors are relative to the largest gradient.
     least = 0.01 * max(right.norm() for right in exact)
     for mine, stocks, right in zip(ours, theirs, exact, strict=True):
         if dtype == torch.float32:
@@ -388,7 +392,7 @@ def test_logits_and_gradients_on_a_gpu(family, way, side, dtype):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_greedy_tokens_on_a_gpu(family, way, side, cache):
-    """float32, also where transformers compiles the steps of a static cache."""
+    """float32, also where transformers compiles static-cache steps."""
     model = stock(family).cuda()
     options = {
         "attention_mask": real(side).long().cuda(), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0,

@@ -21,7 +21,7 @@ TRAINER, FABRIC = (
 pytestmark = [
     *installed.needs(TRAINER.split(".")[0], FABRIC.split(".")[0]),
     installed.EMULATED,
-    pytest.mark.filterwarnings("ignore"),  # its own, of a Trainer without loaders' workers
+    pytest.mark.filterwarnings("ignore"),  # Lightning's own warning about a Trainer without loader workers
 ]
 
 FEATURES, STEPS = 64, 12
@@ -47,14 +47,14 @@ def plugin(library: str) -> dict[str, Any]:
     return {"plugins": [precision(weights_dtype=torch.bfloat16, recipe=RECIPE, replace_layers=True)]}
 
 
-def chosen(how: str, library: str) -> dict[str, Any]:
+def precision_options(how: str, library: str) -> dict[str, Any]:
     return plugin(library) if how == "plugin" else {"precision": how}
 
 
-def fitted(
+def fit_model(
     folder: Any, checkpoint: Any = None, steps: int = STEPS, **how: Any
 ) -> tuple[list[float], Any, Any]:
-    """(losses, trainer, module) of a Trainer's fit."""
+    """Fit a module with a Trainer; return (losses, trainer, module)."""
     lightning = importlib.import_module(TRAINER)
 
     class Task(lightning.LightningModule):
@@ -89,7 +89,7 @@ def fitted(
 
 @pytest.mark.parametrize("how", ["plugin", "transformer-engine", "transformer-engine-float16"])
 def test_a_trainer_trains_on_this_engine_s_layers(how, tmp_path):
-    losses, _, task = fitted(tmp_path, **chosen(how, TRAINER))
+    losses, _, task = fit_model(tmp_path, **precision_options(how, TRAINER))
     kinds = [type(module) for module in task.network]
     assert kinds == [te.Linear, te.LayerNorm, nn.GELU, te.Linear]
     installed.assert_falls(losses)
@@ -97,16 +97,16 @@ def test_a_trainer_trains_on_this_engine_s_layers(how, tmp_path):
 
 
 def test_a_trainer_resumes_from_its_checkpoint(tmp_path):
-    whole, *_ = fitted(tmp_path, steps=6, **plugin(TRAINER))
-    _, trainer, _ = fitted(tmp_path, steps=3, **plugin(TRAINER))
+    whole, *_ = fit_model(tmp_path, steps=6, **plugin(TRAINER))
+    _, trainer, _ = fit_model(tmp_path, steps=3, **plugin(TRAINER))
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    rest, *_ = fitted(tmp_path, tmp_path / "half.ckpt", steps=6, **plugin(TRAINER))
+    rest, *_ = fit_model(tmp_path, tmp_path / "half.ckpt", steps=6, **plugin(TRAINER))
     assert rest == whole[3:]
 
 
 @pytest.mark.parametrize("how", ["plugin", "transformer-engine", "transformer-engine-float16"])
 def test_fabric_trains_on_this_engine_s_layers(how):
-    fabric = importlib.import_module(FABRIC).Fabric(devices=1, **chosen(how, FABRIC))
+    fabric = importlib.import_module(FABRIC).Fabric(devices=1, **precision_options(how, FABRIC))
     torch.manual_seed(0)
     model = network()
     model = fabric.setup_module(model)
@@ -138,6 +138,6 @@ def test_init_module_makes_this_engine_s_layers():
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["plugin", "transformer-engine"])
 def test_a_trainer_on_a_gpu_quantizes(how, tmp_path):
-    losses, _, task = fitted(tmp_path, accelerator="gpu", **chosen(how, TRAINER))
+    losses, _, task = fit_model(tmp_path, accelerator="gpu", **precision_options(how, TRAINER))
     installed.assert_falls(losses)
     assert task.network[0].fp8_meta["scaling_fwd"].amax_history.any()

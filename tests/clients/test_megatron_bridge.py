@@ -27,26 +27,26 @@ def results() -> dict[str, Any]:
     return json.loads(output([str(script)], ROOT).splitlines()[-1])
 
 
-def of(results: dict[str, Any], case: str) -> Any:
-    """Return the result of a case; fail with its traceback if it raised."""
+def case_result(results: dict[str, Any], case: str) -> Any:
+    """One case's result; fails with its traceback if it raised."""
     assert not isinstance(results[case], str), results[case]
     return results[case]
 
 
 @pytest.mark.parametrize("case", ["float32", "fp8", "full layer", "full layer fp8"])
 def test_a_model_of_a_provider_trains(results, case):
-    first, *_, last = of(results, f"train {case}")
+    first, *_, last = case_result(results, f"train {case}")
     assert last < first - 0.3
 
 
 def test_lora_trains_alike_by_modules_and_by_operations(results):
-    losses = of(results, "lora")
+    losses = case_result(results, "lora")
     for before, first, *_, last in losses.values():
         assert first == pytest.approx(before, abs=1e-6) and last < first - 0.02
     assert losses["True"] == pytest.approx(losses["False"], abs=1e-3)
 
 
 def test_a_checkpoint_of_hugging_face_is_converted_both_ways(results):
-    converted = of(results, "convert")
+    converted = case_result(results, "convert")
     assert converted["largest"] > 1.0 and converted["error"] < 1e-4 * converted["largest"]
     assert converted["equal"]

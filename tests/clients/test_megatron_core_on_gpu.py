@@ -26,7 +26,7 @@ pytestmark = [
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-def of(case: str, ranks: int = 1) -> Any:
+def case_result(case: str, ranks: int = 1) -> Any:
     """Run a case in separate processes and return its printed result."""
     emulation = {"TE_EMULATE": "1"} if case.endswith(EMULATED) else {}
     said = processes.once([CASES, case], ranks, **emulation)
@@ -43,38 +43,38 @@ def assert_alike(found: list[float], expected: list[float], tolerance: float) ->
 
 def test_a_model_is_made_of_this_engine_s_layers():
     counts = {"LayerNormLinear": 2, "Linear": 2, "GroupedLinear": 4, "DotProductAttention": 2}
-    assert of("layers") == counts
+    assert case_result("layers") == counts
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "tensorwise", "blockwise", *EMULATED])
 def test_a_model_trains(recipe):
-    losses = of(f"train {recipe}")
+    losses = case_result(f"train {recipe}")
     assert_trains(losses)
     if recipe != "bfloat16":
-        plain = of("train bfloat16")
+        plain = case_result("train bfloat16")
         assert losses[0] != plain[0]  # it does quantize
         assert losses[0] == pytest.approx(plain[0], abs=0.02)
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
 def test_gated_layers_with_grouped_heads_train(recipe):
-    assert_trains(of(f"llama {recipe}"))
+    assert_trains(case_result(f"llama {recipe}"))
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "tensorwise", "blockwise", *EMULATED])
 def test_a_model_of_the_op_fuser_trains(recipe):
-    found = of(f"op fuser {recipe}")
+    found = case_result(f"op fuser {recipe}")
     assert found["chains"] == 2
     assert_trains(found["losses"])
-    assert_alike(found["losses"][:1], of(f"train {recipe}")[:1], 0.01)
+    assert_alike(found["losses"][:1], case_result(f"train {recipe}")[:1], 0.01)
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
 def test_a_gated_model_of_the_op_fuser_trains(recipe):
-    found = of(f"op fuser llama {recipe}")
+    found = case_result(f"op fuser llama {recipe}")
     assert found["chains"] == 2
     assert_trains(found["losses"])
-    assert_alike(found["losses"][:1], of(f"llama {recipe}")[:1], 0.01)
+    assert_alike(found["losses"][:1], case_result(f"llama {recipe}")[:1], 0.01)
 
 
 # Losses after several steps differ more than gradients do: six steps of this learning rate enlarge roundings.
@@ -83,7 +83,7 @@ def test_a_gated_model_of_the_op_fuser_trains(recipe):
     ["bfloat16", "delayed", "tensorwise", "blockwise", *EMULATED, "llama bfloat16", "llama delayed"],
 )
 def test_gradients_of_the_op_fuser_are_as_exact_as_those_of_modules(model):
-    errors = of(f"gradients of the op fuser {model}")
+    errors = case_result(f"gradients of the op fuser {model}")
     if model.endswith("bfloat16"):
         assert errors["operations against modules"] < 2**-7
     else:
@@ -92,15 +92,15 @@ def test_gradients_of_the_op_fuser_are_as_exact_as_those_of_modules(model):
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
 def test_recomputation_changes_no_loss(recipe):
-    assert_alike(of(f"recompute {recipe}"), of(f"train {recipe}"), 1e-3)
+    assert_alike(case_result(f"recompute {recipe}"), case_result(f"train {recipe}"), 1e-3)
 
 
 def test_this_engine_s_cross_entropy_is_megatron_s():
-    assert_alike(of("cross entropy"), of("train bfloat16"), 0.02)
+    assert_alike(case_result("cross entropy"), case_result("train bfloat16"), 0.02)
 
 
 def test_this_engine_s_rotary_embedding_is_megatron_s():
-    found = of("rope fusion")
+    found = case_result("rope fusion")
     plain, fused = found["losses"]
     assert fused == pytest.approx(plain, abs=5e-3)
     assert found["gradient"] < 0.03
@@ -108,12 +108,12 @@ def test_this_engine_s_rotary_embedding_is_megatron_s():
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
 def test_the_distributed_optimizer_is_the_plain_one(recipe):
-    assert_alike(of(f"distributed {recipe}"), of(f"train {recipe}"), 0.02)
+    assert_alike(case_result(f"distributed {recipe}"), case_result(f"train {recipe}"), 0.02)
 
 
 @pytest.mark.parametrize("case", ["overlapped", "precision-aware", "fused accumulation"])
 def test_options_of_the_optimizer_change_little(case):
-    assert_alike(of(case), of("train bfloat16"), 0.05)
+    assert_alike(case_result(case), case_result("train bfloat16"), 0.05)
 
 
 @pytest.mark.parametrize(
@@ -125,53 +125,53 @@ def test_options_of_the_optimizer_change_little(case):
     ],
 )
 def test_fp8_parameters_train_as_bfloat16_ones(recipe, kind):
-    found = of(f"parameters {recipe}")
+    found = case_result(f"parameters {recipe}")
     assert found["kinds"] == [kind]
-    assert_alike(found["losses"], of(f"train {recipe}"), 0.02)
+    assert_alike(found["losses"], case_result(f"train {recipe}"), 0.02)
 
 
 @pytest.mark.parametrize("whose", ["the engine", "megatron"])
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "tensorwise", "blockwise"])
 def test_graphs_train_as_plain_layers(whose, recipe):
-    assert_alike(of(f"graphs of {whose} {recipe}"), of(f"train {recipe}"), 0.05)
+    assert_alike(case_result(f"graphs of {whose} {recipe}"), case_result(f"train {recipe}"), 0.05)
 
 
 def test_fused_router_and_permutation_are_megatron_s():
-    assert_alike(of("experts bfloat16"), of("experts plain"), 0.05)
+    assert_alike(case_result("experts bfloat16"), case_result("experts plain"), 0.05)
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "tensorwise", "blockwise"])
 def test_four_experts_train(recipe):
-    assert_trains(of(f"experts {recipe}"))
+    assert_trains(case_result(f"experts {recipe}"))
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
 def test_multi_latent_attention_trains(recipe):
-    assert_trains(of(f"latent {recipe}"))
+    assert_trains(case_result(f"latent {recipe}"))
 
 
 def test_a_distributed_checkpoint_continues():
-    found = of("checkpoint")
+    found = case_result("checkpoint")
     assert_alike(found["found"], found["expected"], 1e-3)
 
 
 @two
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "blockwise"])
 def test_two_gpus_train_a_tensor_parallel_model(recipe):
-    assert_trains(of(f"two tensor-parallel {recipe}", 2))
+    assert_trains(case_result(f"two tensor-parallel {recipe}", 2))
 
 
 @two
 def test_two_gpus_share_fp8_parameters():
-    assert_alike(of("two data-parallel parameters", 2)["losses"], of("train delayed"), 0.02)
+    assert_alike(case_result("two data-parallel parameters", 2)["losses"], case_result("train delayed"), 0.02)
 
 
 @two
 def test_two_gpus_hold_two_experts_each():
-    assert_trains(of("two expert-parallel", 2))
+    assert_trains(case_result("two expert-parallel", 2))
 
 
 @two
 def test_two_gpus_continue_from_a_distributed_checkpoint():
-    found = of("two data-parallel checkpoint", 2)
+    found = case_result("two data-parallel checkpoint", 2)
     assert_alike(found["found"], found["expected"], 1e-3)

@@ -1,4 +1,4 @@
-"""Every path of a module of an earlier release can be imported: it exists, or another path loads the same module."""
+"""Module paths from earlier releases can be imported: they exist, or another path loads the same module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keywords and members of the original behave as documented; `signatures` lists their names."""
+"""The original's keywords and members behave as documented; `signatures` lists their names."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_shards_are_joined_by_the_methods_of_the_original(name, device):
 # Quantizers.
 
 
-def test_members_of_quantizers(device):
+def test_quantizer_members_behave_as_documented(device):
     current = te.Float8CurrentScalingQuantizer(E4M3, device)
     x = values(device, 32, 64)
     assert current.scale.item() == 1.0 and current.amax.item() == 0.0
@@ -238,7 +238,7 @@ def test_a_layer_under_another_recipe_warns_of_the_change(device, monkeypatch):
         layer(x)
 
 
-# Roles of custom recipes.
+# Roles in custom recipes.
 
 
 def role_layer(device, asked):
@@ -419,7 +419,7 @@ def test_margins_and_plain_attributes_of_norms(device):
 # Functions.
 
 
-def attended(layout, device):
+def call_attention(layout, device):
     order = {"sbhd": (1, 0, 2, 3), "bshd": (0, 1, 2, 3)}[layout]
     q, k, v = (values(device, 2, 16, 2, 32, seed=seed).permute(order).contiguous() for seed in (1, 2, 3))
     lengths = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
@@ -428,7 +428,7 @@ def attended(layout, device):
 
 @pytest.mark.parametrize(("own", "other"), [("sbhd", "bshd"), ("bshd", "sbhd"), ("bshd", "bhsd")])
 def test_fused_attention_keeps_the_requested_order_of_axes(own, other, device):
-    q, k, v, lengths = attended(own, device)
+    q, k, v, lengths = call_attention(own, device)
     layout = "_".join([own] * 3)
     kind = cpp_extensions.fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
     options = {"qkv_layout": layout, "attn_mask_type": "causal"}
@@ -459,7 +459,7 @@ def test_formats_without_effect_warn_once_and_wrong_ones_are_named(device):
     from transformer_engine.common.warning import forget_issued
 
     forget_issued()
-    q, k, v, lengths = attended("bshd", device)
+    q, k, v, lengths = call_attention("bshd", device)
     kind = cpp_extensions.fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
     call = (False, 16, 16, lengths, lengths, q, k, v, q.dtype, kind)
     options = {"qkv_layout": "bshd_bshd_bshd", "attn_mask_type": "causal"}
@@ -508,7 +508,7 @@ def test_softmax_classes_are_those_of_torch_under_their_masks(device):
         torch.testing.assert_close(first, second)
 
 
-def test_utility_functions(device):
+def test_utility_functions_behave_as_documented(device):
     scores = torch.zeros(1, 1, 2, 2, device=device)
     hidden = torch.tensor([[False, True], [False, False]], device=device)
     assert utils.attention_mask_func(scores, hidden) is scores and scores[0, 0, 0, 1] == -10000.0

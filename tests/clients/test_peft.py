@@ -33,7 +33,7 @@ class Network(nn.Module):
         return self.layer(x)
 
 
-def adapted(kind: str, recipe: Any = None) -> Any:
+def create_adapted_network(kind: str, recipe: Any = None) -> Any:
     """A network with an adapter around its only layer, whose weights are quantized under a recipe."""
     import peft
 
@@ -50,7 +50,7 @@ def example() -> tuple[Tensor, Tensor]:
     return x.to(device), (x @ torch.randn(FEATURES, FEATURES, generator=generator) / 8).to(device)
 
 
-def trained(model: Any, recipe: Any, steps: int = 30) -> list[float]:
+def train_adapter(model: Any, recipe: Any, steps: int = 30) -> list[float]:
     x, y = example()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
@@ -74,11 +74,11 @@ def values(parameter: Tensor) -> Tensor:
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_an_adapter_trains_on_a_frozen_layer(kind, recipe):
-    model = adapted(kind, recipe)
+    model = create_adapted_network(kind, recipe)
     base = {name: values(p) for name, p in model.named_parameters() if not p.requires_grad}
     assert len(base) >= 2
     assert any(isinstance(p, te.QuantizedTensor) for p in model.parameters()) == (recipe is not None)
-    installed.assert_falls(trained(model, recipe))
+    installed.assert_falls(train_adapter(model, recipe))
     for name, parameter in model.named_parameters():
         if name in base:
             assert parameter.grad is None
@@ -89,8 +89,8 @@ def test_an_adapter_trains_on_a_frozen_layer(kind, recipe):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_the_frozen_layer_computes_no_weight_gradient(kind):
-    """The output is that of the layer alone plus the adapter's product, and so is the gradient of the input."""
-    model = adapted(kind)
+    """Output and input gradient equal the layer's own plus the adapter's product."""
+    model = create_adapted_network(kind)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
@@ -106,11 +106,11 @@ def test_the_frozen_layer_computes_no_weight_gradient(kind):
 
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_saved_adapter_comes_back(kind, recipe, tmp_path):
+def test_a_saved_adapter_loads_with_equal_outputs(kind, recipe, tmp_path):
     import peft
 
-    model = adapted(kind, recipe)
-    trained(model, recipe, steps=3)
+    model = create_adapted_network(kind, recipe)
+    train_adapter(model, recipe, steps=3)
     model.save_pretrained(tmp_path)
     with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
         network = Network(kind)
@@ -122,7 +122,7 @@ def test_a_saved_adapter_comes_back(kind, recipe, tmp_path):
 @pytest.mark.parametrize("kind", LAYERS)
 def test_merging_is_rejected_by_peft_itself(kind):
     with pytest.raises(NotImplementedError, match="does not support merge"):
-        adapted(kind).merge_and_unload()
+        create_adapted_network(kind).merge_and_unload()
 
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high precision", "delayed"])
@@ -178,8 +178,8 @@ def test_adapters_come_after_the_conversion():
 @pytest.mark.parametrize("kind", LAYERS)
 def test_an_adapter_trains_on_quantized_weights_on_a_gpu(kind):
     recipe = Float8CurrentScaling()
-    model = adapted(kind, recipe).cuda()
+    model = create_adapted_network(kind, recipe).cuda()
     base = [p for p in model.parameters() if isinstance(p, te.QuantizedTensor)]
     assert base
     assert all(p.is_cuda for p in base)
-    installed.assert_falls(trained(model, recipe))
+    installed.assert_falls(train_adapter(model, recipe))

@@ -1,4 +1,4 @@
-"""Programs of clients run in separate processes; these tests need no client."""
+"""Client programs run in separate processes; these tests need no client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Undocumented uses of the package by clients; each once made a client fail."""
+"""Undocumented package uses in clients; each once made a client fail."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_no_layer_has_a_name_that_data_parallelism_empties(name):
     assert not hasattr(LAYERS[name](), "weight_tensor")
 
 
-def trained_linear() -> te.Linear:
+def train_linear() -> te.Linear:
     torch.manual_seed(0)
     layer = te.Linear(32, 32)
     with te.autocast(recipe=recipe.DelayedScaling()):
@@ -76,7 +76,7 @@ def test_an_extra_state_may_name_megatrons_loader_of_storages(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(torch.storage, "_load_from_bytes", safe_load_from_bytes)
-    layer = trained_linear()
+    layer = train_linear()
     state = layer.state_dict()
     names = [
         op[1] for op in pickletools.genops(bytes(state["_extra_state"].numpy())) if isinstance(op[1], str)
@@ -119,7 +119,7 @@ def test_codes_of_mxfp8_are_not_views_and_may_use_a_callers_buffer():
     assert all(torch.equal(a, b) for a, b in zip(results(), before, strict=True))
 
 
-def swizzled(scale: torch.Tensor) -> torch.Tensor:
+def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
     """Scales [128 r, 4 c] as a product reads them, in memory of the same shape."""
     rows, columns = scale.shape
     return scale.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
@@ -136,8 +136,8 @@ def test_mxfp8_tensors_of_swizzled_scales_have_the_same_values_and_products(shap
     plain = build(rowwise_scale_inv=rowwise, columnwise_scale_inv=columnwise, with_gemm_swizzled_scales=False)
     assert made._with_gemm_swizzled_scales is False
     in_tiles = build(
-        rowwise_scale_inv=swizzled(rowwise),
-        columnwise_scale_inv=swizzled(columnwise.t()).reshape(columnwise.shape),
+        rowwise_scale_inv=swizzle_scales(rowwise),
+        columnwise_scale_inv=swizzle_scales(columnwise.t()).reshape(columnwise.shape),
         with_gemm_swizzled_scales=True,
     )
     assert torch.equal(in_tiles.dequantize(), plain.dequantize())
@@ -170,7 +170,7 @@ def test_collectives_write_into_a_callers_tensor():
 
 
 @contextmanager
-def replaced(owner, name, value):
+def replace_function(owner, name, value):
     """Replace a function as nvidia-modelopt does: an attribute with a leading underscore keeps the former one."""
     former = getattr(owner, name)
     setattr(owner, name, value)
@@ -188,7 +188,7 @@ def gradients(layer, x, *arguments):
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "GroupedLinear"])
-def test_a_replaced_general_gemm_makes_every_product(name):
+def test_a_monkey_patched_general_gemm_computes_every_product(name):
     file = {"Linear": linear, "LayerNormLinear": layernorm_linear, "GroupedLinear": grouped_linear}[name]
     torch.manual_seed(0)
     layer, x = LAYERS[name](), torch.randn(16, 32, device=DEVICE, requires_grad=True)
@@ -199,7 +199,7 @@ def test_a_replaced_general_gemm_makes_every_product(name):
         calls.append(kwargs["layout"])
         return cpp_extensions.general_gemm(*args, **kwargs)
 
-    with replaced(file, "general_gemm", counted):
+    with replace_function(file, "general_gemm", counted):
         during = gradients(layer, x, *arguments)
         with torch.no_grad():
             layer(x, *arguments)
@@ -215,14 +215,14 @@ def test_a_replaced_product_rejects_quantized_operands():
     layer = te.Linear(32, 32)
     own = partial(cpp_extensions.general_gemm)
     rejected = pytest.raises(NotImplementedError, match="restore the original")
-    with replaced(linear, "general_gemm", own), rejected, te.autocast():
+    with replace_function(linear, "general_gemm", own), rejected, te.autocast():
         layer(torch.randn(16, 32, device=DEVICE))
 
 
 @pytest.mark.parametrize("chosen", [None, recipe.MXFP8BlockScaling()])
 @pytest.mark.parametrize("place", ["the layer's file", "_common", "both"])
 @pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
-def test_a_replaced_norm_is_the_one_that_runs(name, place, chosen):
+def test_a_monkey_patched_norm_is_used(name, place, chosen):
     """Megatron replaces the class in the module that defines it and in modules that import it."""
     file = {"LayerNormLinear": layernorm_linear, "LayerNormMLP": layernorm_mlp}[name]
     files = {"the layer's file": [file], "_common": [_common], "both": [_common, file]}[place]
@@ -238,7 +238,7 @@ def test_a_replaced_norm_is_the_one_that_runs(name, place, chosen):
         before = gradients(layer, x)
         with ExitStack() as stack:
             for each in files:
-                stack.enter_context(replaced(each, "apply_normalization", counted))
+                stack.enter_context(replace_function(each, "apply_normalization", counted))
             during = gradients(layer, x)
         after = gradients(layer, x)
     assert calls == ["RMSNorm"]
@@ -263,7 +263,7 @@ def test_a_replaced_step_of_an_autograd_class_finds_input_and_weight(name, grad)
         args[place] = 2 * args[place]
         return getattr(owner, kept)(*args)
 
-    with torch.set_grad_enabled(grad), replaced(owner, step, doubled):
+    with torch.set_grad_enabled(grad), replace_function(owner, step, doubled):
         y = layer(x, *arguments)
     assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
     assert not linear._replaced.names
@@ -271,7 +271,7 @@ def test_a_replaced_step_of_an_autograd_class_finds_input_and_weight(name, grad)
 
 
 def test_a_replaced_autograd_class_runs_in_place_of_the_layers():
-    """The order of arguments is inp, ln_weight, ln_bias, weight."""
+    """The argument order is inp, ln_weight, ln_bias, weight."""
     seen = []
 
     class Own(torch.autograd.Function):
@@ -288,7 +288,7 @@ def test_a_replaced_autograd_class_runs_in_place_of_the_layers():
     torch.manual_seed(0)
     layer, x = te.LayerNormLinear(32, 48), torch.randn(16, 32, device=DEVICE, requires_grad=True)
     before = gradients(layer, x)
-    with replaced(layernorm_linear, "_LayerNormLinear", Own):
+    with replace_function(layernorm_linear, "_LayerNormLinear", Own):
         y = layer(x)
     during = y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
     assert seen == [((16, 32), (32,), (32,), (48, 32))]
@@ -328,7 +328,7 @@ def test_parts_of_a_split_are_views_and_adjacent_gradients_are_not_copied():
 
 
 def test_contexts_of_recomputation_serve_torchs_checkpoint():
-    layer = trained_linear()
+    layer = train_linear()
     x = torch.randn(16, 32, device=DEVICE, requires_grad=True)
     with te.autocast(recipe=recipe.DelayedScaling()):
         y = torch.utils.checkpoint.checkpoint(

@@ -26,8 +26,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 WITHOUT_DEFAULT = inspect.Parameter.empty
 
 
-def parameters_of(text: str) -> list[inspect.Parameter]:
-    """Return the parameters of a line of the table."""
+def line_parameters(text: str) -> list[inspect.Parameter]:
+    """Parse the parameters in a table line."""
     scope = {"UNKNOWN": UNKNOWN, "torch": torch}
     exec(f"def listed({' '.join(text.split())}): ...", scope)
     return list(inspect.signature(scope["listed"]).parameters.values())  # pyright: ignore
@@ -36,7 +36,7 @@ def parameters_of(text: str) -> list[inspect.Parameter]:
 def differences(callable_, text: str, bound: bool = False) -> list[str]:
     """Differences that break a call written for the listed signature."""
     ours = list(inspect.signature(callable_).parameters.values())[int(bound) :]
-    wanted = parameters_of(text)
+    wanted = line_parameters(text)
     by_name = {p.name: p for p in ours}
     found = []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -66,7 +66,7 @@ def differences(callable_, text: str, bound: bool = False) -> list[str]:
     return found
 
 
-def at(path: str):
+def resolve_path(path: str):
     """Return the object at a dotted path from transformer_engine.pytorch, through modules and attributes."""
     *modules, _ = path.split(".")
     for count in range(len(modules), -1, -1):
@@ -104,7 +104,7 @@ def test_a_recipe_is_made_as_in_the_original(name):
 
 @pytest.mark.parametrize("name", signatures.FUNCTIONS)
 def test_a_function_is_called_as_in_the_original(name):
-    assert differences(at(name), signatures.FUNCTIONS[name]) == []
+    assert differences(resolve_path(name), signatures.FUNCTIONS[name]) == []
 
 
 @pytest.mark.parametrize("name", signatures.EXTENSION)
@@ -122,7 +122,7 @@ def test_a_function_of_the_extension_is_called_as_in_the_original(name):
     [(owner, name) for owner, names in signatures.MEMBERS.items() for name in names.split()],
 )
 def test_a_member_of_the_original_exists(owner, name):
-    assert hasattr(at(owner), name)
+    assert hasattr(resolve_path(owner), name)
 
 
 @pytest.mark.parametrize("name", signatures.TOP.split())
@@ -209,7 +209,7 @@ def test_packed_sequences_convert_to_the_order_of_ranks_and_back(module, device)
 
     x = torch.arange(12.0, device=device)[:, None]
     cu_seqlens = torch.tensor([0, 4, 12], dtype=torch.int32, device=device)
-    last = 12 if module is tex else 0  # the extension takes the number of tokens, the package the axis
+    last = 12 if module is tex else 0  # the extension takes the token count, the package the axis
     to, back = (
         getattr(module or context_parallel, name)
         for name in ("thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order")

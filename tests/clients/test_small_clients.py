@@ -1,4 +1,4 @@
-"""Examples on the pages of clients, and cases of clients that use part of the package; one process per client."""
+"""Examples on client pages, and cases for clients that use part of the package; one process per client."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ Example = tuple[str, str, str | None]  # title, source and default device
 
 
 def examples_of_page(page: str) -> list[Example]:
-    """Return the examples of a page, which continue each other."""
+    """Examples on a page, which continue each other."""
     return [(f"docs/{page}.md", "\n".join(examples(f"{page}.md", "python-clients")), None)]
 
 
 def examples_of_client(client: str, device: str) -> list[Example]:
-    """Return the example of a client as printed on the page, and its cases on a device."""
+    """A client's example as printed on the page, and its cases on a device."""
     cases = [(name, "\n".join(parts), device) for name, parts in CASES.items() if name.split()[0] == client]
     return [("docs/other_clients.md", EXAMPLE_OF[client], None), *cases]
 
 
 @pytest.fixture(scope="module")
 def errors(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Return the errors of the examples of all selected tests, which one program runs."""
+    """Run the examples for all selected tests in one program and return their errors."""
     programs: dict[str, list[Example]] = {}
     for item in request.session.items:
         if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
@@ -74,7 +74,7 @@ def test_the_examples_of_a_page_run(page: str, errors: dict[str, str]):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("client", NEEDED)
 def test_a_client_equals_its_own_pytorch_code(client: str, device: str, errors: dict[str, str]):
-    """The example of the page as printed, then the cases on the device."""
+    """Run the page's example as printed, then the cases on the device."""
     skip_unless_installed(NEEDED[client])
     assert len(examples_of_client(client, device)) > 1 and client in EXAMPLE_OF[client]
     name = f"{client}-{device}"

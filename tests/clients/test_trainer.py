@@ -1,4 +1,4 @@
-"""transformers' Trainer as published trains Llamas in FP8: of accelerate's layers, and of convert_hf's."""
+"""The published transformers Trainer trains Llamas in FP8, with accelerate's and convert_hf's layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trainer(model: nn.Module, folder: Path, **settings: Any) -> Any:
     return Trainer(model=model, args=arguments, train_dataset=rows)
 
 
-def logged(run: Any) -> list[float]:
+def loss_log(run: Any) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
@@ -51,7 +51,7 @@ def test_accelerate_s_fp8_trains(tmp_path, monkeypatch):
     run.train()
     assert run.accelerator.fp8_backend == "TE"
     assert any(isinstance(module, te.Linear) for module in run.model.modules())
-    installed.assert_falls(logged(run))
+    installed.assert_falls(loss_log(run))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_converted_model_trains(recipe, recomputed, tmp_path):
     model = te.convert_hf(installed.tiny_llama(), recipe=recipe)
     run = trainer(model, tmp_path, max_steps=8, gradient_checkpointing=recomputed)
     run.train()
-    installed.assert_falls(logged(run))
+    installed.assert_falls(loss_log(run))
     assert torch.isfinite(torch.tensor(run.evaluate(run.train_dataset)["eval_loss"]))
 
 
@@ -72,7 +72,7 @@ def test_a_converted_model_trains_as_the_stock_one(tmp_path):
     stock.train()
     ours = trainer(te.convert_hf(installed.tiny_llama()), tmp_path, max_steps=6)
     ours.train()
-    assert logged(ours) == pytest.approx(logged(stock), rel=1e-4)
+    assert loss_log(ours) == pytest.approx(loss_log(stock), rel=1e-4)
 
 
 def test_a_checkpoint_is_read_by_both(tmp_path):
@@ -97,7 +97,7 @@ def test_a_converted_training_resumes(tmp_path):
     first.train()
     again = trainer(te.convert_hf(installed.tiny_llama()), tmp_path / "half", max_steps=6)
     again.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-3"))
-    assert logged(again) == pytest.approx(logged(whole), rel=1e-6)
+    assert loss_log(again) == pytest.approx(loss_log(whole), rel=1e-6)
 
 
 @pytest.mark.gpu
@@ -108,4 +108,4 @@ def test_a_converted_model_trains_in_bf16_on_a_gpu(recipe, tmp_path):
     run = trainer(model, tmp_path, max_steps=8, bf16=True)
     run.train()
     assert all(parameter.is_cuda for parameter in run.model.parameters())
-    installed.assert_falls(logged(run))
+    installed.assert_falls(loss_log(run))

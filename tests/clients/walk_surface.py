@@ -1,4 +1,4 @@
-"""client_surface.json: {client: version, names}, every dotted name of the engine in the source of installed clients.
+"""client_surface.json: {client: version, names}, every dotted engine name in installed clients' source.
 
 `python tests/clients/walk_surface.py SITE_PACKAGES` reads the clients there, without importing them, and rewrites the
 file. A client that is not installed keeps its entry. Names come from imports and from attributes of imported modules:
@@ -52,7 +52,7 @@ LAZY = ("OptionalImport", "import_module")
 
 
 class Names(ast.NodeVisitor):
-    """The engine's names of one file: imported ones, and attributes of these as far as they go."""
+    """Engine names in one file: imports and their attribute chains."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
@@ -105,7 +105,7 @@ class Names(ast.NodeVisitor):
         return None
 
 
-def names_of(source: str) -> set[str]:
+def public_names(source: str) -> set[str]:
     tree = ast.parse(source)
     names = Names()
     for node in ast.walk(tree):  # imports first: a function may stand before the block that imports for it
@@ -122,7 +122,7 @@ def sources(folder: Path) -> Iterator[str]:
             yield text
 
 
-def version_of(distribution: str, packages: Path) -> str:
+def distribution_version(distribution: str, packages: Path) -> str:
     stem = re.sub(r"[-_.]+", "_", distribution)
     (metadata,) = packages.glob(f"{stem}-*.dist-info")
     return metadata.name.removesuffix(".dist-info").removeprefix(f"{stem}-")
@@ -132,8 +132,11 @@ def walk(packages: Path, known: dict[str, Any]) -> dict[str, Any]:
     surface = dict(known)
     for distribution, folder in CLIENTS.items():
         if (packages / folder).is_dir():
-            found = set[str]().union(*(names_of(source) for source in sources(packages / folder)))
-            surface[distribution] = {"version": version_of(distribution, packages), "names": sorted(found)}
+            found = set[str]().union(*(public_names(source) for source in sources(packages / folder)))
+            surface[distribution] = {
+                "version": distribution_version(distribution, packages),
+                "names": sorted(found),
+            }
     return dict(sorted(surface.items()))
 
 

@@ -70,12 +70,12 @@ class Trained:
         )
 
     def whole(self, group: Any) -> dict[str, Tensor]:
-        """Bytes of whole parameters (codes and scales of quantized ones), optimizer states and scaling states."""
+        """Bytes for full parameters (codes and scales if quantized), optimizer states and scaling states."""
         found = {}
         for name, parameter in self.model.named_parameters():
             tensors = {"": parameter, **self.optimizer.state[parameter]}
             for state, tensor in tensors.items():
-                for i, part in enumerate(gathered(tensor, group)):
+                for i, part in enumerate(gather_shards(tensor, group)):
                     found[f"{name}/{state}/{i}"] = part.detach().clone()  # later steps change the tensors
         for name, extra in self.model.state_dict().items():
             content = decode_extra_state(extra) if name.endswith("_extra_state") else None
@@ -85,8 +85,8 @@ class Trained:
         return found
 
 
-def gathered(tensor: Tensor, group: Any) -> list[Tensor]:
-    """The tensors that make up all shards of a tensor, as plain tensors."""
+def gather_shards(tensor: Tensor, group: Any) -> list[Tensor]:
+    """All-gather the payload tensors from every shard, as plain tensors."""
     local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
     if not isinstance(local, QuantizedTensor):
         return [tensor.full_tensor() if isinstance(tensor, DTensor) else local]
@@ -102,14 +102,14 @@ def gathered(tensor: Tensor, group: Any) -> list[Tensor]:
 
 
 def save_and_load(device: torch.device, cases: list[tuple[str, bool]], directory: Path) -> dict[str, Any]:
-    """Of each recipe and kind of parameters: states saved by 4 ranks and read by 2 and 1, and the steps after them.
+    """Per recipe and parameter type: states saved by 4 ranks and read by 2 and 1, and the following steps.
 
-    The four ranks are two replicas of two shards each in the first case, and four shards in the others.
+    The four ranks are two replicas with two shards each in the first case, and four shards in the others.
     """
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     meshes = {size: DeviceMesh("cpu", list(range(size))) for size in (4, 2, 1)}
     found = {}
-    with emulate():  # MXFP8 on the CPU of a machine with a Hopper GPU
+    with emulate():  # MXFP8 on the CPU in a machine with a Hopper GPU
         for name, quantized in cases:
             place = directory / f"{name}-{quantized}"
             mesh = replicated if (name, quantized) == cases[0] else meshes[4]

@@ -1,4 +1,4 @@
-"""Compositions of parallelism, recipes, recomputation and graphs: pairs of all settings, and what te.verify finds.
+"""Combined parallelism, recipes, recomputation and graphs: all pairs of settings, with te.verify's findings.
 
 `python -m tests.distributed.compositions` runs all of them and writes docs/compositions.json.
 """
@@ -37,12 +37,12 @@ RECIPES = {
 
 
 SWITCH, SIZES = (False, True), (1, 2)
-VALUES = (SIZES, SWITCH, SIZES, SIZES, SIZES, tuple(RECIPES), SWITCH, SWITCH)  # of each field of Composition
+VALUES = (SIZES, SWITCH, SIZES, SIZES, SIZES, tuple(RECIPES), SWITCH, SWITCH)  # for each field in Composition
 
 
 @dataclass(frozen=True)
 class Composition:
-    """One way to train a layer; sizes of one mean that the ranks do not share this dimension.
+    """One way to train a layer; size one means that the ranks do not share this dimension.
 
     Experts are shared by data-parallel ranks. If both sizes are above one, these are the ranks of FSDP2.
     """
@@ -70,7 +70,7 @@ class Composition:
 
     @property
     def in_processes(self) -> bool:
-        """Whether ranks must be processes: the states of delayed scaling are shared by the threads of a process."""
+        """Whether ranks must be processes: threads in one process share the delayed-scaling states."""
         return self.recipe == "delayed"
 
     def mesh(self, device: torch.device) -> Any:
@@ -84,10 +84,10 @@ class Composition:
 
 
 class Experts(nn.Module):
-    """y = x + the sum of every expert's output, weighted by a router; each rank of a group computes its own experts.
+    """y = x + sum over all expert outputs, weighted by a router; each rank computes its own experts.
 
-    All experts receive all tokens: the choice of an expert is not continuous, and noise would change it. The ranks have
-    the parameters of all experts, so that `te.verify` averages their gradients, which are 0 for other ranks' experts.
+    All experts receive all tokens: routing is not continuous, and noise would change it. Each rank has all
+    experts' parameters, so that `te.verify` averages gradients, which are 0 for other ranks' experts.
     """
 
     def __init__(self, device: torch.device, group: Any) -> None:
@@ -106,7 +106,7 @@ class Experts(nn.Module):
         flat = x.reshape(-1, HIDDEN)
         weights = self.router(flat).softmax(dim=1)
         if self.ranks == 1:
-            # `forward` instead of a call: the experts of a rank see other tokens than on one device.
+            # `forward` instead of a call: a rank's experts see other tokens than on one device.
             parts = [expert.forward(flat) * weights[:, i, None] for i, expert in enumerate(self.experts)]
             return x + torch.stack(parts).sum(0).view(x.shape)
         chosen = torch.arange(EXPERTS, device=x.device).expand(len(flat), -1).contiguous()
@@ -114,7 +114,7 @@ class Experts(nn.Module):
         received, scales, counts = te.ep.ep_dispatch(buffer, flat, chosen, weights)
         rows = received.split(counts.tolist())
         made = [self.experts[i].forward(part) for i, part in zip(self.own, rows, strict=True)]
-        # A zero gradient for the experts of other ranks.
+        # A zero gradient for other ranks' experts.
         idle = sum(expert.weight.sum() for i, expert in enumerate(self.experts) if i not in self.own)
         y = te.ep.ep_combine(buffer, torch.cat(made) * scales[:, None] + 0 * idle, num_local_tokens=len(flat))
         return x + y.view(x.shape)
@@ -158,7 +158,7 @@ class Block(nn.Module):
         return te.checkpoint(self.experts, y) if self.recompute else self.experts(y)
 
 
-def model_of(row: Composition, device: torch.device, mesh: Any) -> nn.Module:
+def create_model(row: Composition, device: torch.device, mesh: Any) -> nn.Module:
     model = Block(row, device, mesh)
     shard = mesh.get_local_rank("tp") if mesh is not None else 0
     with torch.no_grad():
@@ -175,7 +175,7 @@ def model_of(row: Composition, device: torch.device, mesh: Any) -> nn.Module:
 
 
 def pairwise() -> list[Composition]:
-    """Return compositions in which every possible pair of two settings occurs, chosen greedily."""
+    """Select compositions greedily until every possible pair of settings occurs."""
     candidates = [row for value in itertools.product(*VALUES) if (row := Composition(*value)).possible]
     left = set(itertools.chain.from_iterable(map(pairs, candidates)))
     chosen: list[Composition] = []
@@ -187,15 +187,15 @@ def pairwise() -> list[Composition]:
 
 
 def pairs(row: Composition) -> set[tuple[tuple[str, Any], ...]]:
-    """Return the pairs of settings of a composition."""
+    """Pairs of settings in a composition."""
     return set(itertools.combinations([(field.name, getattr(row, field.name)) for field in fields(row)], 2))
 
 
-def verified(row: Composition, device: torch.device) -> te.Verification:
+def verify_on_threads(row: Composition, device: torch.device) -> te.Verification:
     x = torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1))
     try:
         return te.verify(
-            functools.partial(model_of, row, device),
+            functools.partial(create_model, row, device),
             x.to(device),
             mesh=row.mesh(device),
             recipe=RECIPES[row.recipe](),
@@ -206,26 +206,28 @@ def verified(row: Composition, device: torch.device) -> te.Verification:
             te.ep.ep_finalize()
 
 
-def verified_in_process(device: torch.device, row: Composition) -> str:
-    with te.emulate():  # a GPU lacks some of the formats
-        return _outcome(verified(row, device))
+def verify_in_process(device: torch.device, row: Composition) -> str:
+    with te.emulate():  # a GPU lacks some formats
+        return _outcome(verify_on_threads(row, device))
 
 
 def outcome(row: Composition) -> str:
     """Return "equal", or the first tensor that differs."""
     if row.in_processes and row.ranks > 1:
         with tempfile.TemporaryDirectory() as directory:
-            run = functools.partial(verified_in_process, row=row)
+            run = functools.partial(verify_in_process, row=row)
             return run_on_ranks(run, row.ranks, Path(directory))[0]
     with te.emulate():
-        return _outcome(run_on_threads(lambda rank: verified(row, torch.device("cpu")), row.ranks)[0])
+        return _outcome(
+            run_on_threads(lambda rank: verify_on_threads(row, torch.device("cpu")), row.ranks)[0]
+        )
 
 
 def _outcome(report: te.Verification) -> str:
     return "equal" if report.first is None else f"differs: {report.first.name}"
 
 
-def recorded() -> list[dict[str, Any]]:
+def read_outcomes() -> list[dict[str, Any]]:
     return json.loads(FILE.read_text())["compositions"]
 
 

@@ -15,7 +15,7 @@ from transformer_engine.pytorch import DotProductAttention
 
 @dataclass(frozen=True)
 class Case:
-    """One attention: `tokens` of each of `batch` sequences, or packed sequences of real and padded lengths."""
+    """One attention: `batch` sequences with `tokens` each, or packed ones with real and padded lengths."""
 
     comm: str = "p2p"
     size: int = 2
@@ -24,7 +24,7 @@ class Case:
     window: tuple[int, int] | None = None
     batch: int = 2
     tokens: int = 16
-    keys: int | None = None  # tokens of keys; None for the tokens of queries
+    keys: int | None = None  # key tokens; None if equal to the query tokens
     heads: int = 8
     groups: int = 8
     head_dim: tuple[int, int] = (8, 8)
@@ -62,7 +62,7 @@ class Case:
 
 
 def sequences(case: Case) -> list[tuple[int, int, int, int]]:
-    """(start of queries, of keys, real queries, real keys) of each sequence, in token order of the batch."""
+    """(query start, key start, real queries, real keys) per sequence, in the batch's token order."""
     extents_q, extents_k = extents(case)
     reals_q = case.lengths or extents_q
     reals_k = case.keys_lengths or (reals_q if case.keys is None else extents_k)
@@ -72,7 +72,7 @@ def sequences(case: Case) -> list[tuple[int, int, int, int]]:
 
 
 def extents(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens of each sequence, padding included, of queries and keys."""
+    """Query and key tokens per sequence, padding included."""
     if case.layout == "thd":
         of_queries = case.padded or case.lengths
         assert of_queries is not None
@@ -81,7 +81,7 @@ def extents(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def problem(case: Case, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Tensors of the whole problem, packed [t, h, d]: sequence after sequence."""
+    """Tensors for the full problem, packed [t, h, d]: sequence after sequence."""
     generator = torch.Generator().manual_seed(7)
     total_q, total_k = (sum(lengths) for lengths in extents(case))
     d_qk, d_v = case.head_dim
@@ -106,7 +106,7 @@ def problem(case: Case, device: torch.device | str = "cpu") -> dict[str, Tensor]
 
 
 def exact(case: Case) -> dict[str, Tensor]:
-    """Results and gradients of the whole sequence in float64."""
+    """Full-sequence results and gradients in float64."""
     given = problem(case)
     names = [name for name in ("q", "k", "v", "bias", "sink") if name in given]
     leaves = {name: given[name].double().requires_grad_() for name in names}
@@ -163,8 +163,8 @@ def exact(case: Case) -> dict[str, Tensor]:
     return found
 
 
-def held_tokens(lengths: tuple[int, ...], size: int, rank: int) -> list[int]:
-    """Return the tokens of a rank: chunks `rank` and `2 * size - 1 - rank` of the 2 * size chunks of each sequence."""
+def rank_tokens(lengths: tuple[int, ...], size: int, rank: int) -> list[int]:
+    """A rank's tokens: chunks `rank` and `2 * size - 1 - rank` out of 2 * size chunks per sequence."""
     held, start = [], 0
     for length in lengths:
         chunk = length // (2 * size)
@@ -174,8 +174,8 @@ def held_tokens(lengths: tuple[int, ...], size: int, rank: int) -> list[int]:
     return held
 
 
-def in_layout(x: Tensor, layout: str, batch: int) -> Tensor:
-    """Packed tokens [t, h, d] as a tensor of the layout."""
+def convert_layout(x: Tensor, layout: str, batch: int) -> Tensor:
+    """Convert packed tokens [t, h, d] to a layout."""
     if layout == "thd":
         return x.contiguous()
     x = x.unflatten(0, (batch, -1))
@@ -183,14 +183,14 @@ def in_layout(x: Tensor, layout: str, batch: int) -> Tensor:
 
 
 def packed(x: Tensor, layout: str) -> Tensor:
-    """The inverse of `in_layout`."""
+    """The inverse of `convert_layout`."""
     if layout == "thd":
         return x
     return (x.transpose(0, 1) if layout == "sbhd" else x).flatten(0, 1)
 
 
-def groups_of(case: Case, rank: int) -> tuple[Any, int]:
-    """(cp_group, combined rank) of a case on `case.size` ranks; a2a+p2p in groups of two by the rest."""
+def communication_groups(case: Case, rank: int) -> tuple[Any, int]:
+    """(cp_group, combined rank) for a case on `case.size` ranks; a2a+p2p in a grid of 2 x size / 2."""
     if case.comm != "a2a+p2p":
         return dist.group.WORLD, rank
     inner = 2
@@ -211,7 +211,7 @@ def cumulative(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
-def attention_of(case: Case, group: Any) -> DotProductAttention:
+def create_attention(case: Case, group: Any) -> DotProductAttention:
     module = DotProductAttention(
         case.heads, case.head_dim, case.groups, qkv_format=case.layout, attn_mask_type=case.mask,
         window_size=case.window, softcap=case.softcap, softmax_type=case.softmax, return_max_logit=case.max_logit,
@@ -223,18 +223,18 @@ def attention_of(case: Case, group: Any) -> DotProductAttention:
 
 def shared(case: Case, rank: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Results and gradients of one rank; cases with masks or lengths run on the CPU."""
-    group, rank = groups_of(case, rank)
+    group, rank = communication_groups(case, rank)
     given, (lengths_q, lengths_k) = problem(case, device), extents(case)
-    rows, columns = (held_tokens(lengths, case.size, rank) for lengths in (lengths_q, lengths_k))
+    rows, columns = (rank_tokens(lengths, case.size, rank) for lengths in (lengths_q, lengths_k))
     names = ("q", "k", "v")
     local = {
-        name: in_layout(
+        name: convert_layout(
             given[name][rows if name == "q" else columns], case.layout, case.batch
         ).requires_grad_()
         for name in names
     }
     arguments: dict[str, Any] = dict(case.arguments)
-    of_row = held_tokens((case.tokens,), case.size, rank)
+    of_row = rank_tokens((case.tokens,), case.size, rank)
     if case.bias:
         local["bias"] = given["bias"][:, :, of_row].contiguous().requires_grad_()
         arguments |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": local["bias"]}
@@ -257,7 +257,7 @@ def shared(case: Case, rank: int, device: torch.device | str = "cpu") -> dict[st
             arguments |= dict.fromkeys(
                 ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cumulative(case.padded)
             )
-    module = attention_of(case, group)
+    module = create_attention(case, group)
     if case.softmax == "learnable":
         module.softmax_offset = torch.nn.Parameter(given["sink"].clone())
     if case.recompute:
@@ -266,7 +266,7 @@ def shared(case: Case, rank: int, device: torch.device | str = "cpu") -> dict[st
     found = {}
     if case.max_logit:
         out, found["max_logit"] = out
-    dout = in_layout(given["dout"][rows], case.layout, case.batch).flatten(-2)
+    dout = convert_layout(given["dout"][rows], case.layout, case.batch).flatten(-2)
     out.backward(dout)
     found["out"] = packed(out.detach().unflatten(-1, (case.heads, -1)), case.layout)
     for name in names:
@@ -278,10 +278,10 @@ def shared(case: Case, rank: int, device: torch.device | str = "cpu") -> dict[st
     return found
 
 
-def expected_of_rank(case: Case, whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """The rank's part of the whole results."""
+def rank_results(case: Case, whole: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The rank's part in the full results."""
     lengths_q, lengths_k = extents(case)
-    rows, columns = (held_tokens(lengths, case.size, rank) for lengths in (lengths_q, lengths_k))
+    rows, columns = (rank_tokens(lengths, case.size, rank) for lengths in (lengths_q, lengths_k))
     found = {}
     for name, x in whole.items():
         if name in ("out", "dq"):
@@ -289,6 +289,6 @@ def expected_of_rank(case: Case, whole: dict[str, Tensor], rank: int) -> dict[st
         elif name in ("dk", "dv"):
             x = x[columns]
         elif name == "dbias":
-            x = x[:, :, held_tokens((case.tokens,), case.size, rank)]
+            x = x[:, :, rank_tokens((case.tokens,), case.size, rank)]
         found[name] = x
     return found

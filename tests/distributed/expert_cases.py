@@ -1,4 +1,4 @@
-"""One-device oracle of expert parallelism in float64, and the same mixture of experts over ranks."""
+"""One-device float64 oracle for expert parallelism, and the same mixture of experts over ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Case:
     """A mixture of experts over ranks.
 
     Attributes:
-        tokens: Tokens of each rank.
-        experts: Number of experts on all ranks.
+        tokens: Tokens per rank.
+        experts: Number of experts over all ranks.
         top_k: Experts per token.
-        capacity: Rows of a receive buffer; None for the eager mode.
-        alignment: Of the rows of each expert.
+        capacity: Receive-buffer rows; None for the eager mode.
+        alignment: Alignment for each expert's rows.
         spread: Experts that tokens choose from; None for all.
-        absent: Share of choices that are -1.
-        dtype: Of tokens and experts.
-        settings: Further arguments of EpBuffer.
+        absent: Share of expert indices that are -1.
+        dtype: Dtype for tokens and experts.
+        settings: Further EpBuffer arguments.
     """
 
     tokens: tuple[int, ...]
@@ -54,7 +54,7 @@ class Inputs:
 
 
 def inputs(case: Case) -> Inputs:
-    """Return the inputs of a case, the same in every process."""
+    """Draw a case's inputs, identical in every process."""
     random = torch.Generator().manual_seed(7)
 
     def normal(*shape: int) -> Tensor:
@@ -77,7 +77,7 @@ def inputs(case: Case) -> Inputs:
     )
 
 
-def on_one_device(case: Case) -> dict[str, Any]:
+def one_device_results(case: Case) -> dict[str, Any]:
     """Outputs and gradients in float64: {"y", "tokens", "weights": one per rank, "fc1", "fc2": of all experts}."""
     given = inputs(case)
     leaves = {
@@ -85,7 +85,7 @@ def on_one_device(case: Case) -> dict[str, Any]:
         "weights": [w.double().requires_grad_() for w in given.weights],
     }
     fc1, fc2 = (w.double().requires_grad_() for w in (given.fc1, given.fc2))
-    kept = kept_rows(case, given.choices)
+    kept = rows_within_capacity(case, given.choices)
     outputs = []
     for rank, (x, w) in enumerate(zip(leaves["tokens"], leaves["weights"], strict=True)):
         y = torch.zeros(x.shape, dtype=torch.float64) + 0 * x
@@ -105,8 +105,8 @@ def on_one_device(case: Case) -> dict[str, Any]:
     }
 
 
-def kept_rows(case: Case, choices: list[Tensor]) -> list[list[tuple[int, int, int]]]:
-    """Return per rank the (token, place, expert) of the choices that have a row within the capacity."""
+def rows_within_capacity(case: Case, choices: list[Tensor]) -> list[list[tuple[int, int, int]]]:
+    """Per rank, the (token, position, expert) of every choice whose row is within the capacity."""
     local, align = case.experts // len(case.tokens), max(1, case.alignment)
     kept: list[list[tuple[int, int, int]]] = [[] for _ in case.tokens]
     row = 0
@@ -121,7 +121,7 @@ def kept_rows(case: Case, choices: list[Tensor]) -> list[list[tuple[int, int, in
     return kept
 
 
-def on_a_rank(
+def rank_results(
     case: Case, rank: int, drop: bool = False, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """Outputs and gradients of one rank: {"y", "tokens", "weights", "fc1", "fc2"}, and the received rows."""

@@ -1,4 +1,4 @@
-"""Replaces symmetric memory where ranks are threads of one process."""
+"""Replaces symmetric memory where ranks are threads in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Memory:
-    """Buffers of threads that can read each other's."""
+    """Per-thread buffers that all threads can read."""
 
     def __init__(self, size: int):
         self.buffers: list[Any] = [None] * size

@@ -15,24 +15,24 @@ import torch.multiprocessing as multiprocessing
 
 from tests.support.forked import CONTEXT
 
-TIMEOUT = timedelta(minutes=5)  # of a collective, if a rank does not join it
+TIMEOUT = timedelta(minutes=5)  # for a collective that some rank does not join
 
 
 def run_on_ranks(function: Callable[[torch.device], Any], size: int, directory: Path) -> list[Any]:
-    """Return the results of function(device) on each of `size` ranks on the CPU; raise with the errors of all ranks."""
+    """Run function(device) on `size` CPU ranks and return the results; raise with all ranks' errors."""
     try:
         multiprocessing.start_processes(
             _rank, (function, size, str(directory)), nprocs=size, start_method=CONTEXT.get_start_method()
         )
     except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-        # torch raises the error of the first rank, often only the disconnection of another rank.
+        # torch raises the first rank's error, often only that another rank disconnected.
         told = [f"rank {path.stem}:\n{path.read_text()}" for path in sorted(directory.glob("*.error"))]
         raise RuntimeError("\n".join(told)) from error
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
 def _rank(rank: int, function: Callable[[torch.device], Any], size: int, directory: str) -> None:
-    gc.freeze()  # collections do not visit the objects of the server
+    gc.freeze()  # garbage collections do not visit the server's objects
     torch.set_num_threads(1)
     cuda = torch.cuda.device_count() >= size
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")

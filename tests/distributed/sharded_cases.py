@@ -1,4 +1,4 @@
-"""Models of three kinds of layers, and their training with and without torch's fully_shard, on the same batches."""
+"""Models with three layer types, trained with and without torch's fully_shard on the same batches."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ RECIPES = {
 }
 
 
-def width_of(name: str) -> int:
-    """Return the features of a model: two ranks have whole blocks of each weight."""
+def model_width(name: str) -> int:
+    """Model width at which two ranks have complete blocks in each weight."""
     return 256 if name == "block" else 128
 
 
 @dataclass(frozen=True)
 class Run:
-    """Settings of a training run: resharding, prefetching, and backward passes per optimizer step."""
+    """Settings for a training run: resharding, prefetching, and backward passes per optimizer step."""
 
     reshard: bool | int | None = True
     prefetch: bool = False
@@ -54,10 +54,10 @@ class Run:
     steps: int = 2
 
 
-def model_of(name: str, run: Run, device: torch.device) -> nn.Sequential:
+def create_model(name: str, run: Run, device: torch.device) -> nn.Sequential:
     torch.manual_seed(3)
     FP8GlobalStateManager.reset()
-    options, width = {"params_dtype": torch.bfloat16, "device": device}, width_of(name)
+    options, width = {"params_dtype": torch.bfloat16, "device": device}, model_width(name)
     with te.quantized_model_init(recipe=RECIPES[name]()), torch.set_grad_enabled(not run.rowwise_only):
         return nn.Sequential(
             te.Linear(width, width, bias=False, **options),
@@ -87,7 +87,7 @@ def sharded(model: nn.Sequential, run: Run, device: torch.device) -> nn.Sequenti
 
 def batch(name: str, device: torch.device, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, BATCH, width_of(name), generator=generator).to(device, torch.bfloat16)
+    return torch.randn(ROWS, BATCH, model_width(name), generator=generator).to(device, torch.bfloat16)
 
 
 def train(name: str, run: Run, device: torch.device, shards: bool, look=None) -> torch.Tensor:
@@ -95,7 +95,7 @@ def train(name: str, run: Run, device: torch.device, shards: bool, look=None) ->
 
     look(model, loss) is called between forward and backward.
     """
-    model = model_of(name, run, device)
+    model = create_model(name, run, device)
     if shards:
         model = sharded(model, run, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -119,8 +119,8 @@ def train(name: str, run: Run, device: torch.device, shards: bool, look=None) ->
     return torch.stack(outputs)
 
 
-def gathered_bytes(model: nn.Sequential, loss: torch.Tensor) -> int:
-    """Bytes of weights (anything of width x width elements or more) that the gathered parameters or the graph hold."""
+def count_gathered_bytes(model: nn.Sequential, loss: torch.Tensor) -> int:
+    """Weight bytes (tensors with at least width x width elements) in the gathered parameters or the graph."""
     held: dict[int, int] = {}
     width = model[0].in_features
 

@@ -41,7 +41,7 @@ def _quantizers(device):
     ]
 
 
-def _gathered(quantizer, device):
+def _gather_quantized(quantizer, device):
     """Return a matrix quantized after gathering, and gathered after quantizing as a tensor and as a storage."""
     whole = quantizer(gather_along_first_dim(_rows(device), None)[0])
     as_tensor = gather_along_first_dim(quantizer(_rows(device)), None)[0]
@@ -59,11 +59,13 @@ def _collect(device):
     results["gather_3d"] = gather_along_first_dim(x.view(4, 3, 1), group)[0]
     results["gather_fp8"] = gather_along_first_dim(x.to(torch.float8_e5m2), group)[0].float()
     results["gather_quantized"] = gather_along_first_dim(x, group, quantizer=lambda t: t * 2)[0]
-    results |= {f"gather_{name}": _gathered(quantizer, device) for name, quantizer in _quantizers(device)}
+    results |= {
+        f"gather_{name}": _gather_quantized(quantizer, device) for name, quantizer in _quantizers(device)
+    }
     gathered, handle = gather_along_first_dim(x, group, async_op=True)
     handle.wait()
     results["gather_async"] = gathered
-    results["gather_into"] = _into_given(x, group)
+    results["gather_into"] = _gather_into_buffers(x, group)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         results[f"scatter_{dtype}"] = reduce_scatter_along_first_dim(x.to(dtype), group)[0]
         results[f"reduce_{dtype}"] = allreduce(x.to(dtype, copy=True), group)[0]
@@ -105,7 +107,7 @@ def _gather_ragged(device, group):
         gather_along_first_dim(ragged, group)
 
 
-def _into_given(x, group):
+def _gather_into_buffers(x, group):
     """Gathered into a tensor of the caller's: plain, FP8, quantized on the way and before, and coalesced."""
     held = [torch.zeros(2 * x.shape[0], *x.shape[1:], device=x.device) for _ in range(3)]
     made = [gather_along_first_dim(x, group, output_tensor=held[0])[0]]
@@ -183,7 +185,7 @@ def test_fp8_codes_arrive_unchanged(results):
 
 
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
-def test_quantized_rows_travel_as_codes(results, name):
+def test_quantized_rows_are_sent_as_codes(results, name):
     for result in results:
         whole, as_tensor, as_storage = result[f"gather_{name}"]
         assert whole.shape == (256, 128)
@@ -195,7 +197,7 @@ def test_a_quantizer_receives_the_gathered_tensor(results):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_sums_go_to_the_right_rank_in_every_dtype(results, dtype):
+def test_reduce_scatter_sums_reach_their_rank_in_every_dtype(results, dtype):
     total = X0.to(dtype) + X1.to(dtype)
     for index, result in enumerate(results):
         assert torch.equal(result[f"reduce_{dtype}"], total)
@@ -209,11 +211,11 @@ def test_asynchronous_and_symmetric_sums_equal_the_plain_ones(results):
         assert bool(result["reduce_in_place"])
 
 
-def test_ranks_and_sizes_are_those_of_the_group(results):
+def test_rank_and_size_come_from_the_group(results):
     assert [result["world"].tolist() for result in results] == [[0, SIZE], [1, SIZE]]
 
 
-def test_a_gather_fills_the_tensor_that_was_given(results):
+def test_a_gather_fills_the_output_tensor(results):
     for result in results:
         assert all(torch.equal(found, torch.cat((X0, X1))) for found in result["gather_into"])
 
@@ -238,7 +240,7 @@ def test_without_a_process_group_every_collective_is_the_identity():
 
 
 @pytest.mark.parametrize("later", ["async_op", "external_coalescing"])
-def test_a_quantized_gather_of_one_rank_has_nothing_to_wait_for(later):
+def test_a_quantized_gather_on_one_rank_returns_no_handle(later):
     quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
     rows = torch.randn(128, 128)
     gathered, handle = gather_along_first_dim(rows, None, quantizer=quantizer, **{later: True})
@@ -246,7 +248,7 @@ def test_a_quantized_gather_of_one_rank_has_nothing_to_wait_for(later):
     assert torch.equal(gathered.dequantize(), quantizer(rows).dequantize())
 
 
-def test_a_gather_of_one_rank_fills_the_given_tensor_too():
+def test_a_gather_on_one_rank_fills_the_output_tensor():
     x, out = torch.ones(3, 2), torch.zeros(3, 2)
     assert gather_along_first_dim(x, None, output_tensor=out)[0] is out and torch.equal(out, x)
     assert allreduce(x) == (x, None)

@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint around a compiled function repeats the scales of delayed scaling."""
+"""torch.utils.checkpoint around a compiled function repeats the delayed scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import transformer_engine.pytorch as te
-from tests.distributed.test_other_checkpoints import LAYERS, Function, by_torch, scaling_states, trained
+from tests.distributed.test_other_checkpoints import (
+    LAYERS,
+    Function,
+    scaling_states,
+    torch_checkpoint_caller,
+    train_two_steps,
+)
 from tests.support.layers import HIDDEN, RECIPES
 from tests.support.tolerances import relative_error
 from transformer_engine.common.recipe import DelayedScaling
@@ -19,14 +25,16 @@ from transformer_engine.pytorch.quantization import compiled_runs
 pytestmark = [pytest.mark.usefixtures("emulated"), pytest.mark.any_device]
 
 WAYS: dict[str, Callable[[Function], Function]] = {
-    "hooks": by_torch(False),
-    "reentrant": by_torch(True),
-    "hooks in reentrant": lambda f: by_torch(True)(by_torch(False)(f)),
-    "reentrant in hooks": lambda f: by_torch(False)(by_torch(True)(f)),
-    "hooks in hooks": lambda f: by_torch(False)(by_torch(False)(f)),
+    "hooks": torch_checkpoint_caller(False),
+    "reentrant": torch_checkpoint_caller(True),
+    "hooks in reentrant": lambda f: torch_checkpoint_caller(True)(torch_checkpoint_caller(False)(f)),
+    "reentrant in hooks": lambda f: torch_checkpoint_caller(False)(torch_checkpoint_caller(True)(f)),
+    "hooks in hooks": lambda f: torch_checkpoint_caller(False)(torch_checkpoint_caller(False)(f)),
     "te hooks": lambda f: lambda x: te.checkpoint(f, x, use_reentrant=False),
     "te": lambda f: lambda x: te.checkpoint(f, x),
-    "contexts of te": by_torch(False, context_fn=te.distributed.get_activation_recompute_contexts),
+    "contexts of te": torch_checkpoint_caller(
+        False, context_fn=te.distributed.get_activation_recompute_contexts
+    ),
 }
 OFTEN = ("LayerNormMLP", "GroupedLinear", "called twice", "TransformerLayer")
 
@@ -46,8 +54,8 @@ def assert_compiled_equals_eager(layer, recipe, way, inside, device, backend="ao
     module = LAYERS[layer](device=device) if "ttention" not in layer else LAYERS[layer]().to(device)
     twin = copy.deepcopy(module)
     frames: list[CompileCounterWithBackend] = []
-    expected = trained(module, RECIPES[recipe], WAYS["te"], inside)
-    actual = trained(twin, RECIPES[recipe], compiled(WAYS[way], backend, frames), inside)
+    expected = train_two_steps(module, RECIPES[recipe], WAYS["te"], inside)
+    actual = train_two_steps(twin, RECIPES[recipe], compiled(WAYS[way], backend, frames), inside)
     assert len(expected) == len(actual) > 0 and frames[0].frame_count > 0
     for ours, theirs in zip(actual, expected, strict=True):
         if backend == "aot_eager" and not ours.is_cuda:
@@ -87,14 +95,14 @@ def test_both_runs_call_one_graph(device):
     for _ in range(3):
         x = torch.randn(16, HIDDEN, device=device, requires_grad=True)
         with te.autocast(recipe=DelayedScaling()):
-            y = by_torch(False)(function)(x)
+            y = torch_checkpoint_caller(False)(function)(x)
         y.square().sum().backward()
     assert graphs.frame_count == 1
 
 
 def test_the_second_run_leaves_scales_and_histories_alone(device):
     layer = te.Linear(HIDDEN, HIDDEN, device=device)
-    function = by_torch(False)(torch.compile(layer, backend="aot_eager"))
+    function = torch_checkpoint_caller(False)(torch.compile(layer, backend="aot_eager"))
     recipe = DelayedScaling(amax_history_len=4)
     outputs = []
     for size in (1.0, 30.0):
@@ -111,8 +119,8 @@ def test_eager_and_compiled_layers_in_one_checkpoint(device):
     model = torch.nn.Sequential(*(te.Linear(HIDDEN, HIDDEN, device=device) for _ in range(3)))
     twin = copy.deepcopy(model)
     twin[1] = torch.compile(twin[1], backend="aot_eager")  # pyright: ignore[reportArgumentType]
-    expected = trained(model, RECIPES["delayed"], by_torch(False), False)
-    actual = trained(twin, RECIPES["delayed"], by_torch(False), False)
+    expected = train_two_steps(model, RECIPES["delayed"], torch_checkpoint_caller(False), False)
+    actual = train_two_steps(twin, RECIPES["delayed"], torch_checkpoint_caller(False), False)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.is_cuda or torch.equal(ours, theirs)
         assert relative_error(ours.float(), theirs.float()) <= 1e-2  # a GPU's eager kernels fuse more

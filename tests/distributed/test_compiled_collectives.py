@@ -1,4 +1,4 @@
-"""Compiled passes of sharded layers have the bits of their steps, on two GPUs."""
+"""Compiled passes through sharded layers are bitwise equal to their separate steps, on two GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYERS = {
 
 
 def _steps(module: torch.nn.Module, recipe: Any, rows: int, device: torch.device) -> list[torch.Tensor]:
-    """Return the results and gradients of some steps."""
+    """Results and gradients from some steps."""
     FP8GlobalStateManager.reset()
     width = module.weight.shape[1] if isinstance(module, te.Linear) else HIDDEN
     made = []
@@ -48,8 +48,8 @@ def _steps(module: torch.nn.Module, recipe: Any, rows: int, device: torch.device
     return made
 
 
-def _compared(device: torch.device) -> dict[str, Any]:
-    """Return {case: (whether the bits are equal, number of compiled kinds, reasons)}."""
+def _compare_compiled_cases(device: torch.device) -> dict[str, Any]:
+    """{case: (whether the bits are equal, number of compiled signatures, reasons)}."""
     ranks = dist.get_world_size()
     overlap.load_thresholds = lambda *_: Thresholds(0, 0)
     te.initialize_ub([ranks * TOKENS, INNER], ranks)
@@ -93,6 +93,6 @@ def _compared(device: torch.device) -> dict[str, Any]:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_compiled_passes_of_sharded_layers_have_the_bits_of_their_steps(tmp_path):
-    for found in run_on_ranks(_compared, 2, tmp_path):
+    for found in run_on_ranks(_compare_compiled_cases, 2, tmp_path):
         assert {case: what for case, what in found.items() if not what[0]} == {}
         assert {case: what for case, what in found.items() if not what[1]} == {}

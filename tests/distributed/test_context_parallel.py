@@ -12,13 +12,13 @@ import torch.distributed as dist
 import transformer_engine.pytorch as te
 from tests.distributed.context_parallel_cases import (
     Case,
-    attention_of,
+    convert_layout,
+    create_attention,
     exact,
-    expected_of_rank,
-    held_tokens,
-    in_layout,
     packed,
     problem,
+    rank_results,
+    rank_tokens,
     shared,
 )
 from tests.distributed.ranks import run_on_ranks
@@ -42,7 +42,7 @@ SCHEMES = ("p2p", "all_gather", "a2a")
 PACKED = {"layout": "thd", "lengths": (7, 13, 1), "padded": (16, 16, 16)}
 ROWS = {"layout": "bshd", "lengths": (9, 16)}
 
-# Options of an attention, each under every scheme; sizes and layouts alternate so that all pairs of them occur.
+# Attention options, each under every scheme; sizes and layouts alternate so that all pairs occur.
 OPTIONS = [
     Case(mask="no_mask"),
     Case(mask="causal", groups=4),
@@ -93,7 +93,7 @@ BY_HEADS = [
 ]
 
 
-def _covered() -> list[Case]:
+def _sample_cases() -> list[Case]:
     """Every option under every scheme on 2 and 4 ranks by turns, some on 8."""
     cases = []
     for index, option in enumerate(OPTIONS + BY_HEADS):
@@ -137,35 +137,35 @@ def _check(case: Case) -> None:
     whole = exact(case)
     results = run_on_threads(partial(shared, case), case.size)
     for rank, result in enumerate(results):
-        for name, expected in expected_of_rank(case, whole, rank).items():
+        for name, expected in rank_results(case, whole, rank).items():
             message = partial("rank {}, {}: {}".format, rank, name)
             torch.testing.assert_close(result[name].double(), expected.double(), **ATTENDED, msg=message)
 
 
-@pytest.mark.parametrize("case", [*_covered(), *HIERARCHICAL[::2], *LARGE_HIERARCHY], ids=str)
-def test_ranks_compute_the_attention_of_the_whole_sequence(case):
+@pytest.mark.parametrize("case", [*_sample_cases(), *HIERARCHICAL[::2], *LARGE_HIERARCHY], ids=str)
+def test_ranks_compute_full_sequence_attention(case):
     _check(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*_remaining(), *HIERARCHICAL[1::2]], ids=str)
-def test_ranks_compute_the_attention_of_the_whole_sequence_at_other_sizes(case):
+def test_ranks_compute_full_sequence_attention_at_other_sizes(case):
     _check(case)
 
 
 @pytest.mark.parametrize("comm", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_errors_in_low_precision_are_at_most_twice_those_of_one_device(comm, dtype):
+def test_low_precision_errors_are_at_most_twice_the_one_device_errors(comm, dtype):
     case = Case(comm=comm, size=4, tokens=64, groups=4, dtype=dtype)
     whole = exact(case)
     plain = run_on_threads(partial(shared, replace(case, size=1)), 1)[0]
     for rank, result in enumerate(run_on_threads(partial(shared, case), case.size)):
-        alone = expected_of_rank(case, plain, rank)
-        for name, expected in expected_of_rank(case, whole, rank).items():
+        alone = rank_results(case, plain, rank)
+        for name, expected in rank_results(case, whole, rank).items():
             assert_as_good_as(result[name], alone[name], expected)
 
 
-def _on_processes(device: torch.device) -> list[torch.Tensor]:
+def _run_on_processes(device: torch.device) -> list[torch.Tensor]:
     found = []
     for comm in SCHEMES:
         case = Case(comm=comm, groups=4)
@@ -173,16 +173,16 @@ def _on_processes(device: torch.device) -> list[torch.Tensor]:
     outputs = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
-        outputs.append(_dropped_out(dist.get_rank(), device)[0])
-    # Dropout depends on the seed of each rank alone.
+        outputs.append(_dropout_results(dist.get_rank(), device)[0])
+    # Dropout depends only on each rank's seed.
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
     return found
 
 
-def test_processes_compute_the_attention_of_the_whole_sequence(tmp_path):
+def test_processes_compute_full_sequence_attention(tmp_path):
     whole = exact(Case(groups=4))
-    for rank, found in enumerate(run_on_ranks(_on_processes, 2, tmp_path)):
-        expected = list(expected_of_rank(Case(groups=4), whole, rank).values()) * len(SCHEMES)
+    for rank, found in enumerate(run_on_ranks(_run_on_processes, 2, tmp_path)):
+        expected = list(rank_results(Case(groups=4), whole, rank).values()) * len(SCHEMES)
         for actual, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(actual.double(), wanted, **ATTENDED)
 
@@ -220,7 +220,7 @@ def test_a_layer_rotates_and_attends_by_the_positions_of_its_rank(layout, comm):
 
     def run(rank):
         layers[rank].set_context_parallel_group(dist.group.WORLD, [0, 1], None, comm)
-        held = torch.tensor(held_tokens(lengths, 2, rank))
+        held = torch.tensor(rank_tokens(lengths, 2, rank))
         own = x.index_select(axis, held).requires_grad_()
         out = layers[rank](own, **given)
         out.square().sum().backward()
@@ -237,12 +237,12 @@ def test_a_layer_rotates_and_attends_by_the_positions_of_its_rank(layout, comm):
 # Dropout, determinism, explanations
 
 
-def _dropped_out(rank: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+def _dropout_results(rank: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Output of a rank with dropout, and <dout, out> and <dv, v>, summed over the ranks."""
     case = Case(comm="p2p", size=2, tokens=32)
-    given, rows = problem(case, device), held_tokens((32, 32), 2, rank)
-    q, k, v = (in_layout(given[name][rows], "sbhd", 2).double().requires_grad_() for name in "qkv")
-    module = attention_of(case, dist.group.WORLD)
+    given, rows = problem(case, device), rank_tokens((32, 32), 2, rank)
+    q, k, v = (convert_layout(given[name][rows], "sbhd", 2).double().requires_grad_() for name in "qkv")
+    module = create_attention(case, dist.group.WORLD)
     module.attention_dropout = 0.5
     out = module(q, k, v)
     (grad_v,) = torch.autograd.grad(out.sum(), v)
@@ -253,7 +253,7 @@ def _dropped_out(rank: int, device: torch.device | str = "cpu") -> tuple[torch.T
 
 def test_dropout_of_both_passes_is_the_same():
     # The output is linear in v: <dout, out(v)> = <dv, v> if both passes have the same dropout mask.
-    for out, (product, gradient) in run_on_threads(_dropped_out, 2):
+    for out, (product, gradient) in run_on_threads(_dropout_results, 2):
         assert bool((out != 0).any())
         torch.testing.assert_close(product, gradient, rtol=1e-5, atol=1e-5)
 
@@ -266,14 +266,14 @@ def test_explain_names_the_scheme_and_why_others_are_not_used():
     assert verdicts["all_gather"].chosen
 
 
-def test_saved_for_the_backward_are_the_tensors_of_the_rank_only():
+def test_the_backward_pass_saves_only_the_ranks_own_tensors():
     def run(rank):
         case = Case(comm="p2p", size=4, tokens=32)
-        given, rows = problem(case), held_tokens((32, 32), 4, rank)
-        q, k, v = (in_layout(given[name][rows], "sbhd", 2).requires_grad_() for name in "qkv")
+        given, rows = problem(case), rank_tokens((32, 32), 4, rank)
+        q, k, v = (convert_layout(given[name][rows], "sbhd", 2).requires_grad_() for name in "qkv")
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            out = attention_of(case, dist.group.WORLD)(q, k, v)
+            out = create_attention(case, dist.group.WORLD)(q, k, v)
         # q, k, v and the output, and the log-sum-exp: one number per query and head.
         return sum(x.numel() for x in saved), q.numel() + k.numel() + v.numel() + out.numel() + q.numel() // 8
 
@@ -292,8 +292,8 @@ def _call(mask: Mask, length: int = 16, **fields) -> AttentionCall:
     )  # fmt: skip
 
 
-def _seen(block, length_q: int, length_k: int, rows: list[int], columns: list[int]) -> torch.Tensor:
-    """Pairs of the whole sequence that a block computes."""
+def _visible_pairs(block, length_q: int, length_k: int, rows: list[int], columns: list[int]) -> torch.Tensor:
+    """Query-key pairs in the full sequence that a block computes."""
     i = torch.tensor(rows[block.queries.first : block.queries.stop])
     j = torch.tensor(columns[block.keys.first : block.keys.stop])
     a, b = torch.arange(len(i))[:, None], torch.arange(len(j))[None]
@@ -314,7 +314,7 @@ def _seen(block, length_q: int, length_k: int, rows: list[int], columns: list[in
     "window", [(-1, -1), (-1, 0), (0, 0), (3, 0), (9, 0), (4, 2), (-1, 5), (0, 7), (40, 40)]
 )
 @pytest.mark.parametrize("bottom_right", [False, True])
-def test_blocks_of_all_ranks_are_every_visible_pair_once(size, window, bottom_right):
+def test_blocks_on_all_ranks_cover_every_visible_pair_once(size, window, bottom_right):
     length_q, length_k = 4 * size, 6 * size
     name = "causal" if window[1] == 0 else "no_mask"
     call = replace(_call(Mask(name, window, bottom_right)), seqlen_q=length_q, seqlen_kv=length_k)
@@ -325,13 +325,13 @@ def test_blocks_of_all_ranks_are_every_visible_pair_once(size, window, bottom_ri
     of_ring = torch.zeros_like(behind, dtype=torch.int)
     of_gather = torch.zeros_like(of_ring)
     for rank in range(size):
-        rows = held_tokens((length_q,), size, rank)
+        rows = rank_tokens((length_q,), size, rank)
         for owner in range(size):
-            columns = held_tokens((length_k,), size, owner)
+            columns = rank_tokens((length_k,), size, owner)
             for block in ring_blocks(call, size, rank, owner):
-                of_ring += _seen(block, length_q, length_k, rows, columns)
+                of_ring += _visible_pairs(block, length_q, length_k, rows, columns)
         for block in plan_gathered_blocks(call, size, rank):
-            of_gather += _seen(block, length_q, length_k, rows, list(range(length_k)))
+            of_gather += _visible_pairs(block, length_q, length_k, rows, list(range(length_k)))
     assert torch.equal(of_ring, visible.int())
     assert torch.equal(of_gather, visible.int())
 
@@ -370,5 +370,5 @@ def test_token_orders_are_inverses_and_halves_are_all_tokens():
     halves = torch.cat([half_of_sequences(bounds, 40, half) for half in (0, 1)])
     assert halves.sort().values.tolist() == list(range(40))
     assert packed(
-        in_layout(torch.arange(24.0).reshape(24, 1, 1), "sbhd", 2), "sbhd"
+        convert_layout(torch.arange(24.0).reshape(24, 1, 1), "sbhd", 2), "sbhd"
     ).flatten().tolist() == list(range(24))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import transformer_engine.pytorch as te
-from tests.distributed.context_parallel_cases import Case, attention_of, cumulative
+from tests.distributed.context_parallel_cases import Case, create_attention, cumulative
 from tests.distributed.threaded_ranks import run_on_threads
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import (
@@ -33,7 +33,7 @@ def _bounds(*lengths: int) -> dict[str, torch.Tensor]:
 
 
 THD = {"layout": "thd", "mask": "padding_causal"}
-# (attention, tokens per rank of queries, of keys, arguments, message)
+# (attention, query tokens per rank, key tokens per rank, arguments, message)
 CALLS = {
     "odd number of tokens": (
         Case(),
@@ -183,7 +183,7 @@ def test_a_call_that_ranks_cannot_share_raises_on_every_rank(name, monkeypatch):
     monkeypatch.setattr(dist, "all_gather_into_tensor", _never)
 
     def run(rank):
-        module = attention_of(case, dist.group.WORLD)
+        module = create_attention(case, dist.group.WORLD)
         with pytest.raises((ValueError, TypeError)) as raised:
             module(*_qkv(case, tokens, keys), **arguments)
         return str(raised.value)
@@ -242,7 +242,7 @@ def test_a_second_derivative_names_the_operation():
     def run(rank):
         case = Case()
         q, k, v = (x.requires_grad_() for x in _qkv(case))
-        out = attention_of(case, dist.group.WORLD)(q, k, v)
+        out = create_attention(case, dist.group.WORLD)(q, k, v)
         (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="context-parallel attention have no derivative"):
             torch.autograd.grad(grad.sum(), k)
@@ -261,7 +261,7 @@ def test_helpers_reject_ranks_outside_of_the_group_and_other_formats():
 def test_errors_under_a_recipe_leave_its_state_unchanged():
     def run(rank):
         case = Case(heads=4, groups=4)
-        module = attention_of(case, dist.group.WORLD)
+        module = create_attention(case, dist.group.WORLD)
         recipe = DelayedScaling(fp8_dpa=True)
         with te.autocast(enabled=True, recipe=recipe), pytest.raises(ValueError, match="14 tokens"):
             module(*_qkv(case, 7))

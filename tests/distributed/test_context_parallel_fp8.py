@@ -13,14 +13,14 @@ import torch.distributed as dist
 import transformer_engine.pytorch as te
 from tests.distributed.context_parallel_cases import (
     Case,
-    attention_of,
+    communication_groups,
+    convert_layout,
+    create_attention,
     exact,
-    expected_of_rank,
-    groups_of,
-    held_tokens,
-    in_layout,
     packed,
     problem,
+    rank_results,
+    rank_tokens,
     shared,
 )
 from tests.distributed.ranks import run_on_ranks
@@ -62,20 +62,20 @@ def _run(case: Case, recipe, rank: int):
 @pytest.mark.parametrize("backward", ["0", "1"])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_errors_are_at_most_twice_those_of_one_device(case, recipe, backward, monkeypatch):
+def test_fp8_errors_are_at_most_twice_the_one_device_errors(case, recipe, backward, monkeypatch):
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
     whole = exact(case)
     alone = run_on_threads(partial(_run, replace(case, comm="p2p", size=1), recipe), 1)[0]
     for rank, result in enumerate(run_on_threads(partial(_run, case, recipe), case.size)):
-        plain = expected_of_rank(case, alone, rank)
-        for name, expected in expected_of_rank(case, whole, rank).items():
+        plain = rank_results(case, alone, rank)
+        for name, expected in rank_results(case, whole, rank).items():
             assert_as_good_as(result[name], plain[name], expected)
 
 
 def _shared_output(case: Case, recipe, fp8_output: bool, recompute: bool, rank: int):
-    given, rows = problem(case), held_tokens((case.tokens,) * case.batch, case.size, rank)
-    q, k, v = (in_layout(given[name][rows], case.layout, case.batch).requires_grad_() for name in "qkv")
-    module = attention_of(case, dist.group.WORLD)
+    given, rows = problem(case), rank_tokens((case.tokens,) * case.batch, case.size, rank)
+    q, k, v = (convert_layout(given[name][rows], case.layout, case.batch).requires_grad_() for name in "qkv")
+    module = create_attention(case, dist.group.WORLD)
     with te.autocast(enabled=True, recipe=recipe):
         out = module(q, k, v, fp8_output=fp8_output, checkpoint_core_attention=recompute)
     codes = isinstance(out, te.Float8Tensor)
@@ -113,9 +113,9 @@ def test_the_forward_pass_sends_bytes_of_codes(comm, recipe, monkeypatch):
 
     def run(rank):
         case = replace(CASE, comm=comm)
-        given, rows = problem(case), held_tokens((64, 64), 2, rank)
-        q, k, v = (in_layout(given[name][rows], "sbhd", 2) for name in "qkv")
-        module = attention_of(
+        given, rows = problem(case), rank_tokens((64, 64), 2, rank)
+        q, k, v = (convert_layout(given[name][rows], "sbhd", 2) for name in "qkv")
+        module = create_attention(
             case, dist.group.WORLD
         ).eval()  # in training mode a second run may need gradients
         with te.autocast(enabled=True, recipe=recipe), torch.no_grad():
@@ -126,17 +126,17 @@ def test_the_forward_pass_sends_bytes_of_codes(comm, recipe, monkeypatch):
 
 
 def test_current_scaling_has_the_scale_of_one_device():
-    """q, k and v of all ranks have the codes that one device gives them: outputs of an exchange of heads are equal."""
+    """All ranks' q, k and v have the one-device codes, so outputs after a head exchange are equal."""
     case, recipe = replace(CASE, comm="a2a"), RECIPES["current"]
     alone = run_on_threads(partial(_run, replace(case, comm="p2p", size=1), recipe), 1)[0]
     for rank, result in enumerate(run_on_threads(partial(_run, case, recipe), 2)):
-        expected = expected_of_rank(case, alone, rank)
+        expected = rank_results(case, alone, rank)
         assert torch.equal(result["out"], expected["out"])
 
 
 @pytest.mark.parametrize("comm", ["p2p", "a2a"])
 def test_projections_that_make_codes_share_a_scale(comm):
-    """Under fp8_mha the projection of each rank has its own maximum."""
+    """Under fp8_mha each rank's projection has its own maximum."""
     recipe = Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)
 
     def layer() -> te.MultiheadAttention:
@@ -148,7 +148,7 @@ def test_projections_that_make_codes_share_a_scale(comm):
     for each in layers:
         each.load_state_dict(whole.state_dict())
     x = torch.randn(64, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    x[:16] *= 8  # the first chunk of rank 0
+    x[:16] *= 8  # rank 0's first chunk
     exact_layer = layer().float()
     exact_layer.load_state_dict(whole.state_dict())
     expected = exact_layer(x.float())
@@ -157,7 +157,7 @@ def test_projections_that_make_codes_share_a_scale(comm):
 
     def run(rank):
         layers[rank].set_context_parallel_group(dist.group.WORLD, [0, 1], None, comm)
-        held = torch.tensor(held_tokens((64,), 2, rank))
+        held = torch.tensor(rank_tokens((64,), 2, rank))
         with te.autocast(enabled=True, recipe=recipe):
             assert_as_good_as(layers[rank](x[held]), alone[held], expected[held])
 
@@ -165,17 +165,19 @@ def test_projections_that_make_codes_share_a_scale(comm):
 
 
 def _quantized_shards(case: Case, factor: float) -> list[list[te.Float8Tensor]]:
-    """Return q, k and v of each rank, with the scale of the rank; odd ranks have values 8 times as large.
+    """q, k and v per rank, with the rank's scale; odd ranks have values 8 times as large.
 
     Keys are multiplied, and queries divided, by the factor.
     """
     factors = {"q": 1 / factor, "k": factor, "v": 1.0}
     given, shards = problem(case), []
     for rank in range(case.size):
-        rows = held_tokens((case.tokens,) * case.batch, case.size, rank)
+        rows = rank_tokens((case.tokens,) * case.batch, case.size, rank)
         shards.append([])
         for name in "qkv":
-            x = in_layout(given[name][rows], case.layout, case.batch) * (8 ** (rank % 2) / 4 * factors[name])
+            x = convert_layout(given[name][rows], case.layout, case.batch) * (
+                8 ** (rank % 2) / 4 * factors[name]
+            )
             scale = (448 / x.abs().amax().float()).reshape(1)
             quantizer = te.Float8Quantizer(scale, torch.zeros_like(scale), torch.float8_e4m3fn)
             shards[-1].append(quantizer(x))
@@ -183,9 +185,9 @@ def _quantized_shards(case: Case, factor: float) -> list[list[te.Float8Tensor]]:
 
 
 def _results(case: Case, recipe, qkv: list[list[torch.Tensor]], dout: list[torch.Tensor], rank: int):
-    """Return the output and the gradients of q, k and v of one rank."""
+    """One rank's output, and its gradients for q, k and v."""
     leaves = [x.detach().requires_grad_() for x in qkv[rank]]
-    module = attention_of(case, groups_of(case, rank)[0])
+    module = create_attention(case, communication_groups(case, rank)[0])
     with te.autocast(enabled=True, recipe=recipe):
         out = module(*leaves)
     out.backward(dout[rank])
@@ -198,16 +200,16 @@ def _results(case: Case, recipe, qkv: list[list[torch.Tensor]], dout: list[torch
     + [("delayed", "p2p", 4, "0"), ("delayed", "a2a", 4, "1"), ("delayed", "a2a+p2p", 4, "1")]
     + [("delayed", "a2a", 2, "0"), ("delayed", "a2a+p2p", 4, "0")],
 )
-def test_codes_of_the_caller_are_read_with_the_scale_of_their_rank(recipe, comm, size, backward, monkeypatch):
+def test_quantized_inputs_are_read_with_their_ranks_scale(recipe, comm, size, backward, monkeypatch):
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
     case = replace(CASE, comm=comm, size=size)
     # At the initial scale of 1, keys with the factor would saturate. Gradients in E5M2 would underflow.
     shards = _quantized_shards(case, 64.0 if backward == "0" else 1.0)
     values = [[x.dequantize() for x in shard] for shard in shards]
-    rows = [held_tokens((case.tokens,), size, rank) for rank in range(size)]
+    rows = [rank_tokens((case.tokens,), size, rank) for rank in range(size)]
     order = torch.cat([torch.tensor(held) for held in rows]).argsort()
     whole = [torch.cat(parts)[order] for parts in zip(*values, strict=True)]
-    dout = in_layout(problem(case)["dout"], case.layout, case.batch).flatten(-2)
+    dout = convert_layout(problem(case)["dout"], case.layout, case.batch).flatten(-2)
     leaves = [x.float().requires_grad_() for x in whole]
     attended = torch.nn.functional.scaled_dot_product_attention(
         *(x.permute(1, 2, 0, 3) for x in leaves), is_causal=True
@@ -227,22 +229,22 @@ def test_codes_of_the_caller_are_read_with_the_scale_of_their_rank(recipe, comm,
 def _steps_with_own_maxima(
     case: Case, recipe, values: list[torch.Tensor], alone: bool, backward: str, device: torch.device
 ) -> list[torch.Tensor]:
-    """Return the outputs of three steps on this rank, with the maxima of its local tokens.
+    """This rank's outputs from three steps, with the maxima over its local tokens.
 
     Args:
         case: The attention.
-        recipe: Recipe of delayed scaling.
-        values: q, k and v of the whole sequence.
-        alone: Give autocast a group of this rank alone; otherwise none.
+        recipe: Delayed-scaling recipe.
+        values: q, k and v for the full sequence.
+        alone: Pass autocast a group with only this rank; otherwise no group.
         backward: NVTE_FP8_DPA_BWD, which ranks do not inherit from the test.
-        device: Device of the tensors.
+        device: Tensor device.
     """
     os.environ["NVTE_FP8_DPA_BWD"] = backward
     rank, size = dist.get_rank(), dist.get_world_size()
     own = [dist.new_group([member]) for member in range(size)][rank] if alone else None
-    group, _ = groups_of(case, rank)
-    held = held_tokens((case.tokens,), size, rank)
-    module, outputs = attention_of(case, group).to(device), []
+    group, _ = communication_groups(case, rank)
+    held = rank_tokens((case.tokens,), size, rank)
+    module, outputs = create_attention(case, group).to(device), []
     for step in range(3):
         leaves = [(x[held] / 2**step).to(device).requires_grad_() for x in values]
         with te.autocast(recipe=recipe, amax_reduction_group=own):
@@ -268,8 +270,8 @@ def test_ranks_outside_of_the_amax_reduction_group_share_a_scale(comm, backward,
     """The second rank has values 16 times as large: without a common scale their codes are read with another one."""
     case = replace(CASE, comm=comm, tokens=32)
     recipe = DelayedScaling(fp8_dpa=True, amax_history_len=1, reduce_amax=reduce_amax)
-    values = [in_layout(problem(case)[name], case.layout, case.batch) for name in "qkv"]
-    held = [held_tokens((case.tokens,), case.size, rank) for rank in range(case.size)]
+    values = [convert_layout(problem(case)[name], case.layout, case.batch) for name in "qkv"]
+    held = [rank_tokens((case.tokens,), case.size, rank) for rank in range(case.size)]
     for x, factor in zip(values, (1.0, 1.0, 16.0), strict=True):
         x[held[1]] *= factor
     whole = replace(case, comm="p2p", size=1)
@@ -298,6 +300,6 @@ def test_recipes_that_scale_blocks_exchange_values(emulated):
     alone = run_on_threads(partial(_run, replace(case, size=1), recipe), 1)[0]
     for comm in ("p2p", "a2a"):
         for rank, result in enumerate(run_on_threads(partial(_run, replace(case, comm=comm), recipe), 2)):
-            plain = expected_of_rank(case, alone, rank)
-            for name, expected in expected_of_rank(case, whole, rank).items():
+            plain = rank_results(case, alone, rank)
+            for name, expected in rank_results(case, whole, rank).items():
                 assert_as_good_as(result[name], plain[name], expected)

@@ -1,4 +1,4 @@
-"""Two ranks train copies (DDP) or flat shards (FSDP1) of a layer; gradients are the average of the ranks' own."""
+"""Two ranks train copies (DDP) or flat shards (FSDP1) of a layer; gradients are averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _layers(device):
 
 
 def _loss(model, recipe, number, parts=1):
-    """The sum of `parts` losses of one output; every rank has its own batch."""
+    """Sum `parts` losses on one output; every rank has its own batch."""
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     with te.autocast(recipe is not None, recipe=None if recipe is None else recipe()):
         y = model(torch.randn(ROWS, WIDTH, generator=generator).to(next(model.parameters()).device))
     return sum(((part - i).square().mean() for i, part in enumerate(y.chunk(parts, dim=-1))), y.new_zeros(()))
 
 
-def _averaged(model):
+def _average_gradients(model):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
@@ -45,14 +45,14 @@ def _gradients(model):
 
 
 def _ddp(recipe, device):
-    """Gradients under DDP and their average without it: of one pass, of two accumulated ones, of three losses."""
+    """Gradients under DDP and averages without it, for one pass, two accumulated passes, and three losses."""
     plain = _layers(device)
     expected = []
     for passes, parts in ((1, 1), (2, 1), (1, 3)):
         plain.zero_grad()
         for number in range(passes):
             _loss(plain, recipe, number, parts).backward()
-        _averaged(plain)
+        _average_gradients(plain)
         expected.append(_gradients(plain))
     buckets = []
 
@@ -100,11 +100,11 @@ def _fsdp1(recipe, device):
     with te.quantized_model_init(recipe=recipe()):
         quantized = te.Linear(WIDTH, WIDTH, device=device)
     with pytest.raises(RuntimeError, match="holds quantized parameters"):
-        te.distributed.prepare_te_modules_for_fsdp(_rejected(quantized, model))
+        te.distributed.prepare_te_modules_for_fsdp(_wrap_quantized_parameters(quantized, model))
     return train(_layers(device)), train(model)
 
 
-def _rejected(layer, wrapper):
+def _wrap_quantized_parameters(layer, wrapper):
     """A wrapper whose module is a layer with quantized parameters, which torch's constructor cannot flatten."""
     copy = wrapper.__class__.__new__(wrapper.__class__)
     nn.Module.__init__(copy)

@@ -30,7 +30,7 @@ RECIPES = {
 
 
 class Model(nn.Module):
-    """Norm, column- and row-parallel layers of this package, and an embedding and a linear layer of torch."""
+    """This package's norm, column- and row-parallel layers, with torch's embedding and linear layer."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Model(nn.Module):
         return self.last(torch.nn.functional.silu(self.third(x)))
 
 
-def made(dtype: torch.dtype = torch.float32) -> Model:
+def create_layer(dtype: torch.dtype = torch.float32) -> Model:
     model = Model(dtype)
     drawn = torch.Generator().manual_seed(3)  # ranks that are threads share the default generator
     with torch.no_grad():
@@ -72,7 +72,7 @@ def parallel(model: Model, sequence: bool, mesh: DeviceMesh | None = None) -> Mo
 def steps(
     model: Model, x: torch.Tensor, used: Any, number: int = 2, factor: float = 1.0
 ) -> dict[str, torch.Tensor]:
-    """Return output, gradients and parameters after steps of FusedAdam, for a loss that is multiplied by the factor."""
+    """Output, gradients and parameters after FusedAdam steps, for a loss multiplied by the factor."""
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-3)
     found: dict[str, torch.Tensor] = {}
     for _ in range(number):
@@ -91,19 +91,19 @@ def steps(
 
 
 def largest_errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the largest error of each tensor, relative to its largest value."""
+    """Each tensor's largest error, relative to its largest value."""
     return {
         name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in exact.items()
     }
 
 
-def compared(used: Any, sequence: bool) -> tuple[list[str], dict[str, str]]:
-    """Return the tensors whose error exceeds twice that of one device, and how parameters and gradients are placed."""
+def compare_gradients(used: Any, sequence: bool) -> tuple[list[str], dict[str, str]]:
+    """Tensors whose error exceeds twice the one-device error, and the parameter and gradient placements."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
-    exact = steps(made(), x, None)
-    of_one_device = largest_errors(steps(made(), x, used), exact)
+    exact = steps(create_layer(), x, None)
+    of_one_device = largest_errors(steps(create_layer(), x, used), exact)
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = parallel(made(), sequence)
+    model = parallel(create_layer(), sequence)
     own = x.chunk(size)[rank] if sequence else x
     found = steps(model, own, used)
     if sequence:
@@ -131,7 +131,7 @@ def compared(used: Any, sequence: bool) -> tuple[list[str], dict[str, str]]:
 def test_a_model_of_distributed_tensors_computes_the_gradients_of_one_device(
     emulated, name: str, sequence: bool
 ):
-    for wrong, placed in run_on_threads(lambda rank: compared(RECIPES[name], sequence), 2):
+    for wrong, placed in run_on_threads(lambda rank: compare_gradients(RECIPES[name], sequence), 2):
         assert wrong == []
         assert placed["first.weight"] == placed["first.bias"] == "S(0) S(0)"
         assert placed["second.weight"] == "S(1) S(1)"
@@ -139,7 +139,7 @@ def test_a_model_of_distributed_tensors_computes_the_gradients_of_one_device(
 
 
 def _delayed(device: torch.device) -> list[str]:
-    return compared(RECIPES["delayed"], False)[0]
+    return compare_gradients(RECIPES["delayed"], False)[0]
 
 
 def test_delayed_scaling_of_distributed_tensors_computes_the_gradients_of_one_device(tmp_path):
@@ -147,12 +147,12 @@ def test_delayed_scaling_of_distributed_tensors_computes_the_gradients_of_one_de
 
 
 def _sharded_twice(device: torch.device) -> dict[str, float]:
-    with te.emulate():  # MXFP8 on the CPU of a machine with a Hopper GPU
+    with te.emulate():  # MXFP8 on the CPU in a machine with a Hopper GPU
         return _largest_differences()
 
 
 def _largest_differences() -> dict[str, float]:
-    """Return the largest difference of three steps from one device, for each recipe."""
+    """Largest difference from one device over three steps, for each recipe."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     own, size = mesh.get_local_rank("data"), 2
     x = torch.randn(size * ROWS, WIDTH, generator=torch.Generator().manual_seed(7))
@@ -160,9 +160,9 @@ def _largest_differences() -> dict[str, float]:
     for name in ("none", "delayed", "mxfp8"):
         used = RECIPES[name]
         FP8GlobalStateManager.reset()
-        alone = steps(made(), x, used, 3)
+        alone = steps(create_layer(), x, used, 3)
         FP8GlobalStateManager.reset()
-        model = parallel(made(), True, mesh["tensor"])
+        model = parallel(create_layer(), True, mesh["tensor"])
         for layer in model.children():
             fully_shard(layer, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
@@ -178,18 +178,18 @@ def _largest_differences() -> dict[str, float]:
 
 
 def test_distributed_tensors_are_sharded_over_a_second_axis_of_the_mesh(tmp_path):
-    """Ranks of both axes have the scales of one device under delayed scaling and MXFP8, so that codes are equal."""
+    """Ranks on both axes have one-device scales under delayed scaling and MXFP8, so that codes are equal."""
     for found in run_on_ranks(_sharded_twice, 4, tmp_path):
         assert found.keys() == {"none", "delayed", "mxfp8"} and max(found.values()) < 1e-4, found
 
 
-def on_two_ranks(body) -> None:
+def run_on_two_ranks(body) -> None:
     run_on_threads(lambda rank: body(init_device_mesh("cpu", (2,))), 2)
 
 
 def test_replicated_weights_take_inputs_that_are_sharded_by_rows():
     def body(mesh) -> None:
-        layer, x = made().third, torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(6))
+        layer, x = create_layer().third, torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(6))
         expected = layer(x)
         expected.square().sum().backward()
         gradient = layer.weight.grad
@@ -201,7 +201,7 @@ def test_replicated_weights_take_inputs_that_are_sharded_by_rows():
         torch.testing.assert_close(layer.weight.grad.full_tensor(), gradient)
         assert layer.weight.grad.placements == (Replicate(),)
 
-    on_two_ranks(body)
+    run_on_two_ranks(body)
 
 
 @pytest.mark.parametrize("rows", [(), (3,), (2, 3)], ids=str)
@@ -230,7 +230,7 @@ def test_shards_may_be_uneven_and_inputs_have_any_dimensions(rows: tuple[int, ..
             torch.testing.assert_close(value.full_tensor(), gradient, rtol=1e-5, atol=1e-4)
         assert features.bias.grad is None
 
-    on_two_ranks(body)
+    run_on_two_ranks(body)
 
 
 def test_calls_that_cannot_be_served_name_the_remedy():
@@ -271,4 +271,4 @@ def test_calls_that_cannot_be_served_name_the_remedy():
         with pytest.raises(NotImplementedError, match="parameter fc1_weight of LayerNormMLP is a DTensor"):
             other(x)
 
-    on_two_ranks(body)
+    run_on_two_ranks(body)

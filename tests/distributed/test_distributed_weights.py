@@ -30,7 +30,7 @@ CASES = [(kind, name) for kind in LAYERS for name in ("none", "current", "mxfp8"
 
 
 class Shard(torch.nn.Parameter):
-    """This rank's rows of a weight; gradients are summed over the ranks."""
+    """This rank's weight rows; gradients are summed over the ranks."""
 
     is_distributed_weight = True
     group: list[Shard]
@@ -70,7 +70,7 @@ class Shard(torch.nn.Parameter):
 
 
 def sharded(layer: Any, groups: list[list[str]], size: int = SIZE, rank: int = 0) -> list[str]:
-    """Replace the weights of a layer by this rank's shards; return the list that records calls of the protocol."""
+    """Replace a layer's weights by this rank's shards; return the list that records protocol calls."""
     calls: list[str] = []
     for names in groups:
         shards = []
@@ -86,7 +86,7 @@ def sharded(layer: Any, groups: list[list[str]], size: int = SIZE, rank: int = 0
 
 
 def step(layer: Any, kind: str, name: str, batch: int, device: torch.device) -> list[Any]:
-    """Return the output and the gradient of the input of a step with the batch of a rank."""
+    """Output and input gradient from a step on one rank's batch."""
     generator = torch.Generator().manual_seed(batch)
     x = torch.randn(ROWS, 64, generator=generator).to(device, torch.bfloat16).requires_grad_()
     with te.autocast(enabled=name != "none", recipe=RECIPES[name]):
@@ -96,7 +96,7 @@ def step(layer: Any, kind: str, name: str, batch: int, device: torch.device) -> 
 
 
 def case(device: torch.device, kind: str, name: str, fused: bool, delayed: bool = False) -> dict[str, Any]:
-    """Compare a step of a layer of shards with a layer of whole weights that trains on the batches of all ranks."""
+    """Compare one step between sharded weights and full weights; the latter train on all ranks' batches."""
     make, groups = LAYERS[kind]
     names = [member for group in groups for member in group]
     options = {"device": device, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused}
@@ -131,7 +131,7 @@ def case(device: torch.device, kind: str, name: str, fused: bool, delayed: bool 
 
 
 def chain(device: torch.device, fused: bool, grouped: bool = False) -> te.ops.Sequential:
-    """Return a chain of two products, of which the first is that of two groups if requested."""
+    """Chain two products, with a two-group product first if requested."""
     torch.manual_seed(5)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     to_main_grad: dict[str, Any] = {**options, "accumulate_into_main_grad": fused}
@@ -146,7 +146,7 @@ def chain(device: torch.device, fused: bool, grouped: bool = False) -> te.ops.Se
 
 
 def chains(device: torch.device, name: str, fused: bool, grouped: bool = False) -> dict[str, Any]:
-    """Compare a chain of operations with shards with a chain of whole weights."""
+    """Compare operation chains with sharded and with full weights."""
     kind, rank = "chain of groups" if grouped else "chain", dist.get_rank()
     groups = {0: ["weight0", "weight1"] if grouped else ["weight"], 2: ["weight"]}
     weights = [(i, weight) for i, names in groups.items() for weight in names]
@@ -171,7 +171,7 @@ def chains(device: torch.device, name: str, fused: bool, grouped: bool = False) 
     return {"equal": equal, "error": error, "calls": calls}
 
 
-def compared(device: torch.device) -> dict[str, Any]:
+def compare_layers(device: torch.device) -> dict[str, Any]:
     found = {}
     with emulate():
         for name in ("none", "current", "mxfp8"):
@@ -194,23 +194,23 @@ def compared(device: torch.device) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> list[dict[str, Any]]:
-    return run_on_ranks(compared, SIZE, tmp_path_factory.mktemp("weights"))
+    return run_on_ranks(compare_layers, SIZE, tmp_path_factory.mktemp("weights"))
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_layers_of_shards_equal_layers_of_whole_weights(measured, kind, name):
+def test_layers_with_sharded_weights_equal_layers_with_full_weights(measured, kind, name):
     for rank in measured:
         found = rank[f"{kind}/{name}/False"]
         assert all(found["equal"]), found
         if kind != "pieces":
-            # Sums of main_grad in float32 and of the ranks' sums round once more.
+            # The float32 sum in main_grad and the sum over ranks round once more.
             assert rank[f"{kind}/{name}/True"]["error"] < 2**-8
 
 
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["chain", "chain of groups"])
-def test_chains_of_shards_equal_chains_of_whole_weights(measured, kind, name, fused):
+def test_operation_chains_with_sharded_weights_equal_chains_with_full_weights(measured, kind, name, fused):
     for rank in measured:
         found = rank[f"{kind}/{name}/{fused}"]
         assert all(found["equal"]) and found["error"] < 2**-7, found

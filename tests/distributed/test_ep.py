@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.expert_cases import HIDDEN, Case, inputs, kept_rows, on_a_rank, on_one_device
+from tests.distributed.expert_cases import (
+    HIDDEN,
+    Case,
+    inputs,
+    one_device_results,
+    rank_results,
+    rows_within_capacity,
+)
 from tests.distributed.threaded_ranks import run_on_threads
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import MXFP8Quantizer, ep
@@ -41,7 +48,7 @@ DROPPED = {
 
 
 def assert_equal_to_one_device(case: Case, found: list[dict[str, Any]], rtol: float, atol: float) -> None:
-    expected = on_one_device(case)
+    expected = one_device_results(case)
     local = case.experts // len(case.tokens)
     for rank, of_rank in enumerate(found):
         own = slice(rank * local, (rank + 1) * local)
@@ -59,15 +66,15 @@ def assert_equal_to_one_device(case: Case, found: list[dict[str, Any]], rtol: fl
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_equal_one_device(name):
     case = CASES[name]
-    found = run_on_threads(lambda rank: on_a_rank(case, rank), len(case.tokens))
+    found = run_on_threads(lambda rank: rank_results(case, rank), len(case.tokens))
     assert_equal_to_one_device(case, found, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_rows_beyond_the_capacity_are_dropped_and_counted(name):
     case = DROPPED[name]
-    found = run_on_threads(lambda rank: on_a_rank(case, rank, drop=True), len(case.tokens))
-    kept = sum(map(len, kept_rows(case, inputs(case).choices)))
+    found = run_on_threads(lambda rank: rank_results(case, rank, drop=True), len(case.tokens))
+    kept = sum(map(len, rows_within_capacity(case, inputs(case).choices)))
     assert kept < sum(int((chosen >= 0).sum()) for chosen in inputs(case).choices)
     assert_equal_to_one_device(case, found, 1e-5, 1e-5)
     assert max(int(of_rank["total"]) for of_rank in found) > case.capacity  # pyright: ignore[reportOperatorIssue]
@@ -77,14 +84,14 @@ def test_rows_beyond_the_capacity_are_dropped_and_counted(name):
 @pytest.mark.parametrize("capacity", [None, 48])
 def test_bfloat16_is_within_its_rounding(capacity):
     case = Case((9, 7), dtype=torch.bfloat16, top_k=3, capacity=capacity)
-    found = run_on_threads(lambda rank: on_a_rank(case, rank), 2)
+    found = run_on_threads(lambda rank: rank_results(case, rank), 2)
     assert_equal_to_one_device(case, found, 0.02, 0.06)
 
 
 def test_rows_are_ordered_by_expert_rank_and_token_and_padded_with_zeros():
     case = Case((7, 5), alignment=8)
     given = inputs(case)
-    found = run_on_threads(lambda rank: on_a_rank(case, rank), 2)
+    found = run_on_threads(lambda rank: rank_results(case, rank), 2)
     for rank, of_rank in enumerate(found):
         rows, weights = of_rank["rows"], of_rank["row_weights"]
         begin = 0
@@ -106,14 +113,14 @@ def test_rows_are_ordered_by_expert_rank_and_token_and_padded_with_zeros():
 
 def test_both_modes_compute_the_same_bits():
     eager, fixed = Case((7, 5), dtype=torch.bfloat16), Case((7, 5), dtype=torch.bfloat16, capacity=40)
-    found = [run_on_threads(lambda rank, case=case: on_a_rank(case, rank), 2) for case in (eager, fixed)]
+    found = [run_on_threads(lambda rank, case=case: rank_results(case, rank), 2) for case in (eager, fixed)]
     for one, other in zip(*found, strict=True):
         for name in ("y", "tokens", "weights", "fc1", "fc2", "counts"):
             assert torch.equal(one[name], other[name]), name
 
 
 @pytest.mark.parametrize("capacity", [None, 64])
-def test_codes_and_scales_travel_under_mxfp8(capacity):
+def test_mxfp8_dispatch_sends_codes_and_scales(capacity):
     case = Case((7, 5), dtype=torch.bfloat16, alignment=4, capacity=capacity)
     given = inputs(case)
 
@@ -145,13 +152,13 @@ def test_a_quantized_exchange_trains_within_the_format_s_rounding(made):
     settings = {"dispatch_fwd_quant_recipe": made, "combine_bwd_quant_recipe": made}
     case = Case((7, 5), settings=settings)
     plain = Case((7, 5))
-    found = run_on_threads(lambda rank: on_a_rank(case, rank), 2)
-    expected = on_one_device(case)
+    found = run_on_threads(lambda rank: rank_results(case, rank), 2)
+    expected = one_device_results(case)
     for name in ("y", "tokens", "weights"):
         whole = torch.cat(expected[name])
         error = torch.cat([of_rank[name] for of_rank in found]).double() - whole
         assert 0 < error.norm() < 0.06 * whole.norm(), name  # E4M3 rounds by up to 1/16
-    exact = run_on_threads(lambda rank: on_a_rank(plain, rank), 2)
+    exact = run_on_threads(lambda rank: rank_results(plain, rank), 2)
     for rank, (a, b) in enumerate(zip(found, exact, strict=True)):
         error = a["fc1"].double() - expected["fc1"][rank * 4 : rank * 4 + 4]
         assert error.norm() < 0.06 * expected["fc1"].norm()
@@ -188,7 +195,7 @@ def test_two_dispatches_in_flight_and_a_buffer_used_again_keep_their_routing():
         a = ep.ep_dispatch(first, x, given.choices[rank], w)[0]
         b = ep.ep_dispatch(second, x, turned, w)[0]
         y = [ep.ep_combine(buffer, rows, num_local_tokens=6) for buffer, rows in ((first, a), (second, b))]
-        ep.ep_dispatch(first, x, turned, w)  # before the backward pass of its first use
+        ep.ep_dispatch(first, x, turned, w)  # before the backward pass for its first use
         torch.testing.assert_close(y[0], 2 * x)
         torch.testing.assert_close(y[1], 2 * x)
         (y[0] + 3 * y[1]).sum().backward()
@@ -211,7 +218,7 @@ def test_buffers_of_the_caller_hold_rows_weights_and_gradient():
             ep.is_symm_backed(rows) and ep.is_symm_backed(rows[3:]) and not ep.is_symm_backed(torch.zeros(3))
         )
         x = given.tokens[rank].clone().requires_grad_()
-        for _ in range(2):  # the second call overwrites the result of the first
+        for _ in range(2):  # the second call overwrites the first result
             arguments = (x, given.choices[rank], given.weights[rank])
             received, received_weights, counts = ep.ep_dispatch(
                 buffer, *arguments, recv_tokens=rows, recv_topk_weights=weights
@@ -257,7 +264,7 @@ def test_rows_that_do_not_fit_are_an_error_on_every_rank():
 
     def attempt(rank: int) -> str:
         with pytest.raises(RuntimeError, match="drop_on_overflow=True") as raised:
-            on_a_rank(case, rank)
+            rank_results(case, rank)
         ep.ep_finalize()
         return str(raised.value)
 

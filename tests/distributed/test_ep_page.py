@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.expert_cases import Case, on_a_rank, on_one_device
+from tests.distributed.expert_cases import Case, one_device_results, rank_results
 from tests.distributed.ranks import run_on_ranks
 from tests.support.pages import DOCS, examples
 
 CASES = (Case((7, 4), alignment=4), Case((7, 4), capacity=32))
 
 
-def on_a_process(device: torch.device) -> dict[str, Any]:
-    """Return the output of the example and the tensors of each case, in an existing process group."""
+def run_example(device: torch.device) -> dict[str, Any]:
+    """Run the example in an existing process group; return its output and each case's tensors."""
     kept = dist.init_process_group, dist.destroy_process_group
     module: Any = dist
     printed = io.StringIO()
@@ -30,17 +30,17 @@ def on_a_process(device: torch.device) -> dict[str, Any]:
         module.init_process_group, module.destroy_process_group = kept
     return {
         "printed": printed.getvalue(),
-        "cases": [on_a_rank(case, dist.get_rank(), device=device) for case in CASES],
+        "cases": [rank_results(case, dist.get_rank(), device=device) for case in CASES],
     }
 
 
 def test_two_processes_print_the_page_and_equal_one_device(tmp_path):
-    found = run_on_ranks(on_a_process, 2, tmp_path)
+    found = run_on_ranks(run_example, 2, tmp_path)
     page = (DOCS / "experts.md").read_text()
     assert found[0]["printed"] == page.split("With two processes it prints\n\n```\n")[1].split("```")[0]
     assert found[1]["printed"] == ""
     for number, case in enumerate(CASES):
-        expected = on_one_device(case)
+        expected = one_device_results(case)
         for rank, of_rank in enumerate(found):
             of_case = of_rank["cases"][number]
             for name in ("y", "tokens", "weights"):

@@ -72,7 +72,7 @@ def attention(
 
 
 def accumulate(rank: int, micro_batches: int) -> None:
-    """Two steps of a number of micro-batches each."""
+    """Two steps with several micro-batches each."""
     layer = row_layer()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for _ in range(2):
@@ -88,7 +88,7 @@ def column(rank: int, rows: int = TOKENS) -> None:
     layer(x).sum().backward()
 
 
-def of_kind(x: torch.Tensor, kind: str) -> torch.Tensor:
+def convert_kind(x: torch.Tensor, kind: str) -> torch.Tensor:
     """Return x, or x as a quantized tensor."""
     if kind == "values":
         return x
@@ -100,20 +100,20 @@ def of_kind(x: torch.Tensor, kind: str) -> torch.Tensor:
 def sequence(rank: int, rows: int = 32, kind: str = "values", used: Any = None) -> None:
     """A column-parallel layer with sequence parallelism, whose input is gathered."""
     layer = row_layer(parallel_mode="column", sequence_parallel=True)
-    x = of_kind(torch.randn(rows, HIDDEN), kind)
+    x = convert_kind(torch.randn(rows, HIDDEN), kind)
     with te.autocast(enabled=used is not None, recipe=used):
         layer(x).sum().backward()
 
 
-def gathered(rank: int, kind: str = "values", rows: int = 32) -> None:
-    x = of_kind(torch.randn(rows, HIDDEN), kind)
+def gather_on_ranks(rank: int, kind: str = "values", rows: int = 32) -> None:
+    x = convert_kind(torch.randn(rows, HIDDEN), kind)
     te.distributed.gather_along_first_dim(x, dist.group.WORLD)
 
 
 def fp8_attention(rank: int, kind: str = "values", used: Any = None) -> None:
     layer = te.DotProductAttention(2, 16)
     layer.set_context_parallel_group(dist.group.WORLD, list(range(2)), None, "p2p")
-    q, k, v = (of_kind(torch.randn(16, 2, 2, 16, dtype=torch.bfloat16), kind) for _ in range(3))
+    q, k, v = (convert_kind(torch.randn(16, 2, 2, 16, dtype=torch.bfloat16), kind) for _ in range(3))
     with te.autocast(enabled=used is not None, recipe=used):
         layer(q, k, v)
 
@@ -137,7 +137,7 @@ def micro_batches(rank: int, kind: str, frozen: bool = False, without_gradients:
 
 CURRENT, DELAYED = recipe.Float8CurrentScaling(), recipe.DelayedScaling(amax_history_len=4)
 MXFP8, FP8_ATTENTION = recipe.MXFP8BlockScaling(), recipe.Float8CurrentScaling(fp8_dpa=True)
-# {difference: (function, arguments of rank 0, arguments of rank 1, text of the message)}
+# {difference: (function, rank 0 arguments, rank 1 arguments, message text)}
 MISMATCHES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = {
     "rows": (forward, {}, {"rows": 8}, r"tensor: rank 0: float32 \[16, 32\]; rank 1: float32 \[8, 32\]"),
     "more rows": (forward, {}, {"rows": 32}, r"\[32, 32\]"),
@@ -193,8 +193,8 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], 
         r"rank 1: float32 \[64, 32\]",
     ),
     "rows under MXFP8": (sequence, {"used": MXFP8}, {"rows": 64, "used": MXFP8}, r"rank 1: .*\[64, 32\]"),
-    "gathered codes": (gathered, {"kind": "float8"}, {}, "tensor: rank 0: Float8Tensor"),
-    "gathered rows": (gathered, {}, {"rows": 64}, r"rank 1: float32 \[64, 32\]"),
+    "gathered codes": (gather_on_ranks, {"kind": "float8"}, {}, "tensor: rank 0: Float8Tensor"),
+    "gathered rows": (gather_on_ranks, {}, {"rows": 64}, r"rank 1: float32 \[64, 32\]"),
     **{
         f"gradients of {kind}, {option}": (
             micro_batches,
@@ -232,7 +232,7 @@ def test_a_difference_is_reported_on_every_rank(difference: str, emulated: None)
 
 
 def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that receives the size of every tensor that `check_step` gathers."""
+    """Create a list that receives the size of every tensor that `check_step` gathers."""
     counted: list[int] = []
     gather = dist.all_gather_into_tensor
 
@@ -304,13 +304,13 @@ def test_recipes_with_functions_are_equal_in_different_processes():
         def made(role: Any) -> Any:
             return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)
 
-        forward(rank, used=recipe.CustomRecipe(qfactory=made))  # a function object of each rank
+        forward(rank, used=recipe.CustomRecipe(qfactory=made))  # one function object per rank
 
     assert raised(body) == ["", ""]
 
 
 def join_pair(rank: int, directory: str, seconds: int) -> None:
-    """Initialize a process group of two ranks whose collectives fail after a time."""
+    """Initialize a two-rank process group whose collectives fail after a timeout."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -375,7 +375,7 @@ def test_reductions_of_delayed_scaling_are_compared(fault: str, text: str, tmp_p
         assert "the ranks of a process group differ" in message and re.search(text, message), message
 
 
-def fails_in(rank: int, size: int, directory: str, fault: str) -> None:
+def fail_during(rank: int, size: int, directory: str, fault: str) -> None:
     torch.set_num_threads(1)
     faults.RESPONSE_SECONDS = 0.5  # rank 0 waits in vain
     dist.init_process_group(
@@ -417,7 +417,7 @@ def run_all(processes: list) -> None:
 def test_a_rank_that_ends_or_waits_is_named_by_the_others(fault: str, tmp_path: Path):
     context = CONTEXT
     arguments = [(rank, 2, str(tmp_path), fault) for rank in range(2)]
-    processes = [context.Process(target=fails_in, args=given) for given in arguments]
+    processes = [context.Process(target=fail_during, args=given) for given in arguments]
     run_all(processes)
     message = (tmp_path / "0.message").read_text()
     assert "all_reduce of torch.float32 [16, 32] over ranks [0, 1] failed on rank 0" in message

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import transformer_engine.pytorch as te
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.sharded_cases import RECIPES, Run, gathered_bytes, train
+from tests.distributed.sharded_cases import RECIPES, Run, count_gathered_bytes, train
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 EVERY_FORMAT = {
@@ -64,18 +64,18 @@ GROUPS = (
 )
 
 
-def _trained(device: torch.device, cases: tuple[str, ...]) -> dict[str, Any]:
-    """Return, of each case, outputs sharded and the bytes of gathered weights after each forward; outputs alone.
+def _train_sharded(device: torch.device, cases: tuple[str, ...]) -> dict[str, Any]:
+    """Train each case sharded, recording outputs and gathered weight bytes after each forward, and unsharded.
 
-    Cases that differ only in how weights are sharded have the same model alone. The first rank trains it, and under
-    delayed scaling, which reduces maxima over all ranks, each rank.
+    Cases that differ only in weight sharding have the same unsharded model. The first rank trains it; under
+    delayed scaling, which reduces maxima over all ranks, every rank does.
     """
     found: dict[str, Any] = {}
-    with te.emulate():  # a GPU lacks some of the formats
-        for case in dict.fromkeys((*cases, *map(_kept, cases))):
+    with te.emulate():  # a GPU lacks some formats
+        for case in dict.fromkeys((*cases, *map(_case_without_resharding, cases))):
             held: list[int] = []
             together = train(
-                *CASES[case], device, True, lambda *seen, held=held: held.append(gathered_bytes(*seen))
+                *CASES[case], device, True, lambda *seen, held=held: held.append(count_gathered_bytes(*seen))
             )
             found[case] = (together, torch.tensor(held))
         for name, run in sorted({_alone(case) for case in cases}, key=repr):
@@ -84,8 +84,8 @@ def _trained(device: torch.device, cases: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def _kept(case: str) -> str:
-    """Return the case of the same format whose gathered weights stay."""
+def _case_without_resharding(case: str) -> str:
+    """The case with the same format whose gathered weights are not freed."""
     return f"{CASES[case][0]}-kept"
 
 
@@ -104,12 +104,12 @@ def trained() -> dict[tuple[int, tuple[str, ...]], list[dict[str, Any]]]:
 def ranks(request, trained, tmp_path):
     size, cases = request.param
     if request.param not in trained:
-        trained[request.param] = run_on_ranks(partial(_trained, cases=cases), size, tmp_path)
+        trained[request.param] = run_on_ranks(partial(_train_sharded, cases=cases), size, tmp_path)
     return trained[request.param]
 
 
-def on_ranks(cases: Collection[str]) -> pytest.MarkDecorator:
-    """Parametrize a test by groups of ranks and by their cases among `cases`."""
+def parametrize_ranks(cases: Collection[str]) -> pytest.MarkDecorator:
+    """Parametrize a test by rank groups and by their cases among `cases`."""
     params = [
         pytest.param((size, group), case, id=f"{size}-{case}", marks=marks)
         for size, group, marks in GROUPS
@@ -119,8 +119,8 @@ def on_ranks(cases: Collection[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("ranks", "case"), params, indirect=["ranks"])
 
 
-@on_ranks(CASES)
-def test_sharded_training_is_training(case, ranks):
+@parametrize_ranks(CASES)
+def test_sharded_training_equals_unsharded_training(case, ranks):
     name, run = _alone(case)
     for rank in ranks:
         alone, (together, _) = rank.get(f"alone {name} {run}", ranks[0][f"alone {name} {run}"]), rank[case]
@@ -128,15 +128,15 @@ def test_sharded_training_is_training(case, ranks):
         assert alone.isfinite().all() and not torch.equal(alone[0], alone[-1])
 
 
-@on_ranks(RESHARDED)
-def test_no_gathered_weight_outlives_the_forward_that_read_it(case, ranks):
+@parametrize_ranks(RESHARDED)
+def test_gathered_weights_are_freed_after_the_forward_pass(case, ranks):
     for rank in ranks:
         assert not rank[case][1].any()
-        assert rank[_kept(case)][1].all()  # the same count, of weights that are to stay
+        assert rank[_case_without_resharding(case)][1].all()  # the same count, for weights that are not freed
 
 
-def _trained_unevenly(sharded: bool) -> torch.Tensor:
-    """Return outputs and weights of steps of layers with 20 and 4 rows, which 3 ranks do not divide."""
+def _train_uneven_shards(sharded: bool) -> torch.Tensor:
+    """Outputs and weights from steps through layers with 20 and 4 rows, which 3 ranks do not divide."""
     FP8GlobalStateManager.reset()
     torch.manual_seed(3)
     with te.quantized_model_init(recipe=RECIPES["current"]()):
@@ -162,10 +162,10 @@ def _trained_unevenly(sharded: bool) -> torch.Tensor:
 
 
 def _uneven(device: torch.device) -> float:
-    alone, together = _trained_unevenly(False), _trained_unevenly(True)
+    alone, together = _train_uneven_shards(False), _train_uneven_shards(True)
     return ((alone - together).norm() / alone.norm()).item()
 
 
-def test_rows_that_the_ranks_do_not_divide_train_as_alone(tmp_path):
+def test_unevenly_sharded_rows_train_as_on_one_rank(tmp_path):
     """The last rank has fewer rows, or none; averages over three ranks round gradients."""
     assert max(run_on_ranks(_uneven, 3, tmp_path)) < 1e-6

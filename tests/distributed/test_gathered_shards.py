@@ -41,7 +41,7 @@ def _mlp(**options: Any) -> torch.nn.Module:
     return LayerNormMLP(HIDDEN, INNER, set_parallel_mode="tp_group" in options, **options)
 
 
-def _recomputed_mlp(**options: Any) -> torch.nn.Module:
+def _recomputing_mlp(**options: Any) -> torch.nn.Module:
     return _mlp(checkpoint=True, **options)
 
 
@@ -63,13 +63,13 @@ LAYERS = {
     "row": _row,
     "norm_linear": _norm_linear,
     "mlp": _mlp,
-    "recomputed_mlp": _recomputed_mlp,
+    "recomputed_mlp": _recomputing_mlp,
     "operations": _operations,
 }
 
 
 class Sent:
-    """Bytes that this rank gives to each collective while `recorded` is open, by the name of the collective."""
+    """Bytes that this rank sends in each collective while `record_collectives` is open, by collective name."""
 
     def __init__(self) -> None:
         self.bytes: dict[str, list[int]] = {}
@@ -79,7 +79,7 @@ class Sent:
 
 
 @contextmanager
-def recorded() -> Iterator[Sent]:
+def record_collectives() -> Iterator[Sent]:
     sent = Sent()
 
     def recording(name: str, position: int) -> Any:
@@ -91,13 +91,13 @@ def recorded() -> Iterator[Sent]:
 
         return mock.patch.object(dist, name, call)
 
-    # The comparison of settings sends a hash in the first step.
+    # Comparing settings sends a hash in the first step.
     unchecked = mock.patch.object(faults, "_continues", lambda finished: False)
     with unchecked, recording("all_gather_into_tensor", 1), recording("all_reduce", 0):
         yield sent
 
 
-def _made(kind: str, sharded: bool, device: torch.device) -> torch.nn.Module:
+def _create_layer(kind: str, sharded: bool, device: torch.device) -> torch.nn.Module:
     parallel = {"tp_group": dist.group.WORLD, "tp_size": SIZE, "sequence_parallel": True} if sharded else {}
     layer = LAYERS[kind](params_dtype=DTYPE, device=device, **parallel)
     generator = torch.Generator().manual_seed(3 + dist.get_rank())
@@ -120,7 +120,7 @@ def _step(
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            # On a GPU the scales of whole tensors are elements of one array for the whole process.
+            # On a GPU, per-tensor scales are elements of one process-wide array.
             place, size = (
                 (tensor.data_ptr(), 4) if tensor.numel() == 1 else (storage.data_ptr(), storage.nbytes())
             )
@@ -129,14 +129,14 @@ def _step(
 
     layer.zero_grad()
     with (
-        recorded() as forward,
+        record_collectives() as forward,
         torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
         autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=dist.group.WORLD),
     ):
         y = layer(x)
     saved = sum(kept.values())
     dy = torch.randn(y.shape, generator=generator).to(device, DTYPE)
-    with recorded() as backward:
+    with record_collectives() as backward:
         y.backward(dy)
     found = {"y": y.detach(), "dx": x.grad}
     found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
@@ -144,15 +144,15 @@ def _step(
 
 
 def _rows(kind: str, tokens: int) -> tuple[int, int]:
-    """Return the shape of a rank's input."""
+    """Shape of one rank's input."""
     return (tokens, INNER // SIZE) if kind == "row" else (tokens // SIZE, HIDDEN)
 
 
 def _case(device: torch.device, kind: str, name: str, tokens: int) -> dict[str, Any]:
-    """Return the results of two steps, as sent and with values gathered, and the bytes sent and saved."""
-    FP8GlobalStateManager.reset()  # without the scaling states of earlier cases
+    """Results from two steps, as sent and with gathered values, and the bytes sent and saved."""
+    FP8GlobalStateManager.reset()  # without scaling states from earlier cases
     recipe = RECIPES[name]
-    layer, other = (_made(kind, True, device) for _ in range(2))
+    layer, other = (_create_layer(kind, True, device) for _ in range(2))
     equal = True
     for _ in range(2):
         found, forward, backward, saved = _step(layer, recipe, _rows(kind, tokens))
@@ -161,7 +161,7 @@ def _case(device: torch.device, kind: str, name: str, tokens: int) -> dict[str, 
         equal = equal and all(torch.equal(found[key], whole[key]) for key in found)
     alone = 0
     if kind != "row":
-        alone = _step(_made(kind, False, device), recipe, (tokens, HIDDEN))[3]
+        alone = _step(_create_layer(kind, False, device), recipe, (tokens, HIDDEN))[3]
     return {
         "equal": equal,
         "sent": [forward.of("all_gather_into_tensor"), backward.of("all_gather_into_tensor")],
@@ -181,11 +181,11 @@ CASES = [(kind, name, TOKENS) for kind in LAYERS for name in RECIPES]
 CASES += [("column", name, RAGGED) for name in QUANTIZED] + [("mlp", name, RAGGED) for name in QUANTIZED]
 
 
-def _of_codes(device: torch.device, rowwise: bool, columnwise: bool) -> dict[str, Any]:
-    """Compare a column-parallel layer of MXFP8 shards with one of the quantized whole matrix; return the bytes sent."""
+def _compare_quantized_layers(device: torch.device, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+    """Compare column-parallel layers on MXFP8 shards and the quantized full matrix; return the sent bytes."""
     generator = torch.Generator().manual_seed(5)
     whole = torch.randn(TOKENS, HIDDEN, generator=generator).to(device, DTYPE)
-    layer = _made("column", True, device)
+    layer = _create_layer("column", True, device)
     alone = Linear(HIDDEN, INNER // SIZE, params_dtype=DTYPE, device=device)
     alone.load_state_dict(layer.state_dict())
     found: dict[str, Any] = {"sent": []}
@@ -193,9 +193,9 @@ def _of_codes(device: torch.device, rowwise: bool, columnwise: bool) -> dict[str
     cases = ((layer, whole.chunk(SIZE)[dist.get_rank()], rowwise, columnwise), (alone, whole, True, True))
     for module, x, *directions in cases:
         codes = MXFP8Quantizer(torch.float8_e4m3fn, rowwise=directions[0], columnwise=directions[1])(x)
-        with recorded() as forward, autocast(recipe=RECIPES["mxfp8"]):
+        with record_collectives() as forward, autocast(recipe=RECIPES["mxfp8"]):
             y = module(codes)
-        with recorded() as backward:
+        with record_collectives() as backward:
             y.backward(y.detach())
         found["sent"].append([forward.of("all_gather_into_tensor"), backward.of("all_gather_into_tensor")])
         results.append([y.detach(), module.weight.grad, module.bias.grad])
@@ -203,17 +203,17 @@ def _of_codes(device: torch.device, rowwise: bool, columnwise: bool) -> dict[str
     return found
 
 
-def _measured(device: torch.device) -> dict[str, Any]:
+def _measure_traffic(device: torch.device) -> dict[str, Any]:
     with emulate():  # MXFP8 and NVFP4 on Hopper
         found = {"/".join(map(str, case)): _case(device, *case) for case in CASES}
         for rowwise, columnwise in DIRECTIONS:
-            found[f"codes/{rowwise}/{columnwise}"] = _of_codes(device, rowwise, columnwise)
+            found[f"codes/{rowwise}/{columnwise}"] = _compare_quantized_layers(device, rowwise, columnwise)
     return found
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> list[dict[str, Any]]:
-    return run_on_ranks(_measured, SIZE, tmp_path_factory.mktemp("shards"))
+    return run_on_ranks(_measure_traffic, SIZE, tmp_path_factory.mktemp("shards"))
 
 
 @pytest.mark.parametrize(("kind", "name", "tokens"), CASES)
@@ -224,14 +224,14 @@ def test_results_and_gradients_have_the_bits_of_whole_matrices(measured, kind, n
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ["column", "norm_linear", "mlp", "operations"])
-def test_a_rank_saves_its_share_of_the_tensors_of_one_device(measured, kind, name):
+def test_a_rank_saves_only_its_share_for_the_backward_pass(measured, kind, name):
     for rank in measured:
         found = rank[f"{kind}/{name}/{TOKENS}"]
-        assert found["saved"] <= found["alone"] / SIZE + 64, found  # 64 bytes: scales of whole tensors
+        assert found["saved"] <= found["alone"] / SIZE + 64, found  # 64 bytes: per-tensor scales
         assert found["saved"] < found["whole_saved"]
 
 
-# Bytes of codes and scales of one element, in both directions, and of the values in bfloat16.
+# Bytes per element: codes and scales, in both directions, and bfloat16 values.
 BYTES = {
     "none": 2.0,
     "delayed": 1.0,
@@ -243,7 +243,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_codes_and_scales_travel(measured, name):
+def test_ranks_exchange_codes_and_scales(measured, name):
     shard = TOKENS // SIZE * HIDDEN
     one_direction = name in ("none", "delayed", "current")
     for rank in measured:
@@ -263,7 +263,7 @@ def test_each_pass_sends_one_direction_of_an_input_of_mxfp8_codes(measured, roww
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_values_travel_where_the_rows_of_a_rank_end_inside_a_block(measured, name):
+def test_ranks_exchange_values_if_their_rows_end_inside_a_block(measured, name):
     expected = RAGGED // SIZE * HIDDEN * (2.0 if name == "block" else BYTES[name])
     for rank in measured:
         assert rank[f"column/{name}/{RAGGED}"]["sent"] == [expected] * 2

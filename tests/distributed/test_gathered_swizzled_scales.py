@@ -29,7 +29,7 @@ ROWS = (32, 96, 128, 160)
 DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
-def quantizer_of(name: str, rowwise: bool = True, columnwise: bool = True) -> Any:
+def create_quantizer(name: str, rowwise: bool = True, columnwise: bool = True) -> Any:
     made = MXFP8Quantizer(DType.kFloat8E4M3) if name == "mxfp8" else NVFP4Quantizer()
     made.set_usage(rowwise=rowwise, columnwise=columnwise)
     made.optimize_for_gemm = True
@@ -83,10 +83,10 @@ class Gathered:
 @pytest.mark.parametrize("name", RECIPES)
 def test_gathered_tensors_have_the_bits_of_one_rank(name, rows, rowwise, columnwise, way):
     x = values(rows)
-    expected = quantizer_of(name, rowwise, columnwise)(x)
+    expected = create_quantizer(name, rowwise, columnwise)(x)
 
     def gathered(rank: int) -> Any:
-        quantizer = quantizer_of(name, rowwise, columnwise)
+        quantizer = create_quantizer(name, rowwise, columnwise)
         shard = quantizer(x[rank * rows : (rank + 1) * rows])
         assert shard._with_gemm_swizzled_scales
         options: dict[str, Any] = {"async_op": way == "later"}
@@ -104,11 +104,11 @@ def test_gathered_tensors_have_the_bits_of_one_rank(name, rows, rowwise, columnw
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_rows_of_scales_travel_without_the_padding_of_tiles(name, rows):
+def test_scale_rows_are_sent_without_tile_padding(name, rows):
     x = values(rows)
 
     def gathered(rank: int) -> None:
-        quantizer = quantizer_of(name, columnwise=False)
+        quantizer = create_quantizer(name, columnwise=False)
         gather_along_first_dim(quantizer(x[rank * rows : (rank + 1) * rows]), None, quantizer=quantizer)
 
     with Gathered() as sent:
@@ -124,11 +124,11 @@ def test_rows_of_scales_travel_without_the_padding_of_tiles(name, rows):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_products_of_gathered_tensors_have_the_bits_of_one_rank(name, rows):
-    x, weight = values(rows), quantizer_of(name)(torch.randn(OUT, DEPTH, dtype=torch.bfloat16))
-    expected, *_ = general_gemm(weight, quantizer_of(name)(x), out_dtype=torch.bfloat16)
+    x, weight = values(rows), create_quantizer(name)(torch.randn(OUT, DEPTH, dtype=torch.bfloat16))
+    expected, *_ = general_gemm(weight, create_quantizer(name)(x), out_dtype=torch.bfloat16)
 
     def product(rank: int) -> Tensor:
-        quantizer = quantizer_of(name)
+        quantizer = create_quantizer(name)
         shard = quantizer(x[rank * rows : (rank + 1) * rows])
         whole, _ = gather_along_first_dim(shard, dist.group.WORLD, quantizer=quantizer)
         return general_gemm(weight, whole, out_dtype=torch.bfloat16)[0]
@@ -142,7 +142,7 @@ def test_products_of_gathered_tensors_have_the_bits_of_one_rank(name, rows):
 def test_sequence_parallel_layers_gather_inputs_with_swizzled_scales(name, rows):
     x, grad = values(rows), torch.randn(SIZE * rows, OUT, dtype=torch.bfloat16)
     state = torch.randn(OUT, DEPTH, dtype=torch.bfloat16).clamp_(-4.0, 4.0)
-    state[0, 0] = 5.0  # the maximum of the half, too
+    state[0, 0] = 5.0  # the half's maximum, too
 
     def step(codes: Any, dy: Tensor, **parallel: Any) -> list[Tensor]:
         layer = Linear(DEPTH, OUT, bias=False, params_dtype=torch.bfloat16, device="cpu", **parallel)
@@ -154,13 +154,13 @@ def test_sequence_parallel_layers_gather_inputs_with_swizzled_scales(name, rows)
         return [y.detach(), layer.weight.grad]
 
     def sharded(rank: int) -> list[Tensor]:
-        codes = quantizer_of(name)(x[rank * rows : (rank + 1) * rows])
+        codes = create_quantizer(name)(x[rank * rows : (rank + 1) * rows])
         parallel = {"parallel_mode": "column", "tp_group": dist.group.WORLD, "tp_size": SIZE}
         half = grad[:, : OUT // SIZE].contiguous()
         return step(codes, half, sequence_parallel=True, **parallel)
 
     with emulate():
-        y, grad_weight = step(quantizer_of(name)(x), grad)
+        y, grad_weight = step(create_quantizer(name)(x), grad)
         for results in run_on_threads(sharded, SIZE):
             assert torch.equal(results[0], y[:, : OUT // SIZE])
             if name == "mxfp8":  # the second-level scale of the gradient equals the one for its half

@@ -17,7 +17,7 @@ HIDDEN = 32
 
 
 def messages(build: Any, *arguments: dict[str, Any]) -> list[str]:
-    """The error of each rank in the forward and backward pass of a layer, "" for none."""
+    """Per-rank errors from a layer's forward and backward pass, "" for none."""
 
     def run(rank: int) -> str:
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ def linear(**options: Any) -> torch.nn.Module:
     )  # fmt: skip
 
 
-# {setting: (layer, options of the first rank, options of the second, text of the message)}
+# {setting: (layer, first rank's options, second rank's options, message text)}
 DIFFERENCES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "activation": (transformer_layer, {}, {"activation": "relu"}, "activation: rank 0: 'gelu'; rank 1: 'relu'"),
     "normalization": (transformer_layer, {}, {"normalization": "RMSNorm"}, "normalization: .*'RMSNorm'"),
@@ -147,7 +147,7 @@ def test_equal_ranks_are_not_reported(build: Any):
 
 
 def test_settings_of_one_process_may_differ():
-    """Names of layers and functions of each process are not compared."""
+    """Layer names and functions are not compared between processes."""
 
     def build(rank: int) -> torch.nn.Module:
         return transformer_layer(name=f"layer of rank {rank}", init_method=lambda weight: None)

@@ -1,4 +1,4 @@
-"""CPLoadBalancingStrategy: the tokens and bounds of every rank, and attention of contiguous pieces in float64."""
+"""CPLoadBalancingStrategy: every rank's tokens and bounds, and attention on contiguous pieces in float64."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def whole_attention(leaves, real, padded, softcap=0.0, sink=None, slopes=None):
     return torch.cat(rows), best
 
 
-def of_rank(buffer: str, size: int, options: dict[str, Any], rank: int):
+def rank_attention(buffer: str, size: int, options: dict[str, Any], rank: int):
     real, padded = BUFFERS[buffer]
     generator = torch.Generator().manual_seed(3)
     total = sum(padded)
@@ -209,7 +209,7 @@ def of_rank(buffer: str, size: int, options: dict[str, Any], rank: int):
 )
 @pytest.mark.parametrize("buffer", BUFFERS)
 def test_pieces_compute_the_attention_of_the_whole_buffer(buffer, size, options):
-    results = run_on_threads(partial(of_rank, buffer, size, options), size)
+    results = run_on_threads(partial(rank_attention, buffer, size, options), size)
     real, padded = BUFFERS[buffer]
     whole = results[0][1]
     leaves = [x.double().requires_grad_() for x in whole[:3]]
@@ -227,8 +227,8 @@ def test_pieces_compute_the_attention_of_the_whole_buffer(buffer, size, options)
             torch.testing.assert_close(largest.double(), best, **ATTENDED)
 
 
-def rejected(changes: dict[str, Any], rank: int) -> str:
-    """Return the AssertionError of a call on 2 ranks."""
+def catch_assertion(changes: dict[str, Any], rank: int) -> str:
+    """The AssertionError that a call on 2 ranks raises."""
     q, k = torch.randn(12, 2, 16), torch.randn(12, 2, 16)
     options = {"qkv_format": "thd", "attn_mask_type": "padding_causal", **changes.get("layer", {})}
     layer = te.DotProductAttention(2, 16, **options)
@@ -270,7 +270,7 @@ def rejected(changes: dict[str, Any], rank: int) -> str:
     ids=lambda value: "",
 )
 def test_calls_that_need_balanced_ranks_raise(changes, words):
-    for message in run_on_threads(partial(rejected, changes), 2):
+    for message in run_on_threads(partial(catch_assertion, changes), 2):
         assert words in message, message
 
 
@@ -305,7 +305,7 @@ def test_a_layer_rotates_by_the_positions_of_its_tokens(strategy):
         torch.testing.assert_close(grad, wanted[held], **ATTENDED)
 
 
-def balanced_function(rank):
+def create_balanced_function(rank):
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(8, 1, h, SIZE, generator=generator) for h in (HEADS, GROUPS, GROUPS))
     held = torch.tensor([0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5])
@@ -318,7 +318,7 @@ def balanced_function(rank):
 
 
 def test_the_function_computes_every_balanced_scheme():
-    for held, results, want in run_on_threads(balanced_function, 2):
+    for held, results, want in run_on_threads(create_balanced_function, 2):
         for out in results:
             assert out.shape == (4, 1, HEADS, SIZE)
             torch.testing.assert_close(out.flatten(-2), want[held], **ATTENDED)

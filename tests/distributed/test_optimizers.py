@@ -1,4 +1,4 @@
-"""Optimizers on sharded parameters of two ranks, and weights that both ranks write from shards of the masters."""
+"""Optimizers on parameters sharded over two ranks, and weights that both ranks write from master shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedMuon
 from transformer_engine.pytorch.tensor.utils import post_all_gather_processing, quantize_master_weights
 
-SHAPES = ((6, 4), (1, 3))  # of the second one rank holds nothing
+SHAPES = ((6, 4), (1, 3))  # one rank has an empty shard of the second parameter
 WIDTH, STEPS = 32, 4
 
 
@@ -37,7 +37,7 @@ def _sharded_steps(device):
     return [tensor.detach().full_tensor() for tensor in (*params, *states)]
 
 
-def test_two_ranks_step_distributed_parameters_as_one_does(tmp_path):
+def test_two_ranks_step_distributed_parameters_like_one_rank(tmp_path):
     first, second = run_on_ranks(_sharded_steps, 2, tmp_path)
     params = [torch.nn.Parameter(x) for x in whole(0)]
     optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.1)
@@ -67,7 +67,7 @@ def _loss(layer, recipe, device):
 
 
 def _zero_redundancy(device):
-    """Return the losses of a model with masters sharded over the ranks, and of one with all masters on every rank."""
+    """Losses with master weights sharded over the ranks, and with all masters on every rank."""
     recipe = Float8CurrentScaling()
     rank, found = dist.get_rank(), []
     layer, replica = _layer(device, recipe), _layer(device, recipe)
@@ -94,7 +94,7 @@ def _zero_redundancy(device):
     return torch.stack(found).view(STEPS, 2)
 
 
-def test_sharded_masters_give_the_losses_of_whole_ones(tmp_path):
+def test_sharded_master_weights_give_the_same_losses(tmp_path):
     for losses in run_on_ranks(_zero_redundancy, 2, tmp_path):
         assert torch.equal(losses[:, 0], losses[:, 1])
         assert losses[-1, 0] < losses[0, 0]
@@ -109,7 +109,7 @@ def _matrices(seed):
 
 
 def _muon_steps(device):
-    """Steps of parameters that FSDP2 and tensor parallelism shard, as whole tensors."""
+    """Parameters after each step under FSDP2 and tensor parallelism, as full tensors."""
     mesh = init_device_mesh(device.type, (2,))
     sharded = [torch.nn.Parameter(distribute_tensor(x.to(device), mesh, [Shard(0)])) for x in _matrices(0)]
     rank = dist.get_rank()
@@ -134,7 +134,7 @@ def _muon_steps(device):
     return [parameter.detach().full_tensor() for parameter in sharded], [part.detach() for part in parts]
 
 
-def test_muon_steps_sharded_matrices_as_whole_ones(tmp_path):
+def test_muon_steps_on_sharded_matrices_equal_unsharded_steps(tmp_path):
     (first, upper), (second, lower) = run_on_ranks(_muon_steps, 2, tmp_path)
     params = [torch.nn.Parameter(x) for x in _matrices(0)]
     optimizer = FusedMuon(params, lr=0.1, ns_dtype=torch.float32)

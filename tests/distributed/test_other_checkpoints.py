@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint repeats autocast, recipe and scales of the first run: the bits of saved activations."""
+"""torch.utils.checkpoint repeats the first run's autocast, recipe and scales: results stay bitwise equal."""
 
 from __future__ import annotations
 
@@ -101,42 +101,44 @@ logging.getLogger("LoggingTensor").disabled = True
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
-def by_torch(reentrant: bool, **options: Any) -> Callable[[Function], Function]:
+def torch_checkpoint_caller(reentrant: bool, **options: Any) -> Callable[[Function], Function]:
     return lambda function: lambda x: torch_checkpoint(function, x, use_reentrant=reentrant, **options)
 
 
 def _nested(outer: bool, inner: bool) -> Callable[[Function], Function]:
-    return lambda function: by_torch(outer)(by_torch(inner)(function))
+    return lambda function: torch_checkpoint_caller(outer)(torch_checkpoint_caller(inner)(function))
 
 
-def _without_early_stop(function: Function) -> Function:
+def _disable_early_stop(function: Function) -> Function:
     def call(x: Tensor) -> Tensor:
         with set_checkpoint_early_stop(False):
-            return by_torch(False)(function)(x)
+            return torch_checkpoint_caller(False)(function)(x)
 
     return call
 
 
 WAYS: dict[str, Callable[[Function], Function]] = {
-    "reentrant": by_torch(True),
-    "hooks": by_torch(False),
-    "hooks without early stop": _without_early_stop,
-    "debug": by_torch(False, debug=True),
-    "products saved": by_torch(False, context_fn=_selective(_PRODUCTS.__contains__)),
-    "nothing saved": by_torch(False, context_fn=_selective(lambda operator: False)),
+    "reentrant": torch_checkpoint_caller(True),
+    "hooks": torch_checkpoint_caller(False),
+    "hooks without early stop": _disable_early_stop,
+    "debug": torch_checkpoint_caller(False, debug=True),
+    "products saved": torch_checkpoint_caller(False, context_fn=_selective(_PRODUCTS.__contains__)),
+    "nothing saved": torch_checkpoint_caller(False, context_fn=_selective(lambda operator: False)),
     "reentrant in reentrant": _nested(True, True),
     "hooks in reentrant": _nested(True, False),
     "reentrant in hooks": _nested(False, True),
     "hooks in hooks": _nested(False, False),
-    "contexts of te": by_torch(False, context_fn=te.distributed.get_activation_recompute_contexts),
-    "te in hooks": lambda f: by_torch(False)(lambda x: te.checkpoint(f, x)),
-    "hooks in te": lambda f: lambda x: te.checkpoint(by_torch(False)(f), x),
+    "contexts of te": torch_checkpoint_caller(
+        False, context_fn=te.distributed.get_activation_recompute_contexts
+    ),
+    "te in hooks": lambda f: torch_checkpoint_caller(False)(lambda x: te.checkpoint(f, x)),
+    "hooks in te": lambda f: lambda x: te.checkpoint(torch_checkpoint_caller(False)(f), x),
     "te": lambda f: lambda x: te.checkpoint(f, x),
 }
 
 
 def scaling_states(module: nn.Module) -> list[Tensor]:
-    """Copies of the scales and histories of delayed scaling."""
+    """Copies of all delayed scales and histories."""
     found = []
     for layer in module.modules():
         states: list[Any] = []
@@ -148,10 +150,10 @@ def scaling_states(module: nn.Module) -> list[Tensor]:
     return found
 
 
-def trained(
+def train_two_steps(
     module: nn.Module, recipe: Recipe | None, way: Callable[[Function], Function] | None, inside: bool
 ) -> list[Tensor]:
-    """Results of two steps of two growing micro-batches, whose backward passes follow both forward passes."""
+    """Results from two steps with two growing micro-batches, whose backward passes follow both forwards."""
     device = next(module.parameters(), torch.empty(0)).device
     quantizing = partial(te.autocast, enabled=recipe is not None, recipe=recipe)
 
@@ -199,10 +201,10 @@ def assert_same(expected: list[Tensor], actual: list[Tensor]) -> None:
 def test_torchs_checkpoint_has_the_bits_of_saved_activations(layer, recipe, way, inside, device):
     module = LAYERS[layer](device=device) if "ttention" not in layer else LAYERS[layer]().to(device)
     twin = copy.deepcopy(module)
-    expected = trained(module, ALL_RECIPES[recipe], None, inside)
+    expected = train_two_steps(module, ALL_RECIPES[recipe], None, inside)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*checkpoint")
-        assert_same(expected, trained(twin, ALL_RECIPES[recipe], WAYS[way], inside))
+        assert_same(expected, train_two_steps(twin, ALL_RECIPES[recipe], WAYS[way], inside))
     assert not recompute_states.runs() and not current().enabled
 
 
@@ -220,7 +222,7 @@ def test_the_checkpoint_wrapper_of_fsdp_repeats_scales(implementation, device):
     layer = te.LayerNormMLP(HIDDEN, 96, device=device)
     twin = checkpoint_wrapper(copy.deepcopy(layer), checkpoint_impl=implementation)
     recipe = ALL_RECIPES["delayed"]
-    assert_same(trained(layer, recipe, None, False), trained(twin, recipe, None, False))
+    assert_same(train_two_steps(layer, recipe, None, False), train_two_steps(twin, recipe, None, False))
 
 
 def test_a_model_that_is_evaluated_without_gradients_runs_once_and_updates_no_scales(device):
@@ -237,7 +239,7 @@ def test_a_model_that_is_evaluated_without_gradients_runs_once_and_updates_no_sc
 def test_a_retained_graph_repeats_its_first_run_twice(reentrant, device):
     layer = te.Linear(HIDDEN, HIDDEN, device=device)
     found = []
-    for module, way in ((layer, None), (copy.deepcopy(layer), by_torch(reentrant))):
+    for module, way in ((layer, None), (copy.deepcopy(layer), torch_checkpoint_caller(reentrant))):
         x = torch.ones(16, HIDDEN, device=device, requires_grad=True)
         with te.autocast(recipe=ALL_RECIPES["delayed"]):
             loss = (module if way is None else way(module))(x).square().mean()
@@ -250,7 +252,7 @@ def test_a_retained_graph_repeats_its_first_run_twice(reentrant, device):
 
 
 class _Foreign(torch.autograd.Function):
-    """A reentrant checkpoint of another library, which keeps no autocast."""
+    """Another library's reentrant checkpoint, which restores no autocast."""
 
     @staticmethod
     def forward(ctx, function, x):

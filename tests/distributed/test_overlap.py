@@ -1,4 +1,4 @@
-"""Products that overlap with their own collective: results, order of copies, and the choice of the backend."""
+"""Products that overlap with their own collective: results, copy order, and backend selection."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from transformer_engine.pytorch.distributed.overlap_measurement import Threshold
 from transformer_engine.pytorch.distributed.overlapped_rows import GatheredRows, PeerBuffers, ScatteredRows
 from transformer_engine.pytorch.functions import overlapped_products
 
-TOKENS, HIDDEN, INNER = 256, 128, 256  # of one rank: two blocks of 128 rows
+TOKENS, HIDDEN, INNER = 256, 128, 256  # per rank: two blocks with 128 rows
 FLAGS = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_bulk_wgrad": True, "ub_bulk_dgrad": True}
 
 
@@ -90,7 +90,7 @@ OVERLAPPED = ("none", "current", "block", "mxfp8", "nvfp4")
 
 
 def _step(model: torch.nn.Module, recipe: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the results of the second of two steps, and of an evaluation."""
+    """Results from the second step, and from an evaluation."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     row = getattr(model, "parallel_mode", "") == "row"
     ranks = dist.get_world_size()
@@ -116,7 +116,7 @@ def _step(model: torch.nn.Module, recipe: str, device: torch.device) -> dict[str
 
 
 def _both(kind: str, recipe: str, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the results with and without overlap, of equal parameters."""
+    """Results with and without overlap, for equal parameters."""
     group: Any = dist.group.WORLD
     options = {
         "tp_group": group,
@@ -149,16 +149,16 @@ class Uses:
         return self._of_thread[rank]
 
 
-# A transformer layer has the products of the other kinds.
+# A transformer layer has the other layer types' products.
 ALWAYS = [(kind, recipe) for kind in BUILD for recipe in OVERLAPPED if kind != "layer"]
 ALWAYS += [("layer", "current"), ("layer", "mxfp8")]
 
 
 @pytest.mark.parametrize(("kind", "recipe"), cross_cases(BUILD, OVERLAPPED, ALWAYS))
 def test_layers_compute_the_same_with_and_without_overlap(kind, recipe, monkeypatch, emulated):
-    """Parts of a product have other shapes, so that its float32 sums can differ in their last bits.
+    """Partial products have other shapes, so that float32 sums can differ in their last bits.
 
-    Threads share the states of delayed scaling, which therefore runs on two GPUs only (below).
+    Threads share the delayed-scaling states. Delayed scaling therefore runs on two GPUs only (below).
     """
     ranks = 2
     uses = Uses(ranks)
@@ -255,7 +255,7 @@ REQUEST = Request("all_gather", "cuda", "cuda:nccl", 1 << 20, 1 << 24, 1 << 18, 
         ({"least": None}, "any size"),
     ],
 )
-def test_the_reason_against_an_overlap_is_named(change, reason):
+def test_unsupported_overlap_has_a_reason(change, reason):
     assert unsupported_reason(REQUEST) is None and OVERLAP.chosen(REQUEST) == SYMMETRIC
     request = REQUEST._replace(**change)
     assert reason in (unsupported_reason(request) or "")
@@ -284,7 +284,7 @@ def test_flags_have_no_effect_on_a_cpu_and_say_so():
     assert [message for message in told if "ub_* flags have no effect on all_gather" in message]
 
 
-def _on_gpus(device: torch.device) -> dict[str, Any]:
+def _run_on_gpus(device: torch.device) -> dict[str, Any]:
     """Run all layers with real buffers, small ones too."""
     ranks = dist.get_world_size()
     overlap.load_thresholds = lambda *_: Thresholds(0, 0)
@@ -296,14 +296,14 @@ def _on_gpus(device: torch.device) -> dict[str, Any]:
             found[f"{kind}/{recipe}"] = [{k: v.cpu() for k, v in values.items()} for values in results]
     group: Any = dist.group.WORLD
     assert isinstance(overlap._reserved.groups[group], GroupBuffers), overlap._reserved.groups[group]
-    found["graph"] = _graphed(device)
-    gc.collect()  # destroy_process_group waits until graphs with collectives of NCCL are deleted
+    found["graph"] = _replay_graph(device)
+    gc.collect()  # destroy_process_group waits until graphs with NCCL collectives are deleted
     te.destroy_ub()
     return found
 
 
-def _graphed(device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Return results of a captured layer, replayed with other values, with and without overlap."""
+def _replay_graph(device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """Results from a captured layer, replayed with other values, with and without overlap."""
     group: Any = dist.group.WORLD
     options: dict[str, Any] = {"tp_group": group, "tp_size": 2, "sequence_parallel": True, "device": device}
     models = [_mlp(options, flags) for flags in (FLAGS, {})]
@@ -329,7 +329,7 @@ def _graphed(device: torch.device) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_layers_on_two_gpus_compute_the_same_with_and_without_overlap(tmp_path):
-    for rank in run_on_ranks(functools.partial(_on_gpus), 2, tmp_path):
+    for rank in run_on_ranks(functools.partial(_run_on_gpus), 2, tmp_path):
         for case, (found, expected) in rank.items():
             for name, value in expected.items():
                 error = (found[name] - value).norm() / value.norm()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.clients.processes import on_ranks
+from tests.clients.processes import run_on_ranks
 from tests.support.pages import DOCS, examples
 
 
@@ -17,4 +17,4 @@ def test_the_example_of_a_page_prints_the_output_on_the_page(page, before, tmp_p
     example = examples(page)[0]
     program.write_text(example)
     printed = (DOCS / page).read_text().split(before)[1].split("```")[0]
-    assert on_ranks([str(program)], 2, CUDA_VISIBLE_DEVICES="") == printed
+    assert run_on_ranks([str(program)], 2, CUDA_VISIBLE_DEVICES="") == printed

@@ -57,7 +57,7 @@ def _gradients(block, x, call):
 
 
 @BOTH
-def test_results_gradients_and_later_random_numbers_equal_the_plain_ones(reentrant, device):
+def test_outputs_gradients_and_later_random_numbers_equal_the_uncheckpointed_run(reentrant, device):
     block, x = _block(device), torch.randn(4, 16, device=device)
     expected = _gradients(block, x, block)
     actual = _gradients(block, x, lambda x: checkpoint(block, x, use_reentrant=reentrant))
@@ -65,7 +65,7 @@ def test_results_gradients_and_later_random_numbers_equal_the_plain_ones(reentra
 
 
 @BOTH
-def test_nothing_between_input_and_output_is_kept(reentrant, device):
+def test_intermediate_activations_are_not_saved(reentrant, device):
     block, x = _block(device), torch.randn(4, 16, device=device, requires_grad=True)
     runs = []
     block[1].register_forward_hook(lambda *_: runs.append(1))
@@ -119,7 +119,7 @@ def test_backward_may_run_twice(reentrant, device):
 
 
 @BOTH
-def test_parameters_get_gradients_although_no_argument_wants_one(reentrant, device):
+def test_parameters_get_gradients_if_no_argument_requires_one(reentrant, device):
     block = _block(device)
     checkpoint(block, torch.randn(4, 16, device=device), use_reentrant=reentrant).sum().backward()
     assert all(p.grad is not None for p in block.parameters())
@@ -132,7 +132,7 @@ def test_a_frozen_function_of_constants_needs_no_gradient(reentrant, device):
 
 
 @BOTH
-def test_without_gradients_the_function_just_runs(reentrant, device):
+def test_without_gradients_the_function_runs_once_unmodified(reentrant, device):
     calls = []
 
     def function(x):
@@ -145,7 +145,7 @@ def test_without_gradients_the_function_just_runs(reentrant, device):
 
 
 class _Probe(torch.nn.Module):
-    """Multiplies by a weight and records the context of each of its runs."""
+    """Multiplies by a weight and records the context in each run."""
 
     def __init__(self, device):
         super().__init__()
@@ -160,7 +160,7 @@ class _Probe(torch.nn.Module):
 
 
 @BOTH
-def test_both_runs_are_marked_and_see_the_same_autocasts(reentrant, device):
+def test_both_runs_set_their_phase_and_see_the_same_autocasts(reentrant, device):
     probe, recipe = _Probe(device), DelayedScaling()
     x = torch.randn(2, 4, device=device, requires_grad=True)
     with torch.autocast(device.type, dtype=torch.bfloat16), quantized(recipe=recipe):
@@ -197,7 +197,7 @@ def test_a_checkpoint_within_a_quantized_checkpoint_does_not_run_a_third_time(re
 
 
 @BOTH
-def test_an_exception_leaves_no_marks(reentrant, device):
+def test_an_exception_restores_the_recomputation_phase(reentrant, device):
     def function(x):
         raise ZeroDivisionError
 
@@ -259,7 +259,7 @@ def _training(block, recipe, call, device):
 @pytest.mark.parametrize(
     "recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()], ids=["delayed", "current"]
 )
-def test_quantized_training_with_recomputation_is_bitwise_the_plain_one(reentrant, recipe, device):
+def test_quantized_training_with_recomputation_is_bitwise_unchanged(reentrant, recipe, device):
     block = torch.nn.Sequential(
         LayerNorm(32, device=device),
         Linear(32, 64, device=device),

@@ -37,7 +37,7 @@ def plain(function, *arguments):
     return function(*arguments)
 
 
-def by_checkpoint(reentrant: bool):
+def checkpoint_caller(reentrant: bool):
     return lambda function, *arguments: checkpoint(function, *arguments, use_reentrant=reentrant)
 
 
@@ -46,7 +46,7 @@ def gradients(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def states(module: nn.Module) -> list[Tensor]:
-    """Scales and histories of all layers inside."""
+    """Scales and histories from all layers inside."""
     found = []
     for layer in module.modules():
         for key in ("scaling_fwd", "scaling_bwd"):
@@ -81,7 +81,7 @@ def _micro_batches_reversed(module, call, recipe, device):
     return inputs
 
 
-def _dropped_forwards(module, call, recipe, device):
+def _discard_forwards(module, call, recipe, device):
     inputs = [tokens(device, 4.0**i) for i in range(4)]
     for i, x in enumerate(inputs):
         with te.autocast(recipe=recipe):
@@ -101,7 +101,7 @@ def _raising_forwards(module, call, recipe, device):
     return _micro_batches(module, call, recipe, device)
 
 
-def _called_again_and_again(module, call, recipe, device):
+def _call_repeatedly(module, call, recipe, device):
     x = tokens(device)
 
     def thrice(x):
@@ -132,7 +132,7 @@ def _nested_before_their_autocast(module, call, recipe, device):
 
     x = tokens(device)
     for _ in range(3):
-        module.zero_grad()  # two backwards of one weight add up in another order than one
+        module.zero_grad()  # two backward passes through one weight add up in a different order
         call(lambda x: call(inner, torch.sin(call(inner, x))), x).square().mean().backward()
     return [x]
 
@@ -155,9 +155,9 @@ def _autocast_inside(module, call, recipe, device):
 WAYS = {
     "micro-batches": _micro_batches,
     "micro-batches in reverse": _micro_batches_reversed,
-    "dropped forwards": _dropped_forwards,
+    "dropped forwards": _discard_forwards,
     "a forward that raised": _raising_forwards,
-    "a layer called thrice": _called_again_and_again,
+    "a layer called thrice": _call_repeatedly,
     "nested": _nested,
     "nested, autocast inside": _nested_before_their_autocast,
     "autocast inside": _autocast_inside,
@@ -168,13 +168,15 @@ WAYS = {
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_scales_and_histories_are_those_without_recomputation(way, layer, kind, reentrant, device):
+def test_gradients_scales_and_histories_equal_a_run_without_recomputation(
+    way, layer, kind, reentrant, device
+):
     module = LAYERS[layer](device)
     twin, recipe = copy.deepcopy(module), RECIPES[kind]()
     torch.manual_seed(7)
     expected = WAYS[way](module, plain, recipe, device)
     torch.manual_seed(7)
-    actual = WAYS[way](twin, by_checkpoint(reentrant), recipe, device)
+    actual = WAYS[way](twin, checkpoint_caller(reentrant), recipe, device)
     assert equal(gradients(module, expected), gradients(twin, actual))
     assert equal(states(module), states(twin))
 
@@ -196,7 +198,7 @@ def test_nested_checkpoints_of_both_kinds_repeat_the_first_run(device):
     expected = gradients(module, function(module, plain, plain))
     for outside, inside in ((True, False), (False, True)):
         other = copy.deepcopy(twin)
-        inputs = function(other, by_checkpoint(outside), by_checkpoint(inside))
+        inputs = function(other, checkpoint_caller(outside), checkpoint_caller(inside))
         assert equal(expected, gradients(other, inputs))
 
 
@@ -216,7 +218,7 @@ def test_a_graph_that_is_retained_repeats_its_first_run_twice(reentrant, device)
         loss.backward()
         return gradients(layer, [x])
 
-    assert equal(run(module, plain), run(twin, by_checkpoint(reentrant)))
+    assert equal(run(module, plain), run(twin, checkpoint_caller(reentrant)))
 
 
 @BOTH
@@ -244,7 +246,7 @@ def test_states_live_as_long_as_the_node_that_repeats_them(reentrant, device):
 
 
 @BOTH
-def test_an_autocast_inside_moves_scales_on_once_a_step(reentrant, device):
+def test_an_inner_autocast_updates_scales_once_per_step(reentrant, device):
     layer, recipe, amaxes = te.Linear(WIDTH, WIDTH, device=device), RECIPES["delayed"](), []
 
     def function(x):
@@ -288,7 +290,7 @@ def test_runs_that_are_marked_by_hand_are_paired_oldest_first(device):
 # torch's checkpoint.
 
 
-def _backward_within(layer, x, recipe):
+def _backward_inside_checkpoint(layer, x, recipe):
     # On this thread: another one, as torch has for each of several GPUs, is in no block.
     with te.autocast(recipe=recipe), torch.autograd.set_multithreading_enabled(False):
         y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
@@ -303,7 +305,7 @@ def _autocast_in_the_function(layer, x, recipe):
     torch.utils.checkpoint.checkpoint(function, x, use_reentrant=True).square().sum().backward()
 
 
-@pytest.mark.parametrize("way", [_backward_within, _autocast_in_the_function])
+@pytest.mark.parametrize("way", [_backward_inside_checkpoint, _autocast_in_the_function])
 def test_torchs_reentrant_checkpoint_under_the_same_autocast_gives_the_plain_gradients(way, device):
     layer, recipe = te.Linear(WIDTH, WIDTH, device=device), Float8CurrentScaling()
     twin, x = copy.deepcopy(layer), tokens(device)

@@ -1,4 +1,4 @@
-"""Reduction of NVFP4's maxima over ranks whose quantizers compute different directions."""
+"""NVFP4 amax reduction over ranks whose quantizers compute different directions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _values(rank: int) -> torch.Tensor:
 def _maxima(
     name: str, usages: dict[int, tuple[bool, bool]]
 ) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
-    """Return, of each rank, the sizes of its collectives and the maxima of its quantized tensor."""
+    """Per rank: its collectives' sizes and its quantized tensor's maxima."""
     sizes: dict[int, list[int]] = {rank: [] for rank in usages}
     reduce = dist.all_reduce
 

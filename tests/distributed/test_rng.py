@@ -31,7 +31,7 @@ def _draw(device):
     return torch.rand(8, device=device)
 
 
-def test_a_fork_leaves_the_default_generator_where_it_was(tracker, device):
+def test_a_fork_does_not_advance_the_default_generator(tracker, device):
     torch.manual_seed(5)
     expected = _draw(device)
     torch.manual_seed(5)
@@ -117,7 +117,7 @@ def test_get_states_is_a_new_dict_that_set_states_takes(tracker):
     assert list(get_all_rng_states()) == ["model-parallel-rng"]
 
 
-def test_all_states_are_the_ones_set_last():
+def test_get_all_states_returns_the_last_set_states():
     before = get_all_rng_states()
     states = {"name": torch.get_rng_state()}
     set_all_rng_states(states)

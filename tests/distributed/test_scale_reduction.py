@@ -49,7 +49,7 @@ def _one_rank_collects_later(device):
 def test_a_layer_that_one_rank_frees_later_leaves_all_scales_equal(tmp_path):
     first, second = run_on_ranks(_one_rank_collects_later, 2, tmp_path)
     assert torch.equal(first, second)
-    assert int((first != 1).sum()) == 3 * 3  # of each layer the input, the weight, the output's gradient
+    assert int((first != 1).sum()) == 3 * 3  # per layer: input, weight, output gradient
 
 
 def _frozen_first(device):
@@ -69,7 +69,7 @@ def test_gradient_scales_behind_a_frozen_layer_are_those_of_all_ranks(tmp_path):
 
 
 def _scales_of_two_steps(block, device, compiled=False):
-    """Return the scales of a layer after two steps; the second rank has twice the values of the first."""
+    """A layer's scales after two steps; the second rank's values are twice as large as the first rank's."""
     torch.manual_seed(1)
     layer = te.Linear(WIDTH, WIDTH, device=device)
 
@@ -85,7 +85,7 @@ def _scales_of_two_steps(block, device, compiled=False):
     return _scales((layer,))
 
 
-def _in_blocks(device):
+def _train_in_blocks(device):
     recipes = [DelayedScaling(amax_history_len=2, reduce_amax=reduce) for reduce in (True, False)]
     blocks = (
         lambda: te.autocast(recipe=recipes[0], amax_reduction_group=dist.group.WORLD),
@@ -99,7 +99,7 @@ def _in_blocks(device):
 
 @pytest.mark.filterwarnings("ignore:fp8_autocast is deprecated")
 def test_without_a_group_maxima_are_reduced_over_all_ranks_if_the_recipe_reduces_them(tmp_path):
-    first, second = run_on_ranks(_in_blocks, 2, tmp_path)
+    first, second = run_on_ranks(_train_in_blocks, 2, tmp_path)
     of_all = first[:1].expand(3, -1)
     assert torch.equal(first[:3], of_all) and torch.equal(second[:3], of_all)
     assert torch.equal(second[3:, 0], of_all[:2, 0])  # the input's scale; this rank has the largest values

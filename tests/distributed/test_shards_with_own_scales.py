@@ -27,8 +27,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emula
 
 SIZE, ROWS, HIDDEN, INNER = 2, 32, 64, 64
 E4M3 = torch.float8_e4m3fn
-# Allowed relative error of a product of two quantized matrices, one of which is rounded twice. Recipes round gradients
-# to E5M2, whose error is twice that of E4M3.
+# Allowed relative error for a product between two quantized matrices, of which one is rounded twice. Recipes
+# round gradients to E5M2, whose error is twice as large as in E4M3.
 ALLOWED = {"delayed": 0.07, "current": 0.07, "nvfp4": 0.16}
 ALLOWED_GRADIENT = {"delayed": 0.09, "current": 0.09, "nvfp4": 0.16}
 CASES = [(kind, name) for kind in ("linear", "operations", "gradient") for name in ALLOWED]
@@ -36,7 +36,7 @@ CASES += [("norm_linear", name) for name in ("delayed", "current")]
 
 
 def _quantized(name: str, x: torch.Tensor) -> Any:
-    """Return x quantized with the scale of its maximum."""
+    """Quantize x with the scale from its maximum."""
     if name == "delayed":
         scale = (448 / x.abs().amax().float()).reshape(1)
         return Float8Quantizer(scale, torch.zeros_like(scale), E4M3)(x)
@@ -46,20 +46,20 @@ def _quantized(name: str, x: torch.Tensor) -> Any:
 
 
 def _own(device: torch.device, *shape: int) -> torch.Tensor:
-    """Return values whose magnitudes on two ranks differ by a factor of 9."""
+    """Values whose magnitudes on two ranks differ by factor 9."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return (torch.randn(*shape, generator=generator) * 9 ** dist.get_rank()).to(device)
 
 
 def _everywhere(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of all ranks, gathered without any code of the package."""
+    """Gather values from all ranks with torch alone."""
     values = [torch.empty_like(x) for _ in range(SIZE)]
     dist.all_gather(values, x.contiguous())
     return torch.cat(values)
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest relative error of the rows that one rank owned."""
+    """Largest relative error in the rows that one rank owned."""
     shares = zip(found.chunk(SIZE), expected.chunk(SIZE), strict=True)
     return max(((a - b).norm() / b.norm()).item() for a, b in shares)
 
@@ -115,7 +115,7 @@ def _case(kind: str, name: str, device: torch.device) -> dict[str, Any]:
 
 
 def _local(name: str, device: torch.device) -> dict[str, bool]:
-    """Return whether layers that gather no input read the codes of a rank with the rank's scale."""
+    """Whether layers that gather no input read a rank's codes with the rank's scale."""
     x = _quantized(name, _own(device, ROWS, HIDDEN))
     parallel = {"tp_group": dist.group.WORLD, "tp_size": SIZE, "sequence_parallel": True, "device": device}
     mlp: Any = LayerNormMLP(HIDDEN, INNER, set_parallel_mode=True, **parallel)
@@ -137,7 +137,7 @@ def _local(name: str, device: torch.device) -> dict[str, bool]:
 
 
 def _gathers(device: torch.device) -> dict[str, Any]:
-    """Gather codes of unequal and of equal scales, of a shard of zeros, with NaN, and later."""
+    """Gather codes with unequal scales, with equal scales, with a zero shard, with NaN, and later."""
     values = _own(device, ROWS, HIDDEN)
     values[0, 0] = torch.nan
     codes = _quantized("delayed", values.nan_to_num(0.0))
@@ -175,7 +175,7 @@ def _compiled(device: torch.device) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def _measured(device: torch.device) -> dict[str, Any]:
+def _measure_errors(device: torch.device) -> dict[str, Any]:
     with emulate():  # NVFP4 on Hopper
         found: dict[str, Any] = {f"{kind}/{name}": _case(kind, name, device) for kind, name in CASES}
         found |= {f"local/{name}": _local(name, device) for name in ALLOWED}
@@ -184,12 +184,12 @@ def _measured(device: torch.device) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> list[dict[str, Any]]:
-    return run_on_ranks(_measured, SIZE, tmp_path_factory.mktemp("scales"))
+    return run_on_ranks(_measure_errors, SIZE, tmp_path_factory.mktemp("scales"))
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_products_of_gathered_codes_use_the_scale_of_every_shard(measured, kind, name):
-    """One rank's scale for all rows would be wrong by a factor of 9 for the rows of the other rank."""
+    """One rank's scale for all rows would be wrong by factor 9 for the other rank's rows."""
     found = [rank[f"{kind}/{name}"] for rank in measured]
     allowed = (ALLOWED_GRADIENT if kind == "gradient" else ALLOWED)[name]
     if kind != "gradient":
@@ -223,7 +223,7 @@ def test_codes_of_equal_scales_are_unchanged(measured):
 
 
 def test_a_shard_of_zeros_takes_the_scale_of_the_others(measured):
-    """The scale of zeros is 1, which may be much larger or smaller than that of values."""
+    """A zero shard has scale 1, which may be much larger or smaller than a scale for values."""
     shards = [rank["gathers"]["zeros"] for rank in measured]
     for shard in shards:
         assert torch.equal(shard["scale_of_whole"], shards[1]["scale"])

@@ -1,4 +1,4 @@
-"""All-reduce over symmetric memory: its schedule on pretended memory of threads, and the choice of the backend."""
+"""All-reduce over symmetric memory: its schedule on simulated thread memory, and backend selection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from transformer_engine.pytorch.distributed.symmetric_memory import (
 )
 
 
-def values_of(rank: int, count: int, dtype: torch.dtype, turn: int = 0) -> torch.Tensor:
+def draw_values(rank: int, count: int, dtype: torch.dtype, turn: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * turn + rank)
     return torch.randn(count, generator=generator).to(dtype)
 
@@ -45,8 +45,8 @@ def test_all_ranks_get_the_float32_sum_in_the_order_of_ranks(size, two_shots):
         buffer = torch.full((64,), float("nan"), dtype=torch.bfloat16)
         peers = memory.peers(rank, buffer)
         results = []
-        for turn, count in enumerate(counts):  # the second message overwrites the buffer of the first
-            values = values_of(rank, count, torch.bfloat16, turn)
+        for turn, count in enumerate(counts):  # the second message overwrites the first message's buffer
+            values = draw_values(rank, count, torch.bfloat16, turn)
             reduce_values(peers, buffer, values, two_shots)
             results.append(values)
         found[rank] = results
@@ -59,7 +59,7 @@ def test_all_ranks_get_the_float32_sum_in_the_order_of_ranks(size, two_shots):
     for turn, count in enumerate(counts):
         total = torch.zeros(count)
         for rank in range(size):
-            total += values_of(rank, count, torch.bfloat16, turn).float()
+            total += draw_values(rank, count, torch.bfloat16, turn).float()
         for rank in range(size):
             assert torch.equal(found[rank][turn], total.to(torch.bfloat16)), (turn, rank)
 
@@ -90,9 +90,9 @@ def test_a_row_parallel_layer_sums_over_symmetric_memory_where_it_is_available(m
             32, 16, parallel_mode="row", tp_group=dist.group.WORLD, symmetric_ar_type="two_shot", device="cpu"
         )
         with torch.no_grad():
-            layer.weight.copy_(values_of(rank, 16 * 16, torch.float32).view(16, 16))
+            layer.weight.copy_(draw_values(rank, 16 * 16, torch.float32).view(16, 16))
             layer.bias.fill_(rank * 0 + 1)
-        x = values_of(rank + 7, 5 * 16, torch.float32).view(5, 16).requires_grad_()
+        x = draw_values(rank + 7, 5 * 16, torch.float32).view(5, 16).requires_grad_()
         y = layer(x)
         y.sum().backward()
         expected = x.detach() @ layer.weight.detach().T
@@ -106,18 +106,18 @@ def test_a_row_parallel_layer_sums_over_symmetric_memory_where_it_is_available(m
     assert memories, "no symmetric memory was used"
 
 
-def _on_ranks(device: torch.device) -> dict[str, Any]:
+def _run_on_ranks(device: torch.device) -> dict[str, Any]:
     rank = dist.get_rank()
     sums = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for kind in ("one_shot", "two_shot", "multimem_all_reduce", "nccl", None):
             for count in (1, 33, 4096):
-                values = values_of(rank, count, torch.bfloat16).to(device)
+                values = draw_values(rank, count, torch.bfloat16).to(device)
                 result, handle = symmetric_all_reduce(values, None, all_reduce_type=kind)
                 assert result is values and handle is None
                 sums[f"{kind}/{count}"] = result.clone()
-    values = values_of(rank, 4, torch.float32).to(device)
+    values = draw_values(rank, 4, torch.float32).to(device)
     result, handle = symmetric_all_reduce(values, None, async_op=True, all_reduce_type="two_shot")
     assert handle is not None
     handle.wait()
@@ -128,13 +128,13 @@ def _on_ranks(device: torch.device) -> dict[str, Any]:
 
 def test_every_type_computes_the_sum_and_one_without_effect_is_warned_about_once(tmp_path):
     """On two GPUs this runs over symmetric memory."""
-    ranks = run_on_ranks(_on_ranks, 2, tmp_path)
+    ranks = run_on_ranks(_run_on_ranks, 2, tmp_path)
     for found in ranks:
         assert found["told"] == (0 if found["cuda"] else 1)
         for name, result in found["sums"].items():
             count = 4 if name == "later" else int(name.split("/")[1])
             dtype = torch.float32 if name == "later" else torch.bfloat16
-            expected = values_of(0, count, dtype).float() + values_of(1, count, dtype).float()
+            expected = draw_values(0, count, dtype).float() + draw_values(1, count, dtype).float()
             torch.testing.assert_close(result.float(), expected.to(dtype).float())
 
 
@@ -149,7 +149,7 @@ def test_every_type_computes_the_sum_and_one_without_effect_is_warned_about_once
         (Reduction("two_shot", "cuda", torch.bfloat16, "cpu:gloo,cuda:nccl", False), None),
     ],
 )
-def test_the_reason_against_symmetric_memory_is_named(request_, reason):
+def test_unavailable_symmetric_memory_has_a_reason(request_, reason):
     found = unsupported_reason(request_)
     assert found is None if reason is None else found is not None and reason in found
     chosen = [verdict.backend for verdict in ALL_REDUCE.explain(request_) if verdict.chosen]
@@ -173,7 +173,7 @@ def test_a_vector_in_symmetric_memory_is_made_once_for_a_group(monkeypatch):
     first = get_symmetric_memory_tensor(8, torch.float32, device, group)
     assert get_symmetric_memory_tensor(8, torch.float32, device, group) is first
     assert get_symmetric_memory_tensor(8, torch.float32, device, group, tag="other") is not first
-    other: Any = Group()  # of the same name, after the first was destroyed
+    other: Any = Group()  # with the same name, after the first was destroyed
     assert get_symmetric_memory_tensor(8, torch.float32, device, other) is not first
     assert made == [group, group, other]
     with pytest.raises(ValueError, match=r"device='cpu'.*give a CUDA device"):

@@ -41,7 +41,7 @@ def _two_layers(column, row, x, w1, w2, dy):
     return {"y": y, "dx": column.leave_backward(dhidden @ w1), "dw1": dhidden.T @ x, "dw2": dy.T @ hidden}
 
 
-def _gathered_gradient(x, group, index):
+def _gather_gradient(x, group, index):
     own = x.chunk(SIZE, 0)[index].clone().requires_grad_()
     gathered = gather_sequence(own, group)
     (gathered * (1 + index)).sum().backward()
@@ -52,7 +52,7 @@ def _parallel(device):
     group, index = dist.group.WORLD, dist.get_rank()
     x, w1, w2, dy = (tensor.to(device) for tensor in _problem())
     w1, w2 = w1.chunk(SIZE, 0)[index], w2.chunk(SIZE, 1)[index]
-    results = {"gathered": _gathered_gradient(x, group, index)}
+    results = {"gathered": _gather_gradient(x, group, index)}
     for sequence in (False, True):
         column = TensorParallel("column", group, SIZE, sequence)
         row = TensorParallel("row", group, SIZE, sequence)
@@ -68,7 +68,7 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", ["y", "dx"])
-def test_activations_equal_those_of_one_rank(results, sequence, name):
+def test_tensor_parallel_activations_equal_one_rank(results, sequence, name):
     expected = _one_rank()[name]
     for index, result in enumerate(results):
         share = expected.chunk(SIZE, 0)[index] if sequence else expected
@@ -76,7 +76,7 @@ def test_activations_equal_those_of_one_rank(results, sequence, name):
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_weight_gradients_are_shares_of_those_of_one_rank(results, sequence):
+def test_weight_gradients_are_shards_of_the_one_rank_gradients(results, sequence):
     expected = _one_rank()
     for index, result in enumerate(results):
         torch.testing.assert_close(result[str(sequence)]["dw1"], expected["dw1"].chunk(SIZE, 0)[index])

@@ -27,7 +27,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def sizes_of(layer: torch.nn.Module) -> dict[str, torch.Size]:
+def group_sizes(layer: torch.nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in layer.named_parameters()}
 
 
@@ -35,7 +35,7 @@ def test_a_group_decides_how_many_ranks_share_a_layer():
     def run(rank: int) -> list[bool]:
         group = dist.group.WORLD
         return [
-            sizes_of(make(tp_group=group)) == sizes_of(make(tp_size=SIZE)) != sizes_of(make())
+            group_sizes(make(tp_group=group)) == group_sizes(make(tp_size=SIZE)) != group_sizes(make())
             for make in LAYERS.values()
         ]
 
@@ -136,7 +136,7 @@ def test_parameters_carry_the_marks_that_megatron_reads(kind):
     assert {name for name, _ in layer.named_parameters()} == set(MARKS[kind])
     for name, parameter in layer.named_parameters():
         dim = MARKS[kind][name]
-        if dim is None:  # each rank sees a part of the sequence: Megatron reduces the gradient
+        if dim is None:  # each rank sees its sequence shard: Megatron reduces the gradient
             assert getattr(parameter, "sequence_parallel", False)
             assert not getattr(parameter, "tensor_model_parallel", False)
         else:

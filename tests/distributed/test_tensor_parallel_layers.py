@@ -72,7 +72,7 @@ def sharded(device, kind: str, recipe: str, sequence: bool):
         x, dy = x.chunk(SIZE)[rank].contiguous(), dy.chunk(SIZE)[rank].contiguous()
     y, dx, grads = run(model, x, dy, RECIPES[recipe])
     marked = [n for n, p in model.named_parameters() if getattr(p, "sequence_parallel", False)]
-    for name in marked:  # their gradients cover a part of the sequence; the user reduces them
+    for name in marked:  # their gradients cover one sequence shard; the user reduces them
         dist.all_reduce(grads[name])
     return {"y": y, "dx": dx, "grads": grads, "marked": marked}
 
@@ -80,7 +80,7 @@ def sharded(device, kind: str, recipe: str, sequence: bool):
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_two_ranks_equal_one(kind, recipe, sequence, tmp_path):
+def test_tensor_parallel_layers_on_two_ranks_equal_one_rank(kind, recipe, sequence, tmp_path):
     ranks = run_on_ranks(
         functools.partial(sharded, kind=kind, recipe=recipe, sequence=sequence), SIZE, tmp_path
     )
@@ -124,7 +124,7 @@ NORM_OUTPUT = {"pair": LayerNormLinear, "mlp": LayerNormMLP}
 
 
 def with_norm_output(kind: str, x, weights, **options):
-    """(norm(x), dx) of a fused layer, from a loss on both of its results that weighs every token differently."""
+    """(norm(x), dx) for a fused layer, from a loss on both results that weighs every token differently."""
     torch.manual_seed(3)
     parallel = {"parallel_mode": "column"} if kind == "pair" else {"set_parallel_mode": True}
     layer = NORM_OUTPUT[kind](
@@ -142,7 +142,7 @@ def with_norm_output(kind: str, x, weights, **options):
     return normed.detach(), x.grad
 
 
-def gathered_norm_output(device, kind: str):
+def run_gathered_norm(device, kind: str):
     rank = dist.get_rank()
     x, weights = (t.to(device) for t in problem())
     options = {"tp_group": dist.group.WORLD, "tp_size": SIZE, "sequence_parallel": True, "device": device}
@@ -152,7 +152,7 @@ def gathered_norm_output(device, kind: str):
 
 @pytest.mark.parametrize("kind", NORM_OUTPUT)
 def test_a_gathered_norm_output_covers_the_sequence_and_sums_the_gradients(kind, tmp_path):
-    ranks = run_on_ranks(functools.partial(gathered_norm_output, kind=kind), SIZE, tmp_path)
+    ranks = run_on_ranks(functools.partial(run_gathered_norm, kind=kind), SIZE, tmp_path)
     normed, dx = with_norm_output(kind, *problem(), device="cpu")
     for rank, (got, gradient) in enumerate(ranks):
         torch.testing.assert_close(got, normed)

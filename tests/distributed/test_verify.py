@@ -26,7 +26,7 @@ HIDDEN, INNER, TOKENS, BATCH = 32, 64, 32, 2
 
 @dataclass(frozen=True)
 class Plan:
-    """A mesh and the settings of the model on it."""
+    """A mesh and the model's settings on it."""
 
     names: tuple[str, ...] = ("tp",)
     sequence: bool = False
@@ -41,7 +41,7 @@ class Plan:
         )
 
 
-def model_of(plan: Plan, mesh: Any) -> nn.Sequential:
+def create_model(plan: Plan, mesh: Any) -> nn.Sequential:
     """A column-parallel layer with a norm, a row-parallel one, and a block with attention."""
     tp = mesh is not None and "tp" in plan.names
     group = mesh.get_group("tp") if mesh is not None and tp else None
@@ -102,10 +102,10 @@ def fill(model: nn.Module, shard: int, start: int = 0) -> None:
             )
 
 
-def verified(plan: Plan, recipe: Any = None, **options: Any) -> te.Verification:
+def verify_model(plan: Plan, recipe: Any = None, **options: Any) -> te.Verification:
     x = torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(5))
     return te.verify(
-        functools.partial(model_of, plan),
+        functools.partial(create_model, plan),
         x.to(plan.device, plan.dtype),
         mesh=plan.mesh(),
         recipe=recipe,
@@ -115,8 +115,8 @@ def verified(plan: Plan, recipe: Any = None, **options: Any) -> te.Verification:
     )
 
 
-def on_threads(plan: Plan, recipe: Any = None, **options: Any) -> te.Verification:
-    ranks = run_on_threads(lambda rank: verified(plan, recipe, **options), 2 ** len(plan.names))
+def verify_on_threads(plan: Plan, recipe: Any = None, **options: Any) -> te.Verification:
+    ranks = run_on_threads(lambda rank: verify_model(plan, recipe, **options), 2 ** len(plan.names))
     assert all(found == ranks[0] for found in ranks)  # every rank has the same report
     return ranks[0]
 
@@ -137,7 +137,7 @@ def on_threads(plan: Plan, recipe: Any = None, **options: Any) -> te.Verificatio
 @pytest.mark.sampled(9)
 def test_a_correct_model_is_within_its_noise(plan: Plan, name: str, emulated):
     recipes = {"none": None, "current": recipe.Float8CurrentScaling(), "mxfp8": recipe.MXFP8BlockScaling()}
-    report = on_threads(plan, recipes[name])
+    report = verify_on_threads(plan, recipes[name])
     assert report.equal, str(report)
     assert not report.not_compared
     assert {"output", "loss", "grad_input", "weight", "weight.grad", "fc1_weight.grad"} <= {
@@ -163,7 +163,7 @@ def test_a_planted_error_is_named(error: str, name: str, emulated):
         "current": recipe.Float8CurrentScaling(),
         "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
     }
-    report = on_threads(Plan(error=error), recipes[name])
+    report = verify_on_threads(Plan(error=error), recipes[name])
     module, tensor, rank = PLANTED[error]
     first = report.first
     assert first is not None, str(report)
@@ -178,7 +178,7 @@ def test_exchanged_shards_are_found_with_the_weights_of_the_model_of_one_device(
     """Both models are loaded from one checkpoint: the whole weights are the joined shards."""
 
     def model_fn(plan: Plan, mesh: Any) -> nn.Sequential:
-        model = model_of(plan, mesh)
+        model = create_model(plan, mesh)
         if mesh is None:
             shards = [te.Linear(INNER // 2, HIDDEN, device="cpu") for _ in range(2)]
             for rank, shard in enumerate(shards):
@@ -214,7 +214,7 @@ def test_a_sum_in_place_of_an_average_is_found_in_every_gradient():
         for p in model.parameters():
             dist.all_reduce(p.grad, group=mesh.get_group("dp"))
 
-    report = on_threads(Plan(("dp",)), reduce_fn=summed)
+    report = verify_on_threads(Plan(("dp",)), reduce_fn=summed)
     assert report.first is not None and report.first.tensor.endswith(".grad")
     gradients = [
         check for check in report.checks if check.tensor.endswith(".grad") and check.gain is not None
@@ -225,19 +225,19 @@ def test_a_sum_in_place_of_an_average_is_found_in_every_gradient():
 
 
 def test_unsummed_norm_gradients_of_sequence_parallelism_are_found():
-    report = on_threads(Plan(sequence=True), reduce_fn=lambda model, mesh: None)
+    report = verify_on_threads(Plan(sequence=True), reduce_fn=lambda model, mesh: None)
     found = {check.name for check in report.differing}
     assert "1.layer_norm_weight.grad" in found and "3.layernorm_mlp.layer_norm_weight.grad" in found
     assert not any(name.endswith((".output", "grad_input", "fc1_weight.grad")) for name in found)
 
 
-def in_processes(device: torch.device) -> dict[str, Any]:
+def verify_in_processes(device: torch.device) -> dict[str, Any]:
     """Reports of delayed scaling, whose states belong to a process, with and without their reduction."""
     delayed, plan = recipe.DelayedScaling(amax_history_len=2), Plan(sequence=True, device=str(device))
-    found: dict[str, Any] = {"delayed": verified(plan, delayed)}
+    found: dict[str, Any] = {"delayed": verify_model(plan, delayed)}
     reduce = delayed_scaling._reduce
     delayed_scaling._reduce = lambda *arguments: None
-    found["unreduced"] = verified(plan, delayed)
+    found["unreduced"] = verify_model(plan, delayed)
     delayed_scaling._reduce = reduce
     return {
         name: (report.equal, str(report), "" if report.first is None else report.first.tensor)
@@ -246,7 +246,7 @@ def in_processes(device: torch.device) -> dict[str, Any]:
 
 
 def test_scales_of_delayed_scaling_that_are_not_reduced_are_found(tmp_path):
-    found = run_on_ranks(in_processes, 2, tmp_path)
+    found = run_on_ranks(verify_in_processes, 2, tmp_path)
     assert found[0] == found[1]
     assert found[0]["delayed"][0], found[0]["delayed"][1]
     equal, text, tensor = found[0]["unreduced"]
@@ -256,7 +256,7 @@ def test_scales_of_delayed_scaling_that_are_not_reduced_are_found(tmp_path):
 
 def test_one_process_without_a_group():
     x = torch.randn(TOKENS, BATCH, HIDDEN)
-    report = te.verify(lambda mesh: model_of(Plan(), mesh), x, recipe=recipe.Float8CurrentScaling())
+    report = te.verify(lambda mesh: create_model(Plan(), mesh), x, recipe=recipe.Float8CurrentScaling())
     assert report.equal and report.ranks == 1
     assert "1 rank under Float8CurrentScaling" in report.summary()
     assert "float32" in str(report) and report.table().row_count == len(report.checks)

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, on torch's threaded process group."""
+"""Ranks as threads in one process, on torch's threaded process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 
 def run_on_threads(function: Callable[[int], Any], size: int) -> list[Any]:
-    """Return function(rank) of each of `size` ranks; raise the error of the first rank that raised one.
+    """Run function(rank) on `size` threads and return the results; raise the first failing rank's error.
 
     A rank that raises ends the others, which wait for it in a collective.
     """

@@ -105,7 +105,7 @@ def test_converted_model_learns(options: list[str], capsys: pytest.CaptureFixtur
 def test_sharded_training_on_two_ranks_lowers_the_loss():
     program = ["-c", "import json, runpy; m = runpy.run_path('examples/fsdp2.py'); "
                "print(json.dumps(m['main'](['--steps', '8', '--hidden', '32', '--layers', '1'])))"]  # fmt: skip
-    losses = json.loads(processes.on_ranks(program, 2).splitlines()[-1])
+    losses = json.loads(processes.run_on_ranks(program, 2).splitlines()[-1])
     assert losses[-1] < losses[0]
 
 

@@ -1,1 +1,1 @@
-"""Tests of `transformer_engine_torch`."""
+"""Tests for `transformer_engine_torch`."""

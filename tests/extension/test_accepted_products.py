@@ -117,7 +117,7 @@ def test_a_quantizer_writes_a_quantized_result_in_place():
     assert generic(wide, x, D=held, quantizer=quantizer, accumulate=True, beta=0.5)[0] is held
     assert torch.equal(held._rowwise_data, quantizer((product + 0.5 * old).float())._rowwise_data)
     held.quantize_(old.float())
-    assert generic(wide, x, D=held)[0] is held  # by the quantizer of the output
+    assert generic(wide, x, D=held)[0] is held  # by the output quantizer
     assert torch.equal(held._rowwise_data, quantizer(product.float())._rowwise_data)
 
 

@@ -22,17 +22,17 @@ def values(*shape: int, seed: int, device: torch.device) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def buffer_of(cls: Any, dtype: torch.dtype, comm_type: Any, columns: int = DEPTH, **options: Any) -> Any:
+def create_buffer(cls: Any, dtype: torch.dtype, comm_type: Any, columns: int = DEPTH, **options: Any) -> Any:
     helper = tex.CommOverlapHelper(dist.group.WORLD)
     return cls([ROWS, columns], dtype, helper, dist.get_world_size(), comm_type=comm_type, **options)
 
 
-def gathered_products(device: torch.device) -> list[torch.Tensor]:
+def all_gather_products(device: torch.device) -> list[torch.Tensor]:
     own = slice(dist.get_rank() * ROWS // SIZE, (dist.get_rank() + 1) * ROWS // SIZE)
     x, w = values(ROWS, DEPTH, seed=1, device=device), values(COLUMNS, DEPTH, seed=2, device=device)
     results = []
     for cls in CLASSES:
-        ub = buffer_of(cls, torch.float32, AG)
+        ub = create_buffer(cls, torch.float32, AG)
         ub.copy_into_buffer(x[own], local_chunk=True)
         assert torch.equal(ub.get_buffer(True), x[own]) and ub.get_buffer(shape=[ROWS * DEPTH]).dim() == 1
         extra = torch.empty(ROWS // SIZE, DEPTH, device=device)
@@ -43,10 +43,10 @@ def gathered_products(device: torch.device) -> list[torch.Tensor]:
         assert torch.equal(y, general_gemm(w, x, torch.float32)[0])
         with pytest.raises(ValueError, match="B has other memory"):
             general_gemm(w, x, torch.float32, ub=ub, ub_type=AG)
-        # FP8 codes: the buffer holds those of all ranks, with one scale.
+        # FP8: the buffer holds all ranks' codes, with one scale.
         quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device, columnwise=False)
         whole = quantizer(x)
-        codes = buffer_of(cls, torch.uint8, AG)
+        codes = create_buffer(cls, torch.uint8, AG)
         assert codes.is_fp8_ubuf() and not ub.is_fp8_ubuf()
         codes.copy_into_buffer(whole._data[own], local_chunk=True)
         scattered = te.Float8Tensor(
@@ -60,13 +60,13 @@ def gathered_products(device: torch.device) -> list[torch.Tensor]:
     return results
 
 
-def scattered_products(device: torch.device) -> list[torch.Tensor]:
+def reduce_scatter_products(device: torch.device) -> list[torch.Tensor]:
     rank, half = dist.get_rank(), DEPTH // SIZE
     own = slice(rank * half, (rank + 1) * half)
     x, w = values(ROWS, DEPTH, seed=1, device=device), values(COLUMNS, DEPTH, seed=2, device=device)
     results = []
     for cls in CLASSES:
-        ub = buffer_of(cls, torch.float32, RS, COLUMNS)
+        ub = create_buffer(cls, torch.float32, RS, COLUMNS)
         rows = torch.empty(ROWS // SIZE, COLUMNS, device=device)
         y, _, _, extra = general_gemm(
             w[:, own], x[:, own], torch.float32, ub=ub, ub_type=RS, extra_output=rows
@@ -83,7 +83,7 @@ def bulk_collectives(device: torch.device) -> list[torch.Tensor]:
     own = slice(rank * ROWS // SIZE, (rank + 1) * ROWS // SIZE)
     x, w = values(ROWS, DEPTH, seed=1, device=device), values(COLUMNS, DEPTH, seed=2, device=device)
     expected = general_gemm(w, x, torch.float32)[0]
-    ub = buffer_of(tex.CommOverlap, torch.float32, AG)
+    ub = create_buffer(tex.CommOverlap, torch.float32, AG)
     ub.copy_into_buffer(x[own], local_chunk=True)
     assert torch.equal(general_gemm(w, x, torch.float32, ub=ub, ub_type=AG, bulk_overlap=True)[0], expected)
     gathered = ub.get_buffer().clone()
@@ -95,10 +95,10 @@ def bulk_collectives(device: torch.device) -> list[torch.Tensor]:
     extra = torch.empty(ROWS // SIZE, DEPTH, device=device)
     general_gemm(w, x, torch.float32, ub=ub, ub_type=RS, bulk_overlap=True, extra_output=extra)
     assert torch.equal(extra, into_chunk)
-    codes = buffer_of(tex.CommOverlapP2P, torch.uint8, RS)
+    codes = create_buffer(tex.CommOverlapP2P, torch.uint8, RS)
     with pytest.raises(ValueError, match="codes have no scale"):
         general_gemm(w, x, torch.float32, ub=codes, ub_type=RS, bulk_overlap=True)
-    external = buffer_of(tex.CommOverlapP2P, torch.float32, AG)
+    external = create_buffer(tex.CommOverlapP2P, torch.float32, AG)
     external.copy_into_buffer(x[own], local_chunk=True)
     send, receive = external.get_communication_stream()
     tex.bulk_overlap_ag_with_external_gemm(external, send, receive)
@@ -107,17 +107,17 @@ def bulk_collectives(device: torch.device) -> list[torch.Tensor]:
     return [gathered, into_chunk, external.get_buffer().clone()]
 
 
-def test_products_of_gathered_rows_are_those_of_one_process(tmp_path):
-    results = run_on_ranks(gathered_products, SIZE, tmp_path)
+def test_all_gather_products_equal_one_process(tmp_path):
+    results = run_on_ranks(all_gather_products, SIZE, tmp_path)
     for found in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
 
 
-def test_scattered_sums_of_products_are_those_of_one_process(tmp_path):
+def test_reduce_scatter_products_equal_one_process(tmp_path):
     cpu = torch.device("cpu")
     x, w = values(ROWS, DEPTH, seed=1, device=cpu), values(COLUMNS, DEPTH, seed=2, device=cpu)
     expected = (x.double() @ w.double().t()).chunk(SIZE)
-    for found, rows in zip(run_on_ranks(scattered_products, SIZE, tmp_path), expected, strict=True):
+    for found, rows in zip(run_on_ranks(reduce_scatter_products, SIZE, tmp_path), expected, strict=True):
         for result in found:
             torch.testing.assert_close(result.double(), rows, rtol=1e-4, atol=1e-4)
 

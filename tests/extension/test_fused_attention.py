@@ -1,4 +1,4 @@
-"""fused_attn_fwd and fused_attn_bwd of the extension equal a literal attention and its gradients."""
+"""The extension's fused_attn_fwd and fused_attn_bwd equal a literal attention and its gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sample(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def in_layout(x, axes, lengths):
+def convert_layout(x, axes, lengths):
     """Convert x [b, s, h, d] to sbhd, bshd, bhsd or thd."""
     if axes == "thd":
         return torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)])
@@ -55,7 +55,7 @@ def in_layout(x, axes, lengths):
 
 
 def run(device, layout="BSHD_BSHD_BSHD", mask="no_mask", bias="no_bias", softmax="vanilla", **options):
-    """Return ([O, aux..], gradients) of the extension in the oracle's shape, and those of the float64 oracle."""
+    """([O, aux..], gradients) from the extension in the oracle's shape, then from the float64 oracle."""
     window, dtype = options.pop("window", (-1, -1)), options.pop("dtype", torch.float32)
     parts = layout.lower().split("_")
     formats = ["".join(c for c in part if c.isalpha()) for part in (parts[0], parts[-1])]
@@ -83,8 +83,8 @@ def run(device, layout="BSHD_BSHD_BSHD", mask="no_mask", bias="no_bias", softmax
     want, _ = attend(*leaves, sees, None, added, bias == "pre_scale_bias", sink[softmax])
     want_gradients = torch.autograd.grad(want, [*leaves, *extra], grad.double().flatten(-2))
 
-    q, grad = (in_layout(x, formats[0], lengths_q).to(device, dtype) for x in (q, grad))
-    k, v = (in_layout(x, formats[1], lengths_kv).to(device, dtype) for x in (k, v))
+    q, grad = (convert_layout(x, formats[0], lengths_q).to(device, dtype) for x in (q, grad))
+    k, v = (convert_layout(x, formats[1], lengths_kv).to(device, dtype) for x in (k, v))
     bounds = [cumulative(n, device) for n in (lengths_q, lengths_kv)]
     kinds = [LAYOUTS[layout], BIASES[bias], MASKS[mask], SOFTMAXES[softmax], window]
     before, after = (LENGTH, LENGTH), (1.0 / math.sqrt(SIZE), options.pop("dropout", 0.0), True)
@@ -98,14 +98,14 @@ def run(device, layout="BSHD_BSHD_BSHD", mask="no_mask", bias="no_bias", softmax
         *before, *after, *kinds, True, *bounds, q, k, v, out[0], grad, dtype,
         TE_DType[dtype], aux,
     )  # fmt: skip
-    wanted = [in_layout(want.unflatten(-1, (HEADS, SIZE)).detach(), formats[0], lengths_q)]
+    wanted = [convert_layout(want.unflatten(-1, (HEADS, SIZE)).detach(), formats[0], lengths_q)]
     for x, axes, lengths in zip(
         want_gradients,
         (formats[0], formats[1], formats[1]),
         (lengths_q, lengths_kv, lengths_kv),
         strict=False,
     ):
-        wanted.append(in_layout(x, axes, lengths))
+        wanted.append(convert_layout(x, axes, lengths))
     return out, gradients, wanted, list(want_gradients[3:])
 
 
@@ -121,7 +121,7 @@ PLAIN = [name for name in LAYOUTS if "Paged" not in name]
 
 
 @pytest.mark.parametrize("layout", PLAIN)
-def test_every_layout_is_the_same_attention(layout, device):
+def test_every_layout_gives_the_same_attention(layout, device):
     check(*run(device, layout, "padding_causal" if "T" in layout.split("_")[0][0] else "causal"))
 
 
@@ -165,7 +165,7 @@ def test_auxiliary_tensors_come_in_the_order_of_the_original(device):
     assert bias.shape == (1, HEADS, LENGTH, LENGTH) and offset.shape == (1, HEADS, 1, 1)
 
 
-def test_lse_is_the_logarithm_of_the_denominator(device):
+def test_lse_is_the_log_of_the_softmax_denominator(device):
     (_, lse, *_), *_ = run(device, "BSHD_BSHD_BSHD")
     q, (k, _) = sample(BATCH, LENGTH, HEADS, SIZE), sample(2, BATCH, LENGTH, GROUPS, SIZE, seed=1)
     logits = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, dim=2)) / math.sqrt(SIZE)
@@ -195,7 +195,7 @@ def test_dropout_is_replayed_by_the_backward(device):
         8, 8, 0.25, 0.5, True, *kinds, False, bounds, bounds, q, k, v, out, grad, torch.float32,
         tex.DType.kFloat32, first[1:],
     )  # fmt: skip
-    # The sum of dv over keys is the sum over queries of the kept probabilities, which are the output.
+    # Summed over keys, dv equals the kept probabilities summed over queries, which are the output.
     torch.testing.assert_close(grad_v.sum(dim=1), out.sum(dim=1), atol=1e-4, rtol=1e-4)
     again = tex.fused_attn_fwd(8, 8, True, 0.25, 0.5, True, *kinds, bounds, bounds, q, k, v, torch.float32)
     assert not torch.equal(again[2], state)
@@ -216,10 +216,10 @@ def test_pages_are_read_through_their_table(queries, keys, device):
         3, 8, False, 1.0 / math.sqrt(SIZE), 0.0, True, LAYOUTS[f"Paged_KV_{queries}_{keys}_{keys}"],
         BIASES["no_bias"], MASKS[mask], SOFTMAXES["vanilla"], (-1, -1),
         cumulative(lengths_q, device), cumulative(lengths_kv, device),
-        in_layout(q, queries.lower(), lengths_q).to(device), *(in_layout(x, keys.lower(), None).to(device)
+        convert_layout(q, queries.lower(), lengths_q).to(device), *(convert_layout(x, keys.lower(), None).to(device)
         for x in (k, v)), torch.float32, page_table_k=pages, page_table_v=pages,
     )  # fmt: skip
-    torch.testing.assert_close(out.cpu().double(), in_layout(want, queries.lower(), lengths_q), **CLOSE)
+    torch.testing.assert_close(out.cpu().double(), convert_layout(want, queries.lower(), lengths_q), **CLOSE)
 
 
 def test_a_page_table_and_its_layout_belong_together(device):
@@ -230,7 +230,7 @@ def test_a_page_table_and_its_layout_belong_together(device):
         tex.fused_attn_fwd(4, 4, False, 1.0, 0.0, True, layout, *kinds, torch.float32)
 
 
-def quantizer_of(kind, device):
+def create_quantizer(kind, device):
     if kind == "current":
         return Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device=device)
     one = torch.ones(1, device=device)
@@ -240,8 +240,8 @@ def quantizer_of(kind, device):
 @pytest.mark.parametrize("kind", ["current", "delayed"])
 @pytest.mark.parametrize("layout", ["BSHD_BSHD_BSHD", "SBHD_SBHD_SBHD", "BHSD_BHSD_BHSD"])
 def test_codes_are_attended_to_and_results_quantized(layout, kind, device):
-    """Errors are within a quarter of the RMSE that callers of FP8 attention allow, 0.11 to 0.15 of the values."""
-    quantizer, softmax = quantizer_of("current", device), quantizer_of(kind, device)
+    """Errors are within a quarter of the RMSE that FP8 attention's callers allow (0.11 to 0.15)."""
+    quantizer, softmax = create_quantizer("current", device), create_quantizer(kind, device)
     q, k, v = sample(3, 32, 32, 2, 16).to(device)
     bounds = cumulative([32] * 32, device)
     kinds = [
@@ -258,7 +258,7 @@ def test_codes_are_attended_to_and_results_quantized(layout, kind, device):
     plain, *aux = tex.fused_attn_fwd(32, 32, True, 0.25, 0.0, True, *kinds, q, k, v, torch.float32)
     narrow = [quantizer(x) for x in (q, k, v)]
     call = (32, 32, True, 0.25, 0.0, True, *kinds, *narrow, torch.float32)
-    output = quantizer_of(kind, device)
+    output = create_quantizer(kind, device)
     out, *aux = tex.fused_attn_fwd(*call, s_quantizer=softmax, o_quantizer=output)
     assert isinstance(out, Float8Tensor) and out.shape == plain.shape
     assert 0 < (out.dequantize() - plain).square().mean().sqrt() < 0.03
@@ -275,17 +275,17 @@ def test_codes_are_attended_to_and_results_quantized(layout, kind, device):
 
 
 def test_the_softmax_quantizer_learns_the_largest_probability(device):
-    quantizer, softmax = quantizer_of("current", device), quantizer_of("delayed", device)
+    quantizer, softmax = create_quantizer("current", device), create_quantizer("delayed", device)
     q, k, v = (quantizer(x) for x in sample(3, 4, 32, 2, 16).to(device))
     bounds = cumulative([32] * 4, device)
     kinds = [LAYOUTS["BSHD_BSHD_BSHD"], BIASES["no_bias"], MASKS["causal"], SOFTMAXES["vanilla"], (-1, 0)]
     call = (32, 32, False, 0.25, 0.0, True, *kinds, bounds, bounds, q, k, v, torch.float32)
     with use_backend(attention="reference", fp8_attention="emulated"):
-        tex.fused_attn_fwd(*call, s_quantizer=softmax, o_quantizer=quantizer_of("delayed", device))
+        tex.fused_attn_fwd(*call, s_quantizer=softmax, o_quantizer=create_quantizer("delayed", device))
     torch.testing.assert_close(softmax.amax, torch.ones(1, device=device))  # the first query sees one key
 
 
-def test_interleaved_buffers_come_apart_and_together(device):
+def test_interleaved_buffers_are_split_and_merged(device):
     buffer = sample(5, 2, 3, 12).to(device)
     apart = tex.fa_prepare_fwd(buffer)
     assert apart.shape == (3, 2, 5, 3, 4) and apart.is_contiguous()
@@ -297,7 +297,7 @@ def test_interleaved_buffers_come_apart_and_together(device):
         tex.fa_prepare_fwd(buffer[..., :4].contiguous())
 
 
-def backend_of(**changes):
+def query_backend(**changes):
     call = {
         "is_training": True,
         "q_dtype": tex.DType.kBFloat16,
@@ -320,11 +320,11 @@ def backend_of(**changes):
 
 
 def test_the_backend_is_reported_by_kind(monkeypatch):
-    assert backend_of() == tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
-    mixed = backend_of(kv_dtype=tex.DType.kFloat16)
+    assert query_backend() == tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    mixed = query_backend(kv_dtype=tex.DType.kFloat16)
     assert mixed == tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    assert backend_of() == tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    assert query_backend() == tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend
 
 
 @pytest.mark.parametrize(
@@ -356,8 +356,8 @@ def test_the_reason_names_a_switch_and_another_argument_is_rejected(monkeypatch)
 def test_a_causal_mask_closes_an_open_window_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = backend_of(window_size_left=33, window_size_right=-1)
-    assert found == backend_of(window_size_left=33, window_size_right=0)
+        found = query_backend(window_size_left=33, window_size_right=-1)
+    assert found == query_backend(window_size_left=33, window_size_right=0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Buffers of random groups, decoded in float64 after the definitions of the formats, without this package's code."""
+"""Buffers of random groups, decoded in float64 by the format definitions, without this package's code."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def up(value: int, multiple: int) -> int:
 
 
 def e4m3(codes: np.ndarray) -> np.ndarray:
-    """Values of E4M3 codes: sign, 4 bits of exponent with bias 7, 3 bits of mantissa."""
+    """Decode E4M3 codes: sign, 4 exponent bits with bias 7, 3 mantissa bits."""
     sign, exponent, mantissa = codes >> 7, (codes >> 3) & 15, codes & 7
     normal = (1 + mantissa / 8) * 2.0 ** (exponent.astype(int) - 7)
     return np.where(sign, -1.0, 1.0) * np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
 
 
 class Reader:
-    """Reads the parts of consecutive matrices from a flat buffer."""
+    """Reads consecutive matrices' parts from a flat buffer."""
 
     def __init__(self, buffer: Any) -> None:
         assert buffer is not None and buffer.dim() == 1 and buffer.is_contiguous()
@@ -51,8 +51,10 @@ class Reader:
         return part
 
 
-def decoded(name: str, group: Any, shapes: list[tuple[int, int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(row-wise values, column-wise values) [M, K] of each matrix, in float64."""
+def decode_matrices(
+    name: str, group: Any, shapes: list[tuple[int, int]]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(row-wise values, column-wise values) [M, K] per matrix, in float64."""
     rows, columns = Reader(group.rowwise_data), Reader(group.columnwise_data)
     scales, scales_t = Reader(group.scale_inv), Reader(group.columnwise_scale_inv)
     found = []
@@ -95,8 +97,8 @@ def decoded(name: str, group: Any, shapes: list[tuple[int, int]]) -> list[tuple[
 
 
 def tolerance(name: str, x: np.ndarray) -> np.ndarray:
-    """Largest error of each element: half a step of the element in its block's scale."""
-    if name == "nvfp4":  # the largest step, from 4 to 6, of the largest block; and the rounding of its scale
+    """Largest error per element: half an element step in its block's scale."""
+    if name == "nvfp4":  # the largest step, from 4 to 6, in the largest block; and its scale's rounding
         return np.full(x.shape, np.abs(x).max(initial=0.0) * (1 / 6 + 1 / 16))
     least = np.abs(x).max(initial=0.0) * 2.0**-9 if name != "delayed" else 2.0**-10 / 4
     return np.maximum(np.abs(x) / 16, least) * (1 + 1e-6)
@@ -117,13 +119,13 @@ def random_matrices(name: str, kind: str, seed: int) -> list[torch.Tensor]:
 
 
 def check_group(name: str, group: Any, matrices: list[torch.Tensor]) -> None:
-    """Compare the decoded buffers, offsets and members of a group with its values."""
+    """Compare a group's decoded buffers, offsets and members with its values."""
     shapes = [tuple(matrix.shape) for matrix in matrices]
-    for (by_row, by_column), values in zip(decoded(name, group, shapes), matrices, strict=True):
+    for (by_row, by_column), values in zip(decode_matrices(name, group, shapes), matrices, strict=True):
         matrix = values.double().numpy()
         assert matrix.size == 0 or name == "delayed" or np.abs(by_row).max() > 0.8 * np.abs(matrix).max()
         if name == "delayed":
-            matrix = np.clip(matrix, -448 / 4, 448 / 4)  # the scale is that of earlier steps
+            matrix = np.clip(matrix, -448 / 4, 448 / 4)  # the scale comes from earlier steps
         for found in (by_row, by_column):
             assert np.all(np.abs(found - matrix) <= tolerance(name, matrix)), name
     assert group.num_tensors == len(matrices)
@@ -161,7 +163,7 @@ def test_buffers_of_random_groups_decode_to_the_values(name, seed, kind):
     assert (group.first_dims is None, group.last_dims is None) == (first_dims is None, last_dims is None)
 
 
-def buffers_of(members: list[Any]) -> dict[str, torch.Tensor]:
+def flat_buffers(members: list[Any]) -> dict[str, torch.Tensor]:
     """Flat buffers with the parts of these tensors, in row-major order, by the constructor's keywords."""
     parts = {"data": "_rowwise_data", "scale_inv": "_rowwise_scale_inv"}
     parts |= {"columnwise_data": "_columnwise_data", "columnwise_scale_inv": "_columnwise_scale_inv"}
@@ -185,7 +187,7 @@ def test_created_and_adopted_buffers_are_row_major(name, seed, kind):
     created.quantize(matrices)
     check_group(name, created, matrices)
     check_group(name, copy.deepcopy(created), matrices)
-    buffers = buffers_of([make()(matrix) for matrix in matrices])
+    buffers = flat_buffers([make()(matrix) for matrix in matrices])
     adopted = GroupedTensorStorage(
         created.logical_shape,
         torch.float32,

@@ -1,4 +1,4 @@
-"""group_quantize: codes, attributes and offsets of groups whose numbers of rows stay on the device."""
+"""group_quantize: codes, attributes and offsets for groups whose row counts stay on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine_torch as tex
-from tests.tensor.quantizer_cases import payload, quantizer_of, same_payload
+from tests.tensor.quantizer_cases import create_quantizer, payload, same_payload
 from transformer_engine.pytorch.tensor import NVFP4Quantizer
 
 MULTIPLES = {"mxfp8": 32, "mxfp8_2d": 32, "nvfp4": 16, "nvfp4_rht": 16, "nvfp4_4over6": 16}
@@ -24,11 +24,11 @@ GROUPED = ("delayed", "state", "current", "mxfp8", "mxfp8_2d", "block_1d", "bloc
 
 
 def quantizer(name: str, device: torch.device, **usage: bool) -> Any:
-    return VARIANTS[name](device, **usage) if name in VARIANTS else quantizer_of(name, device, **usage)
+    return VARIANTS[name](device, **usage) if name in VARIANTS else create_quantizer(name, device, **usage)
 
 
 class NoHostCopies(TorchDispatchMode):
-    """Raises where an operation reads values of a tensor on the host."""
+    """Raises where an operation reads tensor values on the host."""
 
     READS = (
         torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default

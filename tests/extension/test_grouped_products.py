@@ -1,4 +1,4 @@
-"""Products, activations and casts of GroupedTensors against those of their matrices."""
+"""Products, activations and casts on GroupedTensors against separate matrices."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import torch
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from tests.tensor.quantizer_cases import quantizer_of, same_payload
+from tests.tensor.quantizer_cases import create_quantizer, same_payload
 from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm_for_grouped_tensor
 
 ROWS = [32, 0, 64]
 
 
-def group_of(matrices: list[torch.Tensor]) -> te.GroupedTensor:
+def create_group(matrices: list[torch.Tensor]) -> te.GroupedTensor:
     return te.GroupedTensor.of_members(matrices)
 
 
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
 @pytest.mark.parametrize("kind", ["groups", "list of A", "list of results"])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_products_of_groups_are_those_of_their_matrices(layout, kind, accumulate, device):
+def test_grouped_products_equal_per_matrix_products(layout, kind, accumulate, device):
     n, k = 48, 32
     torch.manual_seed(2)
     shapes = {
@@ -33,10 +33,10 @@ def test_products_of_groups_are_those_of_their_matrices(layout, kind, accumulate
     for left, right, result in zip(a, b, out, strict=True):
         product = right.t() @ left if layout == "NT" else right @ (left.t() if layout == "TN" else left)
         expected.append(product + result * accumulate)
-    A = a if kind == "list of A" else group_of(a)
-    results = out if kind == "list of results" else group_of(out)
+    A = a if kind == "list of A" else create_group(a)
+    results = out if kind == "list of results" else create_group(out)
     made = general_grouped_gemm_for_grouped_tensor(
-        A, group_of(b), results, layout=layout, accumulate=accumulate
+        A, create_group(b), results, layout=layout, accumulate=accumulate
     )
     assert made is results
     found = made if kind == "list of results" else made.members()
@@ -53,9 +53,9 @@ def test_factors_and_scaled_biases_per_matrix(device):
     biases, scales = [torch.randn(16, device=device) for _ in range(2)], torch.rand(32, device=device)
     alpha = torch.tensor([2.0, 0.5], device=device)
     out = general_grouped_gemm_for_grouped_tensor(
-        group_of(w),
-        group_of(x),
-        group_of(y),
+        create_group(w),
+        create_group(x),
+        create_group(y),
         bias=te.GroupedTensor.of_members(biases),
         bias_scale=scales,
         alpha=alpha,
@@ -68,10 +68,10 @@ def test_factors_and_scaled_biases_per_matrix(device):
 
 def test_quantized_groups_are_multiplied_by_their_codes(device):
     x, w = torch.randn(96, 64, device=device), torch.randn(96, 64, device=device)
-    cast = quantizer_of("mxfp8", device)
+    cast = create_quantizer("mxfp8", device)
     first_dims = torch.tensor([32, 64], device=device)
     qx, qw = tex.group_quantize(x, cast, 2, first_dims), tex.group_quantize(w, cast, 2, first_dims)
-    out = group_of([torch.zeros(32, 32, device=device), torch.zeros(64, 64, device=device)])
+    out = create_group([torch.zeros(32, 32, device=device), torch.zeros(64, 64, device=device)])
     general_grouped_gemm_for_grouped_tensor(qw, qx, out)
     operands = (group.split_into_quantized_tensors() for group in (qw, qx))
     for got, a, b in zip(out.members(), *operands, strict=True):
@@ -79,7 +79,7 @@ def test_quantized_groups_are_multiplied_by_their_codes(device):
 
 
 def test_unsupported_products_are_rejected(device):
-    a, b = [torch.ones(4, 4, device=device)], group_of([torch.ones(4, 4, device=device)])
+    a, b = [torch.ones(4, 4, device=device)], create_group([torch.ones(4, 4, device=device)])
     for options, error, words in (
         ({"grad": True}, NotImplementedError, "grad=True"),
         ({"bias_scale": torch.ones(4)}, ValueError, "bias_scale without bias"),
@@ -97,7 +97,7 @@ def test_unsupported_products_are_rejected(device):
 
 def test_columns_are_added_from_decoded_rows(device):
     x, first_dims = torch.randn(96, 64, device=device), torch.tensor([32, 64], device=device)
-    rows = quantizer_of("mxfp8", device, columnwise=False)
+    rows = create_quantizer("mxfp8", device, columnwise=False)
     group = tex.group_quantize(x, rows, 2, first_dims)
     values = group.dequantize()
     decoded = tex.group_requantize_inplace(
@@ -108,7 +108,7 @@ def test_columns_are_added_from_decoded_rows(device):
         and group.first_dims is first_dims
         and group.has_columnwise_data()
     )
-    columns = quantizer_of("mxfp8", device, rowwise=False)
+    columns = create_quantizer("mxfp8", device, rowwise=False)
     for member, part in zip(group.split_into_quantized_tensors(), decoded.split([32, 64]), strict=True):
         assert torch.equal(member._columnwise_data, columns(part)._columnwise_data)
         assert torch.equal(member._columnwise_scale_inv, columns(part)._columnwise_scale_inv)
@@ -117,7 +117,7 @@ def test_columns_are_added_from_decoded_rows(device):
 @pytest.mark.parametrize("clamped", [False, True])
 def test_recomputed_activations_are_quantized_by_group(clamped, device):
     x, prob = torch.randn(96, 128, device=device), torch.rand(96, device=device)
-    first_dims, cast = torch.tensor([32, 64], device=device), quantizer_of("mxfp8", device)
+    first_dims, cast = torch.tensor([32, 64], device=device), create_quantizer("mxfp8", device)
     if clamped:
         group = tex.group_scaled_clamped_swiglu(x, prob, cast, 2, 7.0, first_dims=first_dims)
         values = tex.scaled_clamped_swiglu(x, prob, None, 7.0, 1.702, 1.0)
@@ -125,7 +125,7 @@ def test_recomputed_activations_are_quantized_by_group(clamped, device):
         group = tex.group_scaled_swiglu(x, prob, cast, 2, first_dims)
         values = tex.scaled_swiglu(x, prob, None)
     assert not group.has_data()
-    columns = quantizer_of("mxfp8", device, rowwise=False)
+    columns = create_quantizer("mxfp8", device, rowwise=False)
     for member, part in zip(group.split_into_quantized_tensors(), values.split([32, 64]), strict=True):
         assert same_payload(member, columns(part))
 

@@ -1,4 +1,4 @@
-"""Groups, partial casts, scaled activations and unavailable functions of transformer_engine_torch."""
+"""Groups, partial casts, scaled activations and unavailable functions in transformer_engine_torch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_scales_are_swizzled_in_place_and_products_read_them():
     tex.swizzle_scales_for_gemm_(qx)
     tex.multi_tensor_swizzle_scales_for_gemm_([qw], True, True)
     assert qx._with_gemm_swizzled_scales is qw._with_gemm_swizzled_scales is True
-    assert torch.equal(qx._rowwise_scale_inv.flatten(), in_tiles(scale))
+    assert torch.equal(qx._rowwise_scale_inv.flatten(), tile_scales(scale))
     after = general_gemm(qw, qx, torch.float32)[0]
     assert torch.equal(before, after)
     group = tex.group_quantize(torch.cat((x, w)), q, 2, None)
@@ -108,8 +108,8 @@ def test_scales_are_swizzled_in_place_and_products_read_them():
         tex.swizzle_scales_for_gemm_(x)
 
 
-def in_tiles(scale: torch.Tensor) -> torch.Tensor:
-    """Scales [128 r, 4 c] in the order of matrix instructions, flat."""
+def tile_scales(scale: torch.Tensor) -> torch.Tensor:
+    """Scales [128 r, 4 c] in matrix-instruction order, flat."""
     rows, columns = scale.shape
     return scale.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).flatten()
 
@@ -122,13 +122,13 @@ def test_groups_of_swizzled_scales_have_the_values_of_their_members(name):
     codes, scales, codes_t, scales_t = [], [], [], []
     for member in members:
         codes.append(member._rowwise_data.flatten())
-        scales.append(in_tiles(member._rowwise_scale_inv))
-        if name == "mxfp8":  # the tiles are those of the transpose
+        scales.append(tile_scales(member._rowwise_scale_inv))
+        if name == "mxfp8":  # the tiles belong to the transpose
             codes_t.append(member._columnwise_data.flatten())
-            scales_t.append(in_tiles(member._columnwise_scale_inv.t()))
+            scales_t.append(tile_scales(member._columnwise_scale_inv.t()))
         else:
             codes_t.append(member._columnwise_data.flatten())
-            scales_t.append(in_tiles(member._columnwise_scale_inv))
+            scales_t.append(tile_scales(member._columnwise_scale_inv))
     lists = {
         "data": codes, "scale_inv": scales, "columnwise_data": codes_t, "columnwise_scale_inv": scales_t
     }  # fmt: skip
@@ -151,13 +151,13 @@ def test_groups_of_swizzled_scales_have_the_values_of_their_members(name):
 
 
 def shards(w: torch.Tensor, even: bool = False) -> list[tuple[int, torch.Tensor]]:
-    """Slices of a flattened weight that begin and end within rows and blocks."""
+    """Slices from a flattened weight that begin and end within rows and blocks."""
     bounds = [0, 100, 1250, w.numel()] if even else [0, 101, 1255, w.numel()]
     return [(a, w.view(-1)[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_block_scaled_shards_are_the_whole(dtype):
+def test_block_scaled_shards_equal_the_full_quantized_weight(dtype):
     h, w, block = 40, 50, 16
     weight = torch.randn(h, w)
     tiles = (3, 4)
@@ -309,7 +309,7 @@ def test_an_unavailable_function_names_its_replacement(name):
         getattr(tex, name)(1, group=None)
 
 
-def test_queries_of_the_build():
+def test_build_queries_return_documented_values():
     assert tex.nvte_built_with_cublasmp() is False and tex.get_num_cublas_streams() == 1
     assert tex.get_grouped_gemm_setup_workspace_size(3) == 0
     assert (tex.get_cublasLt_version() > 0) in (True, torch.cuda.is_available())

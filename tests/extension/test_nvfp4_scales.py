@@ -1,4 +1,4 @@
-"""Steps of NVFP4 quantization from shards, against the quantizer of whole weights and against float64."""
+"""NVFP4 quantization steps from shards, against the full-weight quantizer and float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""general_gemm and its relatives of the extension, against plain products."""
+"""The extension's general_gemm and related functions, against unquantized products."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def close(found, wanted):
 
 
 def close_to_codes(found, wanted, left, right, transposed):
-    """Tolerance relative to sum(|a| |b|): a GPU keeps about 14 bits of a partial sum of FP8 products."""
+    """Tolerance relative to sum(|a| |b|): a GPU keeps about 14 bits in a partial sum of FP8 products."""
     left, right = (
         x.abs().t() if turned else x.abs() for x, turned in zip((left, right), transposed, strict=True)
     )
@@ -51,14 +51,14 @@ def test_the_three_layouts_are_the_three_products_of_a_layer(device, dtype):
         cpp.general_gemm(w, x, layout="TT")
 
 
-def test_leading_axes_come_back(device, dtype):
+def test_results_keep_leading_axes(device, dtype):
     x, w, _ = layer(device, dtype)
     out = cpp.general_gemm(w, x.view(4, 8, K))[0]
     assert out.shape == (4, 8, N)
     close(out.view(M, N), x.float() @ w.float().t())
 
 
-def test_products_of_quantized_matrices_are_those_of_their_values(device, dtype):
+def test_quantized_products_equal_products_of_dequantized_values(device, dtype):
     if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs FP8 products")
     x, w, dy = layer(device, dtype)
@@ -98,7 +98,7 @@ def test_gelu_and_its_derivative(device, dtype):
     exact = (x.float() @ w.float().t() + bias.float()).requires_grad_()
     close(before, exact.detach())
     close(out, gelu(exact, approximate="tanh").detach())
-    weight = sample(device, K, N, dtype=dtype, seed=6)  # of a second layer, whose input is a result of gelu
+    weight = sample(device, K, N, dtype=dtype, seed=6)  # for a second layer, whose input is a gelu result
     grad = sample(device, M, K, dtype=dtype, seed=7)
     (want,) = torch.autograd.grad(gelu(exact, approximate="tanh"), exact, grad.float() @ weight.float())
     close(cpp.general_gemm(weight, grad, layout="NN", gelu=True, gelu_in=before, grad=True)[0], want)
@@ -141,7 +141,7 @@ def test_a_rejected_accumulation_changes_nothing(options, match, device, dtype):
     assert torch.equal(held, torch.ones_like(held))
 
 
-def test_matrices_of_two_dtypes_meet_in_the_wider(device):
+def test_matrices_with_two_dtypes_are_multiplied_in_the_wider_one(device):
     x, w = sample(device, M, K, dtype=torch.float32), sample(device, N, K, dtype=torch.bfloat16, seed=1)
     out = cpp.general_gemm(w, x, out_dtype=torch.float32)[0]
     torch.testing.assert_close(out, x @ w.float().t(), rtol=2e-3, atol=2e-2)
@@ -293,7 +293,7 @@ def test_products_of_blocks_by_layout_promote_their_sums(device):
 
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("options", [{}, {"use_bias": True}, {"use_bias": True, "gelu": True}])
-def test_grouped_products_are_single_ones(options, single, device, dtype):
+def test_grouped_products_equal_single_products(options, single, device, dtype):
     splits = [16, 0, 32]
     x = sample(device, sum(splits), K, dtype=dtype).split(splits)
     weights = [sample(device, N, K, dtype=dtype, seed=i) for i in range(3)]

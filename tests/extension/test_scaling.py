@@ -1,4 +1,4 @@
-"""Delayed scaling of the extension, against a loop over its columns."""
+"""The extension's delayed scaling, against a loop over its columns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import transformer_engine_torch as tex
 LENGTH, COLUMNS = 5, (3, 2)
 
 
-def stepped(history, scale, reduced, algorithm, maximum, margin):
-    """Compute the history [length] and scale of one column after a step."""
+def reference_step(history, scale, reduced, algorithm, maximum, margin):
+    """One column's history [length] and scale after a step."""
     history = history.clone()
     history[0] = reduced if reduced != 0 else history[0]
     if history[0] == 0:
@@ -35,7 +35,7 @@ def test_a_step_takes_the_reduced_amaxes(algorithm, dtype, maximum, margin, devi
     column = 0
     for i, n in enumerate(COLUMNS):
         for j in range(n):
-            history, scale = stepped(
+            history, scale = reference_step(
                 histories[i][:, j], scales[i][j], buffer[column], algorithm, maximum, float(margin)
             )
             torch.testing.assert_close(on_device[0][i][:, j].cpu(), history, rtol=0, atol=0)

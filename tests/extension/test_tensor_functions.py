@@ -28,7 +28,7 @@ def same(one, other):
     return torch.equal(one.dequantize(), other.dequantize())
 
 
-def test_quantizing_is_the_quantizers(quantizer, device):
+def test_the_quantize_function_equals_the_quantizer(quantizer, device):
     x = sample(device, 32, 64)
     want = quantizer(x)
     assert same(tex.quantize(x, quantizer), want)
@@ -61,7 +61,7 @@ def test_the_bias_gradient_is_the_sum_over_rows(quantizer, device):
     assert same(quantized, quantizer(x))
 
 
-def test_bytes_and_axes_are_turned_over(device):
+def test_codes_and_axes_are_transposed(device):
     codes = torch.arange(24, dtype=torch.uint8, device=device).view(2, 3, 4)
     want = codes.view(6, 4).t()
     assert torch.equal(tex.fp8_transpose(codes, FP8), want)

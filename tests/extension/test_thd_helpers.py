@@ -1,4 +1,4 @@
-"""Helpers of context parallelism over packed sequences, against loops over the sequences."""
+"""Context-parallel helpers on packed sequences, against loops over the sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sample(device, *shape, seed=0):
 
 
 def halves(x, index, axis=0):
-    """Return the half `index` of every sequence of x along `axis`."""
+    """Half `index` of every sequence in x along `axis`."""
     parts = x.split(LENGTHS, dim=axis)
     return torch.cat([part.chunk(2, dim=axis)[index] for part in parts], dim=axis)
 
@@ -106,7 +106,7 @@ def test_outputs_are_added_with_their_share_of_the_softmax(dtype, second_half, p
     torch.testing.assert_close(out, want)
 
 
-def test_two_parts_of_the_keys_make_the_whole_attention(bounds, device):
+def test_merging_two_key_parts_gives_full_attention(bounds, device):
     """The corrections combine partial softmaxes, as in ring attention."""
     logits = sample(device, HEADS, TOKENS, 8)
     values = sample(device, HEADS, 8, SIZE, seed=1)

@@ -13,7 +13,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from tests.support.layers import same
-from tests.tensor.quantizer_cases import NAMES, quantizer_of
+from tests.tensor.quantizer_cases import NAMES, create_quantizer
 from transformer_engine.pytorch import router
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from transformer_engine.pytorch.functions.activation import activation
@@ -134,10 +134,10 @@ def test_functions_compute_the_same_bits_under_autocast(name, dtype, autocast, d
 def test_quantizers_compute_the_same_codes_under_autocast(name, device):
     x = matrix(device, 128, 64).detach()
     torch.manual_seed(0)
-    expected = quantizer_of(name, device)(x).dequantize(dtype=torch.float32)
+    expected = create_quantizer(name, device)(x).dequantize(dtype=torch.float32)
     torch.manual_seed(0)
     with torch.autocast(device.type, torch.bfloat16):
-        found = quantizer_of(name, device)(x).dequantize(dtype=torch.float32)
+        found = create_quantizer(name, device)(x).dequantize(dtype=torch.float32)
     assert torch.equal(found, expected)
 
 

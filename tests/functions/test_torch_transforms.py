@@ -19,7 +19,7 @@ from tests.module.test_independence import (
     recipe_context,
     sample_input,
 )
-from tests.tensor.quantizer_cases import QUANTIZED, quantizer_of
+from tests.tensor.quantizer_cases import QUANTIZED, create_quantizer
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
@@ -129,7 +129,7 @@ def test_functions_reject_tangents_instead_of_dropping_them(name, device, monkey
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantizers_reject_tangents_instead_of_dropping_them(name, device):
-    quantizer, x = quantizer_of(name, device), torch.randn(128, 64, device=device)
+    quantizer, x = create_quantizer(name, device), torch.randn(128, 64, device=device)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="a quantizer does not support"):
         quantizer(forward_ad.make_dual(x, torch.ones_like(x)))
 

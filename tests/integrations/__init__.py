@@ -1,1 +1,1 @@
-"""Tests of the integrations with Hugging Face and Megatron."""
+"""Tests for the Hugging Face and Megatron integrations."""

@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
-def converted(model: Any, recipe: Recipe | None = None, **options: Any) -> Any:
+def convert_model(model: Any, recipe: Recipe | None = None, **options: Any) -> Any:
     return te.convert(model, recipe, verbose=False, **options)
 
 
@@ -55,7 +55,7 @@ def reasons(model: nn.Module) -> dict[str, str]:
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The output and the gradients of all parameters."""
+    """The output and all parameter gradients."""
     y = model(x)
     return [y, *torch.autograd.grad(y.float().square().mean(), list(model.parameters()), allow_unused=True)]
 
@@ -67,7 +67,7 @@ def test_conversion_without_a_recipe_matches_the_original(name: str, dtype: torc
     model, x = make().to(dtype), batch()
     x = x.to(dtype) if x.is_floating_point() else x
     expected = gradients(model, x)
-    results = gradients(converted(model, sample=x), x)
+    results = gradients(convert_model(model, sample=x), x)
     assert "te" in choices(model).values()
     for result, exact in zip(results, expected, strict=True):
         # Sums in another order, through a few layers: some units of the largest element.
@@ -99,7 +99,7 @@ def test_converted_layers_equal_te_linear_bit_for_bit(name: str):
     expected = copy.deepcopy(model)
     for path in ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "mlp.0", "mlp.2"):
         expected.set_submodule(path, ByHand(expected.get_submodule(path), recipe))
-    converted(model, recipe, sample=x, exclude=["norm*", "head"])
+    convert_model(model, recipe, sample=x, exclude=["norm*", "head"])
     assert list(choices(model).values()).count(type(recipe).__name__) == 6
     x = features(16)  # 384 rows, a multiple of every alignment
     for result, exact in zip(gradients(model, x), gradients(expected, x), strict=True):
@@ -112,7 +112,7 @@ def test_uneven_rows_equal_rows_that_are_padded_by_hand(rows: int):
     exact = ByHand(copy.deepcopy(layer), recipe)
     x = torch.randn(rows, WIDTH)
     padded = nn.functional.pad(x, (0, 0, 0, -rows % 16))
-    converted(layer, recipe, convert_outputs=True)
+    convert_model(layer, recipe, convert_outputs=True)
     ours, theirs = x.clone().requires_grad_(), padded.requires_grad_()
     y, z = layer(ours), exact(theirs)[:rows]
     assert torch.equal(y, z)
@@ -127,7 +127,7 @@ def test_uneven_rows_equal_rows_that_are_padded_by_hand(rows: int):
 def test_state_dicts_load_strictly_in_both_directions():
     original, model = Decoder(), Decoder()
     keys = list(model.state_dict())
-    converted(model, Float8CurrentScaling(), sample=tokens())
+    convert_model(model, Float8CurrentScaling(), sample=tokens())
     model(tokens()).sum().backward()
     assert list(model.state_dict()) == keys
     for parameter in original.parameters():
@@ -142,7 +142,7 @@ def test_an_optimizer_from_before_the_conversion_trains_the_model():
     model, x = Decoder(), tokens()
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    converted(model, Float8CurrentScaling(), sample=x)
+    convert_model(model, Float8CurrentScaling(), sample=x)
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
 
     def step() -> float:
@@ -162,7 +162,7 @@ def test_restored_models_compute_the_same_bits(name: str):
     model, x = make(), batch()
     expected = gradients(model, x)
     attributes = {path: (type(module), set(vars(module))) for path, module in model.named_modules()}
-    converted(model, Float8CurrentScaling(), sample=x)
+    convert_model(model, Float8CurrentScaling(), sample=x)
     gradients(model, x)
     assert te.restore(model) is model
     assert {path: (type(module), set(vars(module))) for path, module in model.named_modules()} == attributes
@@ -181,12 +181,12 @@ def test_restored_models_compute_the_same_bits(name: str):
     ],
 )
 def test_filters_select_modules_by_name(filters: dict[str, Any], selected: int):
-    model = converted(Decoder(), Float8CurrentScaling(), sample=tokens(), **filters)
+    model = convert_model(Decoder(), Float8CurrentScaling(), sample=tokens(), **filters)
     assert sum(choice != "torch" for choice in choices(model).values()) == selected
 
 
-def test_a_weight_shared_with_an_embedding_is_left():
-    model = converted(Decoder(tied=True), Float8CurrentScaling(), sample=tokens(), convert_outputs=True)
+def test_a_weight_shared_with_an_embedding_is_not_converted():
+    model = convert_model(Decoder(tied=True), Float8CurrentScaling(), sample=tokens(), convert_outputs=True)
     assert type(model.output) is nn.Linear
     assert reasons(model)["output"] == "shares its weight with tok_embeddings"
 
@@ -196,13 +196,13 @@ class Scaled(nn.Linear):
         return 2 * super().forward(input)
 
 
-def _hooked() -> nn.Linear:
+def _add_hook() -> nn.Linear:
     layer = nn.Linear(WIDTH, WIDTH)
     layer.register_forward_hook(lambda module, args, output: output + 1)
     return layer
 
 
-def _replaced() -> nn.Linear:
+def _replace_forward() -> nn.Linear:
     layer = nn.Linear(WIDTH, WIDTH)
     layer.forward = lambda input: input
     return layer
@@ -225,8 +225,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "subclass": (lambda: Scaled(WIDTH, WIDTH), "Scaled is a subclass of Linear"),
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), "parametrized"),
     "spectral": (lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), "hooks"),
-    "hooked": (_hooked, "hooks"),
-    "replaced": (_replaced, "forward was replaced"),
+    "hooked": (_add_hook, "hooks"),
+    "replaced": (_replace_forward, "forward was replaced"),
     "quantized": (_quantized, "float8_e4m3fn"),
     "tensor": (_quantized_tensor, "a Float8Tensor, which is quantized"),
     "float64": (lambda: nn.Linear(WIDTH, WIDTH).double(), "float64"),
@@ -238,27 +238,27 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_modules_that_compute_something_else_are_left_with_a_reason(name: str):
+def test_unsupported_modules_are_not_converted_and_have_a_reason(name: str):
     make, reason = LEFT[name]
     model = nn.ModuleDict({"layer": make()})
     before = type(model["layer"]), set(vars(model["layer"]))
-    converted(model, Float8CurrentScaling())
+    convert_model(model, Float8CurrentScaling())
     assert (type(model["layer"]), set(vars(model["layer"]))) == before
     assert reason in reasons(model)["layer"]
 
 
 def test_output_layers_stay_in_high_precision_unless_requested():
-    model = converted(Decoder(), Float8CurrentScaling(), sample=tokens())
+    model = convert_model(Decoder(), Float8CurrentScaling(), sample=tokens())
     assert "computes an output" in reasons(model)["output"]
 
     def loss(model: nn.Module) -> Tensor:
         return nn.functional.cross_entropy(model(tokens()).flatten(0, 1).float(), tokens().flatten())
 
     te.restore(model)
-    assert choices(converted(model, Float8CurrentScaling(), sample=loss))["output"] == "torch"
+    assert choices(convert_model(model, Float8CurrentScaling(), sample=loss))["output"] == "torch"
     te.restore(model)
-    assert choices(converted(Decoder().bfloat16(), sample=loss))["output"] == "torch"
-    every = converted(model, Float8CurrentScaling(), sample=loss, convert_outputs=True)
+    assert choices(convert_model(Decoder().bfloat16(), sample=loss))["output"] == "torch"
+    every = convert_model(model, Float8CurrentScaling(), sample=loss, convert_outputs=True)
     assert choices(every)["output"] == "Float8CurrentScaling"
 
 
@@ -271,18 +271,18 @@ class StackedExperts(nn.Module):
         return torch.einsum("esk,ekn->esn", x, self.w1)
 
 
-def test_experts_in_one_parameter_are_left_with_a_reason():
-    model = converted(
+def test_experts_in_one_parameter_are_not_converted_and_have_a_reason():
+    model = convert_model(
         nn.ModuleDict({"experts": StackedExperts(), "conv": nn.Conv1d(4, 8, 3)}), Float8CurrentScaling()
     )
     assert list(reasons(model)) == ["experts"] and "te.GroupedLinear" in reasons(model)["experts"]
 
 
-def test_modules_that_the_sample_does_not_call_are_left():
+def test_modules_unused_by_the_sample_are_not_converted():
     model = Decoder()
     model.unused = nn.Linear(WIDTH, WIDTH)
     assert (
-        reasons(converted(model, Float8CurrentScaling(), sample=tokens()))["unused"]
+        reasons(convert_model(model, Float8CurrentScaling(), sample=tokens()))["unused"]
         == "not called by the sample"
     )
 
@@ -291,14 +291,14 @@ def test_modules_that_the_sample_does_not_call_are_left():
     "form", [lambda x: x, lambda x: (x,), lambda x: {"tokens": x}, lambda x: lambda m: m(x)]
 )
 def test_samples_are_tensors_arguments_or_functions(form: Callable[[Tensor], Any]):
-    model = converted(Decoder(), Float8CurrentScaling(), sample=form(tokens()))
+    model = convert_model(Decoder(), Float8CurrentScaling(), sample=form(tokens()))
     assert choices(model)["layers.0.w1"] == "Float8CurrentScaling"
 
 
 def test_the_sample_changes_no_random_state_buffer_or_gradient():
     model = nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.Dropout(), nn.Linear(32, 32))
     state, buffers = torch.get_rng_state(), copy.deepcopy(dict(model.named_buffers()))
-    converted(model, Float8CurrentScaling(), sample=torch.zeros(16, WIDTH))
+    convert_model(model, Float8CurrentScaling(), sample=torch.zeros(16, WIDTH))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -309,7 +309,7 @@ def test_torch_autocast_gives_the_dtypes_of_the_original():
     model, x = Encoder(), features()
     with torch.autocast("cpu", torch.bfloat16):
         expected = [model.norm1(x), model.mlp[0](x), model(x)]
-        converted(model, sample=x)
+        convert_model(model, sample=x)
         results = [model.norm1(x), model.mlp[0](x), model(x)]
     assert [result.dtype for result in results] == [exact.dtype for exact in expected]
     for result, exact in zip(results, expected, strict=True):
@@ -318,15 +318,15 @@ def test_torch_autocast_gives_the_dtypes_of_the_original():
 
 def test_without_a_recipe_the_callers_autocast_applies():
     model, x, recipe = Encoder(), features(), Float8CurrentScaling()
-    exact = converted(copy.deepcopy(model), recipe, sample=x)(x)
-    converted(model, sample=x)
+    exact = convert_model(copy.deepcopy(model), recipe, sample=x)(x)
+    convert_model(model, sample=x)
     assert not torch.equal(model(x), exact)
     with te.autocast(recipe=recipe):
         assert torch.equal(model(x), exact)
 
 
 def test_copies_and_pickles_compute_the_same():
-    model, x = converted(Decoder(), Float8CurrentScaling(), sample=tokens()), tokens()
+    model, x = convert_model(Decoder(), Float8CurrentScaling(), sample=tokens()), tokens()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         for result, exact in zip(gradients(other, x), gradients(model, x), strict=True):
             assert torch.equal(result, exact)
@@ -336,7 +336,7 @@ def test_copies_and_pickles_compute_the_same():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_repeats_the_forward_pass(reentrant: bool):
-    block = converted(Block(), Float8CurrentScaling(), exclude="w2")
+    block = convert_model(Block(), Float8CurrentScaling(), exclude="w2")
     x = features().requires_grad_()
     block(x).square().sum().backward()
     expected = [x.grad, *[parameter.grad for parameter in block.parameters()]]
@@ -349,7 +349,7 @@ def test_checkpointing_repeats_the_forward_pass(reentrant: bool):
 
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["high precision", "current"])
 def test_compiled_models_compute_the_same(recipe: Recipe | None):
-    block, x = converted(Block(), recipe), features()
+    block, x = convert_model(Block(), recipe), features()
     expected = gradients(block, x)
     results = gradients(torch.compile(block, backend="aot_eager", fullgraph=True), x)  # pyright: ignore
     for result, exact in zip(results, expected, strict=True):
@@ -358,7 +358,7 @@ def test_compiled_models_compute_the_same(recipe: Recipe | None):
 
 def test_repeated_blocks_share_one_compiled_graph():
     """A block that is compiled by itself, as in torchtitan, is compiled once and not once per repetition."""
-    model = converted(Decoder(layers=10), Float8CurrentScaling(), sample=tokens())
+    model = convert_model(Decoder(layers=10), Float8CurrentScaling(), sample=tokens())
     expected, counter = model(tokens()), CompileCounter()
     for block in model.layers:
         block.compile(backend=counter, fullgraph=True)
@@ -381,21 +381,21 @@ def test_repeated_blocks_with_engine_attention_share_one_compiled_graph():
 def test_models_without_memory_convert_before_their_initialization():
     with torch.device("meta"):
         model = Decoder()
-    converted(model, Float8CurrentScaling(), sample=tokens().to("meta"))
+    convert_model(model, Float8CurrentScaling(), sample=tokens().to("meta"))
     model.to_empty(device="cpu")
     original = Decoder()
     model.load_state_dict(original.state_dict())
     assert torch.equal(
-        model(tokens()), converted(original, Float8CurrentScaling(), sample=tokens())(tokens())
+        model(tokens()), convert_model(original, Float8CurrentScaling(), sample=tokens())(tokens())
     )
     layer = model.layers[0].w1
-    layer.reset_parameters()  # as of nn.Linear
+    layer.reset_parameters()  # as for nn.Linear
     assert layer.weight.abs().max() <= WIDTH**-0.5
 
 
 def test_explain_names_the_backends_of_a_converted_layer():
     layer = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
-    converted(layer, Float8CurrentScaling())
+    convert_model(layer, Float8CurrentScaling())
     assert "gemm" in str(te.explain(layer[0], features()))
 
 
@@ -428,7 +428,7 @@ def test_wrong_arguments_change_nothing(arguments: dict[str, Any], error: type[E
 def test_a_model_is_converted_once_and_restored_once():
     with pytest.raises(TypeError, match=r"not a torch\.nn\.Module"):
         te.convert(3)  # pyright: ignore
-    model = converted(Block())
+    model = convert_model(Block())
     with pytest.raises(ValueError, match="converted already"):
         te.convert(model)
     te.restore(model)

@@ -28,7 +28,7 @@ FASTER, SLOWER = (Comparison(Cost(2.0, 8), Cost(ms, 4)) for ms in (1.0, 2.0))
 
 @pytest.fixture
 def times(monkeypatch):
-    """Comparisons in place of measurements: linear layers of 64 outputs are slower, everything else is faster."""
+    """Stubbed measurements: linear layers with 64 outputs are slower, everything else is faster."""
     measured: list[str] = []
     models = iter([10.0, 5.0])
 
@@ -69,7 +69,7 @@ def test_a_model_that_becomes_slower_is_restored(times, monkeypatch):
     te.restore(model)
 
 
-def test_norms_are_left_to_the_compiler(times):
+def test_compiled_models_keep_their_torch_norms(times):
     model = te.convert(Decoder(), RECIPE, sample=tokens(), timed=True, compiled=True, verbose=False)
     rows = {row.name: row for row in te.conversion_table(model)}
     assert rows["norm"].choice == "torch" and "torch.compile fuses norms" in rows["norm"].reason

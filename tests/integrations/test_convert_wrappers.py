@@ -1,4 +1,4 @@
-"""te.restore of modules that contain, or are part of, a model that te.convert converted."""
+"""te.restore on modules that contain, or are part of, a model that te.convert converted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Layers(nn.Module):
         return self.second(self.norm(self.first(x)))
 
 
-def converted(model: nn.Module) -> nn.Module:
+def convert_model(model: nn.Module) -> nn.Module:
     return te.convert(model, Float8CurrentScaling(), verbose=False)
 
 
@@ -34,18 +34,18 @@ def converted(model: nn.Module) -> nn.Module:
 def test_a_wrapper_of_a_converted_model_is_restored(wrap: Callable[[nn.Module], nn.Module]):
     model = Layers()
     expected = copy.deepcopy(model)
-    outer = wrap(converted(model))
+    outer = wrap(convert_model(model))
     assert te.restore(outer) is outer
     assert [type(module) for module in model.modules()] == [type(module) for module in expected.modules()]
     x = torch.randn(32, 64)
     assert torch.equal(model(x), expected(x))
     with pytest.raises(ValueError, match="nothing to restore"):
         te.restore(model)
-    converted(model)
+    convert_model(model)
 
 
 def test_a_part_of_a_converted_model_is_restored():
-    model = converted(nn.Sequential(Layers(), nn.Linear(64, 64)))
+    model = convert_model(nn.Sequential(Layers(), nn.Linear(64, 64)))
     te.restore(model[0])  # pyright: ignore[reportIndexIssue]
     assert type(model[0].first) is nn.Linear and type(model[1]) is not nn.Linear  # pyright: ignore
     te.restore(model)
@@ -55,10 +55,10 @@ def test_a_part_of_a_converted_model_is_restored():
 def test_a_model_merged_by_peft_is_restored():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=16, target_modules=["first", "second"], init_lora_weights=False)
-    adapted = converted(peft.get_peft_model(Layers(), config))
+    adapted = convert_model(peft.get_peft_model(Layers(), config))
     merged = adapted.merge_and_unload()
     te.restore(merged)
     assert type(merged.first) is type(merged.second) is nn.Linear and type(merged.norm) is nn.LayerNorm
-    outer = peft.get_peft_model(converted(merged), config)
+    outer = peft.get_peft_model(convert_model(merged), config)
     te.restore(outer)
     assert type(outer.base_model.model.first.base_layer) is nn.Linear

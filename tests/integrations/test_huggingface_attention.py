@@ -1,4 +1,4 @@
-"""Attention injected into hand-written modules of Hugging Face's layouts, without transformers."""
+"""Attention injected into hand-written modules with Hugging Face's layouts, without transformers."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def counters():
     reset_te_attention_stats()
 
 
-def counted(**expected: int) -> bool:
+def stats_equal(**expected: int) -> bool:
     names = ("te_hits", "fallback_mask", "fallback_scale_mismatch", "fallback_input")
     return get_te_attention_stats() == {name: expected.get(name, 0) for name in names}
 
 
 def pair(**options) -> tuple[Model, Model]:
-    """(stock, injected) models of the same weights."""
+    """(stock, injected) models with the same weights."""
     stock = Model(Attention(**options), Attention(**options))
     injected = copy.deepcopy(stock)
     inject_te_attention(injected)
@@ -107,8 +107,8 @@ def causal(padding: tuple[int, ...] = (LENGTH, LENGTH), window: int = LENGTH) ->
     return (j <= i) & (j > i - window) & (j < ends)
 
 
-def grown(model: nn.Module, x: torch.Tensor, **options) -> list[torch.Tensor]:
-    """Output and gradients of the input and all weights."""
+def output_and_gradients(model: nn.Module, x: torch.Tensor, **options) -> list[torch.Tensor]:
+    """Output, and gradients for the input and all weights."""
     y = model(x, **options)
     return [y, *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))]
 
@@ -131,11 +131,13 @@ CALLS = {
 @pytest.mark.parametrize("native_groups", [False, True])
 @pytest.mark.parametrize("groups", [GROUPS, HEADS])
 @pytest.mark.parametrize("call", list(CALLS))
-def test_an_injected_model_and_its_gradients_are_the_stock_ones(call, groups, native_groups):
+def test_injected_model_outputs_and_gradients_match_the_stock_model(call, groups, native_groups):
     stock, injected = pair(groups=groups, native_groups=native_groups)
     x = tokens()
-    assert_same(grown(injected, x, **CALLS[call]), grown(stock, x, **CALLS[call]))
-    assert counted(te_hits=2)
+    assert_same(
+        output_and_gradients(injected, x, **CALLS[call]), output_and_gradients(stock, x, **CALLS[call])
+    )
+    assert stats_equal(te_hits=2)
 
 
 def test_repeated_keys_reach_the_attention_once(monkeypatch):
@@ -150,13 +152,13 @@ def test_repeated_keys_reach_the_attention_once(monkeypatch):
     assert seen == [((2, LENGTH, HEADS, SIZE), (2, LENGTH, GROUPS, SIZE))]
 
 
-def test_a_padded_batch_is_attended_where_its_tokens_are():
+def test_padded_batches_match_on_their_real_tokens():
     stock, injected = pair()
     x, mask = tokens(), causal((LENGTH, 5))
     ours, theirs = injected(x, mask=mask), stock(x, mask=mask)
     torch.testing.assert_close(ours[0], theirs[0], **ATTENDED)
     torch.testing.assert_close(ours[1, :5], theirs[1, :5], **ATTENDED)
-    assert counted(te_hits=2)
+    assert stats_equal(te_hits=2)
 
 
 @pytest.mark.parametrize("case", ["mask", "scale", "input"])
@@ -166,31 +168,31 @@ def test_unsupported_calls_fall_back_to_torch_and_are_counted(case, caplog):
     if case == "mask":
         mask = causal()
         mask[..., 5, 2] = False
-        assert_same(grown(injected, x, mask=mask), grown(stock, x, mask=mask))
-        assert counted(fallback_mask=2)
+        assert_same(output_and_gradients(injected, x, mask=mask), output_and_gradients(stock, x, mask=mask))
+        assert stats_equal(fallback_mask=2)
     elif case == "scale":
         for model in (stock, injected):
             for layer in model.layers:
                 layer.scaling = 0.5
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                assert_same(grown(injected, x), grown(stock, x))
-        assert counted(fallback_scale_mismatch=4)
+                assert_same(output_and_gradients(injected, x), output_and_gradients(stock, x))
+        assert stats_equal(fallback_scale_mismatch=4)
         assert len([r for r in caplog.records if "scale=0.5" in r.message]) == 2  # one for each layer
     else:
         stock, injected, x = stock.double(), injected.double(), tokens().detach().double().requires_grad_()
-        assert_same(grown(injected, x), grown(stock, x))
-        assert counted(fallback_input=2)
+        assert_same(output_and_gradients(injected, x), output_and_gradients(stock, x))
+        assert stats_equal(fallback_input=2)
 
 
-def test_the_scale_is_the_layers_own():
+def test_injected_attention_uses_the_layers_scale():
     stock = Model(Attention())
     stock.layers[0].scaling = 0.7
     injected = copy.deepcopy(stock)
     inject_te_attention(injected)
     x = tokens()
-    assert_same(grown(injected, x), grown(stock, x))
-    assert counted(te_hits=1)
+    assert_same(output_and_gradients(injected, x), output_and_gradients(stock, x))
+    assert stats_equal(te_hits=1)
 
 
 def test_the_window_of_a_layer_holds_where_no_mask_is_given():
@@ -203,7 +205,7 @@ def test_the_window_of_a_layer_holds_where_no_mask_is_given():
 
 
 @pytest.mark.parametrize("said", ["is_sliding", "layer_types"])
-def test_a_layer_that_sees_everything_may_carry_the_windows_size(said):
+def test_a_full_attention_layer_may_have_a_window_size(said):
     """As in Exaone 4: every layer has sliding_window, and every fourth does not slide."""
     stock = Model(Attention(), Attention())
     for index, layer in enumerate(stock.layers):
@@ -218,7 +220,7 @@ def test_a_layer_that_sees_everything_may_carry_the_windows_size(said):
     sliding = x + stock.layers[0](x, mask=causal(window=4))
     expected = sliding + stock.layers[1](sliding)
     torch.testing.assert_close(injected(x), expected, **ATTENDED)
-    assert counted(te_hits=2)
+    assert stats_equal(te_hits=2)
 
 
 def test_injecting_twice_changes_nothing():
@@ -252,7 +254,7 @@ def test_a_copy_computes_with_its_own_weights(copied):
         for weight in injected.parameters():
             weight.zero_()
     torch.testing.assert_close(other(x), before)
-    assert counted(te_hits=4)
+    assert stats_equal(te_hits=4)
 
 
 def test_an_injected_forward_has_the_signature_of_the_stock_one():
@@ -347,7 +349,7 @@ class Adapted(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """transformers' projection of GPT-2, whose weight is [in, out]."""
+    """transformers' GPT-2 projection, whose weight is [in, out]."""
 
     def __init__(self, columns: int) -> None:
         super().__init__()
@@ -414,11 +416,11 @@ def test_an_injected_model_compiles_as_one_graph():
     stock, injected = pair()
     x = tokens()
     compiled = torch.compile(injected, fullgraph=True, backend="aot_eager")
-    assert_same(grown(compiled, x), grown(stock, x))
+    assert_same(output_and_gradients(compiled, x), output_and_gradients(stock, x))
 
 
 def test_fp8_attention_follows_autocast():
-    """Codes of 8 bits are used under autocast, of a dense and of a padded batch, and nowhere else."""
+    """8-bit codes are used under autocast, for dense and padded batches, and nowhere else."""
     stock, injected = (model.bfloat16() for model in pair())
     x = torch.randn(2, 128, HIDDEN, dtype=torch.bfloat16)
     j = torch.arange(128)
@@ -438,10 +440,10 @@ def test_torch_autocast_applies():
     x = tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(injected(x), stock(x), rtol=2**-6, atol=2**-6)
-    assert counted(te_hits=2)
+    assert stats_equal(te_hits=2)
 
 
-def test_dropout_is_that_of_the_call():
+def test_dropout_uses_the_rate_in_the_call():
     _, injected = pair()
     x = tokens()
     torch.manual_seed(1)
@@ -452,7 +454,7 @@ def test_dropout_is_that_of_the_call():
     torch.testing.assert_close(injected(x, dropout_p=0.0), injected(x))
 
 
-def test_inference_mode_reads_masks_anew():
+def test_inference_mode_does_not_cache_masks():
     stock, injected = pair()
     x = tokens().detach()
     with torch.inference_mode():
@@ -522,7 +524,7 @@ def test_the_interface_takes_any_mask():
         out, _ = te_attention_forward(layer, q, k, v, given, scaling=0.3)
         expected = F.scaled_dot_product_attention(q, k, v, given, scale=0.3, enable_gqa=True)
         torch.testing.assert_close(out, expected.transpose(1, 2), **ATTENDED)
-    assert counted(te_hits=2)
+    assert stats_equal(te_hits=2)
 
 
 def test_without_transformers_everything_imports_and_the_remedy_is_named(monkeypatch):
@@ -542,7 +544,7 @@ def test_an_injected_model_is_the_stock_one_on_a_gpu(call, dtype):
     x = tokens().detach().cuda().to(dtype)
     bound = ATTENDED if dtype == torch.float32 else {"rtol": 2**-5, "atol": 2**-5}
     torch.testing.assert_close(injected(x, **options), stock(x, **options), **bound)
-    assert counted(te_hits=2)
+    assert stats_equal(te_hits=2)
 
 
 @pytest.mark.gpu
@@ -559,4 +561,4 @@ def test_a_captured_step_leaves_a_mask_it_cannot_read_to_torch():
             out = injected(x, mask=mask)
         graph.replay()
     torch.testing.assert_close(out, expected, **ATTENDED)
-    assert counted(fallback_mask=2)
+    assert stats_equal(fallback_mask=2)

@@ -1,4 +1,4 @@
-"""The parts of convert_hf without transformers: names of tensors, angles, the loss, the recipe round a forward."""
+"""Parts of convert_hf without transformers: tensor names, angles, the loss, the recipe around a forward."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_an_incomplete_state_is_unchanged():
 
 
 class Rotary(nn.Module):
-    """Imitates transformers' rotary embeddings with a factor of attention."""
+    """Imitates transformers' rotary embeddings with an attention factor."""
 
     attention_scaling = 1.25
 
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
 
 
 def outcome(decoder: Decoder, x: Tensor, steps: int = 3) -> list[Tensor]:
-    """Outputs and gradients of several steps, in which delayed scales move."""
+    """Outputs and gradients from several steps, in which delayed scales move."""
     results = []
     for step in range(steps):
         given = (x * (step + 1)).requires_grad_()

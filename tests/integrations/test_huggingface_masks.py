@@ -60,7 +60,7 @@ def padded_queries(visible: torch.Tensor, shift: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
 @pytest.mark.parametrize("queries, keys", [(8, 8), (3, 8), (8, 1000)])
-def test_a_canonical_mask_is_a_name_and_a_window(kind, window, queries, keys):
+def test_a_canonical_mask_becomes_a_mask_type_and_a_window(kind, window, queries, keys):
     visible = band(queries, keys, keys - queries, window, [(0, keys)]).expand(2, -1, -1, -1)
     masking = masks.mask_masking(visible if kind == torch.bool else additive(visible), 2)
     assert masking is not None
@@ -94,7 +94,7 @@ PADDING = {
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("side", list(PADDING))
 @pytest.mark.parametrize("queries", [8, 3])
-def test_padding_of_a_causal_mask_is_lengths(side, window, queries):
+def test_padding_in_a_causal_mask_becomes_lengths(side, window, queries):
     shift = 8 - queries
     visible = band(queries, 8, shift, window, PADDING[side])
     masking = masks.mask_masking(visible, 3)
@@ -105,7 +105,7 @@ def test_padding_of_a_causal_mask_is_lengths(side, window, queries):
 
 
 @pytest.mark.parametrize("side", list(PADDING))
-def test_padding_of_an_encoder_hides_keys_alone(side):
+def test_encoder_padding_hides_only_keys(side):
     visible = band(8, 8, 8, None, PADDING[side])
     masking = masks.mask_masking(visible, 3)
     assert masking is not None
@@ -114,7 +114,7 @@ def test_padding_of_an_encoder_hides_keys_alone(side):
 
 
 @pytest.mark.parametrize("padding", [[(0, 8)], [(0, 8), (0, 5)], [(0, 8), (3, 8)]])
-def test_a_window_on_both_sides_is_one_of_an_encoder(padding):
+def test_a_two_sided_window_is_an_encoder_window(padding):
     visible = band(8, 8, 2, 5, padding)
     masking = masks.mask_masking(visible, len(padding))
     assert masking is not None
@@ -150,7 +150,7 @@ def test_without_a_mask_a_causal_call_begins_in_the_first_key():
 
 @pytest.mark.parametrize("lengths", [[(3, 5), (8,), (1, 1, 6)], [(4, 4), (4, 4), (4, 4)]])
 @pytest.mark.parametrize("shared", [False, True])
-def test_packed_sequences_are_lengths(lengths, shared):
+def test_packed_sequence_masks_become_lengths(lengths, shared):
     """Sequences behind one another in a row, each causal, as position ids that begin again make them."""
     segments = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
     if shared:
@@ -195,7 +195,7 @@ def test_a_mask_that_no_type_describes_is_not_recognised(name):
     assert masks.mask_masking(others()[name], 2) is None
 
 
-def test_one_flipped_pair_is_seen_wherever_it_is():
+def test_one_flipped_mask_element_is_detected_at_any_position():
     """A mask that differs from a padded window in one pair is not recognized, or recognized as another mask."""
     visible = band(6, 6, 0, 3, [(0, 6), (0, 5)])
     for place in range(visible.numel()):
@@ -206,8 +206,8 @@ def test_one_flipped_pair_is_seen_wherever_it_is():
             assert_attends_as(flipped, masking, padded_queries(flipped, 0))
 
 
-def left_out(masking: masks.Masking, batch: int, queries: int) -> torch.Tensor:
-    """[b, q]: queries of no sequence of a masking."""
+def padding_queries(masking: masks.Masking, batch: int, queries: int) -> torch.Tensor:
+    """Queries that belong to no sequence, [b, q]."""
     bounds = masking.arguments.get("cu_seqlens_q")
     if bounds is None:
         return torch.zeros(batch, queries, dtype=torch.bool)
@@ -229,7 +229,7 @@ def test_random_masks_are_rejected_or_right():
         if masking is None:
             continue
         recognised += 1
-        skipped = left_out(masking, batch, queries)
+        skipped = padding_queries(masking, batch, queries)
         assert_attends_as(visible, masking, skipped)
         # Left out are queries that see nothing, or nothing behind their sequence's last key, or not their own.
         rows, position = visible[:, 0], torch.arange(keys)
@@ -264,7 +264,7 @@ def test_a_mask_that_is_expanded_over_the_batch_is_read_once_for_all():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("side", list(PADDING))
-def test_padding_is_lengths_on_a_gpu(side, dtype):
+def test_padding_masks_become_lengths_on_a_gpu(side, dtype):
     """Whichever backend takes the lengths: real tokens attend as under torch's mask."""
     long = [(begin * 64, end * 64) for begin, end in PADDING[side]]
     visible = band(512, 512, 0, None, long).cuda()
@@ -286,7 +286,7 @@ def test_padding_is_lengths_on_a_gpu(side, dtype):
 
 
 @pytest.mark.gpu
-def test_one_query_waits_for_nothing_on_a_gpu():
+def test_a_single_query_mask_does_not_synchronize_the_gpu():
     visible = torch.ones(2, 1, 1, 64, dtype=torch.bool, device="cuda")
     visible[1, ..., :20] = False
     q, k, v = (torch.randn(2, HEADS, s, 64, device="cuda", dtype=torch.bfloat16) for s in (1, 64, 64))

@@ -44,7 +44,7 @@ def hidden(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
     return torch.randn(length, batch, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
-def turned(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+def rotate_by_angles(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * freqs.cos() + torch.cat((-second, first), dim=-1) * freqs.sin()
 
@@ -59,7 +59,7 @@ def plain(layer: SelfAttention, x: torch.Tensor, freqs: torch.Tensor | None = No
     q = mixed[..., :each, :].flatten(2, 3)
     k, v = mixed[..., -2, :], mixed[..., -1, :]
     if freqs is not None:
-        q, k = turned(q, freqs), turned(k, freqs)
+        q, k = rotate_by_angles(q, freqs), rotate_by_angles(k, freqs)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     out = out.permute(2, 0, 1, 3).flatten(2)
@@ -69,7 +69,7 @@ def plain(layer: SelfAttention, x: torch.Tensor, freqs: torch.Tensor | None = No
 
 
 @pytest.mark.parametrize("gates", [False, True])
-def test_self_attention_and_its_gradients_are_those_of_torch(gates):
+def test_self_attention_and_gradients_match_torch(gates):
     layer = self_attention(replace(CONFIG, attention_output_gate=gates))
     x, freqs = hidden().requires_grad_(), angles()
     y, bias = layer(x, None, rotary_pos_emb=freqs)
@@ -86,7 +86,7 @@ def test_self_attention_and_its_gradients_are_those_of_torch(gates):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_a_rotation_of_the_unsplit_projection_is_that_of_its_parts(interleaved):
+def test_rotating_the_unsplit_projection_equals_rotating_its_parts(interleaved):
     split = self_attention(replace(CONFIG, rotary_interleaved=interleaved))
     whole = self_attention(replace(CONFIG, rotary_interleaved=interleaved, fused_single_qkv_rope=True))
     x, freqs = hidden(), angles()
@@ -108,7 +108,7 @@ def test_a_recomputed_core_gives_the_same_gradients():
     torch.testing.assert_close(grads[1], grads[3])
 
 
-def test_packed_sequences_are_those_of_single_calls():
+def test_packed_sequences_equal_separate_calls():
     layer, lengths = self_attention(), (3, 7)
     x, freqs = hidden(1), angles()
     ends = torch.tensor([0, 3, 10], dtype=torch.int32)
@@ -123,7 +123,7 @@ def test_packed_sequences_are_those_of_single_calls():
 
 
 @pytest.mark.parametrize("steps", [(6, 1, 1, 2), (1, 9), (10,)])
-def test_generation_with_a_static_context_is_the_full_computation(steps):
+def test_generation_with_a_static_context_equals_the_full_pass(steps):
     layer = self_attention().eval()
     x, freqs = hidden(), angles()
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_generation_with_a_static_context_is_the_full_computation(steps):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_flash_decode_is_the_full_computation(interleaved):
+def test_flash_decode_equals_the_full_pass(interleaved):
     config = replace(CONFIG, flash_decode=True, rotary_interleaved=interleaved)
     layer = self_attention(config).eval()
     whole = self_attention(replace(config, flash_decode=False)).eval()
@@ -163,7 +163,7 @@ def test_flash_decode_is_the_full_computation(interleaved):
 
 @pytest.mark.parametrize("by_table", [False, True])
 @pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
-def test_generation_with_pages_is_the_full_computation(by_table, softmax_type):
+def test_generation_with_pages_equals_the_full_pass(by_table, softmax_type):
     """Three requests in flight: prompts of 5, 2 and 1 tokens, steps that mix prompts and single tokens."""
     config = replace(CONFIG, softmax_type=softmax_type)
     layer = self_attention(config).eval()
@@ -190,7 +190,7 @@ def test_generation_with_pages_is_the_full_computation(by_table, softmax_type):
         torch.testing.assert_close(torch.cat(parts), expected[: done[i], i], rtol=1e-5, atol=1e-5)
 
 
-def test_an_encoder_and_a_decoder_like_t5_are_those_of_torch():
+def test_a_t5_like_encoder_and_decoder_match_torch():
     config = replace(CONFIG, num_query_groups=HEADS)
     torch.manual_seed(0)
     encoder = SelfAttention(config, self_attention_submodules(config), 1, AttnMaskType.no_mask)
@@ -377,7 +377,7 @@ def test_ranks_whose_norms_differ_are_named(kind, group, monkeypatch):
         assert group == "two ranks"
         for rank, other in enumerate(theirs):
             other.copy_(mine)
-            other[-1, 3] += wrong[0] * rank  # the last parameter is the bias of the keys' norm
+            other[-1, 3] += wrong[0] * rank  # the last parameter is the key norm's bias
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
@@ -390,7 +390,7 @@ def test_ranks_whose_norms_differ_are_named(kind, group, monkeypatch):
         layer.run_realtime_tests()
 
 
-def in_steps(layer: SelfAttention, x: torch.Tensor, context: StaticContext, **rotary) -> torch.Tensor:
+def run_in_steps(layer: SelfAttention, x: torch.Tensor, context: StaticContext, **rotary) -> torch.Tensor:
     """Run a layer on a prompt of 4 tokens, then on one token at a time."""
     parts = []
     with torch.no_grad():
@@ -424,7 +424,7 @@ def test_flash_decode_keeps_to_the_layer_and_its_context(case):
     both = {"rotary_pos_emb": freqs} if case == "both forms" else {}
     expected, _ = whole(x, None, rotary_pos_emb=freqs)
     torch.testing.assert_close(
-        in_steps(layer, x, context, **tables(freqs), **both), expected, rtol=1e-5, atol=1e-5
+        run_in_steps(layer, x, context, **tables(freqs), **both), expected, rtol=1e-5, atol=1e-5
     )
 
 
@@ -447,7 +447,7 @@ def test_rotations_that_nothing_would_compute_are_rejected():
         with pytest.raises(ValueError, match=said):
             layer(x, None, **rotary)
     with pytest.raises(ValueError, match="tokens 10:11 of sequences 0:2 do not fit"):
-        in_steps(flash, hidden(length=LENGTH + 1), static, **tables(angles(LENGTH + 1)))
+        run_in_steps(flash, hidden(length=LENGTH + 1), static, **tables(angles(LENGTH + 1)))
 
 
 @pytest.mark.parametrize("norm", ["qk_layernorm", "qk_l2_norm"])
@@ -505,7 +505,7 @@ def test_a_cache_has_the_causal_mask_in_training_mode_too():
     layer, x, freqs = self_attention().train(), hidden(), angles()
     expected, _ = layer(x, None, rotary_pos_emb=freqs)
     context = StaticContext(2, LENGTH)
-    y = in_steps(layer, x, context, rotary_pos_emb=freqs)
+    y = run_in_steps(layer, x, context, rotary_pos_emb=freqs)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 

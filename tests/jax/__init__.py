@@ -1,1 +1,1 @@
-"""Tests of `transformer_engine.jax`."""
+"""Tests for `transformer_engine.jax`."""

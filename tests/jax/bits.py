@@ -66,7 +66,7 @@ def jax_bytes(array: jax.Array) -> np.ndarray:
     return array.view(np.uint8)
 
 
-def without_nan_signs(data: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
+def erase_nan_signs(data: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
     """NaNs of float32 count as equal whatever their sign and payload; codes have one NaN."""
     if dtype == jnp.float32:
         values = data.view(np.int32)
@@ -81,8 +81,8 @@ def assert_same_bytes(array: jax.Array | None, tensor: torch.Tensor | None, name
         return
     ours, theirs = jax_bytes(array), torch_bytes(tensor)
     assert ours.size == theirs.size, f"{name}: {ours.shape} against {theirs.shape}"
-    ours = without_nan_signs(ours, array.dtype).ravel()
-    theirs = without_nan_signs(theirs, array.dtype).ravel()
+    ours = erase_nan_signs(ours, array.dtype).ravel()
+    theirs = erase_nan_signs(theirs, array.dtype).ravel()
     different = np.flatnonzero(ours != theirs)
     assert not different.size, (
         f"{name}: {different.size} of {ours.size} differ, first at {different[0]}: "
@@ -93,7 +93,7 @@ def assert_same_bytes(array: jax.Array | None, tensor: torch.Tensor | None, name
 def torch_step(
     history: np.ndarray, scale: np.ndarray, algorithm: str, fp8_max: float, margin: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a history [length, n] and scales [n] after a step of the torch reference, idle columns included."""
+    """Amax history [length, n] and scales [n] after a torch reference step, idle columns included."""
     import torch
 
     from transformer_engine.pytorch.primitives.scale_update import reference

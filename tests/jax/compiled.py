@@ -26,8 +26,8 @@ _LEAST_DRAW = 2**14
 def compile_quickly(quickly: bool) -> None:
     """Compile every program from here on without XLA's optimizations, in an MLIR context shared by many programs.
 
-    XLA_FLAGS are read once per process. Therefore, this function replaces the function of JAX that returns the options
-    of a program. A new MLIR context takes 6 of the 25 ms of a program with one operation.
+    XLA_FLAGS are read once per process. Therefore, this function replaces JAX's function for a program's
+    compile options. A new MLIR context takes 6 of the 25 ms that a one-operation program needs.
     """
     jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", quickly)
@@ -49,15 +49,15 @@ def start_on_host_devices() -> None:
 def _quick_options(
     *arguments: Any, env_options_overrides: dict[str, Any] | None = None, **options: Any
 ) -> Any:
-    overrides = {name: value for name, value in _QUICK.items() if _known(name)} | (
+    overrides = {name: value for name, value in _QUICK.items() if _is_xla_option(name)} | (
         env_options_overrides or {}
     )
     return _as_users(*arguments, env_options_overrides=overrides, **options)
 
 
 @functools.cache
-def _known(option: str) -> bool:
-    """Return whether this XLA has an option of that name; it rejects unknown options."""
+def _is_xla_option(option: str) -> bool:
+    """Whether this XLA has an option with this name; XLA rejects unknown options."""
     compiler.get_compile_options = _as_users
     try:
         jax.jit(lambda x: x).lower(1.0).compile(compiler_options={option: _QUICK[option]})
@@ -69,7 +69,7 @@ def _known(option: str) -> bool:
 
 
 def normal(key: jax.Array, shape: Sequence[int] = (), dtype: Any = float) -> jax.Array:
-    """Return the numbers of jax.random.normal, as a slice of a draw whose program serves many shapes.
+    """The numbers from jax.random.normal, sliced from a larger draw whose program serves many shapes.
 
     A program for each shape takes 0.12 s. The slice has the same bits, because numbers depend on their index alone.
     """
@@ -104,20 +104,20 @@ def values_and_gradients(function: Callable[..., Any], dy: Any, *arguments: Any)
     return jax.jit(both)(dy, *arguments)
 
 
-def variables_of(model: nn.Module, rngs: Any, *inputs: Any, **options: Any) -> Any:
-    """Return the variables of model.init without boxes; options are static."""
+def init_variables(model: nn.Module, rngs: Any, *inputs: Any, **options: Any) -> Any:
+    """Initialize variables with model.init, without boxes; options are static."""
     return nn.meta.unbox(jax.jit(lambda rngs, *inputs: model.init(rngs, *inputs, **options))(rngs, *inputs))
 
 
-def unboxed_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:
-    """Return `drawn_variables` without boxes."""
-    return nn.meta.unbox(drawn_variables(model, *inputs, **options))
+def draw_unboxed_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """Return `draw_variables` without boxes."""
+    return nn.meta.unbox(draw_variables(model, *inputs, **options))
 
 
-def drawn_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:
-    """Return variables with the boxes and shapes of model.init, whose program is not compiled.
+def draw_variables(model: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """Draw variables with the boxes and shapes from model.init, without compiling its program.
 
-    Kernels are normal numbers over twice the square root of their rows. Other parameters are normal numbers around
+    Kernels are normal numbers divided by 2 * sqrt(rows). Other parameters are normal numbers around
     their initial values: one for "scale", zero for the rest. Scales of the quantization state are 1, its histories 0.
     """
     keys = {name: jax.random.key(0) for name in ("params", "dropout", "sr_rng")}

@@ -1,10 +1,10 @@
-"""Backends of JAX on simulated GPUs, for every row of the table of hardware; `docs/hardware_jax.json` is this as data.
+"""JAX backends on simulated GPUs, per row in the hardware table; stored in `docs/hardware_jax.json`.
 
     PYTHONPATH=. python -m tests.jax.hardware_choices > docs/hardware_jax.json
 
-A recipe has the casts of its tensors, of rows in groups, and the three dense products of a linear layer. Recipes with
-one scale per tensor, and none, also have the products of rows in groups. Triton counts as installed, in a release that
-has the native instructions, and in a second column as absent: then XLA remains.
+Each recipe has the casts for single tensors and grouped rows, and the three dense products in a linear
+layer. Recipes with one scale per tensor, and no recipe, also have the grouped products. Triton counts as
+installed, in a release that has the native instructions, and in a second column as absent: then XLA remains.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ PASSES = ("output", "grad_input", "grad_weight")
 
 
 def dense(a: Side, b: Side, hardware: Hardware) -> str:
-    """The backend of a product of two matrices."""
+    """Backend for a product with two matrices."""
     elements = a[1], b[1]
     request = GemmRequest(a[0], b[0], *elements, SIZE, SIZE, SIZE, BFLOAT16, "cuda", hardware, True)
-    return chosen(gemm.TABLE, request)
+    return select_backends(gemm.TABLE, request)
 
 
 def grouped(a: Side, b: Side, contracts_rows: bool) -> str:
-    """The backend of a product over 8 groups of rows."""
+    """Backend for a grouped product over 8 row groups."""
     if a[0] is not None and b[0] is not None and a[0].block is not None:
         elements, extents = (a[1], b[1]), (8, SIZE, SIZE, SIZE)
         request = GroupedBlockRequest(
             *extents, a[0], b[0], elements, BFLOAT16, contracts_rows, False, (False, False), "cuda"
         )
-        return chosen(grouped_gemm.BLOCK_TABLE, request)
+        return select_backends(grouped_gemm.BLOCK_TABLE, request)
     scaled = a[0] is not None
     request = GroupedGemmRequest(
         8, SIZE, SIZE, SIZE, a[1], BFLOAT16, contracts_rows, scaled, scaled, "cuda"
     )  # fmt: skip
-    return chosen(grouped_gemm.TABLE, request)
+    return select_backends(grouped_gemm.TABLE, request)
 
 
 def cast(a: Side, per_tile: bool = False) -> str:
@@ -78,24 +78,24 @@ def cast(a: Side, per_tile: bool = False) -> str:
     element = next(one for one in (formats.E4M3, formats.E5M2, formats.E2M1) if one.name in a[0].elements)
     spec = QuantizeSpec(a[0], element, columnwise=not per_tile)
     request = quantize.Request(spec, (SIZE, SIZE), BFLOAT16, "cuda", maxima_per_tile=per_tile)
-    return chosen(quantize.TABLE, request)
+    return select_backends(quantize.TABLE, request)
 
 
 def cast_of_groups(a: Side) -> str:
     """The backend that quantizes rows in 8 groups."""
     assert a[0] is not None
     if a[0] == FLOAT8:
-        return chosen(grouped_quantize.ROWS, RowsRequest(8, SIZE, SIZE, BFLOAT16, "cuda"))
+        return select_backends(grouped_quantize.ROWS, RowsRequest(8, SIZE, SIZE, BFLOAT16, "cuda"))
     return cast(a, per_tile=a[0].levels is not None)
 
 
-def chosen(table: Table, request) -> str:
+def select_backends(table: Table, request) -> str:
     return next(row.name for row in table.candidates(request) if row.rejection_reason(request) is None)
 
 
 @contextlib.contextmanager
-def simulated(hardware: Hardware, with_triton: bool) -> Iterator[None]:
-    """Programs for CUDA are for a GPU of this row."""
+def simulate_gpu(hardware: Hardware, with_triton: bool) -> Iterator[None]:
+    """Lower CUDA programs for the GPU in this table row."""
     release = max(hardware.scaled_dot, (3, 6))
     missing = None if with_triton else "triton is not installed"
     failure = optional.failure
@@ -112,9 +112,9 @@ def simulated(hardware: Hardware, with_triton: bool) -> Iterator[None]:
 
 
 def choices(hardware: Hardware, with_triton: bool) -> dict[str, dict[str, str]]:
-    """{recipe: {operation: backend}} on a GPU of this row."""
+    """{recipe: {operation: backend}} on the GPU in this table row."""
     found: dict[str, dict[str, str]] = {}
-    with simulated(hardware, with_triton):
+    with simulate_gpu(hardware, with_triton):
         for recipe, (_, products) in PRODUCTS.items():
             of_recipe = found[recipe] = {}
             left, right = products[0]
@@ -128,7 +128,7 @@ def choices(hardware: Hardware, with_triton: bool) -> dict[str, dict[str, str]]:
 
 
 def table() -> dict[str, dict[str, dict[str, dict[str, str]]]]:
-    """{architecture: {"with triton" or "without triton": {recipe: {operation: backend}}}} of NVIDIA's rows."""
+    """{architecture: {"with triton" or "without triton": {recipe: {operation: backend}}}}, NVIDIA only."""
     return {
         row.architecture: {"with triton": choices(row, True), "without triton": choices(row, False)}
         for row in ROWS

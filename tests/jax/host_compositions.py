@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, drawn_variables, normal, start_on_host_devices
+from tests.jax.compiled import array, draw_variables, normal, start_on_host_devices
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.jax.attention import (
@@ -37,13 +37,13 @@ from transformer_engine.jax.primitives.partitioning import ShardingRule
 TOKENS, HEADS, DIM = 32, 4, 8
 
 
-def mesh_of(**axes: int) -> Mesh:
+def create_mesh(**axes: int) -> Mesh:
     devices = np.asarray(jax.devices()[: int(np.prod(list(axes.values())))]).reshape(tuple(axes.values()))
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def both(function, *arguments):
-    """(value, gradients of all arguments) of a scalar function."""
+    """Value and gradients for all arguments of a scalar function."""
     return jax.jit(jax.value_and_grad(function, argnums=tuple(range(len(arguments)))))(*arguments)
 
 
@@ -78,7 +78,7 @@ def layer_case(mesh: Mesh, resource: te.MeshResource, settings, model: nn.Module
         return jax.value_and_grad(loss, argnums=(0, 1))(params, state)
 
     with te.autocast(settings is not None, settings):
-        boxed = drawn_variables(model, x, deterministic=True)
+        boxed = draw_variables(model, x, deterministic=True)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
         want = jax.jit(run)(params, state, x)
     with jax.set_mesh(mesh), te.autocast(settings is not None, settings, mesh_resource=resource):
@@ -89,11 +89,11 @@ def layer_case(mesh: Mesh, resource: te.MeshResource, settings, model: nn.Module
                 lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, specs,
                 is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
             )  # fmt: skip
-            got = jax.jit(run)(placed, state, jax.device_put(x, NamedSharding(mesh, batch_of(resource))))
+            got = jax.jit(run)(placed, state, jax.device_put(x, NamedSharding(mesh, draw_batch(resource))))
     return difference(got, want)
 
 
-def batch_of(resource: te.MeshResource) -> PartitionSpec:
+def draw_batch(resource: te.MeshResource) -> PartitionSpec:
     return PartitionSpec(resource.fsdp_resource or resource.dp_resource)
 
 
@@ -108,7 +108,7 @@ def attention(layout, mask, softmax=AttnSoftmaxType.VANILLA_SOFTMAX, window=None
 
 
 def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=None, stripe=None) -> float:
-    """Attention of tokens sharded over "cp": output and gradients of q, k, v and the sinks."""
+    """Attention with tokens sharded over "cp": output and gradients for q, k, v and the sinks."""
     keys = jax.random.split(jax.random.key(0), 4)
     q, dy = (normal(key, (2, TOKENS, HEADS, DIM)) for key in keys[:2])
     k, v = (normal(key, (2, TOKENS, HEADS // 2, DIM)) for key in keys[2:])
@@ -152,7 +152,7 @@ def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=
 
 @dataclass(frozen=True)
 class DoubledAndSummed(kernels.Kernel):
-    """A replacement of a kernel that also lowers for CPUs: (2 * x [rows, width], sums of columns)."""
+    """A kernel replacement that also lowers for CPUs: (2 * x [rows, width], column sums)."""
 
     rule = ShardingRule("r w -> r w, w", ("w",), summed=(1,))
 
@@ -199,16 +199,16 @@ def main() -> None:
     start_on_host_devices()
     delayed = recipe.DelayedScaling(amax_history_len=4)
     found = {
-        "fsdp": layer_case(mesh_of(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, mlp_of_tokens()),
+        "fsdp": layer_case(create_mesh(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, mlp_of_tokens()),
         "dp and tp with sequences": layer_case(
-            mesh_of(dp=2, tpsp=4), te.MeshResource(dp_resource="dp", tpsp_resource="tpsp"), None,
+            create_mesh(dp=2, tpsp=4), te.MeshResource(dp_resource="dp", tpsp_resource="tpsp"), None,
             transformer_layer(enable_sequence_parallel=True),
         ),
     }  # fmt: skip
     bshd, thd = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
     vanilla, learnt = AttnSoftmaxType.VANILLA_SOFTMAX, AttnSoftmaxType.LEARNABLE_SOFTMAX
     causal, padding = AttnMaskType.CAUSAL_MASK, AttnMaskType.PADDING_CAUSAL_MASK
-    mesh = mesh_of(dp=2, cp=4)
+    mesh = create_mesh(dp=2, cp=4)
     for strategy in (CPStrategy.ALL_GATHER, CPStrategy.RING):
         cases = {
             "causal balanced": (True, bshd, causal, vanilla),
@@ -228,14 +228,14 @@ def main() -> None:
                 found[f"{strategy.name} {name}"] = sequence_case(mesh, strategy, *case)
     # Two devices; the window reaches the whole sequence to the left and ends within a chunk to the right.
     found["two devices with a window"] = sequence_case(
-        mesh_of(dp=4, cp=2), CPStrategy.RING, True, bshd, AttnMaskType.NO_MASK, learnt, (40, 11)
+        create_mesh(dp=4, cp=2), CPStrategy.RING, True, bshd, AttnMaskType.NO_MASK, learnt, (40, 11)
     )
     if everything:
         found["whole layer over fsdp"] = layer_case(
-            mesh_of(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, transformer_layer()
+            create_mesh(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed, transformer_layer()
         )
         found["fsdp and tp in mxfp8"] = layer_case(
-            mesh_of(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
+            create_mesh(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
             recipe.MXFP8BlockScaling(), mlp_of_tokens(),
         )  # fmt: skip
         for name, settings in (
@@ -243,17 +243,17 @@ def main() -> None:
             ("blocks", recipe.Float8BlockScaling()),
         ):
             found[f"whole layer over fsdp and tp in {name}"] = layer_case(
-                mesh_of(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"), settings,
+                create_mesh(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"), settings,
                 transformer_layer(enable_sequence_parallel=True),
             )  # fmt: skip
         found["dp"] = layer_case(
-            mesh_of(dp=8), te.MeshResource(dp_resource="dp"), delayed,
+            create_mesh(dp=8), te.MeshResource(dp_resource="dp"), delayed,
             transformer_layer(layernorm_type="rmsnorm", mlp_activations=("silu", "linear")),
         )  # fmt: skip
         found["stripes of several tokens"] = sequence_case(
             mesh, CPStrategy.ALL_GATHER, True, thd, padding, vanilla, stripe=4
         )
-    found["kernels"] = kernel_case(mesh_of(dp=8))
+    found["kernels"] = kernel_case(create_mesh(dp=8))
     print(json.dumps(found))
 
 

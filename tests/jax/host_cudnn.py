@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.jax.compiled import array, normal, ones, start_on_host_devices, zeros
-from tests.jax.host_compositions import mesh_of
+from tests.jax.host_compositions import create_mesh
 from tests.jax.host_devices import difference
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType
 from transformer_engine.jax.primitives import kernels
@@ -22,7 +22,7 @@ BATCH, TOKENS, HEADS, GROUPS, DIM = 4, 8, 8, 4, 16
 
 
 def attend(q, k, v, bias, lengths_q, lengths_kv, scale, causal):
-    """Return out [b, s, h, d] in float32 for the arguments of cuDNN's call."""
+    """Attention output [b, s, h, d] in float32 for the arguments that cuDNN receives."""
     batch, queries, heads, _ = q.shape
     assert lengths_q.size in (0, batch) and lengths_kv.size in (0, batch), "lengths lie as queries do"
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -53,8 +53,8 @@ def backward(q, k, v, bias, lengths_q, lengths_kv, *rest, scale, variadic_args, 
     return [*made[:3], *([made[3]] if variadic_args[1] else [])]
 
 
-def stand_in() -> None:
-    """Replace only cuDNN's own call; its version and the GPU are those of an H200."""
+def replace_cudnn() -> None:
+    """Replace only cuDNN's own call; the reported version and GPU belong to an H200."""
     pairs = (
         (library._dot_product_attention_fwd_p, forward),
         (library._dot_product_attention_bwd_p, backward),
@@ -67,7 +67,7 @@ def stand_in() -> None:
 
 
 def step(mask, q, k, v, bias, lengths):
-    """The loss, and the gradients of queries, keys, values and a bias."""
+    """The loss, and gradients for queries, keys, values and a bias."""
 
     def loss(q, k, v, bias):
         kind = AttnBiasType.NO_BIAS if bias is None else AttnBiasType.POST_SCALE_BIAS
@@ -89,7 +89,7 @@ def case(specs, mask=AttnMaskType.CAUSAL_MASK, bias=None, lengths=None) -> tuple
     given = None if lengths is None else (jnp.asarray(lengths, jnp.int32),) * 2
     run = jax.jit(step, static_argnums=0)
     want = run(mask, q, k, v, bias, given)
-    mesh = mesh_of(dp=2, tp=4)
+    mesh = create_mesh(dp=2, tp=4)
     with jax.set_mesh(mesh):
         q, k, v = (
             jax.device_put(x, NamedSharding(mesh, PartitionSpec(*s)))
@@ -102,7 +102,7 @@ def case(specs, mask=AttnMaskType.CAUSAL_MASK, bias=None, lengths=None) -> tuple
 
 def main() -> None:
     start_on_host_devices()
-    stand_in()
+    replace_cudnn()
     heads, tokens = ("dp", None, "tp"), ("dp", "tp")
     padding, lengths = AttnMaskType.PADDING_CAUSAL_MASK, [8, 3, 5, 1]
     bias = array(np.random.default_rng(0).standard_normal((1, HEADS, TOKENS, TOKENS)), jnp.bfloat16)

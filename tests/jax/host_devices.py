@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import drawn_variables, normal, start_on_host_devices
+from tests.jax.compiled import draw_variables, normal, start_on_host_devices
 from transformer_engine.common import recipe
 from transformer_engine.jax import sharding
 
@@ -67,7 +67,7 @@ def shards(params) -> int:
     return kernel.size // kernel.addressable_shards[0].data.size
 
 
-def restored_onto(mesh: Mesh, tree, placed):
+def restore_checkpoint(mesh: Mesh, tree, placed):
     """Save a tree of one device with orbax and restore it: parameters sharded like `placed`, the rest replicated."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     laid = {
@@ -84,7 +84,7 @@ def restored_onto(mesh: Mesh, tree, placed):
 
 
 def reduced(mesh: Mesh) -> dict[str, list[float]]:
-    """The first results of the collectives of te.sharding on the numbers 0 to 7, one number per device of 4 x 2."""
+    """First results from te.sharding's collectives on the numbers 0 to 7, one per device in a 4 x 2 mesh."""
 
     def body(x):
         return jnp.concatenate(
@@ -122,7 +122,7 @@ def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
             outputs = model.apply(variables, x)
             return (jax.tree.leaves(outputs)[0] ** 2).mean()
 
-        variables = nn.meta.unbox(drawn_variables(model, x))
+        variables = nn.meta.unbox(draw_variables(model, x))
         rows = PartitionSpec(("dp", "tp"))
         mapped = jax.shard_map(
             lambda v, x, loss=loss: jax.grad(lambda v: jax.lax.pmean(loss(v, x), ("dp", "tp")))(v),
@@ -137,7 +137,7 @@ def main() -> None:
     x = normal(jax.random.key(0), (64, 32))
     model = Block()
     with te.autocast(True, RECIPE):
-        boxed = drawn_variables(model, x)
+        boxed = draw_variables(model, x)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
         want = jax.jit(lambda *a: step(model, x, *a))(params, state)
     devices = np.asarray(jax.devices()).reshape(4, 2)
@@ -164,7 +164,7 @@ def main() -> None:
                 text = run.as_text() or ""
                 got = run(x_placed, placed, copies)
                 if name == "set_mesh":
-                    kept = restored_onto(mesh, {"params": params, "state": state}, placed)
+                    kept = restore_checkpoint(mesh, {"params": params, "state": state}, placed)
                     again = run(x_placed, kept["params"], kept["state"])
                     found["restored"] = difference(again, got)
                     found["restored shards"] = shards(kept["params"])

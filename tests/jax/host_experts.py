@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import drawn_variables, normal, ones, start_on_host_devices
-from tests.jax.host_compositions import mesh_of
+from tests.jax.compiled import draw_variables, normal, ones, start_on_host_devices
+from tests.jax.host_compositions import create_mesh
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.jax.primitives import launching
@@ -36,7 +36,7 @@ EXPERTS, WIDTH = 8, 32
 
 
 def tokens_in_whole_blocks() -> jax.Array:
-    """x [8, 16, 32]: of each half of the batch 16 tokens go to every expert (by `gates`), and one row is large."""
+    """x [8, 16, 32]: in each batch half 16 tokens go to every expert (by `gates`), and one row is large."""
     t = np.arange(128)
     chosen = np.zeros((128, EXPERTS), np.float32)
     chosen[t, t % 8] = chosen[t, (t % 8 + 1 + t // 8 % 7) % 8] = 8.0
@@ -52,7 +52,7 @@ def gates() -> jax.Array:
 
 
 def step(model, variables, x):
-    """((loss, (y, rows that devices received)), gradients of parameters, next state and gradient of x)."""
+    """((loss, (y, rows that devices received)), parameter gradients, next state and gradient of x)."""
     state, params = flax.core.pop(variables, "params")
 
     def loss(params, state, x):
@@ -66,7 +66,7 @@ def start(settings, x, **fields):
     """Return a model on one device and its variables; biases are near 3."""
     model = te_flax._MoEBlock(**FIELDS | fields)
     with te.autocast(settings is not None, settings):
-        variables = nn.meta.unbox(drawn_variables(model, x))
+        variables = nn.meta.unbox(draw_variables(model, x))
     params = {n: p + 3.0 if n.endswith("_bias") else p for n, p in variables["params"].items()}
     return model, variables | {"params": params}
 
@@ -101,7 +101,7 @@ def experts_case(
 
 
 def forward_and_backward_states(*collections) -> list[list[dict[str, jax.Array]]]:
-    """[states of inputs and kernels, states of gradients]: of each, one dictionary per collection."""
+    """[input and kernel states, gradient states], each with one dictionary per collection."""
     states = [collection.get("fp8_metas", {}) for collection in collections]
     return [
         [{name: leaf for name, leaf in one.items() if ("grad" in name) == backward} for one in states]
@@ -118,7 +118,7 @@ def rows_of_devices() -> tuple[jax.Array, jax.Array]:
 
 
 def codes_case(name: str, member: str) -> dict[str, int]:
-    """Elements of codes, decoded values and next states that differ from those of one tensor of four groups."""
+    """Count differing codes, decoded values and next states against one tensor with four groups."""
     parts, whole = rows_of_devices()
     with te.autocast(True, RECIPES[name]):
         quantizer = getattr(QuantizerFactory.create_set(n_groups=4), member)
@@ -142,7 +142,7 @@ def codes_case(name: str, member: str) -> dict[str, int]:
         want = jax.jit(lambda q, x: encoded(q, x, jnp.full(4, 256, jnp.int32), ()))(quantizer, whole)
     of_experts, of_rows = PartitionSpec("ep"), PartitionSpec("dp", "ep")
     mapped = jax.shard_map(
-        local, mesh=mesh_of(dp=2, ep=2), in_specs=(of_experts, of_rows), out_specs=(of_rows, of_experts),
+        local, mesh=create_mesh(dp=2, ep=2), in_specs=(of_experts, of_rows), out_specs=(of_rows, of_experts),
         check_vma=False,
     )  # fmt: skip
     values, following = jax.jit(mapped)(quantizer, parts)
@@ -152,24 +152,24 @@ def codes_case(name: str, member: str) -> dict[str, int]:
 
 
 def random_case() -> dict[str, float]:
-    """Difference of the gradients of two equal halves of a batch, whose devices round stochastically."""
+    """Gradient difference between two equal batch halves, whose devices round stochastically."""
     settings = recipe.NVFP4BlockScaling(disable_rht=True)
     half = normal(jax.random.key(0), (2, 16, WIDTH))
     x = jnp.concatenate((half, half))
     _, variables = start(settings, x)
     model = te_flax._MoEBlock(**FIELDS, ep_axis="ep", data_parallelism_axes=("dp",))
-    mesh = mesh_of(dp=2, ep=2)
+    mesh = create_mesh(dp=2, ep=2)
     with jax.set_mesh(mesh), te.autocast(True, settings):
         (_, (y, _)), (_, _, dx) = step(model, variables, x)
     return {"y": difference(y[2:], y[:2]), "dx": difference(dx[2:], dx[:2])}
 
 
-def lowered_case(settings) -> dict[str, int]:
+def cuda_calls(settings) -> dict[str, int]:
     """Calls in the CUDA program of a bfloat16 step on a mesh with one additional axis."""
     x = ones((8, 16, WIDTH), jnp.bfloat16)
     _, variables = start(settings, x, dtype=jnp.bfloat16)
     model = te_flax._MoEBlock(**FIELDS, dtype=jnp.bfloat16, ep_axis="ep", data_parallelism_axes=("dp",))
-    with jax.set_mesh(mesh_of(dp=2, ep=2, tp=2)), te.autocast(settings is not None, settings):
+    with jax.set_mesh(create_mesh(dp=2, ep=2, tp=2)), te.autocast(settings is not None, settings):
         traced = jax.jit(lambda variables, x: step(model, variables, x)).trace(variables, x)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return {name: text.count(f"@{name}(") for name in ("CustomSPMDPartitioning", "ragged_all_to_all")}
@@ -182,17 +182,17 @@ def main() -> None:
     everything = "--all" in sys.argv
     start_on_host_devices()
     x = tokens_in_whole_blocks()
-    mesh = mesh_of(dp=2, ep=4)
+    mesh = create_mesh(dp=2, ep=4)
     found = {}
     for name, settings in RECIPES.items():
         if everything:
             found[f"dp and ep: {name}"] = experts_case(mesh, ("dp",), settings, x, True)
-            found[f"ep 2: {name}"] = experts_case(mesh_of(ep=2), (), settings)
-            found[f"ep 4: {name}"] = experts_case(mesh_of(ep=4), (), settings)
+            found[f"ep 2: {name}"] = experts_case(create_mesh(ep=2), (), settings)
+            found[f"ep 4: {name}"] = experts_case(create_mesh(ep=4), (), settings)
             early = experts_case(mesh, ("dp",), settings, x, True, apply_topk_weights_early=True)
             found[f"early: {name}"] = early
     found["few tokens: delayed"] = experts_case(
-        mesh_of(dp=2, ep=2, tp=2), ("dp",), RECIPES["delayed"], normal(jax.random.key(0), (4, 2, WIDTH)),
+        create_mesh(dp=2, ep=2, tp=2), ("dp",), RECIPES["delayed"], normal(jax.random.key(0), (4, 2, WIDTH)),
         entered=lambda mesh: mesh, cut={"wi": ("ep", None, "tp"), "wo": ("ep", "tp")},
     )  # fmt: skip
     if everything:
@@ -212,7 +212,7 @@ def main() -> None:
     if everything:
         found["random"] = random_case()
     if launching.kernels_unsupported_reason() is None:
-        found["lowered"] = lowered_case(RECIPES["current"])
+        found["lowered"] = cuda_calls(RECIPES["current"])
     print(json.dumps(found))
 
 

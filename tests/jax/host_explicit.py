@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import drawn_variables, normal, start_on_host_devices
+from tests.jax.compiled import draw_variables, normal, start_on_host_devices
 from transformer_engine.common import recipe
 from transformer_engine.jax import sharding
 from transformer_engine.jax.dense import grouped_dense
@@ -71,7 +71,7 @@ def difference(found, expected) -> float:
     )
 
 
-def loss_of(layer):
+def layer_loss(layer):
     module = LAYERS[layer]()
 
     def loss(variables, x):
@@ -81,17 +81,17 @@ def loss_of(layer):
     return module, loss
 
 
-def mesh_of(kind: AxisType) -> Mesh:
+def create_mesh(kind: AxisType) -> Mesh:
     return jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(kind, kind))
 
 
 def gradients(kind: AxisType, layer: str, name: str, jitted: bool, rules: bool = False) -> float:
     x = normal(jax.random.key(0), (4, 8, 32))
-    module, loss = loss_of(layer)
+    module, loss = layer_loss(layer)
     with te.autocast(RECIPES[name] is not None, RECIPES[name]):
-        variables = nn.unbox(drawn_variables(module, x))
+        variables = nn.unbox(draw_variables(module, x))
         expected = jax.jit(jax.grad(loss, (0, 1)))(variables, x)
-    mesh = mesh_of(kind)
+    mesh = create_mesh(kind)
     with jax.set_mesh(mesh), te.autocast(RECIPES[name] is not None, RECIPES[name], RESOURCE):
         places = te_flax.extend_logical_axis_rules(()) if rules else ()
         with nn.logical_axis_rules(places):
@@ -109,7 +109,7 @@ def grouped(kind: AxisType) -> float:
         return jnp.sin(grouped_dense(x, kernel, SIZES)).sum()
 
     expected = jax.jit(jax.grad(loss, (0, 1)))(x, kernel)
-    mesh = mesh_of(kind)
+    mesh = create_mesh(kind)
     with jax.set_mesh(mesh):
         x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
         kernel = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec(None, None, "tp")))
@@ -128,14 +128,14 @@ def permutation() -> float:
         return jnp.sin(token_combine(rows, row_id_map, weights, pads) + chunks).sum()
 
     expected = jax.jit(jax.grad(loss, (0, 1)))(x, logits)
-    mesh = mesh_of(AxisType.Explicit)
+    mesh = create_mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, PartitionSpec("dp"))
         found = jax.jit(jax.grad(loss, (0, 1)))(jax.device_put(x, rows), jax.device_put(logits, rows))
     return difference(found, expected)
 
 
-def mixed_axes() -> float:
+def constrain_mixed_axes() -> float:
     """A constraint over an Explicit and an Auto axis."""
     mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Explicit, AxisType.Auto))
     with jax.set_mesh(mesh):
@@ -145,7 +145,7 @@ def mixed_axes() -> float:
 
 
 def keys(impl: str, ep_axis: str | None) -> float:
-    """Experts over devices with a key of any implementation; 1e-5 for a relative error of 0.4.
+    """Experts over devices with a key from any implementation; 1e-5 for a relative error of 0.4.
 
     Stochastic rounding to NVFP4 in three products differs by less.
     """
@@ -180,7 +180,7 @@ def cases() -> dict[str, Callable[[], float]]:
         "eager, rules, mlp": partial(gradients, AxisType.Auto, "mlp", "none", False, rules=True),
         "Explicit, groups": partial(grouped, AxisType.Explicit),
         "Explicit, permutation": permutation,
-        "mixed axes": mixed_axes,
+        "mixed axes": constrain_mixed_axes,
         **{f"keys, {impl}": partial(keys, impl, "ep") for impl in ("threefry2x32", "rbg")},
     }  # fmt: skip
 

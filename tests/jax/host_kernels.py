@@ -70,7 +70,7 @@ class Blocks(Kernel):
 
 @dataclass(frozen=True)
 class Product(Kernel):
-    """a [m, k], b [n, k] -> a @ b.T, of parts of k summed"""
+    """a [m, k], b [n, k] -> a @ b.T, summed over parts of k"""
 
     rule = ShardingRule("m k, n k -> m n", led_by_results=True, summed=(0,))
 
@@ -105,7 +105,7 @@ class Rounded(Product):
 
 @dataclass(frozen=True)
 class Heads(Kernel):
-    """q [b, h, s], k [b, g, s] -> q * its head of k, and what every head of k is summed to [b, g]"""
+    """q [b, h, s], k [b, g, s] -> q times its k head, and the sum of every k head [b, g]"""
 
     members: int
 
@@ -208,7 +208,7 @@ def experts_there_and_back(x):
 
 
 def misnamed(mesh: Mesh) -> int:
-    """Number of arrays sharded over axes of the mesh for which `named` finds another sharding."""
+    """Number of arrays sharded over mesh axes for which `named` finds another sharding."""
     specs = [
         (), ("dp",), (None, "tp"), ("tp", None, "dp"), (("dp", "tp"),), (None, ("tp", "dp")), (None, "tp", "dp"),
     ]  # fmt: skip
@@ -224,7 +224,7 @@ def misnamed(mesh: Mesh) -> int:
     return sum(not got.sharding.is_equivalent_to(x.sharding, x.ndim) for got, x in pairs)
 
 
-# {what: (formats of a and b, their element, a [*M, *K], b [*N, *K], the axes of the mesh over a's axes and over b's)}
+# {what: (formats for a and b, their element, a [*M, *K], b [*N, *K], mesh axes over a's and b's axes)}
 PRODUCTS = {
     "axes with blocks of their own": (
         (MXFP8, MXFP8), E4M3, (8, 4, 2, 64), (2, 24, 2, 64), ("dp", None, None, "tp"), (None, "tp"),

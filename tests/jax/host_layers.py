@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import drawn_variables, normal, start_on_host_devices
+from tests.jax.compiled import draw_variables, normal, start_on_host_devices
 from tests.jax.host_compositions import mlp_of_tokens
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
@@ -43,7 +43,7 @@ RECIPES = {
     # A sum in another order could change the direction of stochastic rounding.
     "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }  # fmt: skip
-# A device's part has whole blocks, of every kernel and of a sequence.
+# Each device's shard has whole blocks, both in every kernel and along the sequence.
 # In float32 a sum in another order changes only a few codes.
 IN_BLOCKS = {"hidden_size": 128, "mlp_hidden_size": 256, "num_gqa_groups": 8, "dtype": jnp.float32}
 TOKENS_IN_BLOCKS = 384
@@ -67,8 +67,8 @@ OTHER_CASES = [
 ]
 
 
-def model_of(kind: str, sizes: dict[str, Any], sequence_parallel: bool = False) -> nn.Module:
-    """Return a transformer layer, or one of its halves, which compile in half of its time."""
+def create_model(kind: str, sizes: dict[str, Any], sequence_parallel: bool = False) -> nn.Module:
+    """Create a transformer layer, or one half, which compiles in half the time."""
     if kind == "layer":
         return te_flax.TransformerLayer(**sizes, enable_sequence_parallel=sequence_parallel)
     if kind == "attention":
@@ -80,13 +80,13 @@ def model_of(kind: str, sizes: dict[str, Any], sequence_parallel: bool = False) 
     return mlp_of_tokens(sizes["mlp_hidden_size"], layernorm_type="rmsnorm", dtype=sizes["dtype"])
 
 
-def inputs_of(kind: str, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the inputs of a model; for attention, queries and keys."""
+def model_inputs(kind: str, x: jax.Array) -> tuple[jax.Array, ...]:
+    """Draw the model's inputs; for attention, queries and keys."""
     return (x, x) if kind == "attention" else (x,)
 
 
 def as_on_cuda() -> None:
-    """Make products of codes kernels on this platform, too."""
+    """Use kernels for quantized products on this platform, too."""
 
     def unsupported_reason(request) -> str | None:
         return None if request.a_format == request.b_format == FLOAT8 else "an operand is not in codes"
@@ -101,7 +101,7 @@ def as_on_cuda() -> None:
 
 
 def exchanged(text: str) -> list[tuple[str, str, list[int]]]:
-    """Return (collective, dtype, shape) of every array that devices exchange."""
+    """(collective, dtype, shape) for every array that devices exchange."""
     found = []
     for line in text.splitlines():
         if match := re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)\(", line):
@@ -112,7 +112,7 @@ def exchanged(text: str) -> list[tuple[str, str, list[int]]]:
 
 def step(kind, model, state, params, x):
     def run(state, params, x):
-        outputs = model.apply({"params": params, **state}, *inputs_of(kind, x), deterministic=True)
+        outputs = model.apply({"params": params, **state}, *model_inputs(kind, x), deterministic=True)
         return jax.tree.leaves(outputs)[0]
 
     y, pullback = jax.vjp(run, state, params, x)
@@ -121,21 +121,21 @@ def step(kind, model, state, params, x):
 
 
 @functools.cache
-def of_one_device(kind: str, name: str) -> tuple[Any, Any, Any]:
-    """Return the boxed variables, the input and the results of a step on them."""
+def one_device_step(kind: str, name: str) -> tuple[Any, Any, Any]:
+    """Boxed variables, the input, and the results from one step on one device."""
     sizes = SIZES | (IN_BLOCKS if name in BLOCKS else {})
-    model = model_of(kind, sizes)
+    model = create_model(kind, sizes)
     tokens = TOKENS_IN_BLOCKS if name in BLOCKS else TOKENS
     x = normal(jax.random.key(0), (4, tokens, sizes["hidden_size"]), sizes["dtype"])
     with te.autocast(RECIPES[name] is not None, RECIPES[name]):
-        boxed = drawn_variables(model, *inputs_of(kind, x), deterministic=True)
+        boxed = draw_variables(model, *model_inputs(kind, x), deterministic=True)
         state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
         return boxed, x, jax.jit(lambda *a: step(kind, model, *a))(state, params, x)
 
 
 def facts(kind: str, name: str, axes: dict[str, int]) -> dict[str, Any]:
     sizes = SIZES | (IN_BLOCKS if name in BLOCKS else {})
-    model = model_of(kind, sizes, sequence_parallel="tpsp" in axes)
+    model = create_model(kind, sizes, sequence_parallel="tpsp" in axes)
     count = int(np.prod([*axes.values()]))
     mesh = Mesh(
         np.asarray(jax.devices()[:count]).reshape(*axes.values()),
@@ -143,7 +143,7 @@ def facts(kind: str, name: str, axes: dict[str, int]) -> dict[str, Any]:
         axis_types=(AxisType.Auto,) * len(axes),
     )
     resource = te.MeshResource(**{f"{axis}_resource": axis for axis in axes})
-    boxed, x, want = of_one_device(kind, name)
+    boxed, x, want = one_device_step(kind, name)
     state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
     with (
         jax.set_mesh(mesh),

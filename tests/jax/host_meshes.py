@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import normal, start_on_host_devices
-from tests.jax.host_compositions import mesh_of
+from tests.jax.host_compositions import create_mesh
 from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention, permutation, router, sharding
@@ -26,7 +26,7 @@ from transformer_engine.jax.quantize import QuantizerFactory
 
 EXPERTS, CHOSEN = 8, 2
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
-# {mesh: (its axes, the resources they are for, axis of rows, axis of columns)}
+# {mesh: (its axes, their resources, row axis, column axis)}
 MESHES = {
     "dp 8": ({"dp": 8}, {"dp_resource": "dp"}, "dp", None),
     "dp 4, tp 2": ({"dp": 4, "tp": 2}, {"dp_resource": "dp", "tp_resource": "tp"}, "dp", "tp"),
@@ -54,7 +54,7 @@ def random(seed: int, *shape: int):
 
 @dataclass(frozen=True)
 class Case:
-    """A loss of arrays with rows, loss(*arrays).
+    """A loss on arrays with rows, loss(*arrays).
 
     Attributes:
         cut: For each array the axes that shard it: "rows", "columns" or None per dimension.
@@ -71,7 +71,7 @@ class Case:
         return tuple(PartitionSpec(*(axes[name] for name in cut)) for cut in self.cut)
 
     def step(self, mapped: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Return the loss and the gradients of all arrays; the gradient of a state is the next state."""
+        """Loss and gradients for all arrays; a state's gradient is the next state."""
         loss = self.loss if mapped is None else mapped
         return jax.value_and_grad(loss, argnums=tuple(range(len(self.arrays))))
 
@@ -142,7 +142,7 @@ def states(count: int, settings: Any = DELAYED) -> tuple[Any, ...]:
 WHOLE = (None,)
 
 
-def in_blocks(settings: Any) -> Case:
+def block_sharded_dense(settings: Any) -> Case:
     """A dense layer whose kernel is sharded along both axes; the axis of the rows shards the contracted one."""
     arrays = (random(0, 64, 64), random(1, 64, 32), *states(1, settings))
     return Case(dense, arrays, (("rows",), ("rows", "columns"), WHOLE), by_rows=False)
@@ -153,9 +153,9 @@ def cases() -> dict[str, Case]:
     return {
         "dense": Case(dense, (random(0, 64, 32), random(1, 32, 16), *states(1)), (("rows",), (None, "columns"), WHOLE)),
         # Each device holds 32, 16 or 128 of the 64 contracted elements, and shares a block with other devices.
-        "dense in mxfp8": in_blocks(recipe.MXFP8BlockScaling()),
-        "dense in nvfp4": in_blocks(recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)),
-        "dense in block": in_blocks(recipe.Float8BlockScaling()),
+        "dense in mxfp8": block_sharded_dense(recipe.MXFP8BlockScaling()),
+        "dense in nvfp4": block_sharded_dense(recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)),
+        "dense in block": block_sharded_dense(recipe.Float8BlockScaling()),
         "mlp": Case(
             mlp,
             (random(0, 8, 16, 32), 1 + 0.1 * random(1, 32), random(2, 32, 2, 64) / 6, random(3, 64, 32) / 8,
@@ -173,10 +173,10 @@ def cases() -> dict[str, Case]:
     }  # fmt: skip
 
 
-def over_devices(
+def sharded_step(
     case: Case, mesh: Mesh, rows: str, columns: str | None, way: str, resource: te.MeshResource
 ) -> Any:
-    """Run the step of a case on sharded arrays on the mesh."""
+    """Run a case's step on arrays sharded over the mesh."""
     # Inside shard_map only rows are sharded: every device has all kernels and heads.
     specs = case.specs(rows, None if way == "shard_map" else columns)
     laid = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -208,7 +208,7 @@ def main() -> None:
             continue
         if name not in alone:
             alone[name] = jax.jit(case.step())(*case.arrays)
-        got = over_devices(case, mesh_of(**axes), rows, columns, way, te.MeshResource(**served))
+        got = sharded_step(case, create_mesh(**axes), rows, columns, way, te.MeshResource(**served))
         found[f"{name}, {mesh_name}, {way}"] = difference(got, alone[name])
     print(json.dumps(found))
 

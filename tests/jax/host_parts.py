@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 from tests.jax.compiled import normal, start_on_host_devices, zeros
-from tests.jax.host_compositions import mesh_of
+from tests.jax.host_compositions import create_mesh
 from tests.jax.host_devices import difference
 from transformer_engine.jax import attention as api
 from transformer_engine.jax.context_parallel import parts
@@ -34,7 +34,7 @@ def attention(
     )  # fmt: skip
 
 
-def over_devices(strategy, **options):
+def sharded_results(strategy, **options):
     return functools.partial(
         attention, context_parallel_axis="cp", context_parallel_strategy=strategy,
         context_parallel_causal_load_balanced=True, **options,
@@ -46,21 +46,21 @@ def step(function, dy, *arrays):
     return out, *pullback(dy)
 
 
-def mask_of(kind) -> api.AttnMaskType:
+def create_mask(kind) -> api.AttnMaskType:
     return api.AttnMaskType.CAUSAL_MASK if kind.name == "CAUSAL" else api.AttnMaskType.NO_MASK
 
 
 def forward(q, k, v, *rest, scale, mask_type, **options):
-    return list(reference.forward_part(q, k, v, scale, mask_of(mask_type)))
+    return list(reference.forward_part(q, k, v, scale, create_mask(mask_type)))
 
 
 def backward(q, k, v, *rest, scale, mask_type, **options):
     level, out, dout = rest[7:]
-    return list(reference.backward_part(q, k, v, out, level, dout, scale, mask_of(mask_type)))
+    return list(reference.backward_part(q, k, v, out, level, dout, scale, create_mask(mask_type)))
 
 
-def by_cudnn() -> dict[str, float]:
-    """JAX's call of cuDNN, with plain operations in place of the library, on 2 x 2 x 2 devices against one."""
+def check_cudnn_call() -> dict[str, float]:
+    """JAX's cuDNN call, with jnp operations instead of the library, on 2 x 2 x 2 devices against one."""
     for primitive, function in (
         (library._dot_product_attention_fwd_p, forward),
         (library._dot_product_attention_bwd_p, backward),
@@ -77,14 +77,14 @@ def by_cudnn() -> dict[str, float]:
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [normal(key, (2, 32, n, 16), jnp.bfloat16) for key, n in zip(keys, (4, 4, 2, 2), strict=True)]
     want = jax.jit(functools.partial(step, attention))(*arrays)
-    mesh = mesh_of(dp=2, tp=2, cp=2)
+    mesh = create_mesh(dp=2, tp=2, cp=2)
     resource = te.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")
     laid = [api.reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1) for x in arrays]
     found = {}
     with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
         laid = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp", "cp", "tp"))) for x in laid]
         for strategy in STRATEGIES:
-            program = jax.jit(functools.partial(step, over_devices(strategy))).lower(*laid).compile()
+            program = jax.jit(functools.partial(step, sharded_results(strategy))).lower(*laid).compile()
             got = [
                 api.inverse_reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1)
                 for x in program(*laid)
@@ -99,13 +99,13 @@ def by_cudnn() -> dict[str, float]:
     return found
 
 
-def lowered() -> dict[str, dict[str, int]]:
-    """Both passes of 16384 tokens on two devices for CUDA: calls of our kernels, elements of the largest array.
+def lower_attention() -> dict[str, dict[str, int]]:
+    """Both passes with 16384 tokens on two devices for CUDA: kernel calls and the largest array's size.
 
-    A window of 4096 tokens reaches from each of four chunks into its neighbor on that side.
+    A 4096-token window reaches from each chunk (four in all) into its neighbor on that side.
     """
     os.environ["TE_JAX_KERNELS"] = "1"
-    tokens, mesh = 16384, mesh_of(cp=2)
+    tokens, mesh = 16384, create_mesh(cp=2)
     cut = NamedSharding(mesh, PartitionSpec(None, "cp"))
     q, k = (jax.ShapeDtypeStruct((1, tokens, n, 64), jnp.bfloat16, sharding=cut) for n in (4, 2))
     found = {}
@@ -117,7 +117,9 @@ def lowered() -> dict[str, dict[str, int]]:
     }
     for name, (strategy, mask, window) in cases.items():
         with jax.set_mesh(mesh):
-            program = jax.jit(functools.partial(step, over_devices(strategy, mask=mask, window_size=window)))
+            program = jax.jit(
+                functools.partial(step, sharded_results(strategy, mask=mask, window_size=window))
+            )
             text = program.trace(q, q, k, k).lower(lowering_platforms=("cuda",)).as_text()
         shapes = re.findall(r"tensor<((?:\d+x)+)", text)
         found[name] = {
@@ -129,14 +131,14 @@ def lowered() -> dict[str, dict[str, int]]:
 
 
 def explained() -> dict[str, str]:
-    """Texts of te.explain for attentions that the kernels do or do not support."""
+    """Output from te.explain for supported and unsupported attention."""
     q, k, longer = (zeros((1, n, 4, 64), jnp.bfloat16) for n in (16, 16, 32))
     causal, no_mask = api.AttnMaskType.CAUSAL_MASK, api.AttnMaskType.NO_MASK
-    with jax.set_mesh(mesh_of(cp=2)):
+    with jax.set_mesh(create_mesh(cp=2)):
         return {
             name: str(
                 te.explain(
-                    over_devices(api.CPStrategy.ALL_GATHER), q, keys, keys, mask=mask, window_size=window
+                    sharded_results(api.CPStrategy.ALL_GATHER), q, keys, keys, mask=mask, window_size=window
                 )
             )
             for name, keys, mask, window in (
@@ -155,9 +157,9 @@ def within() -> dict[str, float]:
 
     def sunk(strategy, q, k, v, sinks):
         learnt = {"softmax_type": api.AttnSoftmaxType.LEARNABLE_SOFTMAX, "softmax_offset": sinks}
-        return over_devices(strategy, **learnt)(q, k, v)
+        return sharded_results(strategy, **learnt)(q, k, v)
 
-    with jax.set_mesh(mesh_of(dp=2, cp=2)):
+    with jax.set_mesh(create_mesh(dp=2, cp=2)):
         for strategy in STRATEGIES:
             function, laid = functools.partial(sunk, strategy), PartitionSpec("dp")
             specs = (laid, laid, laid, PartitionSpec())
@@ -171,7 +173,16 @@ def within() -> dict[str, float]:
 
 def main() -> None:
     start_on_host_devices()
-    print(json.dumps({"cuda": lowered(), "explained": explained(), "within": within(), "cudnn": by_cudnn()}))
+    print(
+        json.dumps(
+            {
+                "cuda": lower_attention(),
+                "explained": explained(),
+                "within": within(),
+                "cudnn": check_cudnn_call(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import drawn_variables, normal, start_on_host_devices, zeros
+from tests.jax.compiled import draw_variables, normal, start_on_host_devices, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention, ep
 from transformer_engine.jax.cpp_extensions import ep as ep_passes
@@ -39,7 +39,7 @@ def difference(got, want) -> float:
     return float(np.abs(np.asarray(got) - np.asarray(want)).max())
 
 
-def error_of(call) -> str:
+def relative_error(call) -> str:
     try:
         call()
     except ValueError as error:
@@ -74,7 +74,7 @@ def dealt(mesh: Mesh, strategy: attention.CPStrategy, stripe: int, arrays) -> fl
     return float(np.max([*map(difference, jax.tree.leaves(got), jax.tree.leaves(want))]))
 
 
-def by_resource(mesh: Mesh) -> dict[str, object]:
+def resource_errors(mesh: Mesh) -> dict[str, object]:
     """Errors against float64, and collectives, of a layer that gets its axis from MeshResource.cp_resource alone."""
     arrays = normal(jax.random.key(5), (3, 2, 16, 2, 4))
     scores = np.einsum("bqhd,bkhd->bhqk", *np.asarray(arrays[:2], np.float64)) / 2.0
@@ -105,7 +105,7 @@ def by_resource(mesh: Mesh) -> dict[str, object]:
     return facts
 
 
-def dispatched(mesh: Mesh, choices) -> dict[str, object]:
+def dispatch_errors(mesh: Mesh, choices) -> dict[str, object]:
     """Expert e multiplies by e + 1. Compare the results of tokens with a sum over their choices from 0 to E - 1."""
     tokens = normal(jax.random.key(1), (2 * TOKENS, WIDTH))
     weights = jax.random.uniform(jax.random.key(2), (2 * TOKENS, 2))
@@ -137,7 +137,7 @@ def dispatched(mesh: Mesh, choices) -> dict[str, object]:
 
 
 def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
-    """Compare passes of dispatch and combine with JAX's gradients of both; small capacities drop rows."""
+    """Compare the dispatch and combine passes with JAX's gradients; small capacities drop rows."""
     tokens, dout = normal(jax.random.key(1), (2, 2 * TOKENS, WIDTH))
     weights = jax.random.uniform(jax.random.key(2), (2 * TOKENS, 2))
     choices = jnp.stack((jnp.arange(2 * TOKENS) % EXPERTS, (jnp.arange(2 * TOKENS) + 1) % EXPERTS), axis=1)
@@ -176,7 +176,7 @@ def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
         return dict(zip(PASSES, (difference(ours, jaxs) for ours, jaxs in pairs), strict=True))
 
 
-def counted(mesh: Mesh) -> dict[str, float]:
+def shard_map_results(mesh: Mesh) -> dict[str, float]:
     """Gradients and next states inside shard_map, which by default counts over which axes values vary."""
     model = te_flax.LayerNormMLP(
         intermediate_dim=32, use_bias=True, activations=("silu", "linear"), scale_axes=(None,), ln_bias_axes=(None,),
@@ -194,7 +194,7 @@ def counted(mesh: Mesh) -> dict[str, float]:
     for name, enabled in (("values", False), ("delayed scaling", True)):
         given = {"enabled": enabled, "recipe": recipe.DelayedScaling(amax_history_len=2)}
         with te.autocast(**given):
-            state, params = flax.core.pop(nn.meta.unbox(drawn_variables(model, x)), "params")
+            state, params = flax.core.pop(nn.meta.unbox(draw_variables(model, x)), "params")
             want = jax.jit(gradients)(params, state, x)
         with te.autocast(**given, mesh_resource=te.MeshResource(dp_resource="dp")):
             parts = (whole, whole, PartitionSpec("dp"))
@@ -222,8 +222,8 @@ def main() -> None:
         out_specs=PartitionSpec(None, "cp"), check_vma=False,
     )  # fmt: skip
     with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")):
-        facts["no axis"] = error_of(lambda: attend(*arrays, context_parallel_axis="tp"))
-        facts["no axis, a layer"] = error_of(
+        facts["no axis"] = relative_error(lambda: attend(*arrays, context_parallel_axis="tp"))
+        facts["no axis, a layer"] = relative_error(
             lambda: te_flax.DotProductAttention(
                 head_dim=4,
                 num_attention_heads=2,
@@ -231,25 +231,25 @@ def main() -> None:
                 context_parallel_causal_load_balanced=True,
             ).apply({}, *arrays, deterministic=True)
         )
-        facts["manual"] = error_of(lambda: jax.jit(manual)(*arrays))
-    facts |= by_resource(mesh)
-    facts |= counted(Mesh(devices[:2], ("dp",)))
+        facts["manual"] = relative_error(lambda: jax.jit(manual)(*arrays))
+    facts |= resource_errors(mesh)
+    facts |= shard_map_results(Mesh(devices[:2], ("dp",)))
     experts = Mesh(devices[:2], ("ep",))
     for name, choices in (("below", [0, -1]), ("all below", [-1, -1]), ("above", [3, EXPERTS])):
-        facts[name] = dispatched(experts, choices)
+        facts[name] = dispatch_errors(experts, choices)
     for capacity, alignment in ((4 * TOKENS + 16, 4), (5, 0)):
         facts[f"passes, capacity {capacity}"] = passes(experts, capacity, alignment)
     ep.ep_finalize()
     cfg = ep.ep_bootstrap(4, 0, EXPERTS, TOKENS, 8, WIDTH)
     given = (cfg, zeros((TOKENS, 2), jnp.int32), zeros((TOKENS, WIDTH)), zeros((TOKENS, 2)), 8)
-    facts["outside"] = error_of(lambda: ep.ep_dispatch(*given))
+    facts["outside"] = relative_error(lambda: ep.ep_dispatch(*given))
     with jax.set_mesh(experts):
         whole = PartitionSpec()
         fewer = jax.shard_map(
             lambda tokens: ep.ep_dispatch(cfg, given[1], tokens, *given[3:])[0], mesh=experts, in_specs=whole,
             out_specs=whole, check_vma=False,
         )  # fmt: skip
-        facts["fewer"] = error_of(lambda: jax.jit(fewer)(given[2]))
+        facts["fewer"] = relative_error(lambda: jax.jit(fewer)(given[2]))
     ep.ep_finalize()
     with te.autocast(enabled=False, mesh_resource=te.MeshResource(ep_resource="experts")):
         facts["axis"] = ep.ep_bootstrap(2, 0, EXPERTS, TOKENS, 8, WIDTH).axis

@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
-from tests.jax.compiled import compile_quickly, drawn_variables
+from tests.jax.compiled import compile_quickly, draw_variables
 from tests.jax.host_devices import RECIPE, Block, difference, step
 
 
 def main(address: str, rank: int) -> None:
-    """Print the greatest relative differences of gradients, and of the state of delayed scaling."""
+    """Print the largest relative differences in gradients and in the delayed-scaling state."""
     compile_quickly(True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=2, process_id=rank)
@@ -26,7 +26,7 @@ def main(address: str, rank: int) -> None:
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     x[7] *= 5.0  # the largest element is on the second process
     with te.autocast(enabled=True, recipe=RECIPE):
-        state = jax.tree.map(np.asarray, drawn_variables(model, x))
+        state = jax.tree.map(np.asarray, draw_variables(model, x))
         params = state.pop("params")
         wanted = jax.jit(lambda *arrays: step(model, *arrays))(x, params, state)
     mesh = Mesh(np.array(jax.devices()), ("dp",), axis_types=(AxisType.Auto,))

@@ -1,7 +1,7 @@
-"""A pytest plugin: with TRITON_INTERPRET=1 tests of kernels on a GPU run on the CPU, in Triton's repaired interpreter.
+"""Pytest plugin: with TRITON_INTERPRET=1, GPU kernel tests run on the CPU in Triton's interpreter, repaired.
 
-Programs run operation by operation, where a platform is chosen it is CUDA, and the call that XLA would make is made
-here: operands, then results, in the order of the kernel's pointers; then the operands written in place.
+Programs run operation by operation and select CUDA as their platform. The plugin calls each kernel as XLA
+would: operands, then results, in the kernel's pointer order; then the operands written in place.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _ffi_call(target, results, vmap_method, input_output_aliases):
             made.append(memory.view(_NAMES[str(jnp.dtype(shape.dtype))]).reshape(shape.shape))
         kept = [tensor.clone() for tensor in tensors]
         for place, result in input_output_aliases.items():
-            if result < len(made):  # an output in the memory of an input
+            if result < len(made):  # an output that aliases an input
                 made[result] = tensors[place].reshape(made[result].shape)
         remaining = iter([*tensors, *made])
         pointers = [next(remaining) if is_there else None for is_there in there]
@@ -96,7 +96,7 @@ def pytest_configure() -> None:
     interpreter.repair()
     dot_scaled.install()
     triton_interpreter.InterpreterBuilder.create_dot = _dot
-    np.seterr(all="ignore")  # kernels divide by the maximum of nothing
+    np.seterr(all="ignore")  # kernels divide by the maximum over an empty group
     launching._call = _record
     launching.kernels_unsupported_reason = lambda: None
     jax.ffi.ffi_call = _ffi_call

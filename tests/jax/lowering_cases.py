@@ -18,7 +18,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-def facts_of(launch: Launch, kinds: tuple[str | None, ...]) -> dict:
+def lowering_facts(launch: Launch, kinds: tuple[str | None, ...]) -> dict:
     # Lowering does not depend on the extents of inputs: scalars tell a kernel how much to read.
     inputs = [None if kind is None else jax.ShapeDtypeStruct((4096,), DTYPES[kind]) for kind in kinds]
     shapes = [
@@ -62,7 +62,7 @@ def main() -> None:
                 unsupported[name] = "dtype"
             else:
                 seen.add(launch.kernel)
-                found[name] = facts_of(launch, kinds)
+                found[name] = lowering_facts(launch, kinds)
     print(json.dumps({"lowered": found, "unsupported": unsupported}))
 
 

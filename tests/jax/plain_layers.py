@@ -1,6 +1,6 @@
-"""Layers in plain Flax and jnp, with the modules, streams and parameters of the engine's under the same paths.
+"""Reference layers in Flax and jnp with the engine's module structure, random streams and parameter paths.
 
-A module takes the fields of the engine's module of that name as a mapping, and knows their defaults.
+Each module takes the fields for the engine's module with the same name as a mapping, and has their defaults.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import transformer_engine.jax.flax as te_flax
-from tests.jax.test_transformer import relative, turned
+from tests.jax.test_transformer import relative, rotate_by_complex_numbers
 from transformer_engine.jax.router import fused_topk_with_score_function
 
 zeros, ones = nn.initializers.zeros, nn.initializers.ones
@@ -24,8 +24,8 @@ def fan_in(distribution: str = "truncated_normal") -> Callable:
     return nn.initializers.variance_scaling(1.0, "fan_in", distribution)
 
 
-def in_parts(init: Callable, keys: Callable, divisors: tuple[float, ...] = ()) -> Callable:
-    """Return an initializer of [in, parts, out] that draws each part with one of the keys made from the given key."""
+def partwise_initializer(init: Callable, keys: Callable, divisors: tuple[float, ...] = ()) -> Callable:
+    """Initializer for [in, parts, out] that draws each part with a separate key, split from the argument."""
 
     def draw(key, shape, dtype=jnp.float32):
         each, parts = (shape[0], shape[-1]), shape[1]
@@ -43,7 +43,7 @@ def one_after_the_other(key, parts):
 
 
 def normalized(module: nn.Module, x, of: Callable):
-    """Normalize x with parameters of the module."""
+    """Normalize x with the module's parameters."""
     centered = of("zero_centered_gamma", False)
     scale = module.param("scale", of("scale_init") or (zeros if centered else ones), x.shape[-1:])
     shift = 0.0
@@ -53,7 +53,7 @@ def normalized(module: nn.Module, x, of: Callable):
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + of("epsilon", 1e-6)) * (scale + centered) + shift
 
 
-def adapted(scope: str, product: str) -> bool:
+def has_adapter(scope: str, product: str) -> bool:
     """Whether a scope includes a product: "qkv_proj", "output_proj" or "mlp"."""
     excluded = scope.startswith("exclude_") and scope != f"exclude_{product}"
     return scope in ("all", product) or excluded
@@ -117,11 +117,11 @@ class MLP(nn.Module):
         names, f = of("activations", ("gelu",)), of("intermediate_dim", 2048)
         inner = normalized(self, x, of) if of("enable_layernorm", True) else x
         init = of("kernel_init") or fan_in()
-        of_parts = in_parts(init, one_after_the_other)
+        of_parts = partwise_initializer(init, one_after_the_other)
         wi = self.param("wi_kernel", of_parts, (x.shape[-1], len(names), f))
         wo = self.param("wo_kernel", init, (f, x.shape[-1]))
         hidden = self._product("wi_", inner, wi, of_parts)
-        hidden = activated(hidden, names, of("activation_params"))
+        hidden = activation_product(hidden, names, of("activation_params"))
         hidden = nn.Dropout(
             of("intermediate_dropout_rate", 0.0), of("intermediate_hidden_dropout_dims", ()),
             rng_collection=of("intermediate_dropout_rng_name", "dropout"),
@@ -137,8 +137,8 @@ class MLP(nn.Module):
         )
 
 
-def activated(x, names, params):
-    """The product of the activations of x [.., n, f]."""
+def activation_product(x, names, params):
+    """Product of n activations, each applied to its slice x [.., n, f]."""
     if names == ("clamped_silu", "clamped_linear"):
         limit, alpha, offset = (
             (params or {}).get(name, default)
@@ -178,9 +178,9 @@ class Weighted(nn.Module):
 
 
 class Core(nn.Module):
-    """DotProductAttention of [b, s, h, d]; with transpose_batch_sequence [s, b, h, d].
+    """DotProductAttention on [b, s, h, d]; with transpose_batch_sequence on [s, b, h, d].
 
-    The key of dropout is drawn from this module's own stream.
+    The dropout key is drawn from this module's own stream.
     """
 
     fields: Any
@@ -205,7 +205,7 @@ class Core(nn.Module):
 
 
 class Attention(nn.Module):
-    """MultiHeadAttention: (out, the norm of its inputs)."""
+    """MultiHeadAttention: (out, the normalized inputs)."""
 
     fields: Any
 
@@ -224,7 +224,7 @@ class Attention(nn.Module):
         given |= {"use_bias": of("use_bias", False)}
 
         def dense(name, features, init, normed=False):
-            adapts = adapted(scope, "output_proj" if name == "out" else "qkv_proj")
+            adapts = has_adapter(scope, "output_proj" if name == "out" else "qkv_proj")
             fields = {"features": features, "kernel_init": init, "enable_low_rank_adaptation": adapts}
             return Dense(given | fields, normed, name=name)
 
@@ -233,13 +233,15 @@ class Attention(nn.Module):
 
         if of("fuse_qkv_params", True) and itself and groups == heads:
             divisors = (divisor, 1.0, 1.0)
-            made, inner = dense("qkv", (3, heads * d), in_parts(init, jax.random.split, divisors), True)(x)
+            made, inner = dense(
+                "qkv", (3, heads * d), partwise_initializer(init, jax.random.split, divisors), True
+            )(x)
             q, k, v = jnp.moveaxis(made, -2, 0)
         else:
             q, inner = dense("query", heads * d, query_init, True)(x)
             source = inner if itself else source
             if of("fuse_qkv_params", True):
-                made, _ = dense("kv", (2, groups * d), in_parts(init, jax.random.split))(source)
+                made, _ = dense("kv", (2, groups * d), partwise_initializer(init, jax.random.split))(source)
                 k, v = jnp.moveaxis(made, -2, 0)
             else:
                 k, v = (dense(name, groups * d, init)(source)[0] for name in ("key", "value"))
@@ -248,7 +250,7 @@ class Attention(nn.Module):
             swap = (lambda y: jnp.swapaxes(y, 0, 1)) if of("transpose_batch_sequence") else (lambda y: y)
             windows = of("rotary_pos_emb_windows", (1, 10000))
             method = of("rotary_pos_emb_group_method", "consecutive")
-            q, k = (swap(turned(swap(y), windows, method)) for y in (q, k))
+            q, k = (swap(rotate_by_complex_numbers(swap(y), windows, method)) for y in (q, k))
         scale = {"scale_factor": d**-0.5 if of("scale_attn_logits", False) else 1.0}
         out = Core(dict(self.fields) | scale, name="DotProductAttention_0")(
             q, k, v, mask, bias, deterministic
@@ -257,7 +259,7 @@ class Attention(nn.Module):
 
 
 class Buckets(nn.Module):
-    """RelativePositionBiases of 32 buckets up to a distance of 128."""
+    """RelativePositionBiases with 32 buckets, up to distance 128."""
 
     heads: int
 
@@ -316,7 +318,7 @@ class Layer(nn.Module):
             "intermediate_dropout_rng_name": of("dropout_rng_name", "dropout"),
             "intermediate_dropout_rate": of("intermediate_dropout", 0.0),
             "intermediate_hidden_dropout_dims": of("intermediate_dropout_dims", ()),
-            "enable_low_rank_adaptation": adapted(of("low_rank_adaptation_scope", "none"), "mlp"),
+            "enable_low_rank_adaptation": has_adapter(of("low_rank_adaptation_scope", "none"), "mlp"),
         }  # fmt: skip
 
     def _joined(self, y, residual, inner, deterministic, skipped=True):
@@ -330,8 +332,8 @@ class Layer(nn.Module):
         return y + (inner if of("apply_residual_connection_post_layernorm") else residual)
 
 
-def chosen_weights(logits, bias, of: Callable):
-    """Return the weights [T, E] of each token's chosen experts, 0 for the others, and the chosen experts."""
+def routing_weights(logits, bias, of: Callable):
+    """Routing weights [T, E], 0 for experts that a token does not use, and the selected experts."""
     k, sigmoid = of("num_experts_per_tok", 2), of("score_function", "softmax") == "sigmoid"
     dense = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits)
     before = sigmoid or of("use_pre_softmax", False)
@@ -374,7 +376,7 @@ class Experts(nn.Module):
         tokens = jnp.repeat(x.reshape(-1, 1, width), count, axis=1)
         gate, linear = jnp.split(both(tokens), 2, axis=-1)
         hidden = CURVES[of("activation_type", "silu")](gate) * linear
-        weights, chosen = chosen_weights(logits, bias, of)
+        weights, chosen = routing_weights(logits, bias, of)
         # Weights applied before the last product do not scale its bias.
         factors = (weights, chosen) if of("apply_topk_weights_early", False) else (chosen, weights)
         made = last(hidden * factors[0][..., None])

@@ -1,7 +1,7 @@
-"""Digests of the codes, scales and maxima that the PyTorch reference computes for a table of matrices.
+"""Digests for the codes, scales and maxima that the PyTorch reference computes for a table of matrices.
 
 Run as a program it compares them with JAX's results on this machine, without torch, and prints the different ones as
-JSON. --write stores the digests of torch's reference; --few uses one spec per kind of scale.
+JSON. --write stores the torch reference digests; --few uses one spec per scale layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.jax.bits import NUMPY_DTYPES, jax_bytes, matrix, to_torch, torch_bytes, without_nan_signs
+from tests.jax.bits import NUMPY_DTYPES, erase_nan_signs, jax_bytes, matrix, to_torch, torch_bytes
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.jax.primitives import quantize
@@ -67,8 +67,8 @@ def program(spec: QuantizeSpec):
     return jax.jit(lambda x, scale, random: quantize.quantize(x, spec, multiplier=scale, random=random))
 
 
-def stored_cases() -> Iterator[tuple[str, QuantizeSpec, np.ndarray]]:
-    """(name, spec, matrix) of every case with a digest."""
+def digest_cases() -> Iterator[tuple[str, QuantizeSpec, np.ndarray]]:
+    """Every case with a digest, as (name, spec, matrix)."""
     for name, spec in SPECS.items():
         for seed, kind in enumerate(STORED_KINDS):
             if fits(spec, STORED_SHAPE):
@@ -83,7 +83,7 @@ def quantized(spec: QuantizeSpec, x: np.ndarray) -> Any:
 
 @functools.cache
 def shapes_and_dtypes(spec: QuantizeSpec) -> Any:
-    """Return the shapes and dtypes of a quantized matrix of the table."""
+    """Shapes and dtypes for a quantized matrix from the table."""
     x = jax.ShapeDtypeStruct(STORED_SHAPE, NUMPY_DTYPES[STORED_DTYPE])
     return jax.eval_shape(functools.partial(quantized, spec), x)
 
@@ -93,7 +93,7 @@ def digest(parts: dict[str, tuple[np.ndarray, Any]]) -> str:
     found = hashlib.sha256()
     for name, (data, dtype) in parts.items():
         found.update(name.encode())
-        found.update(np.ascontiguousarray(without_nan_signs(data, dtype)).tobytes())
+        found.update(np.ascontiguousarray(erase_nan_signs(data, dtype)).tobytes())
     return found.hexdigest()[:16]
 
 
@@ -102,7 +102,7 @@ def jax_digest(made: Any) -> str:
     return digest({name: (jax_bytes(x), x.dtype) for name, x in fields.items() if x is not None})
 
 
-def of_torch(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None) -> Any:
+def torch_quantize(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None) -> Any:
     """Quantize a matrix with the PyTorch reference."""
     import torch
 
@@ -121,8 +121,8 @@ def of_torch(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None) -> A
 
 def torch_digests() -> dict[str, str]:
     found = {}
-    for name, spec, x in stored_cases():
-        made, dtypes = of_torch(spec, x), shapes_and_dtypes(spec)
+    for name, spec, x in digest_cases():
+        made, dtypes = torch_quantize(spec, x), shapes_and_dtypes(spec)
         fields = {field: getattr(made, field) for field in made._fields}
         found[name] = digest(
             {
@@ -139,7 +139,7 @@ def main() -> None:
         FILE.write_text(json.dumps(torch_digests(), indent=1) + "\n")
     stored = json.loads(FILE.read_text())
     names = FEW if "--few" in sys.argv else tuple(SPECS)
-    cases = [case for case in stored_cases() if case[0].split()[0] in names]
+    cases = [case for case in digest_cases() if case[0].split()[0] in names]
     assert "--few" in sys.argv or [name for name, _, _ in cases] == list(stored)
     found = {name: jax_digest(quantized(spec, x)) for name, spec, x in cases}
     print(

@@ -14,10 +14,10 @@ import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import (
     array,
-    drawn_variables,
+    draw_unboxed_variables,
+    draw_variables,
     normal,
     ones,
-    unboxed_variables,
     values_and_gradients,
     zeros,
 )
@@ -40,13 +40,13 @@ def _warnings_are_new():
     forget_issued()
 
 
-def drawn(*shape, seed=0):
+def draw_normal(*shape, seed=0):
     return normal(jax.random.key(seed), shape)
 
 
 @pytest.mark.parametrize("kind", [SoftmaxFusionType.SCALED, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED])
 def test_a_softmax_that_reads_no_mask_ignores_it_with_one_warning(kind):
-    scores, mask = drawn(1, 2, 4, 4), np.ones((1, 1, 4, 4), bool)
+    scores, mask = draw_normal(1, 2, 4, 4), np.ones((1, 1, 4, 4), bool)
     with pytest.warns(UserWarning, match="does not read it") as seen:
         got = [softmax(scores, mask, 0.5, kind) for _ in range(2)]
     assert len(seen) == 1
@@ -60,9 +60,9 @@ def test_an_unknown_scope_warns_and_adapts_nothing():
 
 
 def test_an_encoder_ignores_the_encoders_output_with_a_warning():
-    x = drawn(1, 4, 16)
+    x = draw_normal(1, 4, 16)
     model = te_flax.TransformerLayer(**LAYER, hidden_dropout=0.0)
-    variables = unboxed_variables(model, x, deterministic=True)
+    variables = draw_unboxed_variables(model, x, deterministic=True)
     with pytest.warns(UserWarning, match="encoded was given"):
         got = jax.jit(lambda x: model.apply(variables, x, x, deterministic=True))(x)
     want = jax.jit(lambda x: model.apply(variables, x, deterministic=True))(x)
@@ -70,10 +70,10 @@ def test_an_encoder_ignores_the_encoders_output_with_a_warning():
 
 
 @pytest.mark.parametrize("name", ["hidden_dropout", "drop_path"])
-def test_a_rate_of_1_leaves_the_residual_alone(name):
-    x = drawn(2, 4, 16)
+def test_drop_rate_1_returns_the_residual(name):
+    x = draw_normal(2, 4, 16)
     model = te_flax.TransformerLayer(**LAYER, **({"hidden_dropout": 0.0} | {name: 1.0}))
-    variables = unboxed_variables(model, x)
+    variables = draw_unboxed_variables(model, x)
     y = jax.jit(lambda x: model.apply(variables, x, rngs={"dropout": jax.random.key(2)}))(x)
     np.testing.assert_array_equal(y, x)
 
@@ -87,9 +87,9 @@ def test_a_rate_of_1_leaves_the_residual_alone(name):
     ],
 )  # fmt: skip
 def test_row_wise_tensors_of_block_formats_are_multiplied_in_any_order_of_axes(mode, dtype):
-    x, kernel = drawn(128, 256), drawn(256, 128, seed=1)
+    x, kernel = draw_normal(128, 256), draw_normal(256, 128, seed=1)
     one = QuantizerFactory.create(scaling_mode=mode, q_dtype=dtype, q_layout=QuantizeLayout.ROWWISE)
-    dy = drawn(128, 128, seed=2)
+    dy = draw_normal(128, 128, seed=2)
     y, dx, dkernel = values_and_gradients(
         lambda x, k: dense(x, k, quantizer_set=QuantizerSet(one, one, one)), dy, x, kernel
     )
@@ -104,15 +104,15 @@ def test_mxfp8_warns_once_of_blocks_that_are_not_full():
     one = QuantizerFactory.create(scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn)
     with pytest.warns(UserWarning, match=r"\[M=17, K=48\] is quantized to MXFP8") as seen:
         for _ in range(2):
-            one.quantize(drawn(17, 48))
+            one.quantize(draw_normal(17, 48))
     assert len(seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        one.quantize(drawn(32, 64))
+        one.quantize(draw_normal(32, 64))
 
 
-def test_timescales_may_fall():
-    x = drawn(1, 3, 1, 4)
+def test_max_timescale_may_be_below_min_timescale():
+    x = draw_normal(1, 3, 1, 4)
     phase = np.arange(3)[:, None] / (100.0 * (2.0 / 100.0) ** (np.arange(2) / 2))
     z = (np.asarray(x[0, :, 0, :2]) + 1j * np.asarray(x[0, :, 0, 2:])) * np.exp(1j * phase)
     got = rotary_pos_emb(x, (100.0, 2.0), False, "alternate")[0, :, 0]
@@ -121,15 +121,15 @@ def test_timescales_may_fall():
 
 def test_a_head_width_may_differ_from_the_field_of_the_module():
     """head_dim only determines the scale."""
-    q, k, v = drawn(3, 1, 4, 2, 8)
+    q, k, v = draw_normal(3, 1, 4, 2, 8)
     got = te_flax.DotProductAttention(16, 2, attn_mask_type="no_mask").apply({}, q, k, v, deterministic=True)
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0)
     np.testing.assert_allclose(got, jnp.einsum("bhqk,bkhd->bqhd", weights, v), atol=1e-5)
 
 
 def test_names_of_bias_types_are_case_insensitive():
-    q, k, v = drawn(3, 1, 4, 2, 8)
-    bias = drawn(1, 2, 4, 4, seed=3)
+    q, k, v = draw_normal(3, 1, 4, 2, 8)
+    bias = draw_normal(1, 2, 4, 4, seed=3)
     lower, upper = (
         te_flax.DotProductAttention(8, 2, attn_bias_type=name).apply(
             {}, q, k, v, None, bias, deterministic=True
@@ -149,7 +149,7 @@ def test_a_guard_accepts_none_as_its_resource():
 
 
 def test_quantized_operands_are_multiplied_below_the_api():
-    x, kernel, bias = drawn(16, 32), drawn(32, 8, seed=1), drawn(8, seed=2)
+    x, kernel, bias = draw_normal(16, 32), draw_normal(32, 8, seed=1), draw_normal(8, seed=2)
     one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
     tensor = one.quantize(x)
     got = cpp_extensions.gemm(tensor, kernel, bias, fuse_bias=True)
@@ -158,7 +158,7 @@ def test_quantized_operands_are_multiplied_below_the_api():
 
 
 def test_product_quantizes_its_plain_operand_with_the_given_quantizer():
-    x, kernel = drawn(16, 32), drawn(32, 8, seed=1)
+    x, kernel = draw_normal(16, 32), draw_normal(32, 8, seed=1)
     one, other = (
         QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
         for _ in range(2)
@@ -171,7 +171,7 @@ def test_product_quantizes_its_plain_operand_with_the_given_quantizer():
 
 def spread(*shape, seed=0):
     """Values over so many powers of two that both directions of a block format differ."""
-    return drawn(*shape, seed=seed) * jnp.exp(5 * drawn(*shape, seed=seed + 10))
+    return draw_normal(*shape, seed=seed) * jnp.exp(5 * draw_normal(*shape, seed=seed + 10))
 
 
 def test_a_product_reads_the_codes_whose_blocks_are_along_the_contracted_axis():
@@ -193,7 +193,7 @@ def test_a_product_reads_the_codes_whose_blocks_are_along_the_contracted_axis():
 
 
 def test_a_grouped_product_reads_the_codes_whose_blocks_are_along_the_contracted_axis():
-    x, sizes = drawn(8, 64), np.asarray([3, 5], np.int32)
+    x, sizes = draw_normal(8, 64), np.asarray([3, 5], np.int32)
     one = QuantizerFactory.create(
         scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn, n_groups=2
     )
@@ -206,7 +206,7 @@ def test_a_grouped_product_reads_the_codes_whose_blocks_are_along_the_contracted
 
 
 def test_results_of_quantize_without_a_quantizer_are_multiplied():
-    x, kernel = drawn(16, 32), drawn(32, 8, seed=1)
+    x, kernel = draw_normal(16, 32), draw_normal(32, 8, seed=1)
     one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
     plain = [cpp_extensions.quantize(array, None) for array in (x, kernel)]
     np.testing.assert_array_equal(cpp_extensions.gemm(*plain), cpp_extensions.gemm(x, kernel))
@@ -221,7 +221,7 @@ def test_every_variant_of_nvfp4_is_nvfp4_scaling(mode):
 
 @pytest.mark.slow
 def test_an_amax_scope_is_a_manual_axis_of_the_mesh_resource():
-    x = drawn(8, 16)
+    x = draw_normal(8, 16)
     one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
     scope, spec = cpp_extensions.quantization.AmaxScope.TPSP, jax.sharding.PartitionSpec("tpsp")
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("tpsp",))
@@ -239,7 +239,7 @@ def test_an_amax_scope_is_a_manual_axis_of_the_mesh_resource():
 
 
 def test_grouped_products_below_the_api_take_a_bias_and_transposed_matrices():
-    x, kernel, bias = drawn(8, 16), drawn(2, 4, 16, seed=1), drawn(2, 4, seed=2)
+    x, kernel, bias = draw_normal(8, 16), draw_normal(2, 4, 16, seed=1), draw_normal(2, 4, seed=2)
     sizes = np.asarray([3, 5], np.int32)
     got = cpp_extensions.grouped_gemm(x, kernel, sizes, contracting_dims=((1,), (2,)), bias=bias)
     group = np.repeat([0, 1], sizes)
@@ -252,7 +252,7 @@ def test_grouped_products_below_the_api_take_a_bias_and_transposed_matrices():
 
 @pytest.mark.parametrize("words", [2, 4, 8])
 def test_stochastic_rounding_takes_raw_words_of_any_number(words):
-    x = drawn(32, 64)
+    x = draw_normal(32, 64)
     state = np.arange(1, words + 1, dtype=np.uint32)
 
     def codes(state):
@@ -271,7 +271,7 @@ def test_a_grouped_quantizer_has_one_quantizer_for_each_group():
     grouped = QuantizerFactory.create(
         scaling_mode=ScalingMode.DELAYED_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn, n_groups=3
     )
-    stack = drawn(3, 8, 16) * array([1.0, 2.0, 3.0])[:, None, None]
+    stack = draw_normal(3, 8, 16) * array([1.0, 2.0, 3.0])[:, None, None]
     singles = grouped.quantizers
     tensors = [one.quantize(matrix) for one, matrix in zip(singles, stack, strict=True)]
     values = grouped.quantize(stack).rowwise_tensor.dequantize()
@@ -306,14 +306,14 @@ def test_a_config_has_the_switches_of_nvfp4():
 
 def test_keywords_of_recipes():
     assert quantize.is_quantize_recipe_supported(recipe_name="DelayedScaling") == (True, "")
-    x = drawn(16, 16)
+    x = draw_normal(16, 16)
     dot_general = te_flax.make_dot_general_cls(quantization_recipe=recipe.Float8CurrentScaling())
     model = nn.Dense(8, dot_general=dot_general())
     assert model.apply(model.init(jax.random.key(0), x), x).shape == (16, 8)
 
 
 def test_the_softmax_of_packed_attention_is_optional():
-    q, k, v = drawn(3, 1, 8, 2, 8)
+    q, k, v = draw_normal(3, 1, 8, 2, 8)
     lengths, offsets = array([[3, 5]], jnp.int32), array([[0, 3, 8]], jnp.int32)
     attention = te.attention
     first = (
@@ -370,10 +370,10 @@ def test_mxfp8_warns_about_extents_along_blocks_only(shape, spec, extents):
 
 @pytest.mark.parametrize("margin", [0.0, "0", np.int64(0)])
 def test_margin_of_delayed_scaling_may_be_given_in_any_form(margin):
-    x, outputs = drawn(32, 64), []
+    x, outputs = draw_normal(32, 64), []
     for given in (0, margin):
         with te.autocast(enabled=True, recipe=recipe.DelayedScaling(margin=given)):
             module = te_flax.DenseGeneral(features=32)
-            variables = drawn_variables(module, x)
+            variables = draw_variables(module, x)
             outputs.append(module.apply(variables, x))
     np.testing.assert_array_equal(*outputs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import unboxed_variables
+from tests.jax.compiled import draw_unboxed_variables
 from tests.jax.test_bad_calls import attend, ones
 from transformer_engine.jax import attention, permutation, router
 from transformer_engine.jax.debug import experimental
@@ -27,7 +27,7 @@ def rows(key: int, *shape: int):
     return np.random.default_rng(key).standard_normal(shape, np.float32)
 
 
-def reordered(**arguments):
+def reorder_tokens(**arguments):
     strategy = attention.ReorderStrategy.DualChunkSwap
     given = {"tensor": ones(2, 8), "strategy": strategy, "cp_size": 2, "seq_dim": 1}
     return attention.reorder_causal_load_balancing(**(given | arguments))
@@ -62,7 +62,7 @@ NO_MEMBERS = {
     "softmax_type of Softmax": lambda: Softmax(softmax_type="off_by_one").apply({}, SCORES),  # pyright: ignore
     "softmax_fusion_type": lambda: softmax(SCORES, softmax_fusion_type="scaled_upper_triang_masked"),  # pyright: ignore
     "softmax_fusion_type of Softmax": lambda: Softmax(softmax_fusion_type="scaled").apply({}, SCORES),  # pyright: ignore
-    "strategy": lambda: reordered(strategy=0),
+    "strategy": lambda: reorder_tokens(strategy=0),
 }
 
 
@@ -108,8 +108,8 @@ INCONSISTENT = {
         lambda: attend(score_mod=lambda scores, tensors: scores.sum(axis=-1, keepdims=True)),
     ),
     "scores as booleans": ("score_mod returned .* for scores of shape", lambda: attend(score_mod=lambda s, t: s > 0)),
-    "an axis that is none": ("seq_dim=2 of a tensor of shape", lambda: reordered(seq_dim=2)),
-    "no ranks": ("cp_size=0 is below 1", lambda: reordered(cp_size=0)),
+    "an axis that is none": ("seq_dim=2 of a tensor of shape", lambda: reorder_tokens(seq_dim=2)),
+    "no ranks": ("cp_size=0 is below 1", lambda: reorder_tokens(cp_size=0)),
     "a strategy that is none": (
         "context_parallel_strategy='zz'; choose one of",
         lambda: te_flax.DotProductAttention(
@@ -250,7 +250,7 @@ def test_traced_sequences_above_the_maximum_are_padding(call):
 
 @pytest.mark.parametrize("environment", ["0", "1"])
 @pytest.mark.parametrize("window", [None, (2, 0)])
-def test_a_causal_mask_with_a_window_reads_the_mask_that_it_is_given(environment, window, monkeypatch):
+def test_causal_attention_with_a_window_reads_its_mask_argument(environment, window, monkeypatch):
     monkeypatch.setenv("NVTE_FUSED_ATTN", environment)
     query, key, value = rows(0, 3, 2, 5, 2, 8)
     mask = np.zeros((2, 1, 5, 5), bool)
@@ -277,7 +277,7 @@ def test_a_causal_mask_with_a_window_reads_the_mask_that_it_is_given(environment
 def test_a_step_past_the_cache_is_nan_for_a_traced_index():
     model = te_flax.MultiHeadAttention(head_dim=4, num_attention_heads=2)
     x = rows(1, 1, 3, 8)
-    variables = unboxed_variables(model, x, x, deterministic=True, decode=True)
+    variables = draw_unboxed_variables(model, x, x, deterministic=True, decode=True)
 
     @jax.jit
     def step(cache, token):

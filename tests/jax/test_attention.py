@@ -43,7 +43,7 @@ MASKS = (
 )
 
 
-def drawn(queries=7, keys=9, heads=4, groups=2, dim=8, value_dim=8, batch=2):
+def draw_normal(queries=7, keys=9, heads=4, groups=2, dim=8, value_dim=8, batch=2):
     k = jax.random.split(jax.random.key(0), 3)
     return (
         normal(k[0], (batch, queries, heads, dim)),
@@ -78,7 +78,7 @@ def literal(query, key, value, seen, scale, bias=None, before=False, sink=None):
 
 
 def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
-    """Return seen(b, i, j) for the name of a mask, written independently of the package."""
+    """Visibility function seen(b, i, j) for a mask name, written independently from the package."""
 
     def seen(b, i, j):
         n_q, n_k = (lengths_q[b], lengths_k[b]) if "padding" in mask else (queries, keys)
@@ -98,7 +98,7 @@ def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_and_windows(mask, window):
-    qkv = drawn()
+    qkv = draw_normal()
     lengths = array([5, 7]), array([9, 6])
     descriptor = SequenceDescriptor.from_seqlens(lengths)
     out = fused_attn(
@@ -114,8 +114,8 @@ def test_masks_and_windows(mask, window):
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.sampled
-def test_in_16_bits_the_error_is_at_most_twice_that_of_jaxs_own_attention(mask, dtype):
-    qkv = tuple(x.astype(dtype) for x in drawn(32, 32, dim=32, value_dim=32))
+def test_16_bit_error_is_at_most_twice_the_error_in_jax_attention(mask, dtype):
+    qkv = tuple(x.astype(dtype) for x in draw_normal(32, 32, dim=32, value_dim=32))
     lengths = array([20, 32])
     out = fused_attn(
         qkv, None, SequenceDescriptor.from_seqlens(lengths), None, AttnBiasType.NO_BIAS,
@@ -139,7 +139,7 @@ def test_in_16_bits_the_error_is_at_most_twice_that_of_jaxs_own_attention(mask, 
 @pytest.mark.parametrize("bias_type", ["no_bias", "pre_scale_bias", "post_scale_bias"])
 @pytest.mark.sampled
 def test_biases_and_sinks_and_their_gradients(bias_type, kind):
-    qkv = drawn(value_dim=6)
+    qkv = draw_normal(value_dim=6)
     bias = None if bias_type == "no_bias" else normal(jax.random.key(3), (1, 4, 7, 9))
     offset = array([0.5, -1.0, 0.0, 2.0]) if kind == "learnable" else None
     sink = {"vanilla": None, "off_by_one": np.zeros(4), "learnable": offset}[kind]
@@ -188,8 +188,8 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
     np.testing.assert_allclose(along, (ends[0] - ends[1]) / (2 * step), rtol=1e-3, atol=1e-3)
 
 
-def test_packed_rows_are_sequences_of_their_own_in_every_form():
-    query, key, value = drawn(8, 8)
+def test_packed_sequences_match_separate_sequences_in_every_layout():
+    query, key, value = draw_normal(8, 8)
     ids = array([[1, 1, 1, 2, 2, 0, 3, 3], [1, 1, 0, 0, 2, 2, 2, 2]])
     places = array([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 0, 0, 0, 1, 2, 3]])
     by_ids = SequenceDescriptor.from_segment_ids_and_pos(ids, places)
@@ -278,7 +278,7 @@ def test_a_bias_of_the_softmax_module_is_scaled_with_the_scores(masked):
 @pytest.mark.parametrize("layout", ["bshd_bshd_bshd", "bshd_bs2hd", "bs3hd"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_module_takes_every_layout(layout, transposed):
-    query, key, value = drawn(8, 8, heads=4, groups=4)
+    query, key, value = draw_normal(8, 8, heads=4, groups=4)
     arrays = {
         "bshd_bshd_bshd": (query, key, value),
         "bshd_bs2hd": (query, jnp.stack((key, value), axis=2)),
@@ -293,7 +293,7 @@ def test_the_module_takes_every_layout(layout, transposed):
 
 
 def test_a_learnable_sink_is_a_parameter_at_its_path():
-    query, key, value = drawn()
+    query, key, value = draw_normal()
     module = te_flax.DotProductAttention(8, 4, num_gqa_groups=2, softmax_type="learnable")
     params = nn.meta.unbox(module.init(jax.random.key(0), query, key, value))["params"]
     fused = "_Unfused" if jax.default_backend() == "cpu" else "_Fused"
@@ -307,7 +307,7 @@ def test_a_learnable_sink_is_a_parameter_at_its_path():
 
 
 def test_dropout_draws_from_the_flax_stream_of_its_path(cpu_alone):
-    query, key, value = drawn(8, 8, groups=4)
+    query, key, value = draw_normal(8, 8, groups=4)
     module = te_flax.DotProductAttention(8, 4, attention_dropout=0.4, attn_mask_type="no_mask")
 
     class Keys(nn.Module):
@@ -339,7 +339,7 @@ BOTH_SIDES = {
 
 
 @pytest.mark.parametrize("case", BOTH_SIDES.values(), ids=BOTH_SIDES)
-def test_the_jax_and_the_torch_side_agree_in_value_and_gradients(case):
+def test_jax_and_torch_attention_agree_in_output_and_gradients(case):
     import torch
 
     import transformer_engine.pytorch as te_torch
@@ -347,7 +347,7 @@ def test_the_jax_and_the_torch_side_agree_in_value_and_gradients(case):
     mask, kind = case.get("mask", "no_mask"), case.get("softmax", "vanilla")
     window, bias_type = case.get("window"), case.get("bias_type", "no_bias")
     # Without a causal mask torch counts a window from the last query and key, JAX from the first.
-    query, key, value = drawn(8, 8) if window == (3, 1) else drawn()
+    query, key, value = draw_normal(8, 8) if window == (3, 1) else draw_normal()
     queries, keys = query.shape[1], key.shape[1]
     lengths = np.asarray([5, 7], np.int32), np.asarray([9, 6], np.int32)
     bias = normal(jax.random.key(3), (1, 4, queries, keys)) if bias_type != "no_bias" else None
@@ -432,7 +432,7 @@ def test_masks_have_names_in_any_order(name):
 
 def call(**changed):
     options = {
-        "qkv": drawn(), "bias": None, "sequence_descriptor": None, "seed": None,
+        "qkv": draw_normal(), "bias": None, "sequence_descriptor": None, "seed": None,
         "attn_bias_type": AttnBiasType.NO_BIAS, "attn_mask_type": AttnMaskType.NO_MASK,
         "qkv_layout": QKVLayout.BSHD_BSHD_BSHD, "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
         "scaling_factor": 1.0, "dropout_probability": 0.0, "is_training": True,
@@ -441,7 +441,7 @@ def call(**changed):
 
 
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
-def test_a_mask_of_any_array_holds_over_devices(kind, monkeypatch):
+def test_a_mask_may_be_any_array_type_on_several_devices(kind, monkeypatch):
     hidden = kind(jax.random.bernoulli(jax.random.key(0), 0.5, (2, 1, 7, 9)))
     masked = {"sequence_descriptor": hidden, "attn_mask_type": AttnMaskType.PADDING_MASK}
     want = call(**masked)
@@ -458,7 +458,7 @@ def test_a_mask_of_any_array_holds_over_devices(kind, monkeypatch):
 
 
 def module(**fields):
-    query, key, value = drawn()
+    query, key, value = draw_normal()
     return te_flax.DotProductAttention(
         **({"head_dim": 8, "num_attention_heads": 4, "num_gqa_groups": 2} | fields)
     ).apply({}, query, key, value)
@@ -475,8 +475,8 @@ def module(**fields):
         ),
         (lambda: call(qkv_layout=QKVLayout.THD_THD_THD), "without a SequenceDescriptor"),
         (lambda: call(qkv_layout=QKVLayout.BS3HD), "has 1"),
-        (lambda: call(qkv=drawn(groups=3)), "do not divide"),
-        (lambda: call(qkv=(*drawn()[:2], ones((2, 5, 2, 8)))), "must agree"),
+        (lambda: call(qkv=draw_normal(groups=3)), "do not divide"),
+        (lambda: call(qkv=(*draw_normal()[:2], ones((2, 5, 2, 8)))), "must agree"),
         (lambda: call(dropout_probability=1.0), "outside"),
         (lambda: call(dropout_probability=0.5), "without a seed"),
         (lambda: call(window_size=(1, -2)), "from -1 on"),

@@ -64,7 +64,7 @@ def h200(monkeypatch):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_every_attention_has_a_backend_and_every_rejection_a_sentence(platform, h200):
+def test_every_attention_has_a_backend_and_every_rejection_a_reason(platform, h200):
     takers = set()
     for request in requests(platform):
         reasons = {backend.name: backend.rejection_reason(request) for backend in TABLE.candidates(request)}
@@ -74,7 +74,7 @@ def test_every_attention_has_a_backend_and_every_rejection_a_sentence(platform, 
     assert takers == ({"reference"} if platform == "cpu" else {"cudnn", "triton", "reference"})
 
 
-def test_on_a_gpu_the_reference_takes_scores_by_a_function_and_biases_of_packed_rows_alone(h200):
+def test_gpu_uses_the_reference_only_for_score_functions_and_packed_biases(h200):
     """Sinks, bottom-right masks, windows on both sides, packed rows and dropout have kernels, gradients included."""
     for request in requests("cuda"):
         taker = next(b.name for b in TABLE.candidates(request) if b.rejection_reason(request) is None)
@@ -82,7 +82,7 @@ def test_on_a_gpu_the_reference_takes_scores_by_a_function_and_biases_of_packed_
         assert (taker == "reference") is left, request
 
 
-def test_where_results_have_to_repeat_gradients_are_not_cudnn_s(h200, monkeypatch):
+def test_deterministic_mode_excludes_cudnn_gradients(h200, monkeypatch):
     request = next(request for request in requests("cuda") if cudnn.unsupported_reason(request) is None)
     forward = request._replace(training=False)
     taken = [TABLE.chosen(one) for one in (request, forward)]

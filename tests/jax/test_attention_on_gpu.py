@@ -36,22 +36,22 @@ PLACES = np.stack(
 ).astype(np.int32)
 
 
-def by_lengths():
+def pack_by_lengths():
     return SequenceDescriptor.from_seqlens(tuple(jnp.asarray(n, jnp.int32) for n in LENGTHS))
 
 
-def by_ids():
+def pack_by_segment_ids():
     return SequenceDescriptor.from_segment_ids_and_pos(jnp.asarray(IDS), jnp.asarray(PLACES))
 
 
-def by_offsets():
+def pack_by_offsets():
     lengths = array([[20, 40, 26], [50, 30, -1]], jnp.int32)
     offsets = array([[0, 20, 60, 86], [0, 50, -1, -1]], jnp.int32)
     return SequenceDescriptor.from_seqlens_and_offsets(lengths, offsets)
 
 
 def uneven():
-    """Two sequences of queries per row and three of keys: no query attends to the last keys."""
+    """Two query sequences and three key sequences per row: no query attends to the last keys."""
     lengths = (
         array([[20, 66], [50, 30]], jnp.int32),
         array([[20, 40, 26], [50, 30, 9]], jnp.int32),
@@ -77,19 +77,19 @@ CASES: dict[str, dict] = {
     "bias-a-batch": {"mask": M.NO_MASK, "bias": (BATCH, 1, QUERIES, KEYS)},
     "bias-before-scale": {"mask": M.NO_MASK, "bias": (1, HEADS, 1, KEYS), "bias_type": AttnBiasType.PRE_SCALE_BIAS},
     "other-values": {"mask": M.CAUSAL_MASK, "value_size": 16},
-    "lengths": {"mask": M.PADDING_MASK, "descriptor": by_lengths},
+    "lengths": {"mask": M.PADDING_MASK, "descriptor": pack_by_lengths},
     "lengths-causal-sink": {
-        "mask": M.PADDING_CAUSAL_MASK, "descriptor": by_lengths, "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX
+        "mask": M.PADDING_CAUSAL_MASK, "descriptor": pack_by_lengths, "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX
     },
-    "lengths-bottom-right": {"mask": M.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, "descriptor": by_lengths},
-    "numbers-in-whole-rows": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": by_ids, "keys": QUERIES},
-    "packed": {"mask": M.PADDING_MASK, "descriptor": by_ids, **PACKED},
-    "packed-causal": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": by_ids, **PACKED},
-    "packed-offsets": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": by_offsets, **PACKED},
+    "lengths-bottom-right": {"mask": M.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, "descriptor": pack_by_lengths},
+    "numbers-in-whole-rows": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": pack_by_segment_ids, "keys": QUERIES},
+    "packed": {"mask": M.PADDING_MASK, "descriptor": pack_by_segment_ids, **PACKED},
+    "packed-causal": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": pack_by_segment_ids, **PACKED},
+    "packed-offsets": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": pack_by_offsets, **PACKED},
     "packed-uneven": {"mask": M.PADDING_MASK, "descriptor": uneven, **PACKED},
-    "packed-bottom-right": {"mask": M.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, "descriptor": by_offsets, **PACKED},
+    "packed-bottom-right": {"mask": M.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, "descriptor": pack_by_offsets, **PACKED},
     "packed-window-sink": {
-        "mask": M.PADDING_CAUSAL_MASK, "descriptor": by_ids, "window": (10, 0),
+        "mask": M.PADDING_CAUSAL_MASK, "descriptor": pack_by_segment_ids, "window": (10, 0),
         "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX, **PACKED,
     },
 }  # fmt: skip
@@ -109,7 +109,7 @@ LIBRARY = (
 
 
 class Attention:
-    """The arrays of one case, and a function of the arrays that have gradients."""
+    """One case's arrays, and its function on the arrays that have gradients."""
 
     def __init__(self, name: str, dtype, dropout: float = 0.0):
         case = CASES[name]
@@ -173,23 +173,23 @@ def check(name: str, dtype, backend: str, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_our_kernels_give_the_reference_in_float32(name):
+def test_triton_kernels_match_the_reference_in_float32(name):
     check(name, jnp.float32, "triton", 2e-4)
 
 
 @pytest.mark.parametrize("name", CASES if not INTERPRETED else FEW)
-def test_our_kernels_give_the_reference_in_bfloat16(name):
+def test_triton_kernels_match_the_reference_in_bfloat16(name):
     check(name, jnp.bfloat16, "triton", 0.02)
 
 
 @pytest.mark.parametrize("name", LIBRARY)
 @pytest.mark.skipif(INTERPRETED, reason="cuDNN runs on a GPU alone")
-def test_cudnn_gives_the_reference(name):
+def test_cudnn_matches_the_reference(name):
     check(name, jnp.bfloat16, "cudnn", 0.02)
 
 
 @pytest.mark.parametrize("name", CASES if not INTERPRETED else FEW)
-def test_our_kernels_return_the_largest_logits_of_the_reference(name):
+def test_triton_kernels_return_the_reference_max_logits(name):
     attention = Attention(name, jnp.float32)
     found = []
     for backend in ("triton", "reference"):

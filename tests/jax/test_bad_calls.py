@@ -43,12 +43,12 @@ DEALT = {"strategy": attention.ReorderStrategy.Striped, "cp_size": 4, "seq_dim":
 
 
 class Held:
-    """The quantizers with state that are passed to the calls of one test."""
+    """Stateful quantizers that one test passes to its calls."""
 
     quantizers: quantize.QuantizerSet
 
 
-def held() -> quantize.QuantizerSet:
+def class_quantizer_set() -> quantize.QuantizerSet:
     return Held.quantizers
 
 
@@ -65,7 +65,11 @@ def _quantizers():
 
 def state(value) -> dict[str, object]:
     """State that outlives a call: contexts, switches, random numbers, quantizers and the call's arguments."""
-    arrays = [leaf for leaf in jax.tree.leaves((held(), value)) if isinstance(leaf, (np.ndarray, jax.Array))]
+    arrays = [
+        leaf
+        for leaf in jax.tree.leaves((class_quantizer_set(), value))
+        if isinstance(leaf, (np.ndarray, jax.Array))
+    ]
     return {
         "recipe": quantize.get_global_quantize_recipe(),
         "mesh resource": sharding._resource.get(),
@@ -108,10 +112,10 @@ def packed_rows():
 
 
 def quantizer_call(**arguments):
-    return held().x.quantize(**({"x": ones(4, 8)} | arguments))
+    return class_quantizer_set().x.quantize(**({"x": ones(4, 8)} | arguments))
 
 
-def entered(**arguments):
+def enter_autocast(**arguments):
     with te.autocast(**({"enabled": True} | arguments)):
         pytest.fail("the block was entered")
 
@@ -123,18 +127,18 @@ def grouped(**arguments):
     )
 
 
-def normed(**arguments):
+def call_norm(**arguments):
     arrays = {
         "x": ones(4, 8),
         "kernel": ones(8, 3),
         "gamma": ones(8),
         "beta": ones(8),
-        "quantizer_set": held(),
+        "quantizer_set": class_quantizer_set(),
     }
     return te.layernorm_dense.layernorm_dense(**(arrays | arguments))
 
 
-def routed(**arguments):
+def call_router(**arguments):
     given = {"logits": ones(5, 4), "topk": 2, "score_function": "sigmoid"}
     return te.router.fused_topk_with_score_function(**(given | arguments))
 
@@ -157,7 +161,7 @@ def both_directions() -> quantize.ScaledTensor2x:
     return quantizer.quantize(ones(4, 8))
 
 
-def in_groups(**arguments):
+def quantize_groups(**arguments):
     quantizer = quantize.QuantizerFactory.create(
         1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e4m3fn, n_groups=2
     )
@@ -165,17 +169,27 @@ def in_groups(**arguments):
 
 
 LAYER = {"hidden_size": 16, "mlp_hidden_size": 16, "num_attention_heads": 2}
-# (function of the replaced argument, name of the argument, its bad values)
+# (function whose argument is replaced, argument name, bad values)
 CASES = [
-    (lambda x: te.dense.dense(x, ones(8, 2), quantizer_set=held()), "dense x", ARRAYS | SHAPES),
-    (lambda k: te.dense.dense(ones(4, 8), k, quantizer_set=held()), "dense kernel", ARRAYS | SHAPES),
     (
-        lambda b: te.dense.dense(ones(4, 8), ones(8, 2), b, quantizer_set=held()),
+        lambda x: te.dense.dense(x, ones(8, 2), quantizer_set=class_quantizer_set()),
+        "dense x",
+        ARRAYS | SHAPES,
+    ),
+    (
+        lambda k: te.dense.dense(ones(4, 8), k, quantizer_set=class_quantizer_set()),
+        "dense kernel",
+        ARRAYS | SHAPES,
+    ),
+    (
+        lambda b: te.dense.dense(ones(4, 8), ones(8, 2), b, quantizer_set=class_quantizer_set()),
         "dense bias",
         SHAPES | {"matrix": ones(2, 2)},
     ),
     (
-        lambda d: te.dense.dense(ones(4, 8), ones(8, 2), contracting_dims=d, quantizer_set=held()),
+        lambda d: te.dense.dense(
+            ones(4, 8), ones(8, 2), contracting_dims=d, quantizer_set=class_quantizer_set()
+        ),
         "dense contracting_dims",
         {
             "none at all": ((), ()),
@@ -193,12 +207,14 @@ CASES = [
         {"one": ("a",), "three": ("a", "b", "c")},
     ),
     (
-        lambda x: te.layernorm.layernorm(x, ones(8), ones(8), "layernorm", quantizer=held().x),
+        lambda x: te.layernorm.layernorm(x, ones(8), ones(8), "layernorm", quantizer=class_quantizer_set().x),
         "norm x",
         ARRAYS | SHAPES,
     ),
     (
-        lambda g: te.layernorm.layernorm(ones(4, 8), g, ones(8), "layernorm", quantizer=held().x),
+        lambda g: te.layernorm.layernorm(
+            ones(4, 8), g, ones(8), "layernorm", quantizer=class_quantizer_set().x
+        ),
         "norm gamma",
         SHAPES,
     ),
@@ -213,7 +229,11 @@ CASES = [
         "norm epsilon",
         NUMBERS | {"negative": -1e-6},
     ),
-    (lambda x: te.activation.activation(x, ("gelu",), held().x), "activation x", ARRAYS | SHAPES),
+    (
+        lambda x: te.activation.activation(x, ("gelu",), class_quantizer_set().x),
+        "activation x",
+        ARRAYS | SHAPES,
+    ),
     (
         lambda n: te.activation.activation(ones(4, 1, 8), n),
         "activation names",
@@ -268,7 +288,7 @@ CASES = [
         },
     ),
     (
-        lambda a: in_groups(flatten_axis=a),
+        lambda a: quantize_groups(flatten_axis=a),
         "flatten_axis of groups",
         {"outside": 5, "all": 0, "half": 0.5, "text": "x"},
     ),
@@ -319,7 +339,11 @@ CASES = [
         "rotary windows of numbers",
         {"texts": ("a", "b"), "none": (None, 3.0), "nan": (1.0, float("nan"))},
     ),
-    (lambda a: in_groups(is_rowwise=a, is_colwise=False), "directions of groups", {"none at all": False}),
+    (
+        lambda a: quantize_groups(is_rowwise=a, is_colwise=False),
+        "directions of groups",
+        {"none at all": False},
+    ),
     (
         lambda u: both_directions().get_tensor(u),
         "get_tensor usage",
@@ -557,7 +581,7 @@ CASES = [
             ),
             (
                 "layernorm_dense",
-                normed,
+                call_norm,
                 {
                     "quantizer_set": {"text": "x", "none": None},
                     "bias": ARRAYS,
@@ -569,7 +593,7 @@ CASES = [
             ),
             (
                 "router",
-                routed,
+                call_router,
                 {
                     "expert_bias": ARRAYS | SHAPES,
                     "compute_aux_scores": SWITCHES,
@@ -586,7 +610,7 @@ CASES = [
             ("rmsnorm_fwd", tex_norm, {"x": ARRAYS, "gamma": ARRAYS | SHAPES, "epsilon": NUMBERS}),
             (
                 "MeshResource",
-                lambda **axes: entered(mesh_resource=te.MeshResource(**axes)),
+                lambda **axes: enter_autocast(mesh_resource=te.MeshResource(**axes)),
                 {"dp_resource": {"pair": ("a", "b"), "number": 0}},
             ),
             (
@@ -782,7 +806,7 @@ CASES = [
     (lambda n: quantize.fan_out(quantize.noop_quantizer_set, n), "fan_out", COUNTS),
     (quantize.get_quantization_recipe, "recipe name", NAMES),
     (
-        lambda r: entered(recipe=r),
+        lambda r: enter_autocast(recipe=r),
         "autocast recipe",
         {
             "text": "DelayedScaling",
@@ -792,9 +816,9 @@ CASES = [
             "unreduced": recipe.DelayedScaling(reduce_amax=False),
         },
     ),
-    (lambda e: entered(enabled=e), "autocast enabled", SWITCHES),
+    (lambda e: enter_autocast(enabled=e), "autocast enabled", SWITCHES),
     (
-        lambda m: entered(mesh_resource=m),
+        lambda m: enter_autocast(mesh_resource=m),
         "autocast mesh_resource",
         {"text": "data", "dict": {"dp_resource": "data"}},
     ),

@@ -1,4 +1,4 @@
-"""Functions other than layers: explain, policies, dumps, names of the extension, switches of kernels, NNX."""
+"""Functions other than layers: explain, policies, dumps, extension names, kernel switches, NNX."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_policies_keep_the_results_of_products(name):
     assert kept < products(jax.checkpoint_policies.nothing_saveable)
 
 
-def test_an_inspected_array_is_on_the_disk(tmp_path, monkeypatch, capsys):
+def test_inspect_array_writes_the_array_to_disk(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     x = jnp.arange(6.0).reshape(2, 3)
     y = jax.jit(lambda x: inspect_array(x, "scores") * 1)(x)
@@ -88,7 +88,7 @@ def test_an_inspected_array_is_on_the_disk(tmp_path, monkeypatch, capsys):
         inspect_array(x, "a/b")
 
 
-def test_names_of_the_extension_compute():
+def test_extension_functions_match_their_equations():
     x, gamma = normal(jax.random.key(0), (4, 16)), ones(16)
     y, rstdev = tex.rmsnorm_fwd(x, gamma, False, 1e-6, None)
     np.testing.assert_allclose(y.dequantize(), x * rstdev[:, None], rtol=1e-5)
@@ -179,7 +179,7 @@ def test_a_primitive_is_switched_off_by_its_class(monkeypatch):
         tex.register_primitive(GemmPrimitive)
 
 
-def test_plain_versions_equal_the_operations():
+def test_reference_functions_equal_the_operations():
     x, gamma = normal(jax.random.key(0), (4, 16)), ones(16)
     hidden = x.reshape(2, 2, 2, 8)
     plain = tex_quantization._jax_quantize_dbias(x, None)
@@ -219,7 +219,7 @@ def test_a_layout_has_an_order_of_axes(layout, axes):
     assert tex_enums.nvte_get_qkv_format(layouts[f"NVTE_{layout}"]) is formats[f"NVTE_{axes}"]
 
 
-def test_no_fused_attention_is_found_where_the_reference_computes(monkeypatch):
+def test_fused_attention_is_unavailable_where_the_reference_runs(monkeypatch):
     causal, vanilla = (
         tex_enums.NVTE_Mask_Type.NVTE_CAUSAL_MASK,
         tex_enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
@@ -248,7 +248,7 @@ def test_no_fused_attention_is_found_where_the_reference_computes(monkeypatch):
     assert asked(half, whole, tex_enums.NVTE_Bias_Type.NVTE_ALIBI) == "NVTE_No_Backend"
 
 
-def test_a_score_mod_of_one_record_is_that_of_its_arguments():
+def test_score_mod_config_equals_separate_score_mod_arguments():
     config = tex.make_fused_attn_score_mod_config(jnp.tanh, score_mod_tensors=1.0)
     assert vars(config)["score_mod"] is jnp.tanh and vars(config)["score_mod_tensors"] == 1.0
     with pytest.raises(ValueError, match="give both, or neither"):
@@ -366,7 +366,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def test_the_two_halves_of_attention_have_the_values_and_gradients_of_its_equation():
+def test_separate_attention_passes_match_the_attention_equation():
     """The saved arrays pass from one compiled program to another."""
     keys = jax.random.split(jax.random.key(0), 5)
     query, kv = normal(keys[0], (2, 6, 2, 8)), normal(keys[1], (2, 6, 2, 2, 8))
@@ -389,7 +389,7 @@ def test_the_two_halves_of_attention_have_the_values_and_gradients_of_its_equati
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, pullback(dout))
 
 
-def test_the_two_halves_of_attention_are_a_derivative_rule_with_the_dropout_of_the_whole():
+def test_separate_attention_passes_form_a_custom_vjp_with_equal_dropout():
     query, key, value = normal(jax.random.key(0), (3, 2, 6, 2, 8))
     settings = (
         attention.AttnBiasType.NO_BIAS, attention.AttnMaskType.NO_MASK, attention.QKVLayout.BSHD_BSHD_BSHD,
@@ -426,7 +426,7 @@ def test_the_two_halves_of_attention_are_a_derivative_rule_with_the_dropout_of_t
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, want)
 
 
-def test_the_backward_half_of_attention_rejects_arrays_that_the_forward_half_did_not_save():
+def test_attention_backward_rejects_arrays_that_the_forward_did_not_save():
     x = ones((1, 4, 1, 8))
     with pytest.raises(TypeError, match="is not a result of fused_attn_fwd; pass its second result"):
         tex.fused_attn_bwd((x, x, x), None, ones((1, 1, 4, 1)), None, x, x)

@@ -52,11 +52,11 @@ def result_shapes(provider, case: Case):
 @pytest.mark.parametrize(
     "family", [family for family in JAX.builders if family not in ("quantize", "layer_small", "kernel")]
 )
-def test_plain_jax_does_the_same_work_and_torch_work_of_the_same_size(
+def test_plain_jax_does_equal_work_and_torch_does_work_with_equal_size(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):
     case = small(family, "bf16")
-    # Only the shapes of parameters are needed: no program initializes them.
+    # Only parameter shapes are needed, so no program initializes the values.
     monkeypatch.setattr(jax, "jit", lambda function: functools.partial(jax.eval_shape, function))
     ours, plain = (result_shapes(provider, case) for provider in (JAX, XLA))
     assert ours == plain
@@ -74,7 +74,7 @@ def test_a_row_has_the_figures_of_a_program(cpu_alone):
 
 
 @pytest.mark.parametrize("kind", ["delayed", "block1d", "block2d", "mxfp8", "nvfp4"])
-def test_every_quantization_makes_codes_of_both_directions(kind: str):
+def test_every_quantization_benchmark_writes_both_directions(kind: str):
     case = next(case for case in cases(RECIPES, True, ["quantize"]) if f"{kind}_both" in case.name)
     workload = JAX.workload(case, CPU)
     made = jax.eval_shape(workload.function, {}, workload.state, *workload.inputs)
@@ -121,7 +121,7 @@ def test_a_compiled_program_is_read_from_the_disk_cache():
     assert jax.config.jax_compilation_cache_dir == before
 
 
-def planes_of(*streams):
+def trace_planes(*streams):
     def line(name, *spans):
         events = [
             SimpleNamespace(name=kernel, start_ns=start, duration_ns=length)
@@ -141,16 +141,16 @@ def planes_of(*streams):
 FIRST, SECOND = [("a", 10, 10), ("b", 30, 10), ("a", 210, 8)], [("c", 15, 10), ("d", 110, 1)]
 
 
-def test_time_that_streams_share_counts_once_and_a_call_begins_where_torch_has_slept():
+def test_overlapping_streams_count_once_and_calls_begin_after_the_sleep_kernel():
     sleep = "at::cuda::(anonymous namespace)::spin_kernel(long)"
     torch_s = [("fill", 0, 2), (sleep, 3, 6), ("fill", 190, 2), (sleep, 200, 6)]
-    assert jax_workload._calls(planes_of(FIRST, SECOND, torch_s)) == [15 + 10 + 1, 8]
+    assert jax_workload._calls(trace_planes(FIRST, SECOND, torch_s)) == [15 + 10 + 1, 8]
 
 
 def test_a_call_without_a_recorded_sleep_has_the_mean_time(monkeypatch):
     monkeypatch.setattr(jax_workload, "PROFILED", 2)
-    assert jax_workload._calls(planes_of(FIRST, SECOND)) == [(15 + 10 + 1 + 8) / 2]
-    assert jax_workload._calls(planes_of()) == []
+    assert jax_workload._calls(trace_planes(FIRST, SECOND)) == [(15 + 10 + 1 + 8) / 2]
+    assert jax_workload._calls(trace_planes()) == []
 
 
 def test_jax_providers_are_measured_only_on_request():
@@ -166,8 +166,8 @@ def test_a_device_that_only_one_framework_has_is_rejected(cpu_alone):
     )
 
 
-def rows_of(path: Path, **times: float) -> Path:
-    """A file of one case, {provider: wall time}."""
+def write_result_rows(path: Path, **times: float) -> Path:
+    """Write a result file for one case, {provider: wall time}."""
     rows = [{"case": "dense_fb/bf16/8", "provider": name, "eager_ms": time} for name, time in times.items()]
     path.write_text(json.dumps({**as_dict([], ROOFS, {}), "results": rows}))
     return path
@@ -186,7 +186,7 @@ def rows_of(path: Path, **times: float) -> Path:
 )  # fmt: skip
 def test_files_are_compared_by_the_rows_of_each_engine(first, second, ratios, tmp_path: Path):
     shared = pairs(
-        *(read(rows_of(tmp_path / name, **times)) for name, times in (("a", first), ("b", second)))
+        *(read(write_result_rows(tmp_path / name, **times)) for name, times in (("a", first), ("b", second)))
     )
     assert {pair.case: pair.ratio("eager_ms") for pair in shared} == ratios
 
@@ -199,7 +199,7 @@ def test_the_figures_of_an_h200_are_compared_and_their_goals_are_those_of_their_
     assert "layer_fb/delayed/llama8b_s8192, jax" in console.file.getvalue()  # pyright: ignore
 
 
-def test_a_goal_is_reached_from_its_side():
+def test_a_goal_is_a_minimum_or_a_maximum():
     at_least, at_most = (jax_goals.Goal("", sense, 2.0, 3.0) for sense in (">=", "<="))
     assert (at_least.reached, at_least.share) == (True, 1.5)
     assert (at_most.reached, at_most.share) == (False, 2 / 3)
@@ -246,7 +246,7 @@ def test_two_devices_are_compared_with_one(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.parametrize(("slowest", "reached"), [(40.0, False), (20.0, None), (None, None)])
-def test_a_program_without_a_time_leaves_open_which_compiles_slowest(slowest: float | None, reached):
+def test_slowest_compilation_is_unknown_if_a_time_is_missing(slowest: float | None, reached):
     rows = [
         {"case": "failed", "provider": "jax", "compile_s": None, "error": "ValueError: no"},
         {"case": "slow", "provider": "jax", "compile_s": slowest},
@@ -259,7 +259,7 @@ def test_a_program_without_a_time_leaves_open_which_compiles_slowest(slowest: fl
 
 
 @pytest.mark.slow
-def test_goals_are_drawn(tmp_path: Path, monkeypatch):
+def test_goals_are_plotted(tmp_path: Path, monkeypatch):
     options = ["--plot", str(tmp_path / "goals.png"), "--families", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["jax_goals.py", str(FIGURES), *options])
     before = FIGURES.read_bytes()

@@ -1,4 +1,4 @@
-"""Products with block scales on Hopper: the choice of the kernel, and kernels of XLA programs with a workspace."""
+"""Products with block scales on Hopper: kernel selection, and kernels with a workspace in XLA programs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _kernels(monkeypatch):
 
 
 def shapes(second, m, n, k):
-    """Codes and scales of both operands."""
+    """Codes and scales for both operands."""
     blocks = -(-k // 128)
     scale = (n, blocks) if second == BLOCK_1D else (-(-n // 128), blocks)
     extents = ((m, k), (m, blocks), (n, k), scale)
@@ -105,7 +105,7 @@ def test_gluon_is_chosen_on_hopper_with_its_workspace_as_a_result(second):
         == "gluon"
     )
     text = jax.jit(product).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    # 16 x 8 programs; a map of 128 bytes of each matrix and of the scales that the copy engine brings
+    # 16 x 8 programs; one 128-byte descriptor per matrix and per scale array that the copy engine reads
     maps = 5 if second == BLOCK_1D else 4
     assert re.search(rf"-> \(tensor<4000x1008xbf16>, tensor<{16 * 8 * 128 * maps}xui8>\)", text), text
     assert "output_operand_aliases = []" in text or "output_operand_aliases" not in text

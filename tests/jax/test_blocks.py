@@ -1,4 +1,4 @@
-"""Objects of autocast and of mesh resources, entered again: nested, one after the other, by threads, as decorators."""
+"""Re-entering autocast and mesh-resource objects: nested, in sequence, from threads, as decorators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def block_and_setting(request):
     return make(), setting
 
 
-def test_one_object_is_entered_nested_and_one_after_the_other(block_and_setting):
+def test_one_context_object_can_be_entered_nested_and_in_sequence(block_and_setting):
     block, setting = block_and_setting
     outside = setting()
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_an_error_exits_every_nested_entry(block_and_setting):
     assert setting() == outside
 
 
-def test_an_object_that_is_rejected_is_rejected_again_and_changes_nothing():
+def test_a_rejected_context_is_rejected_again_and_changes_nothing():
     invalid = te.autocast(enabled=object())  # pyright: ignore[reportArgumentType]
     with te.autocast(True, DELAYED):
         for _ in range(2):
@@ -60,7 +60,7 @@ def test_an_object_that_is_rejected_is_rejected_again_and_changes_nothing():
     assert get_global_quantize_recipe() is None
 
 
-def test_blocks_that_overlap_are_each_left_by_their_own():
+def test_overlapping_contexts_each_exit_their_own_entry():
     def suspended():
         with sharding.global_shard_guard(te.MeshResource(dp_resource="a")):
             yield
@@ -74,7 +74,7 @@ def test_blocks_that_overlap_are_each_left_by_their_own():
     assert get_global_quantize_recipe() is None
 
 
-def test_threads_share_an_object():
+def test_threads_can_enter_one_context_object():
     block, turns = te.autocast(True, DELAYED), threading.Barrier(2, timeout=60)
     seen: dict[str, list[object]] = {"first": [], "second": []}
 

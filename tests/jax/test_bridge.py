@@ -81,11 +81,11 @@ def test_outputs_are_results_and_arrays_written_in_place_are_aliased():
     assert inverse.shape == record.shape == (1,)
     text = lowered(call, x, one, one)
     aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", text)
-    assert aliases == [("3", "2")]  # the record is the third operand, and the last of four results
+    assert aliases == [("3", "2")]  # the record is the third operand, and the last among four results
 
 
 @needs_bridge
-def test_a_maximum_begins_at_zero_without_an_operation_of_ours():
+def test_maximum_outputs_start_at_zero_without_an_extra_operation():
     from transformer_engine.common.kernels import cast
 
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
@@ -152,7 +152,7 @@ def test_integers_equal_to_one_become_constants():
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row.vendor == "nvidia"], ids=lambda row: row.architecture
 )
-def test_ptx_is_as_old_as_the_assembler_of_a_supported_jax_may_be(row):
+def test_ptx_version_suits_the_oldest_supported_jax_assembler(row):
     from transformer_engine.common.kernels.compiled import compiled
     from transformer_engine.common.kernels.transpose import transpose
 

@@ -96,7 +96,7 @@ def test_a_rule_has_a_factor_for_every_axis_of_a_kernels_arrays():
             assert kernel.in_parts.results(*operands)[place].dtype == jnp.float32, name
 
 
-def test_wrapped_kernels_keep_the_facts_of_the_kernel():
+def test_wrapped_kernels_keep_the_kernel_metadata():
     """If a wrapper lost `summed` or `maxed`, devices would not reduce the sums or maxima of their shards."""
     for case, kernel, operands in kernels_with_operands():
         for wrapped in (SeveralAxes(kernel, ()), OverVmap(kernel, (True,) * len(operands))):
@@ -127,7 +127,7 @@ ARGUMENTS = (
 
 
 @needs_bridge
-def test_a_quantized_mlp_on_cuda_is_as_many_kernels_as_it_has_tensors(monkeypatch):
+def test_a_quantized_mlp_on_cuda_has_one_kernel_per_tensor(monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     arguments = [make() for make in ARGUMENTS]
 

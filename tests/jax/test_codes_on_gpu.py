@@ -45,13 +45,13 @@ SPECS = {
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
 
 
-def cast_of(name: str) -> Cast:
+def create_cast(name: str) -> Cast:
     scale = 0.0 if "from 0" in name else 3.7
     return Cast(SPECS[name], jnp.full(1, scale) if "delayed" in name else None)
 
 
 def both_ways(operation: str, function, *arrays):
-    """Return the leaves of the fused kernels' results and of the separate kernels' results."""
+    """Result leaves from the fused kernels and from the separate kernels."""
     made = []
     for backend in ("triton", "separate"):
         with use_backend(**{operation: backend}):
@@ -68,40 +68,42 @@ def assert_equal(pairs, name: str) -> None:
 
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "delayed rows", "delayed from 0", "current", "blocks of rows"])
-def test_codes_of_a_norm_equal_those_of_its_output(name, centered):
+def test_fused_norm_codes_equal_quantized_norm_output(name, centered):
     x = jnp.asarray(matrix("normal", (48, 256), "bfloat16")).reshape(4, 12, 256)
     gamma, beta = jnp.linspace(0.5, 1.5, 256), jnp.linspace(-1, 1, 256) if centered else None
 
     def made(x, gamma, beta):
-        return norm_codes(x, gamma, beta, cast_of(name), centered, centered, 1e-5)
+        return norm_codes(x, gamma, beta, create_cast(name), centered, centered, 1e-5)
 
     assert_equal(both_ways("jax_norm_codes", made, x, gamma, beta), name)
 
 
 @pytest.mark.parametrize("names", [("gelu",), ("silu", "linear")])
 @pytest.mark.parametrize("name", SPECS)
-def test_codes_of_an_activation_equal_those_of_its_output(name, names):
+def test_fused_activation_codes_equal_quantized_activation_output(name, names):
     x = jnp.asarray(matrix("normal", (144, len(names) * 256), "bfloat16")).reshape(12, 12, len(names), 256)
     dy = jnp.asarray(matrix("normal", (144, 256), "bfloat16", 1)).reshape(12, 12, 256)
     params = ActivationParams()
-    made = both_ways("jax_activation_codes", lambda x: activation_codes(x, cast_of(name), names, params), x)
+    made = both_ways(
+        "jax_activation_codes", lambda x: activation_codes(x, create_cast(name), names, params), x
+    )
     assert_equal(made, f"{name} forward")
     made = both_ways(
         "jax_activation_codes",
-        lambda dy, x: activation_backward_codes(dy, x, cast_of(name), names, params, None)[0], dy, x,
+        lambda dy, x: activation_backward_codes(dy, x, create_cast(name), names, params, None)[0], dy, x,
     )  # fmt: skip
     assert_equal(made, f"{name} backward")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["delayed", "current", "blocks"])
-def test_sums_of_columns_come_with_the_codes_of_a_gradient(name, dtype):
+def test_gradient_quantization_returns_column_sums(name, dtype):
     names, params = ("silu", "linear"), ActivationParams()
     x = jnp.asarray(matrix("normal", (144, 512), "bfloat16")).reshape(144, 2, 256)
     dy = jnp.asarray(matrix("normal", (144, 256), "bfloat16", 1))
 
     def sums(dy, x):
-        total = activation_backward_codes(dy, x, cast_of(name), names, params, dtype)[1]
+        total = activation_backward_codes(dy, x, create_cast(name), names, params, dtype)[1]
         assert total is not None and total.dtype == dtype
         return total.astype(jnp.float32)
 
@@ -120,7 +122,7 @@ def test_a_stack_has_the_codes_of_its_matrices(dtype, directions):
         with use_backend(jax_grouped_quantize=backend):
             made.append(jax.jit(lambda x: quantize_stack(x, multiplier, E4M3, *directions))(x))
     assert [one is None for one in made[0]] == [one is None for one in made[1]]
-    assert made[0].scale[-1] == 1.0  # of a multiplier of 0, which is read as 1
+    assert made[0].scale[-1] == 1.0  # for multiplier 0, which is read as 1
     assert_equal(zip(*map(jax.tree.leaves, made), strict=True), f"{dtype} {directions}")
 
 
@@ -186,7 +188,7 @@ def test_a_quantized_mlp_has_values_gradients_and_states_of_separate_steps(recip
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_a_normalized_product_has_those_of_separate_steps(recipe):
+def test_a_normalized_product_equals_separate_norm_and_product(recipe):
     x, kernel = (
         jnp.asarray(matrix("normal", s, "bfloat16", i)) for i, s in enumerate(((32, 128), (128, 64)))
     )
@@ -227,7 +229,7 @@ def test_states_advance_by_the_bytes_of_the_torch_reference(algorithm, length, m
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("sizes", [(40, 0, 72, 16), (1, 1, 1, 129), (0, 0, 3, 0)])
-def test_rows_in_groups_have_the_codes_of_their_groups(dtype, given, sizes):
+def test_grouped_rows_have_per_group_codes(dtype, given, sizes):
     """Also rows after the last group: the second sizes have one row more than the tiles of all groups."""
     x = jnp.asarray(matrix("normal", (144, 80), dtype, 1)).at[2, 3].set(jnp.nan)
     multiplier = array([3.7, 1.0, 0.3, 0.0], jnp.float32) if given else None
@@ -240,7 +242,7 @@ def test_rows_in_groups_have_the_codes_of_their_groups(dtype, given, sizes):
 
 
 @pytest.mark.parametrize("sizes", [(40, 0, 72, 16), (0, 0, 3, 0)])
-def test_maxima_of_groups_found_apart_make_the_same_codes(sizes):
+def test_separately_computed_group_maxima_give_the_same_codes(sizes):
     """As for maxima over several devices: `over` of `quantize_rows`."""
     x = jnp.asarray(matrix("normal", (144, 80), "bfloat16", 1)).at[2, 3].set(jnp.nan)
     rows, scaling = jnp.asarray(sizes, jnp.int32), (True, 1e-3)
@@ -257,7 +259,7 @@ def test_maxima_of_groups_found_apart_make_the_same_codes(sizes):
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_states_of_groups_advance_as_those_of_every_group(algorithm):
+def test_stacked_group_states_advance_as_separate_group_states(algorithm):
     draw = np.random.default_rng(3)
     histories, scales, amaxes = (
         [jnp.asarray(draw.uniform(0, 9, (5, *shape)), jnp.float32) for _ in range(2)] for shape in ((6,), (), ())
@@ -295,7 +297,7 @@ RAGGED = {
 
 @pytest.mark.parametrize("sizes", [(40, 0, 33, 16), (1, 5, 0, 90)])
 @pytest.mark.parametrize("name", RAGGED)
-def test_rows_in_groups_have_the_nvfp4_codes_of_the_reference(name, sizes):
+def test_grouped_rows_match_the_reference_nvfp4_codes(name, sizes):
     mode, options = RAGGED[name]
     options = dict(options)
     if options.pop("random", False):

@@ -30,7 +30,7 @@ def ahead(monkeypatch):
     begin.cache_clear()
 
 
-def key_of(name: str):
+def compilation_key(name: str):
     from transformer_engine.common.kernels.compiled import KernelKey
 
     return KernelKey(name, (), (), (), (), 4, None, True, 90)
@@ -87,7 +87,8 @@ def test_threads_that_need_one_kernel_compile_it_once(monkeypatch):
     monkeypatch.setattr(module, "_compile", compile_slowly)
     found = []
     threads = [
-        threading.Thread(target=lambda: found.append(module._compile_once(key_of("one")))) for _ in range(3)
+        threading.Thread(target=lambda: found.append(module._compile_once(compilation_key("one"))))
+        for _ in range(3)
     ]
     for thread in threads:
         thread.start()
@@ -130,6 +131,6 @@ def test_waiting_threads_receive_the_error_and_a_later_call_compiles_again(monke
 
     monkeypatch.setattr(module, "_compile", fail_once)
     with pytest.raises(RuntimeError, match="no memory"):
-        module._compile_once(key_of("two"))
-    assert module._compile_once(key_of("two")) == "kernel"
+        module._compile_once(compilation_key("two"))
+    assert module._compile_once(compilation_key("two")) == "kernel"
     assert not module._running

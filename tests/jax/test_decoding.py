@@ -10,7 +10,7 @@ import pytest
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, drawn_variables, normal, ones, unboxed_variables
+from tests.jax.compiled import array, draw_unboxed_variables, draw_variables, normal, ones
 from transformer_engine.common import recipe
 
 TOKENS, HIDDEN = 6, 16
@@ -39,7 +39,7 @@ def test_steps_equal_the_rows_of_the_full_pass(name):
     shape = (TOKENS, 2, HIDDEN) if axis == 0 else (2, TOKENS, HIDDEN)
     x = normal(jax.random.key(0), shape)
     encoded = normal(jax.random.key(1), (2, 3, HIDDEN)) if name == "decoder" else None
-    variables = unboxed_variables(
+    variables = draw_unboxed_variables(
         model, x, encoded, deterministic=True, decode=True, max_decode_length=TOKENS
     )
     rest, cache = flax.core.pop(variables, "cache")
@@ -72,7 +72,7 @@ def test_steps_read_a_mask_exactly_when_the_full_pass_does(kind, window):
     x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     mask = jnp.arange(TOKENS) == 1
     mask = mask[None, None, None] & array([True, False])[:, None, None, None]
-    variables = unboxed_variables(model, x, x, decode=True, deterministic=True)
+    variables = draw_unboxed_variables(model, x, x, decode=True, deterministic=True)
     params, cache = {"params": variables["params"]}, variables["cache"]
     apply = jax.jit(lambda x, *masks: model.apply(params, x, x, *masks, deterministic=True)[0])
     whole, unmasked = np.asarray(apply(x, mask)), np.asarray(apply(x))
@@ -99,7 +99,7 @@ def test_a_quantized_layer_decodes_close_to_the_full_pass():
     model = layer(enable_relative_embedding=False)
     x = normal(jax.random.key(0), (2, TOKENS, HIDDEN))
     with te.autocast(True, recipe.MXFP8BlockScaling()):
-        variables = unboxed_variables(model, x, deterministic=True, decode=True)
+        variables = draw_unboxed_variables(model, x, deterministic=True, decode=True)
         whole = model.apply({"params": variables["params"]}, x, deterministic=True)
         first, _ = model.apply(variables, x[:, :1], deterministic=True, decode=True, mutable=["cache"])
     np.testing.assert_array_equal(first, whole[:, :1])
@@ -108,7 +108,7 @@ def test_a_quantized_layer_decodes_close_to_the_full_pass():
 def test_tokens_that_exceed_the_cache_are_rejected_with_the_remedy():
     model = te_flax.MultiHeadAttention(4, 4)
     x = ones((2, 2, HIDDEN))
-    variables = drawn_variables(model, x, x, decode=True, deterministic=True)
+    variables = draw_variables(model, x, x, decode=True, deterministic=True)
     with pytest.raises(ValueError, match="a step has one token"):
         model.apply(variables, x, x, decode=True, deterministic=True, mutable=["cache"])
     full = {**variables, "cache": variables["cache"] | {"cache_index": jnp.asarray(2)}}

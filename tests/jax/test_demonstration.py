@@ -1,4 +1,4 @@
-"""`te train --framework jax`: the text and records of torch, exact continuation, and rejected options."""
+"""`te train --framework jax`: same text and records as torch, exact continuation, and rejected options."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def losses(history: list[Progress]) -> list[Any]:
     return [(record.step, record.loss, record.validation) for record in history]
 
 
-def killed_after(step: int):
+def kill_after_step(step: int):
     def observe(record: Progress) -> None:
         if record.step == step:
             raise Killed
@@ -64,7 +64,7 @@ def killed_after(step: int):
     return observe
 
 
-def continued(config: RunConfig, corpus: Corpus, folder: Path) -> Trainer:
+def resume_run(config: RunConfig, corpus: Corpus, folder: Path) -> Trainer:
     resumed = Trainer(config, corpus, folder)
     resumed.load(flax_checkpoint.load(resumed.checkpoint_path))
     return resumed
@@ -75,9 +75,9 @@ def test_a_run_killed_in_the_middle_continues_bit_for_bit(corpus: Corpus, tmp_pa
     assert whole.train()
     killed = Trainer(tiny(), corpus, tmp_path / "killed")
     with pytest.raises(Killed):
-        killed.train(killed_after(5))
-    resumed = continued(tiny(), corpus, tmp_path / "killed")
-    assert resumed.step == 4  # checkpoints are written every quarter of a run
+        killed.train(kill_after_step(5))
+    resumed = resume_run(tiny(), corpus, tmp_path / "killed")
+    assert resumed.step == 4  # checkpoints are written after every quarter of the run
     assert resumed.train()
     assert losses(resumed.history) == losses(whole.history)
     assert losses(read_metrics(resumed.metrics_path)) == losses(whole.history)
@@ -153,7 +153,7 @@ te_train("--resume", "--name", "none-jax", "--out", folder)
 
 @pytest.fixture(scope="module")
 def trained_without_torch(text: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return the folder and the output of `te train` in a process without torch."""
+    """Run `te train` in a process without torch; return its folder and output."""
     folder = tmp_path_factory.mktemp("without_torch")
     command = ["-c", WITHOUT_TORCH, str(folder), str(BATCHES), *OPTIONS, "--data", text]
     environment = os.environ | {"PYTHONPATH": search_path(), "COLUMNS": "200"}

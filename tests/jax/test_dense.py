@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, ones, unboxed_variables, values_and_gradients, variables_of
+from tests.jax.compiled import draw_unboxed_variables, init_variables, normal, ones, values_and_gradients
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.jax.dense import dense
@@ -28,7 +28,7 @@ RECIPES = {
     "mxfp8-2d": recipe.MXFP8BlockScaling(enable_2d_quantization=True),
     "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
-# A result's error relative to its norm: half a unit of the last place of the format, twice, with room for few terms.
+# Error relative to the result's norm: half a unit in the format's last place, twice, with room for few terms.
 TOLERANCES = {"delayed": 0.05, "current": 0.05, "block": 0.05, "mxfp8": 0.06, "mxfp8-2d": 0.06, "nvfp4": 0.25}
 GRADIENT_TOLERANCES = TOLERANCES | {"delayed": 0.09, "current": 0.09}
 
@@ -67,7 +67,7 @@ def test_without_a_recipe_dense_is_the_plain_product(dtype):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.sampled(2)
 def test_the_products_are_those_of_the_dequantized_tensors(name):
-    """The three products of the quantized tensors are within the format's tolerance of the plain products."""
+    """The three quantized products are within the format's tolerance around the unquantized products."""
     x, kernel, dy = inputs()
     with te.autocast(True, RECIPES[name]):
         quantizers = QuantizerFactory.create_set()
@@ -92,14 +92,14 @@ def test_the_products_are_those_of_the_dequantized_tensors(name):
     exact = of_dequantized(x, kernel, dy)
     plain = x @ kernel, dy @ kernel.T, jnp.einsum("bsk,bsn->kn", x, dy)
     tolerances = TOLERANCES[name], GRADIENT_TOLERANCES[name], GRADIENT_TOLERANCES[name]
-    # Tensor cores keep 13 bits of the products of codes that they line up and add.
+    # Tensor cores align code products before the addition and keep 13 bits.
     sums = 1e-5 if jax.default_backend() == "cpu" else 2.0**-13
     for got, want, near, tolerance in zip(found, exact, plain, tolerances, strict=True):
         assert relative_error(got, want) < sums
         assert relative_error(got, near) < tolerance
 
 
-def test_operation_by_operation_gives_what_one_program_gives():
+def test_op_by_op_execution_equals_one_jitted_program():
     x, kernel, dy = inputs()
     with te.autocast(True, RECIPES["delayed"]):
         quantizers = QuantizerFactory.create_set()
@@ -145,7 +145,7 @@ def test_stochastic_rounding_draws_from_its_own_stream():
     x = normal(jax.random.key(0), (32, 64))
     with te.autocast(True, recipe.NVFP4BlockScaling()):
         model = te_flax.DenseGeneral(features=32)
-        variables = unboxed_variables(model, x)
+        variables = draw_unboxed_variables(model, x)
 
         @jax.jit
         def gradient(key):
@@ -163,11 +163,11 @@ def test_stochastic_rounding_draws_from_its_own_stream():
 
 
 @pytest.mark.parametrize(("axis", "features"), [(-1, 5), ((-2, -1), (3, 4)), ((0, 2), (3, 4))])
-def test_dense_general_has_the_tree_and_values_of_flaxs(axis, features):
+def test_dense_general_has_the_parameters_and_values_of_flax(axis, features):
     x = normal(jax.random.key(0), (6, 7, 8))
     ours = te_flax.DenseGeneral(features=features, axis=axis)
     plain = nn.DenseGeneral(features=features, axis=axis)
-    variables = unboxed_variables(ours, x)
+    variables = draw_unboxed_variables(ours, x)
     shapes = jax.tree.map(jnp.shape, variables)
     assert shapes == jax.tree.map(jnp.shape, jax.eval_shape(plain.init, jax.random.key(1), x))
     bias = normal(jax.random.key(2), variables["params"]["bias"].shape)
@@ -175,7 +175,7 @@ def test_dense_general_has_the_tree_and_values_of_flaxs(axis, features):
     np.testing.assert_allclose(ours.apply(variables, x), plain.apply(variables, x), rtol=1e-4, atol=1e-5)
 
 
-def test_the_kernel_begins_as_flax_would_draw_it():
+def test_kernel_initialization_equals_flax():
     x = ones((2, 16))
     kernel = nn.meta.unbox(te_flax.DenseGeneral(features=8).init(jax.random.key(0), x))["params"]["kernel"]
     init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
@@ -200,7 +200,7 @@ def test_low_rank_adaptation_adds_the_scaled_product(alpha, features):
         low_rank_adaptation_alpha=alpha,
         use_bias=False,
     )
-    params = variables_of(model, jax.random.key(1), x)["params"]
+    params = init_variables(model, jax.random.key(1), x)["params"]
     assert params["lora_a_kernel"].shape == (16, *features[:-1], 2)
     assert params["lora_b_kernel"].shape == (*features[:-1], 2, features[-1])
     assert not np.asarray(params["lora_b_kernel"]).any()
@@ -302,7 +302,7 @@ def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(shapes, quantiz
     ids=str,
 )
 def test_a_product_undoes_a_hadamard_transform_that_only_one_operand_carries(transformed):
-    """Each of the three products equals the float64 product of the dequantized tensors, by quantizer with use_rht."""
+    """All three products equal float64 products with dequantized tensors, by quantizer with use_rht."""
     x, kernel, dy = (
         normal(jax.random.key(n), shape) for n, shape in enumerate([(32, 48), (48, 48), (32, 48)])
     )

@@ -1,4 +1,4 @@
-"""The examples of the JAX pages run as printed."""
+"""The examples on the JAX pages run as printed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ EDGES = [
 
 @pytest.fixture
 def pairs() -> tuple[np.ndarray, np.ndarray]:
-    """Bit patterns drawn evenly over all magnitudes, and every pair of edges."""
+    """Bit patterns drawn evenly over all magnitudes, and every pair of edge values."""
     rng = np.random.default_rng(0)
     drawn = rng.integers(0, 0x7F800001, (2, 200_000)).astype(np.int32)
     edges = np.asarray(EDGES, np.int32)
@@ -76,7 +76,7 @@ def test_a_product_with_a_subnormal_scale_is_exact():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_magnitudes_order_as_their_bits(dtype):
+def test_magnitudes_have_the_order_of_their_bit_patterns(dtype):
     x = array([0.0, -0.0, 1.5, -2.0, np.inf, np.nan, 2.0**-14], dtype)
     bits = np.asarray(exact.magnitude_bits(x))
     expected = np.abs(np.asarray(x, np.float32)).view(np.int32)

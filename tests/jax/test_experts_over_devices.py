@@ -1,4 +1,4 @@
-"""Mixtures of experts over devices have the codes, the state and the gradients of one device's."""
+"""Mixtures of experts over devices have the same codes, state and gradients as on one device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import ones, unboxed_variables
-from tests.jax.host_compositions import mesh_of
+from tests.jax.compiled import draw_unboxed_variables, ones
+from tests.jax.host_compositions import create_mesh
 from tests.jax.host_experts import RECIPES, experts_case, tokens_in_whole_blocks
-from tests.jax.test_sharding import PROGRAM, printed_by, run_on_host_devices
+from tests.jax.test_sharding import PROGRAM, run_on_eight_devices, run_on_host_devices
 from transformer_engine.common import recipe
 from transformer_engine.jax.primitives import launching
 
@@ -22,7 +22,7 @@ QUANTIZED = [name for name, settings in RECIPES.items() if settings is not None]
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    return printed_by(PROGRAM.with_name("host_experts.py"))
+    return run_on_eight_devices(PROGRAM.with_name("host_experts.py"))
 
 
 def assert_one_device(case: dict, gradients: float = SUMS, states_of_gradients: float = 0.0) -> None:
@@ -32,11 +32,11 @@ def assert_one_device(case: dict, gradients: float = SUMS, states_of_gradients: 
     assert case["received"] == case["slots"]
 
 
-def test_experts_on_eight_devices_compute_what_those_on_one_do(found):
+def test_experts_on_eight_devices_equal_experts_on_one_device(found):
     """Kernels are sharded over a third axis, `with mesh:` enters the mesh, and each device has two tokens.
 
-    The slow test of every recipe has states with equal bits, and routing by gates. Codes and states of parts have
-    equal bits in the next test.
+    The slow test for every recipe checks bitwise-equal states and routing by gates. The next test checks
+    bitwise-equal codes and states per shard.
     """
     # The experts' gradients have the routing probabilities as factors. These come from a product in float32, whose
     # sums may have another order where a device has fewer rows.
@@ -44,11 +44,11 @@ def test_experts_on_eight_devices_compute_what_those_on_one_do(found):
 
 
 @pytest.mark.parametrize("case", ["delayed dgrad", "current x", "nvfp4 x"])
-def test_codes_and_states_of_parts_are_bit_for_bit_those_of_the_whole(found, case):
+def test_sharded_codes_and_states_are_bitwise_equal_to_unsharded_ones(found, case):
     assert found[f"codes: {case}"] == {"unequal": 0}
 
 
-def test_a_step_on_a_mesh_with_one_axis_more_is_kernels_on_gpus(found):
+def test_a_step_on_a_mesh_with_an_additional_axis_uses_gpu_kernels(found):
     if (reason := launching.kernels_unsupported_reason()) is not None:
         pytest.skip(f"no kernel can be lowered for CUDA here: {reason}")
     assert found["lowered"]["ragged_all_to_all"] >= 4, "rows there and back, and their gradients"
@@ -60,12 +60,12 @@ def test_a_step_on_a_mesh_with_one_axis_more_is_kernels_on_gpus(found):
 def test_experts_over_two_gpus_compute_the_same_as_on_one(name):
     """Rows travel in a ragged all-to-all."""
     with jax.default_matmul_precision("highest"):
-        assert_one_device(experts_case(mesh_of(ep=2), (), RECIPES[name], tokens_in_whole_blocks(), True))
+        assert_one_device(experts_case(create_mesh(ep=2), (), RECIPES[name], tokens_in_whole_blocks(), True))
 
 
 @pytest.mark.slow
 def test_every_recipe_on_every_mesh():
-    found = printed_by(PROGRAM.with_name("host_experts.py"), "--all")
+    found = run_on_eight_devices(PROGRAM.with_name("host_experts.py"), "--all")
     for name in RECIPES:
         for case in ("dp and ep", "ep 2", "ep 4", "early"):
             assert_one_device(found[f"{case}: {name}"])
@@ -73,7 +73,7 @@ def test_every_recipe_on_every_mesh():
     assert_one_device(found["halves: current"], gradients=2**-7)
     codes = {name: case["unequal"] for name, case in found.items() if name.startswith("codes")}
     assert len(codes) == 2 * len(QUANTIZED) and not any(codes.values()), codes
-    # Two halves of a batch are equal, and so are codes of values; each device rounds gradients by its own numbers.
+    # Both batch halves are equal, and so are their codes; devices round gradients with separate numbers.
     assert found["random"]["y"] == 0.0 and found["random"]["dx"] > 1e-3
 
 
@@ -86,7 +86,7 @@ def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
     )  # fmt: skip
     x = ones((1, 24, 16))
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
-        variables = unboxed_variables(model, x)
+        variables = draw_unboxed_variables(model, x)
         params = variables["params"]
         first = jnp.concatenate((jnp.full((2, 16, 16), -1.0), params["wi"][..., 16:]), axis=-1)
         params = params | {"wi": first, "wi_bias": jnp.full((2, 32), 4.0)}

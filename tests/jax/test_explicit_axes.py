@@ -1,4 +1,4 @@
-"""Gradients over Explicit mesh axes, and eager ones over a mesh, equal those of one device; on eight host devices."""
+"""Gradients over Explicit mesh axes, and eager ones over a mesh, equal one device (eight host devices)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jax.sharding import PartitionSpec
 
-from tests.jax.test_sharding import printed_by
+from tests.jax.test_sharding import run_on_eight_devices
 from transformer_engine.jax.runtime.explicit_axes import explicit_axes, unique_axes, with_automatic_axes
 
 PROGRAM = Path(__file__).with_name("host_explicit.py")
@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).with_name("host_explicit.py")
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--rest",), marks=pytest.mark.slow)])
 def test_meshes_of_every_kind_compute_the_gradients_of_one_device(options):
-    found = printed_by(PROGRAM, *options)
+    found = run_on_eight_devices(PROGRAM, *options)
     assert len(found) == (21 if options else 5)
     assert {name: value for name, value in found.items() if not value < 1e-5} == {}
 

@@ -1,4 +1,4 @@
-"""Quantizers and products of groups against one group at a time."""
+"""Grouped quantizers and products against one group at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, drawn_variables, normal, values_and_gradients, zeros
+from tests.jax.compiled import array, draw_variables, normal, values_and_gradients, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense, grouped_dense
 from transformer_engine.jax.layernorm_dense import layernorm_dense
@@ -58,7 +58,7 @@ def relative_error(got, want) -> float:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.sampled(3)
-def test_a_grouped_product_is_a_product_for_every_group(name):
+def test_a_grouped_product_equals_one_product_per_group(name):
     settings, tolerance = RECIPES[name]
     x, kernel, dy, bias = inputs()
     sizes = jnp.asarray(SIZES)
@@ -75,7 +75,7 @@ def test_a_grouped_product_is_a_product_for_every_group(name):
     assert not np.asarray(found[2][1]).any()
 
 
-def test_gradients_of_biases_in_halves_are_added_up_in_float32():
+def test_16_bit_bias_gradients_are_summed_in_float32():
     """In bfloat16 a sum of 4096 numbers from 1 to 2 would not increase beyond 512."""
     rows, sizes = 8192, array([4096, 0, 4000])
     dy = (1.0 + jax.random.uniform(jax.random.key(0), (rows, N))).astype(jnp.bfloat16)
@@ -125,8 +125,8 @@ def products_of_groups(settings, x, dy, kernel, sizes):
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.sampled(3)
-def test_blocks_and_second_levels_never_cover_two_groups(name):
-    """The groups differ by factors of 100, and none of their sizes is a multiple of a block."""
+def test_blocks_and_second_level_scales_never_span_two_groups(name):
+    """The groups differ by factors of 100, and no group size is a multiple of the block length."""
     x, kernel, dy, _ = inputs()
     sizes = np.repeat(np.float32([100.0, 1.0, np.nan]), [7, 20, M - 27])[:, None]
     found = products_of_groups(BLOCKS[name], x * sizes, dy * sizes, kernel, UNALIGNED)
@@ -190,12 +190,12 @@ def test_checkpoint_names_reach_codes_scales_and_maxima_of_groups():
     sizes = jnp.asarray(SIZES)
     with te.autocast(True, RECIPES["current"][0]):
         text = str(jax.make_jaxpr(lambda x, kernel: module.apply({}, x, kernel, sizes))(x, kernel))
-    # Two directions of rows and of matrices, which share a scale and a maximum.
+    # Both directions for rows and for matrices, which share a scale and a maximum.
     assert text.count("name=codes") == 2 * (2 + 1 + 1)
 
 
 @pytest.mark.parametrize("mode", [ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.MXFP8_1D_SCALING])
-def test_codes_of_groups_come_back_within_the_format(mode):
+def test_dequantized_groups_are_within_the_formats_rounding_error(mode):
     x, kernel, _, _ = inputs()
     quantizer = QuantizerFactory.create(scaling_mode=mode, q_dtype=jnp.float8_e4m3fn, n_groups=3)
     assert isinstance(quantizer, GroupedQuantizer)
@@ -223,7 +223,7 @@ def test_codes_of_groups_come_back_within_the_format(mode):
 def test_the_grouped_module_keeps_one_state_per_group():
     x, kernel, _, _ = inputs()
     module = te_flax.make_grouped_dense_cls(RECIPES["delayed"][0])
-    variables = drawn_variables(module, x, kernel, jnp.asarray(SIZES))
+    variables = draw_variables(module, x, kernel, jnp.asarray(SIZES))
     state = variables["_overwrite_with_gradient"]
     assert state["kernel_scale"].shape == (3,)
     assert state["grad_amax_history"].shape == (3, 4)
@@ -257,7 +257,7 @@ def test_a_bad_grouped_call_is_rejected_with_value_limit_and_remedy(change, erro
         grouped_dense(**({"x": x, "kernel": kernel, "group_sizes": jnp.asarray(SIZES)} | change))
 
 
-def test_quantizers_of_one_tensor_are_not_those_of_groups():
+def test_single_tensor_quantizers_are_rejected_for_groups():
     x, kernel, _, _ = inputs()
     with te.autocast(True, RECIPES["current"][0]):
         single, five = QuantizerFactory.create_set(), QuantizerFactory.create_set(n_groups=5)
@@ -267,8 +267,8 @@ def test_quantizers_of_one_tensor_are_not_those_of_groups():
         grouped_dense(x, kernel, jnp.asarray(SIZES), quantizer_set=five)
 
 
-def test_quantizers_of_groups_are_not_those_of_one_tensor():
-    """Without the check, a TypeError would name a missing argument of GroupedQuantizer.encode."""
+def test_group_quantizers_are_rejected_for_single_tensors():
+    """Without the check, a TypeError would name a missing argument in GroupedQuantizer.encode."""
     x, kernels, _, _ = inputs()
     kernel, ones = kernels[0], jnp.ones(K)
     with te.autocast(True, RECIPES["current"][0]):

@@ -1,4 +1,4 @@
-"""Grouped products of block-scaled codes: the choice by the table of hardware, and programs for CUDA."""
+"""Grouped products with block-scaled codes: selection by the hardware table, and programs for CUDA."""
 
 from __future__ import annotations
 
@@ -101,15 +101,15 @@ def test_an_early_triton_is_rejected_where_it_multiplies_in_bfloat16(monkeypatch
             assert found is None
 
 
-def explained(monkeypatch, step, shapes):
-    """The explanation on a machine with a GPU, whose choices are those of programs for CUDA."""
+def explain_for_gpu(monkeypatch, step, shapes):
+    """Explanation on a machine with a GPU, where programs are compiled for CUDA."""
     with monkeypatch.context() as patched:
         patched.setattr(platforms, "has_gpu", lambda: True)
         return te.explain(step, *shapes, backward=False)
 
 
-def step_of(name: str):
-    """Gradients of a grouped layer, and the shapes of its input and kernels."""
+def grouped_layer_step(name: str):
+    """Gradient function for a grouped layer, with input and kernel shapes."""
     with te.autocast(True, RECIPES[name]):
         quantizers = QuantizerFactory.create_set(n_groups=3)
     sizes = jnp.asarray([32, 0, 64], jnp.int32)
@@ -126,8 +126,8 @@ def step_of(name: str):
 @pytest.mark.parametrize("name", RECIPES)
 def test_three_products_of_a_layer_are_kernels_where_the_gpu_has_them(name, architecture, monkeypatch):
     monkeypatch.setattr(platform, "WITHOUT_GPU", nvidia(*architecture))
-    step, shapes = step_of(name)
-    decisions = explained(monkeypatch, step, shapes).decisions
+    step, shapes = grouped_layer_step(name)
+    decisions = explain_for_gpu(monkeypatch, step, shapes).decisions
     chosen = [one.chosen for one in decisions if one.operation == "jax_grouped_block_gemm"]
     native = name == "block" or architecture != (8, 9)
     assert chosen == [KERNELS[name] if native else "dequantized"] * 3
@@ -141,6 +141,6 @@ def test_three_products_of_a_layer_are_kernels_where_the_gpu_has_them(name, arch
 
 def test_explanations_name_the_gpu(monkeypatch):
     monkeypatch.setattr(platform, "WITHOUT_GPU", nvidia(9, 0))
-    step, shapes = step_of("mxfp8")
-    text = str(explained(monkeypatch, step, shapes))
+    step, shapes = grouped_layer_step("mxfp8")
+    text = str(explain_for_gpu(monkeypatch, step, shapes))
     assert "dequantized" in text and "compute capability 9.0 has no mxfp8 products" in text

@@ -1,6 +1,6 @@
-"""Grouped products of block-scaled codes by kernels, against their values, on a GPU or in the interpreter.
+"""Grouped block-scaled products by kernels, against dequantized values, on a GPU or in the interpreter.
 
-Hopper computes tl.dot_scaled in bfloat16, in which MXFP8 values are exact; the sums are those of its tensor cores.
+Hopper computes tl.dot_scaled in bfloat16, in which MXFP8 values are exact; sums have tensor-core precision.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MATRICES = {
 
 
 def quantized(name, x, sizes=None):
-    """Both directions of rows in groups, or of a stack, by the reference."""
+    """Quantize grouped rows, or a stack, in both directions by the reference."""
     mode, dtype = FORMATS[name] if sizes is not None else MATRICES.get(name, FORMATS[name])
     quantizer = QuantizerFactory.create(scaling_mode=mode, q_dtype=dtype, n_groups=GROUPS)
     with use_backend(jax_quantize="reference"):
@@ -50,7 +50,7 @@ def values(seed, *shape):
 
 
 def bound(left, right, name):
-    """Return the largest error of left [M, K] @ right [N, K].T on Hopper.
+    """Error bound for left [M, K] @ right [N, K].T on Hopper.
 
     Its FP8 instructions add 32 products to a sum. They align these 33 numbers to the largest one and drop what lies
     more than 13 bits below, so that each loses less than 2^-13 of it. Other formats are multiplied in bfloat16.
@@ -67,12 +67,12 @@ def bound(left, right, name):
 
 
 def check(got, want, bounds, name):
-    """Compare with float64, up to the precision of Hopper's FP8 sums."""
+    """Compare with float64, up to Hopper's FP8 sum precision."""
     beyond = np.abs(np.asarray(got, np.float64) - want) > bounds
     assert not beyond.any(), f"{name}: {int(beyond.sum())} of {want.size} elements"
 
 
-def of_groups(sizes):
+def group_slices(sizes):
     ends = np.cumsum(sizes)
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
@@ -80,7 +80,7 @@ def of_groups(sizes):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("features_first", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_in_groups_are_multiplied_as_their_values(name, features_first, sizes):
+def test_grouped_rows_are_multiplied_as_their_dequantized_values(name, features_first, sizes):
     skip_where_triton_cannot_compile(name)
     counts = jnp.asarray(sizes, jnp.int32)
     a = quantized(name, values(1, M, K), counts).get_tensor(ROWS)
@@ -91,7 +91,7 @@ def test_rows_in_groups_are_multiplied_as_their_values(name, features_first, siz
     left, right = (np.asarray(x.dequantize(), np.float64) for x in (a, b))
     right = right if features_first else right.swapaxes(1, 2)
     want, bounds = np.zeros((M, N)), np.zeros((M, N))
-    for group, rows in enumerate(of_groups(sizes)):
+    for group, rows in enumerate(group_slices(sizes)):
         want[rows] = left[rows] @ right[group].T
         bounds[rows] = bound(left[rows], right[group], name)
     check(got, want, bounds, name)
@@ -99,7 +99,7 @@ def test_rows_in_groups_are_multiplied_as_their_values(name, features_first, siz
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_in_groups_are_contracted_as_their_values(name, sizes):
+def test_grouped_rows_are_contracted_as_their_dequantized_values(name, sizes):
     skip_where_triton_cannot_compile(name)
     counts = jnp.asarray(sizes, jnp.int32)
     a, b = (
@@ -108,6 +108,6 @@ def test_rows_in_groups_are_contracted_as_their_values(name, sizes):
     )
     got = jax.jit(lambda a, b, s: blocks.over_rows(a, b, s, jnp.dtype(jnp.float32)))(a, b, counts)
     left, right = (np.asarray(x.dequantize(), np.float64) for x in (a, b))
-    rows = of_groups(sizes)
+    rows = group_slices(sizes)
     want = np.stack([left[one].T @ right[one] for one in rows])
     check(got, want, np.stack([bound(left[one].T, right[one].T, name) for one in rows]), name)

@@ -17,7 +17,7 @@ NOT_NATIVE = ("reference", "decoded", "widen", "ragged_dot", "dequantized")
 
 
 @pytest.mark.parametrize("row", NVIDIA, ids=lambda row: row.architecture)
-def test_no_operation_that_the_hardware_has_is_decoded(row):
+def test_operations_with_hardware_support_are_not_dequantized(row):
     found = choices(row, True)
     for recipe, (capability, _) in PRODUCTS.items():
         casts = {name: backend for name, backend in found[recipe].items() if "cast" in name}

@@ -21,14 +21,14 @@ def run(program: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
-def imported_by(program: str) -> set[str]:
+def modules_after_import(program: str) -> set[str]:
     done = run(program + "\nimport sys; print(' '.join(sys.modules))")
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
 
 def test_the_package_alone_imports_no_framework():
-    assert not imported_by("import transformer_engine") & {"torch", "jax", "flax"}
+    assert not modules_after_import("import transformer_engine") & {"torch", "jax", "flax"}
 
 
 def train(framework: str, folder: Path) -> str:

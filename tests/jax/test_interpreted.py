@@ -23,7 +23,7 @@ FEW = (
 
 
 def run(*options: str) -> str:
-    """Return the output of the tests marked gpu of these files."""
+    """Run the tests marked gpu in these files and return their output."""
     plugins = ("-p", "tests.jax.interpreted", "-p", "no:cacheprovider")
     command = ["-m", "pytest", "-q", "-x", *plugins, "-m", "gpu", *options]
     program = forked.Program(command, ROOT, interpreting(JAX_PLATFORMS="cpu"))
@@ -34,7 +34,7 @@ def run(*options: str) -> str:
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def test_a_kernel_of_each_kind_passes_its_tests_in_the_interpreter():
+def test_one_kernel_per_family_passes_its_tests_in_the_interpreter():
     assert "6 passed" in run(FILES[0], "-k", FEW)
 
 

@@ -26,7 +26,7 @@ def _kernels_without_a_gpu(monkeypatch):
     yield
 
 
-def x_of(*shape, dtype=jnp.bfloat16, seed=0):
+def draw_input(*shape, dtype=jnp.bfloat16, seed=0):
     return normal(jax.random.key(seed), shape).astype(dtype)
 
 
@@ -47,7 +47,7 @@ CASES = {
 
 def gradient(name):
     function, shape, _ = CASES[name]
-    x = x_of(*shape, dtype=jnp.float32 if name == "softmax" else jnp.bfloat16)
+    x = draw_input(*shape, dtype=jnp.float32 if name == "softmax" else jnp.bfloat16)
     return jax.jit(jax.value_and_grad(lambda x: function(x).astype(jnp.float32).sum())), x
 
 
@@ -67,7 +67,7 @@ def test_both_passes_are_kernels_on_cuda_and_the_reference_here(name, monkeypatc
     "dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "bfloat16")]
 )
 def test_gradients_of_a_norms_parameters_are_float32_sums_rounded_to_their_dtypes(dtypes):
-    x, dy = x_of(40, 64), x_of(40, 64, seed=1)
+    x, dy = draw_input(40, 64), draw_input(40, 64, seed=1)
     narrow = [jnp.asarray(p).astype(dtype) for p, dtype in zip((GAMMA, BETA), dtypes, strict=True)]
 
     def gradients(x, gamma, beta):
@@ -102,7 +102,7 @@ def test_a_kernel_lowers_under_vmap_and_runs_as_the_reference_here():
     def norms(x):
         return jax.vmap(lambda x: layernorm(x, jnp.asarray(GAMMA), None, "rmsnorm"))(x)
 
-    x = x_of(3, 4, 64)
+    x = draw_input(3, 4, 64)
     assert "triton_kernel_call_ffi" in jax.jit(norms).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     np.testing.assert_array_equal(jax.jit(norms)(x), layernorm(x, jnp.asarray(GAMMA), None, "rmsnorm"))
 
@@ -110,7 +110,7 @@ def test_a_kernel_lowers_under_vmap_and_runs_as_the_reference_here():
 @pytest.mark.parametrize("name", ["rmsnorm", "gelu", "softmax"])
 def test_a_second_derivative_of_a_kernel_is_rejected_with_a_working_remedy(name, monkeypatch):
     function, shape, _ = CASES[name]
-    x = x_of(*shape, dtype=jnp.float32)
+    x = draw_input(*shape, dtype=jnp.float32)
 
     def second():
         return jax.jit(jax.grad(lambda x: (jax.grad(lambda x: (function(x) ** 2).sum())(x) ** 2).sum()))(x)
@@ -120,15 +120,15 @@ def test_a_second_derivative_of_a_kernel_is_rejected_with_a_working_remedy(name,
         match=r"a derivative of the kernel \w+(Forward|Backward): .*NVTE_JAX_CUSTOM_CALLS=false",
     ):
         second()
-    # JAX raises this before it calls a rule of this package.
+    # JAX raises this before it calls a rule from this package.
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(CASES["gelu"][0], (x_of(4, 1, 64),), (x_of(4, 1, 64),))
+        jax.jvp(CASES["gelu"][0], (draw_input(4, 1, 64),), (draw_input(4, 1, 64),))
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
     assert np.isfinite(second()).all()
 
 
-def test_the_rotation_and_its_gradient_are_those_of_complex_numbers():
-    x, dy = x_of(2, 6, 3, 16, dtype=jnp.float32), x_of(2, 6, 3, 16, dtype=jnp.float32, seed=1)
+def test_rope_and_its_gradient_match_complex_multiplication():
+    x, dy = draw_input(2, 6, 3, 16, dtype=jnp.float32), draw_input(2, 6, 3, 16, dtype=jnp.float32, seed=1)
     angles = jnp.arange(6.0)[:, None] * jnp.linspace(0.1, 1, 8)
 
     def plain(x):
@@ -146,7 +146,7 @@ def test_the_rotation_and_its_gradient_are_those_of_complex_numbers():
 @pytest.mark.parametrize("heads", [1, 3])
 def test_a_packed_rotation_equals_rotations_of_the_parts(heads, sequence_first, interleaved):
     shape = (6, 2, 3, 16 * heads) if sequence_first else (2, 6, 3, 16 * heads)
-    packed, dy = x_of(*shape), x_of(3, *shape[:2], heads, 16, seed=1)
+    packed, dy = draw_input(*shape), draw_input(3, *shape[:2], heads, 16, seed=1)
     angles = jnp.arange(6.0)[:, None] * jnp.linspace(0.1, 1, 8)
 
     def at_once(x):

@@ -34,7 +34,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ALL = ("jax_norm", "jax_activation", "jax_softmax", "jax_rope", "jax_quantize")
 
 
-def test_first_of_all_a_kernel_can_be_handed_to_xla_here():
+def test_first_xla_compiles_a_triton_kernel_on_this_machine():
     """If this fails every other test of this file does: read this one's message."""
     assert has_gpu() or INTERPRETED, (
         f"jax sees no GPU, only {jax.devices()}; install jax-cuda13-plugin and jax-cuda13-pjrt of jax {jax.__version__}"
@@ -42,7 +42,7 @@ def test_first_of_all_a_kernel_can_be_handed_to_xla_here():
     assert launching.kernels_unsupported_reason() is None, launching.kernels_unsupported_reason()
 
 
-def test_second_a_kernel_runs_and_its_result_begins_at_zero():
+def test_second_a_kernel_runs_and_its_output_is_zero_initialized():
     from transformer_engine.common.kernels import cast
 
     x = jnp.linspace(-3, 2, 8 * 64).reshape(8, 64)
@@ -82,7 +82,7 @@ def test_a_kernel_runs_in_a_loop_under_vmap_and_inside_shard_map():
     np.testing.assert_array_equal(jax.jit(mapped)(x[0]), want[0])
 
 
-# Quantization: the bytes of PyTorch's reference.
+# Quantization: same bytes as PyTorch's reference.
 
 
 def compare(name: str, spec: QuantizeSpec, x: np.ndarray, scale: float | None = None) -> None:
@@ -104,7 +104,7 @@ def compare(name: str, spec: QuantizeSpec, x: np.ndarray, scale: float | None = 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", SPECS)
 def test_codes_and_scales_have_the_bytes_of_the_torch_reference(name, dtype):
-    # Several tiles and a part of one in each direction: tiles have 64 elements, or those of a block.
+    # Several tiles and a partial tile in each direction: tiles have 64 elements, or one block.
     shape = (80, 98) if INTERPRETED and "block" not in name else (144, 130)
     for seed, kind in enumerate(("normal", "special", "small", "zero")):
         if kind == "small" and "hadamard" in name:
@@ -132,7 +132,7 @@ def test_a_given_scale_is_used_and_the_maximum_recorded(scale):
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_dequantized_values_are_those_of_the_torch_reference(name):
+def test_dequantized_values_match_the_torch_reference(name):
     spec, x = SPECS[name], matrix("spread", (144, 130), "bfloat16")
     made = jax.jit(lambda x: quantize.quantize(x, spec))(jnp.asarray(x))
     operand = Operand(made.codes, made.scale, made.amax, spec.format, jnp.dtype(x.dtype))
@@ -144,14 +144,14 @@ def test_dequantized_values_are_those_of_the_torch_reference(name):
     np.testing.assert_array_equal(np.asarray(got, np.float32), want.float().numpy())
 
 
-# Values: those of the reference, up to the rounding of their dtype.
+# Values: equal to the reference, up to rounding in their dtype.
 
 
-def x_of(*shape, dtype=jnp.bfloat16, seed=0):
+def draw_input(*shape, dtype=jnp.bfloat16, seed=0):
     return normal(jax.random.key(seed), shape).astype(dtype)
 
 
-def joined(x, gamma, beta, kind):
+def add_residual(x, gamma, beta, kind):
     """Add the residual around a norm to its output: the norm's backward kernel adds the residual's gradient."""
     with bypass(x, True) as residual:
         y = layernorm(x, gamma, beta, kind)
@@ -160,7 +160,7 @@ def joined(x, gamma, beta, kind):
 
 
 def packed_rotation(x, heads, interleaved, sequence_first):
-    """q, k and v, stacked, of angles that differ between positions and pairs."""
+    """Stacked q, k and v, with angles that differ between positions and pairs."""
     angles = jnp.arange(6.0)[:, None] * jnp.linspace(0.1, 1, 8)
     return jnp.stack(rope.rotate_packed(x, angles, heads, interleaved, sequence_first))
 
@@ -169,31 +169,33 @@ GAMMA, BETA = (np.linspace(low, low + 1, 64, dtype=np.float32) for low in (0.5, 
 NARROW = GAMMA.astype(jnp.bfloat16)
 
 
-def mask_of(*shape):
-    """Return a mask of this shape with different True positions in each row."""
+def draw_mask(*shape):
+    """Mask with this shape and different True positions in each row."""
     places = np.arange(np.prod(shape)).reshape(shape)
     return jnp.asarray(places * 7 % 5 == 0)
 
 
 CASES = {
-    "layernorm": (lambda x, g, b: layernorm(x, g, b, "layernorm", True), [x_of, (4, 6, 64)], [GAMMA, BETA]),
-    "rmsnorm": (lambda x, g: layernorm(x, g, None, "rmsnorm"), [x_of, (40, 64)], [GAMMA]),
-    "layernorm-residual": (lambda x, g, b: joined(x, g, b, "layernorm"), [x_of, (4, 6, 64)], [GAMMA, BETA]),
-    "rmsnorm-residual": (lambda x, g: joined(x, g, None, "rmsnorm"), [x_of, (40, 64)], [GAMMA]),
-    "narrow": (lambda x, g, b: layernorm(x, g, b, "layernorm"), [x_of, (40, 64)], [NARROW, NARROW]),
-    "mixed": (lambda x, g, b: layernorm(x, g, b, "layernorm"), [x_of, (40, 64)], [NARROW, BETA]),
-    "gelu": (lambda x: activation(x, ("gelu",)), [x_of, (4, 1, 64)], []),
-    "swiglu": (lambda x: activation(x, ("silu", "linear")), [x_of, (4, 2, 64)], []),
-    "srelu": (lambda x: activation(x, ("squared_relu", "linear")), [x_of, (4, 2, 64)], []),
-    "clamped": (lambda x: activation(x, ("clamped_silu", "clamped_linear")), [x_of, (4, 2, 64)], []),
-    "softmax": (lambda x: softmax.masked_softmax(x, jnp.arange(16) > 12, None), [x_of, (2, 3, 8, 16)], []),
-    "softmax-rows": (lambda x: softmax.masked_softmax(x, mask_of(2, 1, 8, 16), None), [x_of, (2, 3, 8, 16)], []),
-    "softmax-heads": (lambda x: softmax.masked_softmax(x, mask_of(1, 3, 1, 16), None), [x_of, (2, 3, 8, 16)], []),
-    "rope": (lambda x: rope.rotate(x, ones((6, 8)), True, False), [x_of, (2, 6, 3, 16)], []),
-    "rope-halves": (lambda x: rope.rotate(x, ones((6, 8)), False, True), [x_of, (6, 2, 3, 16)], []),
-    "rope-packed": (lambda x: packed_rotation(x, 3, True, False), [x_of, (2, 6, 3, 48)], []),
-    "rope-packed-halves": (lambda x: packed_rotation(x, 5, False, True), [x_of, (6, 2, 3, 80)], []),
-    "rope-packed-one-head": (lambda x: packed_rotation(x, 1, True, False), [x_of, (2, 6, 3, 16)], []),
+    "layernorm": (lambda x, g, b: layernorm(x, g, b, "layernorm", True), [draw_input, (4, 6, 64)], [GAMMA, BETA]),
+    "rmsnorm": (lambda x, g: layernorm(x, g, None, "rmsnorm"), [draw_input, (40, 64)], [GAMMA]),
+    "layernorm-residual": (lambda x, g, b: add_residual(x, g, b, "layernorm"), [draw_input, (4, 6, 64)], [GAMMA, BETA]),
+    "rmsnorm-residual": (lambda x, g: add_residual(x, g, None, "rmsnorm"), [draw_input, (40, 64)], [GAMMA]),
+    "narrow": (lambda x, g, b: layernorm(x, g, b, "layernorm"), [draw_input, (40, 64)], [NARROW, NARROW]),
+    "mixed": (lambda x, g, b: layernorm(x, g, b, "layernorm"), [draw_input, (40, 64)], [NARROW, BETA]),
+    "gelu": (lambda x: activation(x, ("gelu",)), [draw_input, (4, 1, 64)], []),
+    "swiglu": (lambda x: activation(x, ("silu", "linear")), [draw_input, (4, 2, 64)], []),
+    "srelu": (lambda x: activation(x, ("squared_relu", "linear")), [draw_input, (4, 2, 64)], []),
+    "clamped": (lambda x: activation(x, ("clamped_silu", "clamped_linear")), [draw_input, (4, 2, 64)], []),
+    "softmax": (lambda x: softmax.masked_softmax(x, jnp.arange(16) > 12, None), [draw_input, (2, 3, 8, 16)], []),
+    "softmax-rows": (lambda x: softmax.masked_softmax(x, draw_mask(2, 1, 8, 16), None), [draw_input, (2, 3, 8,
+        16)], []),
+    "softmax-heads": (lambda x: softmax.masked_softmax(x, draw_mask(1, 3, 1, 16), None), [draw_input, (2, 3, 8,
+        16)], []),
+    "rope": (lambda x: rope.rotate(x, ones((6, 8)), True, False), [draw_input, (2, 6, 3, 16)], []),
+    "rope-halves": (lambda x: rope.rotate(x, ones((6, 8)), False, True), [draw_input, (6, 2, 3, 16)], []),
+    "rope-packed": (lambda x: packed_rotation(x, 3, True, False), [draw_input, (2, 6, 3, 48)], []),
+    "rope-packed-halves": (lambda x: packed_rotation(x, 5, False, True), [draw_input, (6, 2, 3, 80)], []),
+    "rope-packed-one-head": (lambda x: packed_rotation(x, 1, True, False), [draw_input, (2, 6, 3, 16)], []),
 }  # fmt: skip
 
 
@@ -205,7 +207,7 @@ def reference():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_the_reference(name, dtype):
+def test_outputs_and_gradients_match_the_reference(name, dtype):
     function, (make, shape), rest = CASES[name]
     if name.startswith("softmax") and dtype == "bfloat16":
         pytest.skip("scores are float32")

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import unboxed_variables
+from tests.jax.compiled import draw_unboxed_variables
 from tests.jax.test_bad_calls import attend, ones
 from transformer_engine.common import recipe
 from transformer_engine.jax import permutation, quantize, sharding
@@ -33,7 +33,7 @@ def delayed(scale, history, **options):
     return DelayedScaleQuantizer(jnp.dtype(E4M3), **state, **options)
 
 
-def constrained(pspec: Any, x: Any = None):
+def constrain_sharding(pspec: Any, x: Any = None):
     return sharding.with_sharding_constraint(jnp.ones((2, 4)) if x is None else x, pspec)
 
 
@@ -84,14 +84,15 @@ BEYOND_LIMITS = {
         ValueError, r"scale has shape \[1\]; give one per group, \[3\], and a history \[3, length\]",
         lambda: GroupedQuantizer(delayed(1, 4), 3).quantize(jnp.ones((3, 2, 4))),
     ),
-    "a spec by its text": (TypeError, "pspec='dp' is a str; give a PartitionSpec, or None", lambda: constrained("dp")),
-    "a spec by a number": (TypeError, "pspec=3 is an int; give", lambda: constrained(3)),
-    "a number in a spec": (TypeError, "holds 0; give the name of an axis", lambda: constrained((0, None))),
+    "a spec by its text": (TypeError, "pspec='dp' is a str; give a PartitionSpec, or None",
+        lambda: constrain_sharding("dp")),
+    "a spec by a number": (TypeError, "pspec=3 is an int; give", lambda: constrain_sharding(3)),
+    "a number in a spec": (TypeError, "holds 0; give the name of an axis", lambda: constrain_sharding((0, None))),
     "a spec of more axes": (
         ValueError, "has 3 entries for an array of 2 axes; give at most 2",
-        lambda: constrained(PartitionSpec("dp", None, None)),
+        lambda: constrain_sharding(PartitionSpec("dp", None, None)),
     ),
-    "a constraint of no array": (TypeError, "x=3.0 is a float; give an array", lambda: constrained(None, 3.0)),
+    "a constraint of no array": (TypeError, "x=3.0 is a float; give an array", lambda: constrain_sharding(None, 3.0)),
     "an inspection of no array": (
         TypeError, r"x=\[1.0\] is a list; give an array", lambda: inspect_array([1.0], "x"),  # pyright: ignore
     ),
@@ -130,7 +131,7 @@ def test_states_of_groups_and_of_scanned_layers_are_accepted(scale, history):
 def test_a_history_keeps_its_length_under_a_recipe_with_another():
     x, layer = jnp.full((8, 16), 3.0), te_flax.DenseGeneral(features=4)
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=3)):
-        variables = unboxed_variables(layer, x)
+        variables = draw_unboxed_variables(layer, x)
     loss = jax.grad(lambda variables: layer.apply(variables, x).sum())
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=8)):
         following = loss(variables)["fp8_metas"]
@@ -153,7 +154,7 @@ def test_the_first_expert_may_be_a_traced_number():
 
 
 class OfTwoProcesses(jax.Array):  # pyright: ignore
-    """The locally known attributes of an array that is sharded over several processes."""
+    """Local attributes of an array that is sharded over several processes."""
 
     shape, ndim, dtype, size = (2,), 1, np.dtype(np.int32), 2
     is_fully_addressable = is_fully_replicated = False
@@ -165,13 +166,13 @@ class OfTwoProcesses(jax.Array):  # pyright: ignore
 OfTwoProcesses.__abstractmethods__ = frozenset()
 
 
-def test_sizes_that_other_processes_hold_are_not_read():
+def test_group_sizes_on_other_processes_are_not_read():
     check_sizes("group_sizes", OfTwoProcesses(), 2, 4)
     with pytest.raises(ValueError, match="give 3 whole numbers"):
         check_sizes("group_sizes", OfTwoProcesses(), 3, 4)
 
 
-def test_sequences_that_other_processes_hold_are_not_read():
+def test_sequence_lengths_on_other_processes_are_not_read():
     """Values of other processes are not checked; as for traced arrays, they are clamped to the valid range."""
     other, none, here = OfTwoProcesses(), jnp.zeros((0,), jnp.int32), jnp.asarray([[1, 2]])
     by_lengths = SequenceDescriptor((other, other), (none, none), (none, none), (none, none))
@@ -185,10 +186,10 @@ def test_sequences_that_other_processes_hold_are_not_read():
     known = replace(by_numbers, segment_ids=(here, here))
     assert known.within(1) is known
     with pytest.raises(Exception, match="abstract method __lt__"):
-        by_numbers.within(1)  # it computes with them, which this imitation of an array cannot
+        by_numbers.within(1)  # it computes with them, which this array stub does not support
 
 
-def test_a_cache_whose_index_other_processes_hold_is_not_read():
+def test_a_cache_index_on_other_processes_is_not_read():
     kept = SimpleNamespace(value=jnp.zeros((1, 4, 2, 8)))
     cache = KeyValueCache(kept, kept, SimpleNamespace(value=OfTwoProcesses()), True, 1)
     step = jnp.zeros((1, 1, 2, 8))
@@ -229,4 +230,4 @@ def test_specs_of_every_form_keep_the_values_of_an_array(pspec):
     mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         x = jnp.arange(8.0).reshape(2, 4)
-        np.testing.assert_array_equal(jax.jit(lambda x: constrained(pspec, x))(x), x)
+        np.testing.assert_array_equal(jax.jit(lambda x: constrain_sharding(pspec, x))(x), x)

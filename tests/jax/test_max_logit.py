@@ -9,7 +9,7 @@ import pytest
 
 import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import array, normal
-from tests.jax.test_attention import drawn, rule
+from tests.jax.test_attention import draw_normal, rule
 from tests.jax.test_sharding import run_on_host_devices
 from transformer_engine.jax import cpp_extensions as tex
 from transformer_engine.jax.attention import (
@@ -41,7 +41,7 @@ def largest(query, key, seen, bias=None, before=False) -> np.ndarray:
     return np.where(visible[:, None], logits, -np.inf).max(axis=(0, 2, 3))
 
 
-def attended(qkv, mask: AttnMaskType, descriptor=None, bias=None, kind=AttnBiasType.NO_BIAS, **options):
+def call_attention(qkv, mask: AttnMaskType, descriptor=None, bias=None, kind=AttnBiasType.NO_BIAS, **options):
     return fused_attn(
         qkv, bias, descriptor, None, kind, mask, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, SCALE,
         0.0, True, **options,
@@ -51,7 +51,7 @@ def attended(qkv, mask: AttnMaskType, descriptor=None, bias=None, kind=AttnBiasT
 @pytest.mark.parametrize("window", [(-1, -1), (2, 0)])
 @pytest.mark.parametrize("name", ["no_mask", "causal", "causal_bottom_right", "padding", "padding_causal"])
 def test_the_largest_visible_logit_of_each_head_is_returned(name, window):
-    qkv = drawn()
+    qkv = draw_normal()
     descriptor = None
     if "padding" in name:
         descriptor = SequenceDescriptor.from_seqlens(tuple(array(x, jnp.int32) for x in LENGTHS))
@@ -59,11 +59,11 @@ def test_the_largest_visible_logit_of_each_head_is_returned(name, window):
     given = None if window == (-1, -1) else window
 
     def both(qkv):
-        return attended(qkv, mask, descriptor, window_size=given, return_max_logit=True)
+        return call_attention(qkv, mask, descriptor, window_size=given, return_max_logit=True)
 
     out, found = jax.jit(both)(qkv)
     np.testing.assert_array_equal(
-        out, jax.jit(lambda qkv: attended(qkv, mask, descriptor, window_size=given))(qkv)
+        out, jax.jit(lambda qkv: call_attention(qkv, mask, descriptor, window_size=given))(qkv)
     )
     np.testing.assert_allclose(found, largest(*qkv[:2], rule(name, *LENGTHS, window)), rtol=1e-5)
     assert found.shape == (4,) and found.dtype == qkv[0].dtype
@@ -71,15 +71,15 @@ def test_the_largest_visible_logit_of_each_head_is_returned(name, window):
 
 @pytest.mark.parametrize("kind", [AttnBiasType.PRE_SCALE_BIAS, AttnBiasType.POST_SCALE_BIAS])
 def test_a_bias_belongs_to_the_logits_and_the_gradient_ignores_them(kind):
-    qkv, bias = drawn(), 3 * normal(jax.random.key(5), (1, 4, 7, 9))
+    qkv, bias = draw_normal(), 3 * normal(jax.random.key(5), (1, 4, 7, 9))
 
     def loss(qkv, bias, with_logits):
-        result = attended(qkv, AttnMaskType.NO_MASK, None, bias, kind, return_max_logit=with_logits)
+        result = call_attention(qkv, AttnMaskType.NO_MASK, None, bias, kind, return_max_logit=with_logits)
         if not with_logits:
             return (result**2).sum()
         return (result[0] ** 2).sum() + (result[1] ** 2).sum()
 
-    _, found = attended(qkv, AttnMaskType.NO_MASK, None, bias, kind, return_max_logit=True)
+    _, found = call_attention(qkv, AttnMaskType.NO_MASK, None, bias, kind, return_max_logit=True)
     before = kind is AttnBiasType.PRE_SCALE_BIAS
     np.testing.assert_allclose(found, largest(*qkv[:2], rule("no_mask", *LENGTHS), bias, before), rtol=1e-5)
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
@@ -89,8 +89,8 @@ def test_a_bias_belongs_to_the_logits_and_the_gradient_ignores_them(kind):
         np.testing.assert_array_equal(got, want)
 
 
-def test_logits_of_packed_rows_end_at_their_sequences():
-    qkv = drawn(keys=7)
+def test_max_logits_of_packed_rows_exclude_other_sequences():
+    qkv = draw_normal(keys=7)
     ids = array([[1, 1, 1, 2, 2, 2, 0], [1, 2, 2, 2, 2, 3, 3]], jnp.int32)
     starts = array([[0, 3, 6, -1], [0, 1, 5, 7]], jnp.int32)
     lengths = array([[3, 3, -1], [1, 4, 2]], jnp.int32)
@@ -109,7 +109,7 @@ def test_logits_of_packed_rows_end_at_their_sequences():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_module_returns_its_output_and_the_logits(transposed):
-    query, key, value = drawn(keys=7, groups=4)
+    query, key, value = draw_normal(keys=7, groups=4)
     if transposed:
         query, key, value = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
     fields = {"head_dim": 8, "num_attention_heads": 4, "scale_factor": SCALE}
@@ -122,8 +122,8 @@ def test_a_module_returns_its_output_and_the_logits(transposed):
     np.testing.assert_allclose(found, largest(query, key, rule("causal", *LENGTHS)), rtol=1e-5)
 
 
-def test_the_forward_half_returns_four_values():
-    qkv = drawn()
+def test_fused_attention_forward_returns_four_values_with_max_logits():
+    qkv = draw_normal()
     settings = {
         "attn_bias_type": AttnBiasType.NO_BIAS, "attn_mask_type": AttnMaskType.CAUSAL_MASK,
         "qkv_layout": QKVLayout.BSHD_BSHD_BSHD, "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
@@ -139,7 +139,7 @@ def test_the_forward_half_returns_four_values():
 
 def test_a_score_mod_excludes_the_logits():
     with pytest.raises(ValueError, match="return_max_logit=True with a score_mod"):
-        attended(drawn(), AttnMaskType.NO_MASK, score_mod=lambda s, _: s, return_max_logit=True)
+        call_attention(draw_normal(), AttnMaskType.NO_MASK, score_mod=lambda s, _: s, return_max_logit=True)
 
 
 def test_availability_takes_a_batch_size_first_or_none(cpu_alone):
@@ -158,7 +158,7 @@ def test_availability_takes_a_batch_size_first_or_none(cpu_alone):
         is_fused_attn_kernel_available(True, -1, jnp.bfloat16, jnp.bfloat16, *kinds, *sizes)
 
 
-def test_logits_over_context_parallel_devices_are_those_of_one_device(tmp_path):
+def test_context_parallel_max_logits_equal_one_device(tmp_path):
     program = tmp_path / "logits.py"
     program.write_text(OVER_DEVICES)
     printed, _ = run_on_host_devices(program)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jax.test_sharding import printed_by
+from tests.jax.test_sharding import run_on_eight_devices
 from tests.support.tolerances import EQUAL_CODES_OVER_DEVICES
 
 PROGRAM = Path(__file__).with_name("host_meshes.py")
@@ -15,11 +15,11 @@ WAYS = ("with mesh", "set_mesh", "shard_map")
 
 @pytest.fixture(scope="module")
 def few() -> dict[str, float]:
-    return printed_by(PROGRAM)
+    return run_on_eight_devices(PROGRAM)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_mesh_computes_what_one_device_does(few, way):
+def test_a_sampled_mesh_equals_one_device(few, way):
     found = {name: value for name, value in few.items() if name.endswith(way)}
     assert len(found) >= 2 and all(value < 1e-5 for value in found.values()), found
 
@@ -31,8 +31,8 @@ def test_the_sample_has_routing_and_permutation(few):
     }
 
 
-def test_the_sample_has_block_recipes_whose_blocks_devices_share(few):
-    """Operands are given, not computed: their codes are those of one device, whatever the layout."""
+def test_the_sample_has_block_recipes_with_blocks_split_over_devices(few):
+    """Operands are inputs, not computed: their codes equal the one-device codes in every layout."""
     found = {name: value for name, value in few.items() if " in " in name}
     assert {name.split(",")[0] for name in found} == {
         f"dense in {one}" for one in ("mxfp8", "nvfp4", "block")
@@ -41,8 +41,8 @@ def test_the_sample_has_block_recipes_whose_blocks_devices_share(few):
 
 
 @pytest.mark.slow
-def test_every_function_in_every_mesh_computes_what_one_device_does():
+def test_every_function_on_every_mesh_equals_one_device():
     """Nine functions, five meshes entered in two ways, and five in shard_map over two."""
-    found = printed_by(PROGRAM, "--all")
+    found = run_on_eight_devices(PROGRAM, "--all")
     assert len(found) == 9 * 5 * 2 + 5 * 2
     assert all(value < 1e-5 for value in found.values()), found

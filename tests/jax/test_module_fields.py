@@ -210,7 +210,7 @@ Meeting = tuple[str, bool, str, bool]
 
 
 def meetings(given: Any, fields: Any) -> set[Meeting]:
-    """For every pair of fields, which of the two are given."""
+    """For every pair of fields, whether each is set."""
     states = [(name, name in given) for name in sorted(fields)]
     return {(*first, *second) for first, second in itertools.combinations(states, 2)}
 
@@ -237,7 +237,7 @@ def covering(fields: dict[str, tuple[dict[str, Any], ...]]) -> list[dict[str, An
     seen: Counter[str] = Counter()
     modules = []
     for names in chosen:
-        # The values of a field take turns.
+        # Field values alternate.
         values = [fields[name][seen[name] % len(fields[name])] for name in names]
         seen.update(names)
         modules.append({name: value for given in values for name, value in given.items()})
@@ -313,7 +313,7 @@ def test_every_field_of_a_module_has_cases_with_and_without_every_other(cls):
     assert {meeting for meeting in possible(FIELDS[cls]) - found if not implied & set(meeting)} == set()
 
 
-def arguments_of(cls: type[nn.Module], fields: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def module_arguments(cls: type[nn.Module], fields: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arrays to call a module with these fields; the first has a gradient."""
     x, encoded, mask, cross = data(fields)
     transposed = fields.get("transpose_batch_sequence")
@@ -334,7 +334,7 @@ def arguments_of(cls: type[nn.Module], fields: dict[str, Any]) -> tuple[tuple[An
     return (x,), {"deterministic": False} if cls is te_flax.LayerNormMLP else {}
 
 
-def called(cls: type[nn.Module], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def call_module(cls: type[nn.Module], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Pass the same array twice for self-attention; a traced function must do so from one argument."""
     return (arguments[0], *arguments) if cls is te_flax.MultiHeadAttention else arguments
 
@@ -347,7 +347,7 @@ def keys(first: int) -> dict[str, Any]:
 
 
 def first_values(cls, model, arguments, options) -> Any:
-    init = jax.jit(lambda keys, *given: model.init(keys, *called(cls, given), **options))
+    init = jax.jit(lambda keys, *given: model.init(keys, *call_module(cls, given), **options))
     return nn.meta.unbox(init(keys(1), *arguments)).get("params", {})
 
 
@@ -360,7 +360,7 @@ def differentiable(arrays: Any) -> Iterator[int]:
 def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     """First values, the output, and all gradients, with dropout by the same keys."""
     fields = NEEDED[cls] | fields
-    arguments, options = arguments_of(cls, fields)
+    arguments, options = module_arguments(cls, fields)
     model = cls(**fields)
     of_plain = fields | ({"relative_embedding": Buckets(HEADS)} if "relative_embedding" in fields else {})
     plain = PLAIN[cls](**of_plain)
@@ -369,7 +369,7 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=0), params, expected)
     leaves, tree = jax.tree.flatten(params)
     moved = zip(leaves, jax.random.split(jax.random.key(2), len(leaves) + 1), strict=False)
-    # Away from zero: second factors of low rank and sinks begin there.
+    # Nonzero values, because second low-rank factors and sinks are initialized to zero.
     params = jax.tree.unflatten(
         tree,
         [np.asarray(leaf) + np.float32(0.02) * np.asarray(normal(key, leaf.shape)) for leaf, key in moved],
@@ -377,7 +377,7 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     places = tuple(differentiable(arguments))
 
     def values_of(one, params, given):
-        made = one.apply({"params": params}, *called(cls, given), rngs=keys(4), **options)
+        made = one.apply({"params": params}, *call_module(cls, given), rngs=keys(4), **options)
         return [leaf for leaf in jax.tree.leaves(made) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
     # The plain module returns as many results, with a norm's output if it is requested.
@@ -402,12 +402,12 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
 
 
 def near(got: Any, want: Any, least: float, name: str) -> None:
-    # A bias of keys shifts all scores of a query equally: its gradient is zero up to rounding.
+    # A key bias shifts all scores for a query equally, so its gradient is zero up to rounding.
     scale = max(float(np.abs(want).max()), least)
     got, want = np.asarray(got), np.asarray(want)
     np.testing.assert_allclose(got / scale, want / scale, atol=2e-4, rtol=0, err_msg=name)
 
 
 @pytest.mark.parametrize(("cls", "fields"), CASES)
-def test_a_module_of_many_fields_is_the_plain_one(cls, fields):
+def test_a_module_with_many_fields_equals_the_reference_module(cls, fields):
     agree(cls, fields)

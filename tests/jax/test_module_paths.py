@@ -1,4 +1,4 @@
-"""Module paths of the original in JAX: settings of expert parallelism, padded scales, and names of other modules."""
+"""The original's JAX module paths: expert-parallel settings, padded scales, and names from other modules."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.compiled import (
     array,
+    draw_unboxed_variables,
     normal,
     ones,
-    unboxed_variables,
     values_and_gradients,
     zeros,
 )
@@ -66,7 +66,7 @@ def plain_weights(values, k, function="softmax", pre=False, groups=None, bias=No
         (2, {"num_groups": 2, "group_topk": 1}),
     ],
 )
-def test_the_router_chooses_as_a_loop_over_tokens(k, options):
+def test_the_router_matches_a_loop_over_tokens(k, options):
     values = logits()
     bias = jnp.linspace(-1, 1, E) if options.get("expert_bias") else None
     options = options | {"expert_bias": bias}
@@ -83,7 +83,7 @@ def test_the_router_chooses_as_a_loop_over_tokens(k, options):
     np.testing.assert_array_equal(packed, np.packbits(want > 0, axis=1, bitorder="little"))
 
 
-def test_the_gradient_of_the_router_is_that_of_finite_differences():
+def test_router_gradient_matches_finite_differences():
     values, dy = np.asarray(logits(), np.float64)[:3], np.asarray(logits(1))[:3]
     for function in ("softmax", "sigmoid"):
 
@@ -100,7 +100,7 @@ def test_the_gradient_of_the_router_is_that_of_finite_differences():
             assert abs(gradient[t, e] - (ahead - behind) / 2e-6) < 1e-4
 
 
-def test_the_balancing_loss_is_its_equation():
+def test_the_balancing_loss_matches_its_equation():
     scores, plain = router.fused_topk_with_score_function(logits(), 2, compute_aux_scores=True)
     np.testing.assert_allclose(scores, jax.nn.softmax(logits()), rtol=1e-6)
     counts = plain.sum(axis=0)
@@ -136,7 +136,7 @@ def test_tokens_are_sorted_by_expert_and_come_back(align):
     np.testing.assert_allclose(merged, x * probs.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_go_the_way_of_the_tokens():
+def test_permutation_gradients_return_to_their_tokens():
     x, dy = normal(jax.random.key(2), (2, T, H))
     probs, chosen = router.fused_topk_with_score_function(logits(), 2)
 
@@ -174,7 +174,7 @@ def test_the_plain_permutation_sorts_and_restores(align, roll):
     np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
 
 
-def test_chunks_are_put_in_another_order():
+def test_chunks_are_reordered():
     x = jnp.arange(7.0)[:, None]
     rows, goes_to = permutation.sort_chunks_by_index(x, array([2, 1, 3]), array([2, 0, 1]))
     np.testing.assert_array_equal(rows[:, 0], [3, 4, 5, 0, 1, 2, 6])
@@ -221,7 +221,7 @@ def plain_moe(p, x, k=2):
 
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-def test_a_mixture_is_every_expert_weighted(early, halves):
+def test_the_mixture_equals_the_weighted_sum_over_experts(early, halves):
     x, dy = 2 * normal(jax.random.key(2), (2, 2, T // 2, H))
     params = parameters()
 
@@ -246,7 +246,7 @@ def test_the_block_has_one_state_per_product_and_expert():
         score_function="sigmoid", aux_loss_coeff=0.01,
     )  # fmt: skip
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
-        variables = unboxed_variables(model, x)
+        variables = draw_unboxed_variables(model, x)
         y, loss, received = jax.jit(model.apply)(variables, x)
     assert jax.tree.map(jnp.shape, variables["params"]) == {
         "gate_kernel": (H, E), "wi": (E, H, 2 * F), "wo": (E, F, H), "wi_bias": (E, 2 * F), "wo_bias": (E, H),
@@ -285,7 +285,7 @@ def test_halves_of_the_first_kernels_are_accepted_by_keyword_and_with_biases():
 def test_a_block_reads_variables_of_both_halves():
     x = normal(jax.random.key(0), (2, T // 2, H))
     model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
-    variables = unboxed_variables(model, x)
+    variables = draw_unboxed_variables(model, x)
     want, _, _ = jax.jit(model.apply)(variables, x)
     params = dict(variables["params"])
     params["wi_0"], params["wi_1"] = jnp.split(params.pop("wi"), 2, axis=-1)
@@ -296,7 +296,7 @@ def test_a_block_reads_variables_of_both_halves():
 def test_a_recipe_of_the_block_quantizes_its_products():
     x = normal(jax.random.key(0), (2, T // 2, H))
     model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
-    variables = unboxed_variables(model, x)
+    variables = draw_unboxed_variables(model, x)
     with te.autocast(True, recipe.MXFP8BlockScaling()):
         want, _, _ = jax.jit(model.apply)(variables, x)
     own = te_flax._MoEBlock(
@@ -407,7 +407,7 @@ def test_combined_tokens_have_the_shape_of_the_batch():
 def test_arrays_of_numpy_are_taken_operation_by_operation():
     x = np.asarray(normal(jax.random.key(0), (2, T // 2, H)))
     model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
-    variables = jax.tree.map(np.asarray, unboxed_variables(model, x))
+    variables = jax.tree.map(np.asarray, draw_unboxed_variables(model, x))
     want, _, _ = jax.jit(model.apply)(variables, x)
     y, _, _ = model.apply(variables, x)
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
@@ -468,7 +468,7 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, error, sentenc
     ep.ep_finalize()
 
 
-def test_a_bootstrap_holds_later_calls_to_its_sizes():
+def test_calls_after_a_bootstrap_must_match_its_sizes():
     cfg = ep.ep_bootstrap(1, 0, E, T, 2 * T, H)
     picked = zeros((T + 1, 2), jnp.int32)
     with pytest.raises(RuntimeError, match="call ep_finalize first"):

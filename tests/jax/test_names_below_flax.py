@@ -28,7 +28,7 @@ def bootstrapped():
     ep.ep_finalize()
 
 
-def routed():
+def draw_routing():
     """Tokens [T, H], two different experts for each, and weights [T, 2]."""
     tokens = normal(jax.random.key(0), (TOKENS, WIDTH))
     chosen = array([[0, 1], [1, 3], [0, 3], [3, 1], [1, 0], [3, 0]], jnp.int32)
@@ -37,7 +37,7 @@ def routed():
 
 @pytest.mark.parametrize("alignment", [0, 1, 4])
 def test_layer_config_uses_the_experts_of_the_bootstrap(bootstrapped, alignment):
-    tokens, chosen, weights = routed()
+    tokens, chosen, weights = draw_routing()
     cfg = ep.EpLayerConfig(2, alignment)
 
     @jax.jit
@@ -68,7 +68,7 @@ def test_layer_config_uses_the_experts_of_the_bootstrap(bootstrapped, alignment)
 
 
 def test_layer_config_and_placement_dispatch_the_same_rows(bootstrapped):
-    tokens, chosen, weights = routed()
+    tokens, chosen, weights = draw_routing()
     first = ep.ep_dispatch(ep.EpLayerConfig(top_k=2), chosen, tokens, weights, 7)
     second = ep.ep_dispatch(bootstrapped, chosen, tokens, weights, 7)
     jax.tree.map(np.testing.assert_array_equal, first, second)
@@ -76,7 +76,7 @@ def test_layer_config_and_placement_dispatch_the_same_rows(bootstrapped):
 
 
 def test_bad_layer_configs_are_rejected():
-    tokens, chosen, weights = routed()
+    tokens, chosen, weights = draw_routing()
     with pytest.raises(RuntimeError, match="call ep_bootstrap first"):
         ep.ep_dispatch(ep.EpLayerConfig(2), chosen, tokens, weights, 8)
     with pytest.raises(TypeError, match="cfg=3 is an int; pass an EpLayerConfig"):
@@ -94,7 +94,7 @@ def test_bad_layer_configs_are_rejected():
 
 
 def test_bad_arguments_of_combine_are_rejected(bootstrapped):
-    tokens, chosen, weights = routed()
+    tokens, chosen, weights = draw_routing()
     cfg = ep.EpLayerConfig(2)
     rows, _, handle, counts, _ = ep.ep_dispatch(cfg, chosen, tokens, weights, 32)
     for error, sentence, arguments in (
@@ -114,11 +114,11 @@ def test_bad_arguments_of_combine_are_rejected(bootstrapped):
     assert ep.ep_combine(cfg, handle, counts, rows, TOKENS).shape == tokens.shape
 
 
-def drawn(*shape, seed=0):
+def draw_normal(*shape, seed=0):
     return normal(jax.random.key(seed), shape)
 
 
-def quantizer_of(mode, **options):
+def create_quantizer(mode, **options):
     return QuantizerFactory.create(scaling_mode=mode, q_dtype=mode.get_compatible_q_dtypes()[0], **options)
 
 
@@ -158,8 +158,8 @@ def test_predicates_of_a_layout(layout, expected):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.sampled(4)
-def test_dtypes_and_directions_of_a_mode_are_those_of_its_tensors(mode):
-    x = drawn(128, 128)
+def test_scaling_mode_dtypes_and_directions_match_its_tensors(mode):
+    x = draw_normal(128, 128)
     for q_dtype in mode.get_compatible_q_dtypes():
         made = jax.eval_shape(QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize, x)
         for tensor in (made.rowwise_tensor, made.colwise_tensor):
@@ -174,7 +174,7 @@ def test_dtypes_and_directions_of_a_mode_are_those_of_its_tensors(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.sampled(2)
 def test_dequantized_columns_have_the_layout_of_their_data(mode, flatten_axis):
-    x = drawn(32, 4, 64)
+    x = draw_normal(32, 4, 64)
     q_dtype = mode.get_compatible_q_dtypes()[0]
     made = QuantizerFactory.create(scaling_mode=mode, q_dtype=q_dtype).quantize(x, flatten_axis=flatten_axis)
     columns = made.colwise_tensor
@@ -197,10 +197,10 @@ def test_no_scaling_has_no_dtype_of_scales():
 
 
 def test_base_classes_cover_all_tensors():
-    x, sizes = drawn(8, 16), array([3, 5], jnp.int32)
+    x, sizes = draw_normal(8, 16), array([3, 5], jnp.int32)
     mode = ScalingMode.CURRENT_TENSOR_SCALING
-    both = quantizer_of(mode).quantize(x)
-    grouped = quantizer_of(mode, n_groups=2).quantize(x, group_sizes=sizes)
+    both = create_quantizer(mode).quantize(x)
+    grouped = create_quantizer(mode, n_groups=2).quantize(x, group_sizes=sizes)
     ones = (
         both.rowwise_tensor, grouped.colwise_tensor, quantize.NoScaleTensor(x),
         quantize.GroupedNoScaleTensor(x, group_sizes=sizes),
@@ -284,8 +284,8 @@ def test_transform_is_used_where_a_quantizer_of_the_recipe_applies_it(mode):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ScalingMode)
 def test_each_mode_has_a_dequantizer(mode):
-    x = drawn(128, 128)
-    tensor = quantize.NoScaleTensor(x) if mode.format is None else quantizer_of(mode).quantize(x)
+    x = draw_normal(128, 128)
+    tensor = quantize.NoScaleTensor(x) if mode.format is None else create_quantizer(mode).quantize(x)
     found = quantize.ScalingModeToDequantizerMap[mode].dequantize(tensor)
     np.testing.assert_array_equal(found, tensor.dequantize())
     other = ScalingMode.NO_SCALING if mode.format is not None else ScalingMode.MXFP8_1D_SCALING
@@ -294,8 +294,8 @@ def test_each_mode_has_a_dequantizer(mode):
 
 
 def test_quantize_takes_its_arguments_by_position():
-    x = drawn(4, 8, 16)
-    one = quantizer_of(ScalingMode.CURRENT_TENSOR_SCALING)
+    x = draw_normal(4, 8, 16)
+    one = create_quantizer(ScalingMode.CURRENT_TENSOR_SCALING)
     made = tex.quantize(x, one, 1, tex.AmaxScope.LOCAL)
     assert made.rowwise_tensor.flatten_axis == 1
     again, dbias = tex.quantize_dbias(x, one, True, 1, tex.AmaxScope.LOCAL)
@@ -305,9 +305,9 @@ def test_quantize_takes_its_arguments_by_position():
 
 
 @pytest.mark.parametrize("kind", softmax.SoftmaxFusionType)
-def test_gradient_of_a_softmax_is_that_of_the_public_function(kind):
-    logits, dz = drawn(2, 2, 6, 6), drawn(2, 2, 6, 6, seed=1)
-    mask = np.asarray(drawn(2, 1, 6, 6, seed=2)) > 0.5
+def test_softmax_gradient_equals_the_public_function(kind):
+    logits, dz = draw_normal(2, 2, 6, 6), draw_normal(2, 2, 6, 6, seed=1)
+    mask = np.asarray(draw_normal(2, 1, 6, 6, seed=2)) > 0.5
     given = (mask,) if kind is softmax.SoftmaxFusionType.SCALED_MASKED else ()
     forward, backward = (getattr(tex, f"{kind.value}_softmax_{direction}") for direction in ("fwd", "bwd"))
     want, vjp = jax.vjp(lambda x: softmax.softmax(x, *(given or (None,)), 0.5, kind), logits)
@@ -318,9 +318,9 @@ def test_gradient_of_a_softmax_is_that_of_the_public_function(kind):
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_gradients_of_layernorm_are_those_of_the_public_function(dtype, zero_centered):
-    x, dz = (drawn(3, 4, 16, seed=seed).astype(dtype) for seed in (0, 1))
-    gamma, beta = drawn(16, seed=2), drawn(16, seed=3)
+def test_layernorm_gradients_equal_the_public_function(dtype, zero_centered):
+    x, dz = (draw_normal(3, 4, 16, seed=seed).astype(dtype) for seed in (0, 1))
+    gamma, beta = draw_normal(16, seed=2), draw_normal(16, seed=3)
     y, mean, rstdev = tex.layernorm_fwd(x, gamma, beta, zero_centered, 1e-5)
     want, vjp = jax.vjp(lambda *given: layernorm(*given, "layernorm", zero_centered, 1e-5), x, gamma, beta)
     np.testing.assert_array_equal(y.dequantize(), want)
@@ -330,8 +330,8 @@ def test_gradients_of_layernorm_are_those_of_the_public_function(dtype, zero_cen
     jax.tree.map(np.testing.assert_array_equal, same, gradients)
 
 
-def test_gradients_of_rmsnorm_are_those_of_the_public_function():
-    x, dz, gamma = drawn(3, 4, 16), drawn(3, 4, 16, seed=1), drawn(16, seed=2)
+def test_rmsnorm_gradients_equal_the_public_function():
+    x, dz, gamma = draw_normal(3, 4, 16), draw_normal(3, 4, 16, seed=1), draw_normal(16, seed=2)
     y, rstdev = tex.rmsnorm_fwd(x, gamma, False, 1e-5)
     want, vjp = jax.vjp(lambda x, gamma: layernorm(x, gamma, None, "rmsnorm", False, 1e-5), x, gamma)
     np.testing.assert_array_equal(y.dequantize(), want)
@@ -344,15 +344,15 @@ def test_gradients_of_rmsnorm_are_those_of_the_public_function():
 
 
 def test_norm_is_quantized_by_its_quantizer():
-    x, gamma = drawn(8, 32), drawn(32, seed=1)
-    one = quantizer_of(ScalingMode.CURRENT_TENSOR_SCALING)
+    x, gamma = draw_normal(8, 32), draw_normal(32, seed=1)
+    one = create_quantizer(ScalingMode.CURRENT_TENSOR_SCALING)
     codes, _, _ = tex.normalization_fwd(x, gamma, None, False, 1e-5, "rmsnorm", one)
     want = one.quantize(layernorm(x, gamma, None, "rmsnorm", False, 1e-5))
     np.testing.assert_array_equal(codes.rowwise_tensor.data, want.rowwise_tensor.data)
 
 
 def test_sums_of_groups_of_a_gradient():
-    grad, sizes = drawn(9, 4), np.asarray([2, 0, 5], np.int32)
+    grad, sizes = draw_normal(9, 4), np.asarray([2, 0, 5], np.int32)
     want = np.stack([np.asarray(grad)[0:2].sum(0), np.zeros(4), np.asarray(grad)[2:7].sum(0)])
     np.testing.assert_allclose(tex.grouped_dbias(grad, sizes), want, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="pass a matrix"):
@@ -360,8 +360,8 @@ def test_sums_of_groups_of_a_gradient():
 
 
 def test_grouped_product_uses_the_sizes_that_its_left_operand_holds():
-    x, kernel, sizes = drawn(8, 16), drawn(2, 16, 4, seed=1), array([3, 5], jnp.int32)
-    one = quantizer_of(ScalingMode.CURRENT_TENSOR_SCALING, n_groups=2)
+    x, kernel, sizes = draw_normal(8, 16), draw_normal(2, 16, 4, seed=1), array([3, 5], jnp.int32)
+    one = create_quantizer(ScalingMode.CURRENT_TENSOR_SCALING, n_groups=2)
     made = one.quantize(x, group_sizes=sizes)
     want = tex.grouped_gemm(made.rowwise_tensor.dequantize(), kernel, sizes)
     for lhs in (made, made.rowwise_tensor):
@@ -373,8 +373,8 @@ def test_grouped_product_uses_the_sizes_that_its_left_operand_holds():
 
 
 def test_grouped_product_takes_the_arguments_of_grouped_dense_by_position():
-    x, kernel, sizes = drawn(8, 16), drawn(2, 4, 16, seed=1), array([3, 5], jnp.int32)
-    bias = drawn(2, 4, seed=2)
+    x, kernel, sizes = draw_normal(8, 16), draw_normal(2, 4, 16, seed=1), array([3, 5], jnp.int32)
+    bias = draw_normal(2, 4, seed=2)
     got = tex.grouped_gemm(x, kernel, sizes, ((1,), (2,)), bias, jax.lax.Precision.DEFAULT, jnp.bfloat16)
     want = tex.grouped_gemm(x, jnp.swapaxes(kernel, 1, 2), sizes, bias=bias).astype(jnp.bfloat16)
     np.testing.assert_array_equal(got, want)
@@ -390,11 +390,11 @@ def test_grouped_product_takes_the_arguments_of_grouped_dense_by_position():
 
 @pytest.mark.parametrize("dims", [((0,), (0,)), ((-2,), (-2,))])
 def test_grouped_product_contracts_the_rows_of_each_group(dims):
-    x, dy, sizes = drawn(8, 16), drawn(8, 4, seed=1), array([3, 0, 4], jnp.int32)
+    x, dy, sizes = draw_normal(8, 16), draw_normal(8, 4, seed=1), array([3, 0, 4], jnp.int32)
     parts = (slice(0, 3), slice(3, 3), slice(3, 7))
     want = np.stack([np.asarray(x, np.float64)[part].T @ np.asarray(dy)[part] for part in parts])
     np.testing.assert_allclose(tex.grouped_gemm(x, dy, sizes, dims), want, rtol=1e-5, atol=1e-5)
-    one = quantizer_of(ScalingMode.CURRENT_TENSOR_SCALING, n_groups=3)
+    one = create_quantizer(ScalingMode.CURRENT_TENSOR_SCALING, n_groups=3)
     codes = [one.quantize(operand, group_sizes=sizes) for operand in (x, dy)]
     values = [operand.colwise_tensor.dequantize() for operand in codes]
     want = tex.grouped_gemm(*values, sizes, dims)
@@ -427,7 +427,7 @@ def test_dtypes_of_both_libraries_are_converted():
 
 
 def test_gradient_of_an_activation_has_two_names():
-    dz, x = drawn(4, 8), drawn(4, 2, 8, seed=1)
+    dz, x = draw_normal(4, 8), draw_normal(4, 2, 8, seed=1)
     first, sums = tex.dact_lu_dbias(dz, x, ("silu", "linear"))
     second, again = tex.quantize_dact_dbias(dz, x, ("silu", "linear"))
     np.testing.assert_array_equal(first.data, second.data)
@@ -436,7 +436,7 @@ def test_gradient_of_an_activation_has_two_names():
 
 
 def test_gradient_of_an_activation_converts_the_dtype_of_its_gradient():
-    dz, x = drawn(4, 8).astype(jnp.bfloat16), drawn(4, 2, 8, seed=1)
+    dz, x = draw_normal(4, 8).astype(jnp.bfloat16), draw_normal(4, 2, 8, seed=1)
     names = ("silu", "linear")
     want = tex.dact_lu(dz.astype(jnp.float32), x, names).data
     np.testing.assert_array_equal(tex.dact_lu(dz, x, names).data, want)

@@ -18,7 +18,7 @@ SIGNS = np.asarray([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFBFFFFF], np.uint32)
 
 
 def with_nans(dtype: str) -> np.ndarray:
-    """A matrix [16, 32] whose first column holds NaNs of both signs and of several payloads."""
+    """A matrix [16, 32] whose first column holds NaNs with both signs and several payloads."""
     x = np.linspace(-500, 500, 512, dtype=np.float32).reshape(16, 32).astype(NUMPY_DTYPES[dtype])
     with np.errstate(invalid="ignore"):
         x[:4, 0] = SIGNS.view(np.float32).astype(x.dtype)

@@ -12,7 +12,14 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, ones, unboxed_variables, values_and_gradients, variables_of, zeros
+from tests.jax.compiled import (
+    draw_unboxed_variables,
+    init_variables,
+    normal,
+    ones,
+    values_and_gradients,
+    zeros,
+)
 from transformer_engine.common import recipe
 from transformer_engine.jax.activation import activation
 from transformer_engine.jax.functions import products
@@ -81,7 +88,7 @@ def test_norms_and_their_gradients(kind, zero_centered, dtype):
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_a_residual_gradient_and_that_of_a_norm_are_rounded_once(kind):
+def test_the_sum_of_residual_and_norm_gradient_is_rounded_once(kind):
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy, add = (normal(key, (3, 5, 24)).astype(jnp.bfloat16) for key in keys)
     gamma, beta = jnp.linspace(0.5, 1.5, 24), jnp.linspace(-1, 1, 24) if kind == "layernorm" else None
@@ -108,7 +115,7 @@ def test_a_residual_gradient_and_that_of_a_norm_are_rounded_once(kind):
 )
 @pytest.mark.sampled
 def test_a_layers_gradients_of_its_input_are_added_by_the_norms(fields, products, settings):
-    """Two additions of [2, 16, 64] remain: the layer's, and that of the products after the attention's norm."""
+    """Two [2, 16, 64] additions remain: in the layer, and for the products after the attention's norm."""
     layer = te_flax.TransformerLayer(
         hidden_size=64, mlp_hidden_size=128, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
         enable_relative_embedding=False, layernorm_type="rmsnorm", dtype=jnp.bfloat16, **fields,
@@ -139,7 +146,7 @@ def test_gradients_are_right_without_a_residual_around_a_norm(fields):
         enable_relative_embedding=False, **fields,
     )  # fmt: skip
     x = normal(jax.random.key(0), (2, 8, 32))
-    variables = unboxed_variables(layer, x, deterministic=True)
+    variables = draw_unboxed_variables(layer, x, deterministic=True)
     apply = jax.jit(lambda x: layer.apply(variables, x, deterministic=True))
     along, dy = (np.asarray(normal(jax.random.key(seed), x.shape)) for seed in (1, 2))
     step = 1e-2
@@ -299,10 +306,10 @@ MLP_FIELDS = [
 
 @pytest.mark.parametrize("fields", MLP_FIELDS, ids=lambda fields: "-".join(fields) or "defaults")
 @pytest.mark.sampled(3)
-def test_the_mlp_module_is_the_plain_one(fields):
+def test_the_mlp_module_equals_the_reference_module(fields):
     x = normal(jax.random.key(0), (3, 5, 16))
     model = te_flax.LayerNormMLP(intermediate_dim=24, **fields)
-    params = unboxed_variables(model, x)["params"]
+    params = draw_unboxed_variables(model, x)["params"]
     names = fields.get("activations", ("gelu",))
     normed = fields.get("enable_layernorm", True)
     kind = fields.get("layernorm_type", "layernorm")
@@ -372,7 +379,7 @@ def test_the_kernel_of_an_mlp_is_drawn_activation_by_activation():
     model = te_flax.LayerNormMLP(
         intermediate_dim=4, activations=("gelu", "linear"), enable_layernorm=False, kernel_init=draw
     )
-    kernel = variables_of(model, jax.random.key(0), x)["params"]["wi_kernel"]
+    kernel = init_variables(model, jax.random.key(0), x)["params"]["wi_kernel"]
 
     class Keys(nn.Module):
         @nn.compact
@@ -391,7 +398,7 @@ def test_the_norm_and_dense_module(returned):
     model = te_flax.LayerNormDenseGeneral(
         features=(2, 8), use_bias=True, return_layernorm_output=returned, depth_scaling=2.0
     )
-    params = unboxed_variables(model, x)["params"]
+    params = draw_unboxed_variables(model, x)["params"]
     assert jax.tree.map(jnp.shape, params) == {
         "scale": (16,), "ln_bias": (16,), "kernel": (16, 2, 8), "bias": (2, 8)
     }  # fmt: skip
@@ -461,7 +468,7 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):
     ],
 )  # fmt: skip
 @pytest.mark.sampled(1)
-def test_columns_of_a_large_gradient_made_late_leave_every_bit(module, name, monkeypatch):
+def test_transposing_large_gradients_late_changes_no_bit(module, name, monkeypatch):
     x = normal(jax.random.key(0), (2, 32, 32), jnp.bfloat16)
 
     def gradients(variables, x):

@@ -39,7 +39,7 @@ SPECS = {
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.sampled(2)
-def test_bits_are_those_of_torchs_reference(name):
+def test_nvfp4_variants_are_bitwise_equal_to_the_torch_reference(name):
     spec = SPECS[name]
     made = jax.jit(lambda x: primitive.quantize(x, spec))
     generator = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ def test_bits_are_those_of_torchs_reference(name):
                 assert np.array_equal(values, theirs.float().numpy(), equal_nan=True), (content, field)
 
 
-def quantizers_of(recipe: NVFP4BlockScaling) -> QuantizerSet:
+def create_quantizers(recipe: NVFP4BlockScaling) -> QuantizerSet:
     return QuantizerSet(
         *(make_quantizer(recipe, source, QuantizeLayout.ROWWISE_COLWISE, None) for source in TensorSource)
     )
@@ -76,7 +76,7 @@ RECIPES = {
 @pytest.mark.sampled(1)
 def test_a_dense_layer_computes_with_its_quantized_operands(name):
     recipe = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, **RECIPES[name])
-    quantizers = quantizers_of(recipe)
+    quantizers = create_quantizers(recipe)
     keys = jax.random.split(jax.random.key(0), 3)
     x, kernel, dy = (
         normal(key, shape) for key, shape in zip(keys, ((32, 64), (64, 48), (32, 48)), strict=True)
@@ -116,7 +116,11 @@ def test_scopes_choose_modes_and_never_those_of_gradients():
     assert modes["all"] == [ScalingMode.NVFP4_1D_256_SCALING, ScalingMode.NVFP4_2D_256_SCALING, plain]
     assert modes["weights"] == [plain, square, plain]
     weights = NVFP4BlockScaling(nvfp4_4over6="weights", nvfp4_4over6_err_mode="MSE")
-    assert [quantizer.four_over_six for quantizer in vars(quantizers_of(weights)).values()] == ["", "MSE", ""]
+    assert [quantizer.four_over_six for quantizer in vars(create_quantizers(weights)).values()] == [
+        "",
+        "MSE",
+        "",
+    ]
 
 
 def test_variants_are_supported_where_nvfp4_is():

@@ -59,14 +59,14 @@ needs_bridge = pytest.mark.skipif(
 )
 
 
-def printed_by(program: str, *options: str) -> tuple[dict, str]:
+def run_on_eight_devices(program: str, *options: str) -> tuple[dict, str]:
     """Run a program on eight host devices; return the JSON that it prints and its stderr."""
     printed, said = run_on_host_devices(Path(__file__).with_name(program), *options)
     return json.loads(printed.splitlines()[-1]), said
 
 
 def test_sharded_kernels_follow_their_rules_and_agree_with_one_device():
-    found, said = printed_by("host_kernels.py")
+    found, said = run_on_eight_devices("host_kernels.py")
     warned = [line for line in said.splitlines() if "UserWarning: a program over several devices" in line]
     assert len(warned) == 1 and "jax.set_mesh(mesh)" in warned[0], "programs without a mesh say so once"
     gathers = {name: found.pop(name) for name in [*found] if name.endswith(": gathers")}
@@ -86,11 +86,11 @@ def test_sharded_kernels_follow_their_rules_and_agree_with_one_device():
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--others",), marks=pytest.mark.slow)], ids=str)
 def test_layers_exchange_only_the_expected_arrays(options):
-    """No kernel under tensor parallelism, and only the codes of a sharded kernel.
+    """Devices exchange no kernel under tensor parallelism, and only codes for a sharded kernel.
 
     Block formats also exchange scales, one per 16 or 32 elements, if several axes are the rows or columns of a matrix.
     """
-    found, said = printed_by("host_layers.py", *options)
+    found, said = run_on_eight_devices("host_layers.py", *options)
     assert "without a mesh" not in said
     for case, facts in found.items():
         _, recipe, layout = case.split()
@@ -104,44 +104,47 @@ def test_layers_exchange_only_the_expected_arrays(options):
             gathers = [
                 (dtype, shape)
                 for dtype, shape in gathers
-                if prod(shape) > scales[of_tokens(shape, facts)] and prod(shape[-2:]) >= 64
+                if prod(shape) > scales[has_token_axis(shape, facts)] and prod(shape[-2:]) >= 64
             ]
-        tokens = [dtype for dtype, shape in gathers if of_tokens(shape, facts)]
-        kernels = [dtype for dtype, shape in gathers if not of_tokens(shape, facts)]
+        tokens = [dtype for dtype, shape in gathers if has_token_axis(shape, facts)]
+        kernels = [dtype for dtype, shape in gathers if not has_token_axis(shape, facts)]
         # XLA for a CPU carries codes as float16, bfloat16 as float32.
         assert set(kernels) <= {"f16"}, (case, gathers)
         both_directions = 2 * facts["kernels"] if layout in ("fsdp", "both") else 0
         assert len(kernels) == both_directions, (case, gathers)
         assert bool(tokens) == (layout in ("tpsp", "both")), (case, gathers)
-        # Values are gathered where two products read them by two scales: behind the norm of an attention, which the
-        # gradient of its kernels reads again. Blocks have scales of their own.
+        # Values are gathered where two products read them with two scales: after an attention's norm, which
+        # the kernel gradient reads again. Blocks have scales of their own.
         assert recipe == "values" or tokens.count("f32") <= (0 if facts["in blocks"] else 2), (case, gathers)
 
 
-def of_tokens(shape: list[int], facts: dict[str, Any]) -> bool:
-    """Whether an array has an axis of tokens, or of blocks of 16 or 32 tokens."""
+def has_token_axis(shape: list[int], facts: dict[str, Any]) -> bool:
+    """Whether an array has a token axis, or an axis over blocks of 16 or 32 tokens."""
     return any(facts["tokens"] // block in shape for block in (1, *((16, 32) if facts["in blocks"] else ())))
 
 
 MESH: Any = jax.sharding.AbstractMesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
 
 
-def proposed(spec, *shape):
+def propose_sharding(spec, *shape):
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(MESH, PartitionSpec(*spec)))
 
 
 @pytest.mark.parametrize(
     ("a", "b", "out", "cuts", "reduced"),
     [
-        (("tp", None), (None, "tp"), ("tp", None), "m", ()),  # parts of kernels, of all tokens
-        (("tp", None), ("tp", None), (None, "tp"), "n", ()),  # parts of tokens, all of a part's columns
+        (("tp", None), (None, "tp"), ("tp", None), "m", ()),  # kernel shards, with all tokens
+        (("tp", None), ("tp", None), (None, "tp"), "n", ()),  # token shards, with all their columns
         (("tp", None), ("tp", None), (), "m", ()),
         ((None, "tp"), (None, "tp"), ("tp", None), "k", ("tp",)),
         ((None, "tp"), (), (), "k", ("tp",)),
     ],
 )  # fmt: skip
 def test_a_mesh_axis_shards_the_axis_of_both_operands_or_of_the_result(a, b, out, cuts, reduced):
-    operands, results = [proposed(a, 16, 32), proposed(b, 24, 32)], [proposed(out, 16, 24)]
+    operands, results = (
+        [propose_sharding(a, 16, 32), propose_sharding(b, 24, 32)],
+        [propose_sharding(out, 16, 24)],
+    )
     placed = placement(ShardingRule("m k, n k -> m n", led_by_results=True), MESH, operands, results)
     wanted = [tuple("tp" if factor == cuts else None for factor in axes) for axes in ("mk", "nk", "mn")]
     assert [tuple(one.spec) for one in (*placed.operands, *placed.results)] == wanted
@@ -151,7 +154,7 @@ def test_a_mesh_axis_shards_the_axis_of_both_operands_or_of_the_result(a, b, out
 @pytest.mark.slow
 def test_attention_of_cudnn_takes_arrays_with_other_shardings():
     """JAX's own rules do not support sharded tokens, or keys and lengths sharded differently from queries."""
-    found, _ = printed_by("host_cudnn.py")
+    found, _ = run_on_eight_devices("host_cudnn.py")
     rounded = {name: found.pop(name) for name in ("a bias of all rows", "a bias of one query", "under vmap")}
     assert all(value < 1e-2 for value, _ in rounded.values()), "sums of bfloat16 in another order"
     assert rounded["under vmap"][1] == 0, "one call for all"
@@ -167,7 +170,7 @@ def test_attention_of_a_sharded_sequence_runs_kernels_of_one_device():
 
     With a causal window that reaches one chunk, two blocks; with a window to both sides, three.
     """
-    found, _ = printed_by("host_parts.py")
+    found, _ = run_on_eight_devices("host_parts.py")
     for name, facts in found["cuda"].items():
         assert (
             facts["kernels"] == (2 + 2 * 3 if name == "causal window" else 3 + 3 * 3)
@@ -195,7 +198,7 @@ def test_a_rule_has_factors_and_the_sizes_that_no_axis_determines():
     assert extent("m", 200, 1).blocks == "m"
 
 
-def lowered(function, *arguments) -> int:
+def lower_for_cuda(function, *arguments) -> int:
     text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     return text.count("triton_kernel_call_ffi")
 
@@ -228,18 +231,18 @@ def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch
     def made(x):
         return quantize(x, spec, multiplier=ones(1) if scaled else None, random=random)
 
-    assert lowered(made, x) == kernels
+    assert lower_for_cuda(made, x) == kernels
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     whole = PartitionSpec()
     mapped = jax.shard_map(made, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    assert lowered(mapped, x) == kernels
+    assert lower_for_cuda(mapped, x) == kernels
 
 
 @needs_bridge
 @pytest.mark.parametrize(("shape", "axis"), [((4, 128, 2, 256), 2), ((128, 3, 24), 1)])
 @pytest.mark.parametrize("name", ["blocks", "squares", "mxfp8", "nvfp4", "rows"])
 @pytest.mark.sampled(3)
-def test_codes_in_blocks_of_several_axes_are_those_of_the_matrix(name, shape, axis, monkeypatch):
+def test_block_codes_over_several_axes_equal_the_matrix_codes(name, shape, axis, monkeypatch):
     """The number of kernels is the same; the second case has blocks across two axes."""
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     (spec, *_), x = SPECS[name], normal(jax.random.key(0), shape, jnp.bfloat16)
@@ -254,7 +257,7 @@ def test_codes_in_blocks_of_several_axes_are_those_of_the_matrix(name, shape, ax
 
     for got, want in zip(*map(jax.tree.leaves, (made(x, axis), of_matrix(x))), strict=True):
         assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
-    assert lowered(lambda x: made(x, axis), x) == lowered(of_matrix, x)
+    assert lower_for_cuda(lambda x: made(x, axis), x) == lower_for_cuda(of_matrix, x)
 
 
 def operand(form, rows, depth):
@@ -269,14 +272,14 @@ def test_products_of_codes_are_a_kernel_on_cuda_with_the_values_of_the_reference
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     a, b = operand(forms[0], 64, 256), operand(forms[1], 160, 256)
     product = jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.bfloat16)))
-    assert lowered(product, a, b) == 1
+    assert lower_for_cuda(product, a, b) == 1
     if jax.default_backend() == "cpu":
         assert float(product(a, b)[0, 0]) == 256
 
 
 @needs_bridge
 def test_products_of_codes_with_several_axes_are_one_product_of_matrices_on_cuda(monkeypatch):
-    """In the form of cuBLASLt, also under vmap: XLA only supports products of matrices; a loop has a call for each."""
+    """cuBLASLt's form, also under vmap: XLA only supports matrix products; a loop has one call per matrix."""
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     a, b = operand(FLOAT8, 64, 256), operand(FLOAT8, 160, 256)
@@ -366,10 +369,10 @@ def test_products_in_groups_are_kernels_on_cuda(monkeypatch):
         ones(3, jnp.int32),
     )
     assert (
-        lowered(lambda a, b: grouped_gemm(a, b, sizes, jnp.bfloat16), a, b) == 2
-    )  # the layout of groups first
+        lower_for_cuda(lambda a, b: grouped_gemm(a, b, sizes, jnp.bfloat16), a, b) == 2
+    )  # the group layout comes first
     dy = ones((64, 48), jnp.bfloat16)
-    assert lowered(lambda a, dy: grouped_contraction(a, dy, sizes, jnp.bfloat16), a, dy) == 2
+    assert lower_for_cuda(lambda a, dy: grouped_contraction(a, dy, sizes, jnp.bfloat16), a, dy) == 2
 
 
 @needs_bridge
@@ -417,8 +420,8 @@ def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_sharded(kind, g
         ids = jnp.repeat(array([[1, 2], [1, 0]]), 32, axis=1)
         descriptor = Descriptor.from_segment_ids_and_pos(ids, jnp.tile(jnp.arange(32), (2, 2)))
         step = attention(AttnMaskType.PADDING_CAUSAL_MASK, descriptor, QKVLayout.THD_THD_THD, 0.1)
-    # The forward, then the rows' sums, the gradients of queries, and of keys and values.
-    assert lowered(step, q, k, k, offset, jax.random.key(0)) == 4
+    # The forward pass, then row sums, query gradients, and key and value gradients.
+    assert lower_for_cuda(step, q, k, k, offset, jax.random.key(0)) == 4
     mesh = jax.sharding.AbstractMesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     cut = NamedSharding(mesh, PartitionSpec("dp", None, "tp" if groups > 1 else None))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut) for x in (q, k, k)]

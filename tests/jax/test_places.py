@@ -1,4 +1,4 @@
-"""Distribution of tokens over devices: rows given by offsets, invalid choices of experts, missing axes."""
+"""Token distribution over devices: rows at offsets, invalid expert indices, missing axes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.jax.test_sharding import printed_by
+from tests.jax.test_sharding import run_on_eight_devices
 
 
 @pytest.fixture(scope="module")
 def facts() -> dict:
-    return printed_by(Path(__file__).with_name("host_places.py"))
+    return run_on_eight_devices(Path(__file__).with_name("host_places.py"))
 
 
 @pytest.mark.parametrize("dealt", ["ALL_GATHER 1", "ALL_GATHER 2", "RING 1"])
@@ -38,7 +38,7 @@ def test_a_manual_axis_is_rejected_by_its_name(facts):
 
 
 @pytest.mark.parametrize("what", ["values", "delayed scaling"])
-def test_shard_map_s_default_adds_gradients_and_merges_states(facts, what):
+def test_shard_map_adds_gradients_and_merges_states_by_default(facts, what):
     assert facts[what] < 1e-5
 
 
@@ -61,5 +61,5 @@ def test_experts_are_dispatched_inside_shard_map_alone(facts):
     assert "axis 'ep' has 2 devices, the placement of experts 4;" in facts["fewer"]
 
 
-def test_the_axis_of_experts_is_that_of_the_mesh_resource(facts):
+def test_expert_parallelism_takes_its_axis_from_the_mesh_resource(facts):
     assert facts["axis"] == "experts"

@@ -48,12 +48,12 @@ COUNT = np.int32(2)
 
 
 def branches(kind, test: str):
-    """Return the branches (cuda, default) of a test, with empty lists of calls."""
+    """Branches (cuda, default) for a test, with empty call lists."""
     CALLS[test + " cuda"], CALLS[test + " cpu"] = [], []
     return kind(3.0, test + " cuda"), kind(2.0, test + " cpu")
 
 
-def lowered_for_cuda(function, *arguments) -> str:
+def lower_for_cuda(function, *arguments) -> str:
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -79,7 +79,7 @@ def test_only_the_expected_branch_is_traced_and_equal_calls_once():
 
 def test_a_program_for_another_platform_traces_its_branch():
     cuda, default = branches(Branch, "other")
-    text = lowered_for_cuda(lambda x: call_by_platform(x, COUNT, cuda=cuda, default=default), X)
+    text = lower_for_cuda(lambda x: call_by_platform(x, COUNT, cuda=cuda, default=default), X)
     assert CALLS["other cuda"] == [3.0]
     assert "3.000000e+00" in text and "2.000000e+00" not in text
 
@@ -143,10 +143,10 @@ def test_vmap_maps_the_branch_of_every_platform(choose):
     np.testing.assert_allclose(made, np.sin(4 * X.T), rtol=1e-6, atol=1e-6)
     made = jax.vmap(run)(X, scales)
     np.testing.assert_allclose(made, np.sin(2 * scales[:, None] * X), rtol=1e-6, atol=1e-6)
-    assert "3.000000e+00" in lowered_for_cuda(jax.vmap(run), X, scales)
+    assert "3.000000e+00" in lower_for_cuda(jax.vmap(run), X, scales)
 
 
-def test_derivatives_of_both_modes_are_those_of_the_branch():
+def test_forward_and_reverse_mode_differentiate_the_selected_branch():
     cuda, default = branches(Sine, "derivatives")
 
     def run(x):
@@ -170,7 +170,7 @@ def test_a_gradient_traces_the_expected_branch_alone(wrap):
 
 
 def test_a_gradient_lowered_for_another_platform_recomputes_its_branch(monkeypatch):
-    """The residuals of the expected branch are zeros there; the gradient is that of the platform's own branch."""
+    """The expected branch's residuals are zeros there; the platform's own branch computes the gradient."""
     cuda, default = branches(Sine, "recomputed")
 
     def gradient(x):
@@ -178,9 +178,9 @@ def test_a_gradient_lowered_for_another_platform_recomputes_its_branch(monkeypat
 
     monkeypatch.setenv("TE_JAX_KERNELS", "1")  # CUDA is expected, and the CPU lowered for
     np.testing.assert_allclose(jax.jit(gradient)(X), 4 * np.cos(4 * X), rtol=1e-5, atol=1e-5)
-    assert "2.000000e+00" not in lowered_for_cuda(gradient, X)
+    assert "2.000000e+00" not in lower_for_cuda(gradient, X)
 
 
 def test_branches_that_return_other_shapes_are_an_error():
     with pytest.raises(AssertionError, match="the other platform's branch"):
-        lowered_for_cuda(lambda x: call_by_platform(x, cuda=jnp.transpose, default=jnp.abs), X)
+        lower_for_cuda(lambda x: call_by_platform(x, cuda=jnp.transpose, default=jnp.abs), X)

@@ -1,4 +1,4 @@
-"""Products of codes and of rows in groups by kernels, against the reference, on a GPU or in the interpreter."""
+"""Kernels for quantized and grouped products, against the reference, on a GPU or in the interpreter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def operand(form, element, seed, rows, depth):
     return Operand(made.codes, made.scale, made.amax, form, x.dtype)
 
 
-def products_by(backends, a, b, dtype, exact=True):
+def run_products(backends, a, b, dtype, exact=True):
     found = []
     for backend in backends:
         with use_backend(jax_gemm=backend):
@@ -62,18 +62,18 @@ PAIRS = {
     "blocks-by-squares": ((BLOCK_1D, E4M3), (BLOCK_2D, E4M3)),
     "blocks-by-blocks": ((BLOCK_1D, E4M3), (BLOCK_1D, E5M2)),
 }
-# 160 = K of a last block that is not full.
+# K = 160: the last block is partial.
 SHAPES = ((144, 80, 256), (48, 144, 160))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", PAIRS)
-def test_our_kernel_multiplies_codes_as_the_reference_does(name, exact, dtype):
+def test_triton_kernel_product_of_codes_matches_the_reference(name, exact, dtype):
     first, second = PAIRS[name]
     for m, n, k in SHAPES:
         a, b = operand(*first, 1, m, k), operand(*second, 2, n, k)
-        found = products_by(("triton", "reference"), a, b, dtype, exact)
+        found = run_products(("triton", "reference"), a, b, dtype, exact)
         assert found[0].dtype == jnp.dtype(dtype)
         near(*found, 2e-3 if dtype == "float32" else 1e-2, f"{name} {(m, n, k)}")
 
@@ -85,11 +85,11 @@ TILES = ((4, 16, 16), (144, 80, 256), (300, 272, 400), (2052, 2576, 1552))
 @on_a_gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", ["blocks-by-squares", "blocks-by-blocks"])
-def test_groups_of_warps_multiply_codes_as_the_reference_does(name, dtype, monkeypatch):
+def test_warpgroup_products_of_codes_match_the_reference(name, dtype, monkeypatch):
     monkeypatch.setattr(codes_product, "idle", lambda m, n: None)
     first, second = PAIRS[name]
     for m, n, k in TILES:
-        found = products_by(
+        found = run_products(
             ("gluon", "reference"), operand(*first, 1, m, k), operand(*second, 2, n, k), dtype
         )
         near(*found, 1e-2 if dtype == "bfloat16" else 2e-3, f"{name} {(m, n, k)}")
@@ -110,9 +110,9 @@ def test_groups_of_warps_add_in_float32_and_in_one_order():
 
 
 @on_a_gpu
-def test_the_direct_product_of_xla_is_the_reference():
+def test_the_direct_xla_product_matches_the_reference():
     a, b = operand(FLOAT8, E4M3, 1, 256, 512), operand(FLOAT8, E4M3, 2, 128, 512)
-    near(*products_by(("direct", "reference"), a, b, "bfloat16"), 1e-2)
+    near(*run_products(("direct", "reference"), a, b, "bfloat16"), 1e-2)
 
 
 SCALED = """
@@ -163,7 +163,7 @@ SIZES = ([40, 0, 72, 16], [0, 128, 1, 3], [1, 1, 1, 129], [0, 0, 3, 0])
 GROUPS, K, N = 4, 96, 160
 
 
-def on_both(call, *arrays):
+def run_both_backends(call, *arrays):
     found = []
     for backend in ("triton", "ragged_dot"):
         with use_backend(jax_grouped_gemm=backend):
@@ -177,7 +177,7 @@ def test_rows_in_groups_are_multiplied_as_by_ragged_dot(sizes, features_first):
     a = normal(1, 144, K)
     b = normal(2, *((GROUPS, N, K) if features_first else (GROUPS, K, N)))
     sizes = jnp.asarray(sizes, jnp.int32)
-    got, want = on_both(
+    got, want = run_both_backends(
         lambda a, b, s: grouped_gemm(a, b, s, jnp.bfloat16, features_first=features_first), a, b, sizes
     )
     near(got, want, 1e-2)
@@ -190,13 +190,13 @@ def test_rows_in_groups_are_contracted_as_by_ragged_dot(sizes, scaled):
     dtypes = (jnp.float8_e4m3fn, jnp.float8_e5m2) if scaled else (jnp.bfloat16,) * 2
     a, b = normal(1, 144, K, dtype=dtypes[0]), normal(2, 144, N, dtype=dtypes[1])
     scales = (jnp.arange(1.0, 5.0), jnp.arange(2.0, 6.0)) if scaled else None
-    got, want = on_both(
+    got, want = run_both_backends(
         lambda a, b, s: grouped_contraction(a, b, s, jnp.float32, scales), a, b, jnp.asarray(sizes, jnp.int32)
     )
     if not scaled:
         near(got, want, 1e-5)
         return
-    # FP8 tensor cores keep fewer bits of a sum than a product in bfloat16 of the same codes.
+    # FP8 tensor cores keep fewer sum bits than a bfloat16 product with the same codes.
     begin = 0
     for group, rows in enumerate(sizes):
         of_group = slice(begin, begin + rows)
@@ -210,7 +210,7 @@ def test_rows_in_groups_are_contracted_as_by_ragged_dot(sizes, scaled):
 def test_codes_in_groups_are_multiplied_as_by_ragged_dot(element):
     a, b = normal(1, 144, K, dtype=element), normal(2, GROUPS, N, K, dtype=jnp.float8_e4m3fn)
     scales = jnp.arange(1.0, 5.0), jnp.arange(2.0, 6.0)
-    got, want = on_both(
+    got, want = run_both_backends(
         lambda a, b, s: grouped_gemm(a, b, s, jnp.bfloat16, scales, features_first=True), a, b,
         jnp.asarray(SIZES[0], jnp.int32),
     )  # fmt: skip
@@ -224,10 +224,10 @@ RECIPES = {
 
 
 def exact_product(a, b):
-    """a @ b of values in float64, and how far a kernel may be from it.
+    """a @ b in float64, and the error bound for a kernel.
 
-    A result in bfloat16 is rounded by 2^-9 of itself. Tensor cores line up the products of 32 codes and keep 13 bits
-    of them: 2^-13 of the largest for each, which is below 2^-9 of all their magnitudes.
+    Rounding to bfloat16 has relative error 2^-9. Tensor cores align 32 code products and keep 13 bits: each
+    product loses up to 2^-13 times the largest, which is below 2^-9 times the sum of all magnitudes.
     """
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     product = a @ b
@@ -238,14 +238,14 @@ def assert_product(got, a, b, name):
     want, bound = exact_product(a, b)
     got = np.asarray(got, np.float64)
     assert np.isfinite(got).all(), name
-    beyond = np.abs(got - want) > bound  # of nothing summed the bound is 0, and so is the result
+    beyond = np.abs(got - want) > bound  # for an empty sum both bound and result are 0
     assert not beyond.any(), (
         f"{name}: {(np.abs(got - want)[beyond] / bound[beyond]).max():.2f} times what rounding allows"
     )
 
 
-def gradients_of(product, dy, *arguments):
-    """(y, gradients and next states): dy is given, so that no rounding of y decides a code of it."""
+def step_gradients(product, dy, *arguments):
+    """(y, gradients and next states); dy is an argument, so that its codes do not depend on y's rounding."""
 
     def both(dy, *arguments):
         y, pullback = jax.vjp(product, *arguments)
@@ -255,11 +255,11 @@ def gradients_of(product, dy, *arguments):
 
 
 def values(quantizer, *arguments):
-    """The dequantized codes of both directions, as the reference computes them, in the layout of the input."""
+    """Dequantized codes from both directions, as the reference computes them, in the input's layout."""
     with use_backend(jax_quantize="reference"):
         tensor = quantizer.encode(*arguments, is_rowwise=True, is_colwise=True, dq_dtype=jnp.float32)[0]
         return tuple(
-            # Grouped tensors dequantize in the layout of the input, single ones in the layout of their data.
+            # Grouped tensors dequantize in the input's layout, single tensors in their data's layout.
             np.asarray(one.values() if isinstance(one, ScaledTensor1x) else one.dequantize())
             for one in (tensor.rowwise_tensor, tensor.colwise_tensor)
         )
@@ -275,7 +275,7 @@ def test_a_dense_layer_and_its_gradients_are_exact_products_of_the_codes(name):
     dy = normal(3, 256, 160)
     with te.autocast(True, RECIPES[name]):
         made = QuantizerFactory.create_set()
-        y, dx, dkernel, following = gradients_of(
+        y, dx, dkernel, following = step_gradients(
             lambda x, kernel, made: dense(x, kernel, quantizer_set=made), dy, x, kernel, made
         )
     (x_rows, x_columns), (kernel_rows, kernel_columns) = values(made.x, x), values(made.kernel, kernel)
@@ -295,7 +295,7 @@ def test_a_grouped_dense_layer_and_its_gradients_are_exact_products_of_the_codes
     sizes = jnp.asarray(SIZES[0], jnp.int32)
     with te.autocast(name != "none", RECIPES.get(name)):
         made = QuantizerFactory.create_set(n_groups=GROUPS)
-        y, dx, dkernel, _ = gradients_of(
+        y, dx, dkernel, _ = step_gradients(
             lambda x, kernel, made: grouped_dense(x, kernel, sizes, quantizer_set=made), dy, x, kernel, made
         )
     if name == "none":

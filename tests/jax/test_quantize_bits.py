@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from tests.jax.bits import assert_same_bytes, matrix, to_torch
 from tests.jax.compiled import compile_quickly
-from tests.jax.stored_bits import BOTH, FILE, SPECS, fits, of_torch, program, random_numbers, torch_digests
+from tests.jax.stored_bits import (
+    BOTH,
+    FILE,
+    SPECS,
+    fits,
+    program,
+    random_numbers,
+    torch_digests,
+    torch_quantize,
+)
 from tests.support import forked
 from tests.support.programs import ROOT, search_path
 from transformer_engine.common.formats import E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
@@ -29,10 +38,10 @@ pytestmark = pytest.mark.usefixtures("as_users_compile")
 KINDS = ("normal", "spread", "special", "infinite", "large", "small", "zero")
 SHAPES = ((144, 130), (16, 2), (1, 4))
 DTYPES = ("float32", "bfloat16", "float16")
-# One spec per kind of scale; slow tests cover all specs.
+# One spec per scale layout; slow tests cover all specs.
 CHOSEN = ("float8-e4m3", "nvfp4-hadamard")
 
-# Combinations of options of other specs.
+# Option combinations from other specs.
 RARE = ("mxfp8-e5m2", "block2d-power-of-two", "nvfp4-hadamard-unsigned", "nvfp4-2d-stochastic", "float8-e5m2")
 
 
@@ -60,7 +69,7 @@ def compare(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None, compi
         None if scale is None else jnp.full(1, scale, jnp.float32),
         None if random is None else tuple(map(jnp.asarray, random)),
     )
-    expected = of_torch(spec, x, scale)
+    expected = torch_quantize(spec, x, scale)
     for name in expected._fields:
         assert_same_bytes(getattr(made, name), getattr(expected, name), name)
 
@@ -71,14 +80,14 @@ def theirs_forced():
     return use_backend(quantize="reference")
 
 
-def test_the_stored_digests_are_those_of_the_torch_reference():
+def test_stored_digests_match_the_torch_reference():
     assert json.loads(FILE.read_text()) == torch_digests()
 
 
 @pytest.mark.parametrize(
     ("options", "least"), [(["--few"], 16), pytest.param([], 64, marks=pytest.mark.slow)], ids=["few", "all"]
 )
-def test_without_torch_the_bits_are_those_of_the_stored_digests(options, least):
+def test_without_torch_the_bits_match_the_stored_digests(options, least):
     code = "import sys; sys.modules['torch'] = None; from tests.jax import stored_bits; stored_bits.main()"
     environment = os.environ | {"PYTHONPATH": search_path()}
     facts = json.loads(
@@ -93,7 +102,7 @@ def test_both_directions_equal_the_torch_reference(name, dtype):
     spec = SPECS[name]
     for compiled, shape in enumerate(SHAPES if dtype == "float32" else SHAPES[:1]):
         for seed, kind in enumerate(KINDS):
-            # Differences of small elements are subnormal, which the transform takes for zero.
+            # Differences between small elements are subnormal, which the transform flushes to zero.
             if fits(spec, shape) and not (spec.hadamard and kind == "small"):
                 compare(spec, matrix(kind, shape, dtype, seed), compiled=bool(compiled))
 
@@ -193,7 +202,7 @@ def test_codes_are_not_quantized_again():
         ours.quantize(jnp.ones((4, 4), jnp.float8_e4m3fn), QuantizeSpec(FLOAT8, E4M3))
 
 
-# The last test of this file, because it clears the caches of programs.
+# The last test in this file, because it clears the program caches.
 @pytest.mark.parametrize(
     "name", ["float8-e4m3", *(pytest.param(n, marks=pytest.mark.slow) for n in CHOSEN if n != "float8-e4m3")]
 )

@@ -62,11 +62,11 @@ def loss_on_a_cpu() -> float:
 
 
 @pytest.mark.parametrize("flags", ["", RECOMMENDED], ids=["default", "recommended"])
-def test_the_loss_is_that_of_a_cpu_and_the_step_holds_three_products_of_fp8(flags, loss_on_a_cpu):
+def test_gpu_loss_equals_the_cpu_and_the_step_has_three_fp8_products(flags, loss_on_a_cpu):
     found = ran(XLA_FLAGS=flags)
     assert found["loss"] == pytest.approx(loss_on_a_cpu, abs=1e-5)
     if flags:
-        # The gradient of the input is unused, and XLA removes its product.
+        # The input gradient is unused, and XLA removes its product.
         assert found["library"] == [2, 3]
     else:
         assert found["products"] == {"triton": 3}, "without the flag our kernels compute them"

@@ -30,8 +30,8 @@ RATES = {
 }
 
 
-def drawn(seed: int) -> dict[str, Any]:
-    """Random fields of a layer that differ from their defaults, and random rates of dropout."""
+def draw_fields(seed: int) -> dict[str, Any]:
+    """Random non-default layer fields and random dropout rates."""
     draw = random.Random(seed)
     names = [name for name in OF_A_LAYER if name not in (*RATES, "layer_type") and draw.random() < 0.4]
     for excluded in EXCLUDED:
@@ -43,7 +43,7 @@ def drawn(seed: int) -> dict[str, Any]:
 
 
 def test_the_layers_cover_dropout_in_decoders_with_rope_windows_and_drop_path():
-    decoders = [drawn(seed) for seed in range(COUNT) if "layer_type" in drawn(seed)]
+    decoders = [draw_fields(seed) for seed in range(COUNT) if "layer_type" in draw_fields(seed)]
     assert len(decoders) == COUNT // 2
     for name in ("enable_rotary_pos_emb", "window_size", "drop_path", "attention_dropout", "num_gqa_groups"):
         assert sum(bool(fields.get(name)) for fields in decoders) >= 5, name
@@ -53,8 +53,8 @@ def test_the_layers_cover_dropout_in_decoders_with_rope_windows_and_drop_path():
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed == 3 else [pytest.mark.slow]) for seed in range(COUNT)]
 )
-def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
-    fields = drawn(seed)
+def test_a_random_layer_equals_the_reference_layer_with_the_same_keys(seed):
+    fields = draw_fields(seed)
     x, encoded, mask, cross_mask = data(fields)
     if fields.get("transpose_batch_sequence"):
         x, encoded = (None if array is None else jnp.swapaxes(array, 0, 1) for array in (x, encoded))
@@ -86,7 +86,7 @@ def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
     for (path, gradient), expected in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
     ):
-        # A bias of keys moves all scores of a query alike: its gradient is zero except for rounding.
+        # A key bias shifts all scores for a query equally, so its gradient is zero up to rounding.
         scale = max(float(np.abs(expected).max()), 1e-2 * largest)
         got, want = np.asarray(gradient) / scale, np.asarray(expected) / scale
         np.testing.assert_allclose(got, want, atol=2e-4, rtol=0, err_msg=str(path))

@@ -1,4 +1,4 @@
-"""Layers under the options that report unintended broadcasts of ranks, promotions and leaks."""
+"""Layers under the options that report unintended rank broadcasts, dtype promotions and leaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, ones, unboxed_variables
+from tests.jax.compiled import draw_unboxed_variables, normal, ones
 from transformer_engine.common import recipe
 
 biased = {"use_bias": True, "bias_init": nn.initializers.normal(0.3)}
@@ -41,7 +41,7 @@ def test_layers_need_no_rank_promotion(name, of):
 
         quantized = nullcontext() if settings is None else te.autocast(True, settings)
         with jax.numpy_rank_promotion(promotion), quantized:
-            variables = unboxed_variables(LAYERS[name], x)
+            variables = draw_unboxed_variables(LAYERS[name], x)
             return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(variables, x)
 
     jax.tree.map(np.testing.assert_array_equal, step("allow"), step("raise"))

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import drawn_variables, normal
+from tests.jax.compiled import draw_variables, normal
 from transformer_engine.common import recipe
 from transformer_engine.jax.runtime.code_bits import bits_to_codes, codes_to_bits, name_leaves
 
@@ -68,11 +68,11 @@ class Groups(nn.Module):
         return grouped(x.reshape(-1, 32), kernel, SIZES)
 
 
-def loss_of(layer: str):
-    """The variables of a layer and its loss; the state of delayed scaling is that of the first step."""
+def create_loss(layer: str):
+    """A layer's variables and loss; the delayed-scaling state belongs to the first step."""
     x = normal(jax.random.key(0), (1, 16, 32))
     module = LAYERS[layer]()
-    variables = nn.unbox(drawn_variables(module, x))
+    variables = nn.unbox(draw_variables(module, x))
 
     def loss(variables, x):
         y = module.apply(variables, x, rngs={"sr_rng": jax.random.key(2)})
@@ -90,7 +90,7 @@ def assert_equal_trees(found, expected):
 @pytest.mark.parametrize("name", RECIPES)
 def test_gradients_with_saved_codes_equal_those_without_recomputation(name):
     with te.autocast(True, RECIPES[name]):
-        loss, variables, x = loss_of("dense")
+        loss, variables, x = create_loss("dense")
         saved = jax.checkpoint(loss, policy=POLICIES["names"])
         found = jax.jit(jax.grad(saved))(variables, x)
         assert_equal_trees(found, jax.jit(jax.grad(loss))(variables, x))
@@ -109,7 +109,7 @@ def test_gradients_with_saved_codes_equal_those_without_recomputation(name):
 @pytest.mark.sampled(3)
 def test_every_policy_computes_the_gradients_without_recomputation(name, layer, policy):
     with te.autocast(True, RECIPES[name]):
-        loss, variables, x = loss_of(layer)
+        loss, variables, x = create_loss(layer)
         found = jax.jit(jax.grad(jax.checkpoint(loss, policy=POLICIES[policy])))(variables, x)
         assert_equal_trees(found, jax.jit(jax.grad(loss))(variables, x))
 
@@ -119,7 +119,7 @@ def test_every_policy_computes_the_gradients_without_recomputation(name, layer, 
 @pytest.mark.sampled(4)
 def test_no_saved_value_has_a_dtype_whose_precision_jax_would_reduce(name, layer):
     with te.autocast(True, RECIPES[name]):
-        loss, variables, x = loss_of(layer)
+        loss, variables, x = create_loss(layer)
         for policy in POLICIES.values():
             program = jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(variables, x)
             assert re.findall(r":f[48]\w*\[[\d,]*\] = reduce_precision", str(program)) == []
@@ -130,7 +130,7 @@ def test_remat_of_flax_with_a_policy_computes_the_eager_gradient():
     with te.autocast(True, RECIPES["current"]):
         layer = nn.remat(te_flax.DenseGeneral, policy=POLICIES["names"])
         model = layer(features=16, quantization_checkpoint_name="codes")
-        variables = nn.unbox(drawn_variables(model, x))
+        variables = nn.unbox(draw_variables(model, x))
         plain = te_flax.DenseGeneral(features=16)
         found = jax.grad(lambda v: jnp.sin(model.apply(v, x)).sum())(variables)
         expected = jax.jit(jax.grad(lambda v: jnp.sin(plain.apply(v, x)).sum()))(variables)

@@ -36,7 +36,7 @@ CODES = re.compile(
 BYTES = re.compile(r"stablehlo\.bitcast_convert %\w+ : .*-> tensor<(?:\d+x)*ui8>")
 
 
-def made_by_the_reference(x, spec: QuantizeSpec) -> Quantized:
+def reference_codes(x, spec: QuantizeSpec) -> Quantized:
     with use_backend(jax_quantize="reference"):
         return quantize(x, spec)
 
@@ -73,7 +73,7 @@ def test_values_in_the_program_of_codes_equal_the_codes(name):
     spec, x = SPECS[name], jnp.asarray(matrix("normal", (128, 256), "float32"))
 
     def both(x):
-        made = made_by_the_reference(x, spec)
+        made = reference_codes(x, spec)
         return made, values(made, spec)
 
     made, found = jax.jit(both)(x)
@@ -97,7 +97,7 @@ def test_the_scale_of_a_product_in_cublaslt_stays_float32(monkeypatch):
 
     text = jax.jit(product).trace(codes, scale, codes, scale).lower(lowering_platforms=("cuda",)).as_text()
     narrowed = re.findall(r"stablehlo\.convert (%[\w#]+) : \(tensor<f32>\) -> tensor<bf16>", text)
-    # One barrier of both: products that share an operand share no values of it then, which XLA would multiply as one.
+    # One barrier for both products: without it, XLA would merge products that share an operand's values.
     (kept,) = re.findall(
         r"(%\w+):2 = stablehlo\.optimization_barrier %\w+, %\w+ : tensor<f32>, tensor<f32>", text
     )

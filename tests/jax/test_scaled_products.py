@@ -1,4 +1,4 @@
-"""Products of block-scaled codes: the choice of a backend by the table of hardware, and their programs for CUDA."""
+"""Products with block-scaled codes: backend selection by the hardware table, and programs for CUDA."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _kernels(monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
 
 
-def chosen(request: GemmRequest) -> str:
+def select_backend(request: GemmRequest) -> str:
     return next(row.name for row in TABLE.candidates(request) if row.rejection_reason(request) is None)
 
 
@@ -63,7 +63,7 @@ def test_an_early_triton_is_rejected_where_it_multiplies_in_bfloat16(monkeypatch
         monkeypatch.setattr(optional, "release", lambda name, found=release: found)
         reason = scaled_codes.unsupported_reason(request)
         assert reason is None if sentence is None else sentence in (reason or "")
-    assert chosen(request) == "scaled_matmul"
+    assert select_backend(request) == "scaled_matmul"
 
 
 @pytest.mark.parametrize(("change", "sentence"), [
@@ -82,8 +82,8 @@ def test_unsupported_products_of_the_library_have_a_reason(change, sentence):
 def test_bfloat16_does_not_represent_codes_times_float32_scales():
     request = dataclasses.replace(REQUEST, a_format=BLOCK_1D, b_format=BLOCK_1D, hardware=nvidia(8, 0))
     assert "need more bits" in (decoded.widen_unsupported_reason(request) or "").replace("needs", "need")
-    assert chosen(request) == "decoded"
-    assert chosen(dataclasses.replace(REQUEST, hardware=nvidia(8, 0))) == "widen"
+    assert select_backend(request) == "decoded"
+    assert select_backend(dataclasses.replace(REQUEST, hardware=nvidia(8, 0))) == "widen"
 
 
 @needs_bridge
@@ -95,11 +95,11 @@ def test_blocks_of_any_pair_and_extent_are_native_where_fp8_is():
             {"a_format": BLOCK_2D, "b_format": BLOCK_2D},
             {"a_format": BLOCK_2D, "b_format": BLOCK_1D},
         ):
-            assert chosen(dataclasses.replace(request, **change)) == "dot_scaled"
+            assert select_backend(dataclasses.replace(request, **change)) == "dot_scaled"
 
 
 def operand(form, rows: int, depth: int) -> Any:
-    """An operand of shapes without values."""
+    """Operand that holds shapes without values."""
     shape: Any = jax.ShapeDtypeStruct
     length = form.block[1]
     nvfp4 = form.packing == 2
@@ -138,7 +138,7 @@ def test_the_copy_engine_has_its_descriptors_in_a_workspace(form, monkeypatch):
     for architecture in ((10, 0), (12, 0)):
         monkeypatch.setattr(platform, "WITHOUT_GPU", nvidia(*architecture))
         texts.append(program(operand(form, 256, 512), operand(form, 384, 512)))
-    # Descriptors of five matrices for each of six programs, as a result behind the product.
+    # Five matrix descriptors for each of six programs, as a result after the product.
     workspace = f"-> (tensor<256x384xbf16>, tensor<{6 * 5 * 128}xui8>)"
     assert [text.count(workspace) for text in texts] == [1, 0]
 

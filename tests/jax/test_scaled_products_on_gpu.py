@@ -1,6 +1,6 @@
-"""Products of block-scaled codes by the kernels of scaled_product.py, against the reference, on a GPU or interpreted.
+"""Kernels in scaled_product.py for block-scaled codes, against the reference, on a GPU or in the interpreter.
 
-Hopper computes tl.dot_scaled in bfloat16, in which MXFP8 values are exact; the sums are those of its tensor cores.
+Hopper computes tl.dot_scaled in bfloat16, in which MXFP8 values are exact; sums have tensor-core precision.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def operand(form, element, seed: int, rows: int, depth: int) -> Operand:
 
 
 def check(got, a: Operand, b: Operand, name: str) -> None:
-    """Compare with the reference, up to the precision of Hopper's FP8 sums and of the result's dtype."""
+    """Compare with the reference, up to the precision in Hopper's FP8 sums and the result's dtype."""
     want, bound = (
         np.asarray(jax.jit(lambda a, b: reference.run(a, b, jnp.dtype(jnp.float32), True))(*pair), np.float64)
         for pair in ((a, b), tuple(map(magnitudes, (a, b))))

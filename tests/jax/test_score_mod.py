@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, drawn_variables, normal, ones, values_and_gradients
+from tests.jax.compiled import array, draw_variables, normal, ones, values_and_gradients
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
@@ -66,7 +66,7 @@ def test_a_function_of_scores_and_all_its_gradients():
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_custom_gradient_replaces_that_of_jax():
+def test_a_custom_score_gradient_replaces_jax_differentiation():
     q, k, v, dy = data()
 
     def halved(gradient, scores, factor):
@@ -98,7 +98,7 @@ def test_modules_pass_on_a_score_mod():
         enable_relative_embedding=False, score_mod=capped,
     )  # fmt: skip
     x = ones((2, 6, 16))
-    drawn_variables(layer, x, deterministic=True, score_mod_tensors=tensors())
+    draw_variables(layer, x, deterministic=True, score_mod_tensors=tensors())
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_incompatible_settings_are_rejected(options, error, sentence):
         attend(q, k, v, **({"score_mod": capped} | options))
 
 
-def biased_graph(graph, score, tensors):
+def softcap_graph(graph, score, tensors):
     """The original's contract: a softcap, a slope per head, and causality, in operations of a graph."""
     capped = graph.mul(graph.tanh(graph.div(score, tensors["cap"])), tensors["cap"])
     query, key = graph.gen_index(input=score, axis=2), graph.gen_index(score, 3, name="key")
@@ -145,13 +145,13 @@ def biased_graph(graph, score, tensors):
     return graph.binary_select(sloped, tensors["hidden"], graph.cmp_le(input=key, comparison=query))
 
 
-def biased_indices(score, b, h, q, kv, *, cap, slope, hidden):
+def causal_slope_scores(score, b, h, q, kv, *, cap, slope, hidden):
     sloped = cap * jnp.tanh(score / cap) + slope[b * 0, h, 0, 0] * (kv - q)
     return jnp.where(kv <= q, sloped, hidden)
 
 
-def biased_oracle(q, k, v, dy, cap, slope):
-    """Return the output and the gradients of q, k, v, cap and slope in float64, by formulas."""
+def float64_oracle(q, k, v, dy, cap, slope):
+    """Output and gradients for q, k, v, cap and slope in float64, by formulas."""
     q, k, v, dy, cap, slope = (np.asarray(x, np.float64) for x in (q, k, v, dy, cap, slope))
     groups = q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
@@ -173,7 +173,7 @@ def biased_oracle(q, k, v, dy, cap, slope):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("function", [biased_graph, biased_indices])
+@pytest.mark.parametrize("function", [softcap_graph, causal_slope_scores])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.04)])
 def test_graphs_and_functions_of_indices_equal_float64(function, dtype, tolerance):
     q, k, v, dy = (x[:, :n].astype(dtype) for x, n in zip(data(), (3, 5, 5, 3), strict=True))
@@ -185,7 +185,7 @@ def test_graphs_and_functions_of_indices_equal_float64(function, dtype, toleranc
 
     cap = jnp.full((1, 1, 1, 1), 0.7)
     found = values_and_gradients(ours, dy, q, k, v, cap, slope)
-    for got, want in zip(found, biased_oracle(q, k, v, dy, cap, slope), strict=True):
+    for got, want in zip(found, float64_oracle(q, k, v, dy, cap, slope), strict=True):
         np.testing.assert_allclose(
             np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance * abs(want).max()
         )
@@ -204,11 +204,11 @@ class CappedGraph:
         return graph.mul(graph.tanh_backward(loss=gradient, input=self.ratio), tensors["factor"])
 
 
-def capped_indices(score, b, h, q, kv, *, cap):
+def softcap_by_index(score, b, h, q, kv, *, cap):
     return cap * jnp.tanh(score / cap)
 
 
-def capped_indices_gradient(gradient, score, b, h, q, kv, factor):
+def softcap_by_index_gradient(gradient, score, b, h, q, kv, factor):
     return factor * gradient * (1.0 - jnp.tanh(score / 0.7) ** 2)
 
 
@@ -217,9 +217,9 @@ GRAPH = CappedGraph()
 
 @pytest.mark.parametrize(
     ("function", "gradient"),
-    [(GRAPH.forward, GRAPH.backward), (capped_indices, capped_indices_gradient)],
+    [(GRAPH.forward, GRAPH.backward), (softcap_by_index, softcap_by_index_gradient)],
 )  # fmt: skip
-def test_given_gradients_of_scores_replace_those_of_jax(function, gradient):
+def test_user_score_gradients_replace_jax_differentiation(function, gradient):
     q, k, v, dy = data()
 
     def ours(q, k, v, cap, factor):
@@ -230,15 +230,15 @@ def test_given_gradients_of_scores_replace_those_of_jax(function, gradient):
 
     found = values_and_gradients(ours, dy, q, k, v, jnp.asarray(0.7), jnp.asarray(0.5))
     want = values_and_gradients(
-        lambda q, k, v, cap: attend(q, k, v, score_mod=capped_indices, score_mod_tensors={"cap": cap}),
+        lambda q, k, v, cap: attend(q, k, v, score_mod=softcap_by_index, score_mod_tensors={"cap": cap}),
         dy, q, k, v, jnp.asarray(0.7),
     )  # fmt: skip
     for got, expected, factor in zip(found, want[:4], (1.0, 0.5, 0.5, 1.0), strict=False):
         np.testing.assert_allclose(got, factor * expected, rtol=1e-4, atol=1e-6)
-    assert found[4] == found[5] == 0.0  # the arrays of a score_mod with a given gradient have no gradient
+    assert found[4] == found[5] == 0.0  # with a user-defined gradient, a score_mod's arrays have no gradient
 
 
-def test_the_older_call_of_packed_rows_is_the_newer_one():
+def test_the_former_packed_call_equals_the_current_call():
     q, k, v, _ = data()
     lengths, offsets = array([[2, 3], [4, -1]]), array([[0, 2, 5], [0, 4, -1]])
     kinds = (AttnBiasType.NO_BIAS, AttnMaskType.PADDING_CAUSAL_MASK, QKVLayout.THD_THD_THD)

@@ -31,7 +31,7 @@ def arrays(*shapes):
 
 
 def sets(chosen, count=1, **options):
-    """Sets of quantizers of a recipe, or of none."""
+    """Quantizer sets for a recipe, or without a recipe."""
     meta = quantize.QuantizeMetaSet(*(quantize.QuantizeMeta() for _ in range(3)))
     if chosen is None:
         return (quantize.noop_quantizer_set,) * count
@@ -40,7 +40,7 @@ def sets(chosen, count=1, **options):
 
 
 def functions(chosen):
-    """{name: y of x [64, 32]} of every function that takes sets of quantizers."""
+    """{name: function from x [64, 32] to y} for every function that takes quantizer sets."""
     kernel, second, gamma, beta = arrays((HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN,), (HIDDEN,))
     one, two = sets(chosen), sets(chosen, 2)
     grouped = sets(chosen, n_groups=2)[0]
@@ -110,7 +110,7 @@ def test_a_second_derivative_through_a_quantizer_behind_a_function_is_rejected(f
 
 
 @pytest.mark.parametrize("operation", ["layernorm_dense", "layernorm_mlp", "grouped_dense"])
-def test_without_a_recipe_second_derivatives_are_those_of_differences(operation):
+def test_without_a_recipe_second_derivatives_match_finite_differences(operation):
     x, direction = arrays((64, HIDDEN), (64, HIDDEN))
     of = penalty(functions(None)[operation])
     found = float((jax.jit(jax.grad(of))(x) * direction).sum())

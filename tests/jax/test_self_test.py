@@ -1,4 +1,4 @@
-"""The self-test of JAX: wrong backends are found, rows of GPUs are chosen, a CPU runs a sample."""
+"""The JAX self-test finds wrong backends, selects GPU rows, and runs a sample on a CPU."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def doubling():
     del tables["jax_doubling"]
 
 
-def doubled(x):
+def double_by_platform(x):
     return bind_by_platform(tables["jax_doubling"], lambda platform: (platform, x.size))["cpu"](x)
 
 
-def examined(bound=None, expected=None):
+def run_self_test(bound=None, expected=None):
     case = testing.JaxCase(
         "jax doubling",
         "8",
         "jax_doubling",
-        doubled,
+        double_by_platform,
         (jnp.arange(1.0, 9.0),),
         bound,
         expected,
@@ -67,7 +67,7 @@ def examined(bound=None, expected=None):
 
 
 def test_backends_with_wrong_bits_or_errors_fail(doubling):
-    found = examined()
+    found = run_self_test()
     assert {name: result.status for name, result in found.items()} == {
         "native": "passed",
         "wrong": "failed",
@@ -80,18 +80,18 @@ def test_backends_with_wrong_bits_or_errors_fail(doubling):
 
 
 def test_values_may_differ_up_to_the_bound_and_the_reference_is_compared_with_an_independent_result(doubling):
-    found = examined(1e-6, lambda x: 2.0 * x)
+    found = run_self_test(1e-6, lambda x: 2.0 * x)
     assert {name for name, result in found.items() if result.status == "passed"} == {
         "native",
         "wrong",
         "reference",
     }
-    found = examined(1e-6, lambda x: 2.001 * x)
+    found = run_self_test(1e-6, lambda x: 2.001 * x)
     assert {result.status for result in found.values()} == {"failed", "unsupported"}
 
 
 def test_a_case_beyond_the_time_limit_is_not_run(monkeypatch, doubling):
-    case = testing.JaxCase("jax doubling", "8", "jax_doubling", doubled, (jnp.ones(8),))
+    case = testing.JaxCase("jax doubling", "8", "jax_doubling", double_by_platform, (jnp.ones(8),))
     monkeypatch.setattr(testing, "cases", lambda sizes: iter([case]))
     assert [result.status for result in testing.self_test(SIZES, -1.0, lambda line: None)] == ["not run"]
 

@@ -28,16 +28,16 @@ PROGRAM = Path(__file__).with_name("host_devices.py")
 
 @pytest.fixture(scope="module")
 def facts() -> dict:
-    return printed_by(PROGRAM)
+    return run_on_eight_devices(PROGRAM)
 
 
-def printed_by(program: Path, *options: str) -> dict:
-    """The JSON of a program's last line, on eight host devices."""
+def run_on_eight_devices(program: Path, *options: str) -> dict:
+    """Run a program on eight host devices and parse the JSON in its last output line."""
     return json.loads(run_on_host_devices(program, *options)[0].splitlines()[-1])
 
 
 def run_on_host_devices(program: Path, *options: str) -> tuple[str, str]:
-    """Return the output and the standard error of a program on eight host devices."""
+    """Run a program on eight host devices; return its output and standard error."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     environment = os.environ | flags | {"PYTHONPATH": search_path()}
     run = forked.Program([str(program), *options], ROOT, environment, framework="jax")
@@ -83,7 +83,7 @@ def test_sharded_arguments_without_a_mesh_give_the_results_of_one_device(facts):
 
 
 @pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
-def test_no_kernel_is_gathered(facts, entered):
+def test_sharded_layers_gather_no_kernel(facts, entered):
     assert facts[f"{entered} all-gathers"] == 0
 
 
@@ -93,8 +93,8 @@ def test_a_checkpoint_of_one_device_restores_on_eight(facts):
 
 
 @pytest.mark.parametrize("layer", ["dense", "norm", "norm and dense"])
-def test_gradients_and_states_within_shard_map_are_those_of_one_device(facts, layer):
-    """`test_shard_map_s_default_adds_gradients_and_merges_states` (test_places.py) has an MLP over one axis."""
+def test_gradients_and_states_in_shard_map_equal_one_device(facts, layer):
+    """test_shard_map_adds_gradients_and_merges_states_by_default has an MLP over one axis."""
     assert facts["shard_map"][layer] < 1e-5
 
 
@@ -105,7 +105,7 @@ def test_collectives_reduce_over_the_axes_of_the_resource(facts):
 
 @pytest.fixture(scope="module")
 def compositions() -> dict:
-    return printed_by(PROGRAM.with_name("host_compositions.py"))
+    return run_on_eight_devices(PROGRAM.with_name("host_compositions.py"))
 
 
 @pytest.mark.parametrize("name", ["fsdp", "dp and tp with sequences"])
@@ -129,10 +129,10 @@ def test_attention_of_a_sequence_over_devices(compositions, name):
 def test_every_composition_on_eight_devices():
     """Parts of these claims always run.
 
-    test_meshes.py has recipes of blocks, and test_partitioned_kernels.py both halves of a layer over "fsdp". This file
+    test_meshes.py has block recipes, and test_partitioned_kernels.py both layer halves over "fsdp". This file
     has an MLP over "fsdp" and a whole layer over "dp and tp with sequences".
     """
-    found = printed_by(PROGRAM.with_name("host_compositions.py"), "--all")
+    found = run_on_eight_devices(PROGRAM.with_name("host_compositions.py"), "--all")
     numbers = [value for value in found.values() if isinstance(value, float)]
     assert len(numbers) == 7 + 22 + 2 and all(number < 5e-5 for number in numbers)
 
@@ -191,7 +191,7 @@ def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):
 
 @pytest.mark.parametrize("field", [name for name in vars(te.MeshResource()) if name != "cp_resource"])
 def test_a_resource_axis_missing_from_the_mesh_is_rejected(mesh, field):
-    """Raised on entry of a resource inside a mesh, and on the lookup of an axis of a mesh inside a resource."""
+    """Entering a resource inside a mesh raises, and so does looking up a mesh axis inside a resource."""
     resource = te.MeshResource(**{field: "zz"}, cp_resource="dp")
     sentence = rf"{field}='zz' is not an axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
     for block in (te.autocast(True, mesh_resource=resource), sharding.global_shard_guard(resource)):
@@ -246,14 +246,17 @@ def test_a_name_without_a_flax_rule_is_unsharded_with_one_warning(mesh):
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for names in (("rows of this test", "columns of this test"), ("rows of this test", "of no rule")):
-            for laid in (sharding.with_sharding_constraint_by_logical_axes, jax.jit(named, static_argnums=1)):
+            for laid in (
+                sharding.with_sharding_constraint_by_logical_axes,
+                jax.jit(constrain_by_names, static_argnums=1),
+            ):
                 np.testing.assert_array_equal(laid(x, names), x)
     (warning,) = said
     assert "axis name 'of no rule'" in str(warning.message)
     assert "extend_logical_axis_rules" in str(warning.message)
 
 
-def named(x, names):
+def constrain_by_names(x, names):
     return sharding.with_sharding_constraint_by_logical_axes(x, names)
 
 
@@ -323,7 +326,7 @@ def test_manual_axes_are_dropped_from_a_constraint(mesh):
         np.testing.assert_array_equal(jax.jit(mapped)(ones((2, 3))), 2 * np.ones((2, 3)))
 
 
-def test_sizes_are_those_of_the_axes_that_a_resource_names():
+def test_resource_sizes_equal_the_sizes_of_their_mesh_axes():
     mesh: Any = jax.sharding.AbstractMesh((2, 4, 3), ("data", "tensors", "experts"))
     resource = te.MeshResource(dp_resource="data", tpsp_resource="tensors", ep_resource="experts")
     with jax.sharding.use_abstract_mesh(mesh), sharding.global_shard_guard(resource):

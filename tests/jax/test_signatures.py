@@ -13,15 +13,15 @@ import pytest
 
 TABLE = Path(__file__).with_name("public_names.txt").read_text().splitlines()
 OF_EVERY_MODULE = ("parent", "name")
-REJECTED_KEYWORDS = "others"  # keywords of other frameworks and releases, which raise a TypeError
+REJECTED_KEYWORDS = "others"  # keywords from other frameworks and releases, which raise a TypeError
 
 
-def written(value: Any) -> str:
-    """Return a default as the table writes it: the repr of numbers and strings, otherwise the name."""
+def format_default(value: Any) -> str:
+    """Format a default as the table does: the repr for numbers and strings, otherwise the name."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return f"({', '.join(written(item) for item in value)}{',' if len(value) == 1 else ''})"
+        return f"({', '.join(format_default(item) for item in value)}{',' if len(value) == 1 else ''})"
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
     if type(value).__name__ in ("QuantizerSet", "CollectiveOpSet"):
@@ -40,22 +40,20 @@ def parameters(found: Any) -> Iterator[str]:
             keyword_only = True
             yield "*"
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        default = "" if parameter.default is parameter.empty else f"={written(parameter.default)}"
+        default = "" if parameter.default is parameter.empty else f"={format_default(parameter.default)}"
         yield f"{stars}{parameter.name}{default}"
 
 
-def described(found: Any) -> str:
+def read_description(found: Any) -> str:
     """Return the text that follows a name in the table."""
     if isinstance(found, enum.Enum):
         return f": {type(found).__name__}={found.value!r}"
     if inspect.ismodule(found):
         return ": module"
     if getattr(found, "__module__", "").endswith(".ad_checkpoint"):
-        return (
-            ": policy of jax.checkpoint"  # a function or a callable object, depending on the version of jax
-        )
+        return ": policy of jax.checkpoint"  # a function or a callable object, depending on the jax version
     if isinstance(found, enum.EnumType):
-        return ": " + " ".join(f"{member.name}={written(member.value)}" for member in found)
+        return ": " + " ".join(f"{member.name}={format_default(member.value)}" for member in found)
     if inspect.isroutine(found) or (inspect.isclass(found) and hasattr(found, "__dataclass_fields__")):
         return f"({', '.join(parameters(found))})"
     if inspect.isclass(found):
@@ -67,7 +65,7 @@ def described(found: Any) -> str:
 
 @pytest.mark.parametrize("line", TABLE)
 def test_a_public_name_has_the_signature_of_the_table(line):
-    """A line of the table is module:name and a description."""
+    """Each table line is module:name and a description."""
     module, _, rest = line.partition(":")
     path = f"{module}:{rest.partition('(')[0].partition(':')[0].partition(' ')[0]}"
-    assert path + described(pkgutil.resolve_name(path)) == line
+    assert path + read_description(pkgutil.resolve_name(path)) == line

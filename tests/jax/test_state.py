@@ -1,4 +1,4 @@
-"""Delayed scaling in JAX: states of modules and of calls that share one, and rejected recipes and states."""
+"""Delayed scaling in JAX: module states, calls that share a state, and rejected recipes and states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, drawn_variables, normal, ones, unboxed_variables, zeros
+from tests.jax.compiled import array, draw_unboxed_variables, draw_variables, normal, ones, zeros
 from tests.jax.test_state_bits import RECIPE, check_same_state, delayed_set
 from transformer_engine.common import recipe
 from transformer_engine.common.hardware import nvidia
@@ -50,7 +50,7 @@ def test_a_step_is_traced_once():
     with te.autocast(True, RECIPE):
         model = te_flax.DenseGeneral(features=8)
         x = ones((4, 16))
-        state, params = flax.core.pop(drawn_variables(model, x), "params")
+        state, params = flax.core.pop(draw_variables(model, x), "params")
 
         @jax.jit
         def step(params, state, x):
@@ -126,7 +126,7 @@ def test_a_module_called_twice_merges_its_states_by_itself():
     x = normal(jax.random.key(0), (16, 32))
     with te.autocast(True, RECIPE):
         model = Twice()
-        state, params = flax.core.pop(unboxed_variables(model, x), "params")
+        state, params = flax.core.pop(draw_unboxed_variables(model, x), "params")
 
         def loss(state, x):
             return (model.apply({"params": params, **state}, x) ** 2).sum()
@@ -176,18 +176,18 @@ class Block(nn.Module):
 )
 @pytest.mark.sampled(1)
 def test_a_module_called_twice_by_a_lifted_transformation_merges_its_states(lift, within_block):
-    """The scales are those of the larger amax of both calls, in the forward and in the backward pass."""
+    """Scales follow the larger amax from both calls, in the forward and backward pass."""
     x = normal(jax.random.key(0), (16, 32))
     weights = np.asarray(normal(jax.random.key(2), (16, 32)))
     with te.autocast(True, RECIPE):
         model = Shared(lift, within_block)
-        state, params = flax.core.pop(unboxed_variables(model, x), "params")
+        state, params = flax.core.pop(draw_unboxed_variables(model, x), "params")
 
         def loss(state, x):
             return (weights * model.apply({"params": params, **state}, x)).sum()
 
         following = jax.jit(jax.grad(loss))(state, x)["fp8_metas"]
-        again = jax.jit(jax.grad(loss))(following_of(state, following), x)["fp8_metas"]
+        again = jax.jit(jax.grad(loss))(replace_metas(state, following), x)["fp8_metas"]
     (kernel,) = jax.tree.leaves(params)
     maxima = {"x": x, "kernel": kernel, "grad": weights}
     maxima["x"] = np.maximum(np.abs(x), np.abs(np.sin(5 * np.asarray(x)))).max(keepdims=True)
@@ -200,7 +200,7 @@ def test_a_module_called_twice_by_a_lifted_transformation_merges_its_states(lift
             assert found[f"{name}_amax_history"].max() == amax, name
 
 
-def following_of(state, metas):
+def replace_metas(state, metas):
     return {**state, "fp8_metas": metas}
 
 
@@ -214,9 +214,9 @@ class Branch(nn.Module):
 
 
 def branch(x):
-    """(loss(state, x, both) of a Branch, its state); called within autocast."""
+    """(loss(state, x, both) for a Branch, its state); called within autocast."""
     model = Branch()
-    state, params = flax.core.pop(unboxed_variables(model, x), "params")
+    state, params = flax.core.pop(draw_unboxed_variables(model, x), "params")
 
     def loss(state, x, both=True):
         return (model.apply({"params": params, **state}, x, both) ** 2).sum()
@@ -224,13 +224,13 @@ def branch(x):
     return loss, state
 
 
-def test_a_layer_that_a_step_left_out_begins_again_as_a_new_one():
+def test_a_layer_skipped_by_a_step_restarts_with_a_new_state():
     x = normal(jax.random.key(0), (16, 32))
     with te.autocast(True, RECIPE):
         loss, new = branch(x)
         following = jax.jit(jax.grad(loss), static_argnums=2)(new, x, False)
         layer = following["fp8_metas"]["sometimes"]
-        assert layer["x_scale"] == 0.0  # JAX's gradient of a value that was not read
+        assert layer["x_scale"] == 0.0  # JAX's gradient for a value that was not read
         as_new = {"fp8_metas": {**following["fp8_metas"], "sometimes": new["fp8_metas"]["sometimes"]}}
         step = jax.jit(jax.value_and_grad(loss))
         got, want = (step(state, x) for state in (following, as_new))
@@ -257,7 +257,7 @@ def test_groups_with_an_unread_state_begin_anew():
     grouped = te_flax.make_grouped_dense_cls(RECIPE)
     x, kernel = normal(jax.random.key(0), (8, 16)), ones((2, 16, 4))
     arguments = x, kernel, array([3, 5])
-    new = drawn_variables(grouped, *arguments)
+    new = draw_variables(grouped, *arguments)
     got = grouped.apply(jax.tree.map(jnp.zeros_like, new), *arguments)
     np.testing.assert_array_equal(got, grouped.apply(new, *arguments))
 
@@ -419,7 +419,7 @@ def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
 def test_a_model_without_its_state_is_rejected_with_the_remedy():
     x = ones((8, 16))
     model = te_flax.DenseGeneral(features=4)
-    variables = drawn_variables(model, x)
+    variables = draw_variables(model, x)
     with (
         te.autocast(True, RECIPE),
         pytest.raises(ValueError, match=r'"fp8_metas" has no x_scale .* call init'),
@@ -443,7 +443,7 @@ def test_a_state_of_another_dtype_or_shape_is_rejected(change, error, said):
     x = ones((8, 16))
     model = te_flax.DenseGeneral(features=4)
     with te.autocast(True, RECIPE):
-        state, params = flax.core.pop(unboxed_variables(model, x), "params")
+        state, params = flax.core.pop(draw_unboxed_variables(model, x), "params")
         with pytest.raises(error, match=said):
             model.apply({"params": params, **jax.tree.map(change, state)}, x)
         lengthened = {**state["fp8_metas"], "x_amax_history": zeros((4, 1))}

@@ -1,4 +1,4 @@
-"""The next state of delayed scaling: the bits of the PyTorch side's, in plain, scanned and recomputed layers."""
+"""The next delayed-scaling state is bitwise equal to PyTorch's, in plain, scanned and recomputed layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flax import linen as nn
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from tests.jax.bits import assert_same_bytes, torch_step
-from tests.jax.compiled import drawn_variables, normal, unboxed_variables, zeros
+from tests.jax.compiled import draw_unboxed_variables, draw_variables, normal, zeros
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.primitives.scale_update import advance_scales
@@ -91,7 +91,7 @@ def test_ten_steps_leave_the_scales_and_histories_of_the_torch_layer(algorithm):
         reference.weight.copy_(torch.from_numpy(weight))
     with te.autocast(True, settings):
         model = te_flax.DenseGeneral(features=16, use_bias=False)
-        state = flax.core.pop(drawn_variables(model, jnp.asarray(inputs[0])), "params")[0]
+        state = flax.core.pop(draw_variables(model, jnp.asarray(inputs[0])), "params")[0]
         params = {"kernel": jnp.asarray(weight.T)}
 
         @jax.jit
@@ -166,23 +166,23 @@ def _train(scanned: bool, remat: bool, params, state, x) -> tuple[list[float], d
     return losses, state["fp8_metas"]
 
 
-def _stacked(layers: dict) -> dict:
+def _stack_states(layers: dict) -> dict:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(layers[f"layer{i}"] for i in range(LAYERS)))
 
 
 def check_same_state(*forms: tuple[bool, bool]) -> None:
-    """Compare Stack(scanned, remat) of these forms with the plain layers: losses and states of ten steps."""
+    """Compare Stack(scanned, remat) with the plain layers: losses and states after ten steps."""
     with te.autocast(True, RECIPE):
         x = normal(jax.random.key(1), (16, 32))
-        state, params = flax.core.pop(unboxed_variables(Stack(False, False), x), "params")
+        state, params = flax.core.pop(draw_unboxed_variables(Stack(False, False), x), "params")
         losses, after = _train(False, False, params, state, x)
-        stacked = {"layers": _stacked(params)}
-        stacked_state = {"fp8_metas": {"layers": _stacked(state["fp8_metas"])}}
+        stacked = {"layers": _stack_states(params)}
+        stacked_state = {"fp8_metas": {"layers": _stack_states(state["fp8_metas"])}}
         for scanned, remat in forms:
             first = (stacked, stacked_state) if scanned else (params, state)
             same_losses, same = _train(scanned, remat, *first, x)
             assert losses == same_losses
-            want, got = (_stacked(after), same["layers"]) if scanned else (after, same)
+            want, got = (_stack_states(after), same["layers"]) if scanned else (after, same)
             jax.tree.map(np.testing.assert_array_equal, want, got)
     assert losses[-1] < losses[0]
 

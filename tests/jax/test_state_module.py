@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import drawn_variables, normal, ones
+from tests.jax.compiled import draw_variables, normal, ones
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 
@@ -21,7 +21,7 @@ RECIPE = recipe.DelayedScaling(amax_history_len=4)
 
 
 class Net(nn.Module):
-    """Two dense layers of Flax."""
+    """Two Flax dense layers."""
 
     @nn.compact
     def __call__(self, x):
@@ -58,7 +58,7 @@ def test_a_train_state_overwrites_the_quantizers_state():
     assert first[0][-1] in {
         f"{t}_{leaf}" for t in ("x", "kernel", "grad") for leaf in ("scale", "amax_history")
     }
-    # The first layer's input never changes: its scale is that of its maximum.
+    # The first layer's input never changes, so its maximum determines the scale.
     assert any(float(s[0]) == float(np.float32(448) / np.abs(np.asarray(x)).max()) for s in scales.values())
 
 
@@ -70,7 +70,7 @@ def test_a_function_gets_a_quantizer_set_for_each_postfix():
     module = te_flax.wrap_function_in_te_state_module(two_products, RECIPE, "pair")
     assert module.__name__ == "TEWrapper_pair"
     x, a, b = ones((4, 8)), ones((8, 6)), ones((6, 2))
-    variables = drawn_variables(module(), x, a, b)
+    variables = draw_variables(module(), x, a, b)
     names = {
         f"{t}_{p}_{leaf}" for t in ("x", "kernel", "grad") for p in "ab" for leaf in ("scale", "amax_history")
     }

@@ -20,7 +20,7 @@ from transformer_engine.jax.dense import grouped_dense
 from transformer_engine.jax.primitives.attention import masks
 
 
-def test_products_of_groups_and_their_gradients_where_jit_is_switched_off():
+def test_grouped_products_and_gradients_work_with_jit_disabled():
     x = normal(jax.random.key(0), (6, 4))
     kernel = normal(jax.random.key(1), (2, 4, 3))
 

@@ -10,7 +10,7 @@ from jax import export
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import drawn_variables, normal, ones
+from tests.jax.compiled import draw_variables, normal, ones
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.jax.layernorm import layernorm
@@ -25,10 +25,10 @@ MODULES = {
 }
 
 
-def exported(name, x, platforms):
-    """Return the function of parameters and x, its parameters, and the function exported for any batch."""
+def export_layer(name, x, platforms):
+    """A function on (parameters, x), its parameters, and the function exported for any batch."""
     module, arguments = MODULES[name]
-    variables = drawn_variables(module, *arguments(x))
+    variables = draw_variables(module, *arguments(x))
     function = jax.jit(lambda variables, x: module.apply(variables, *arguments(x))[0])
     (batch,) = export.symbolic_shape("batch")
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
@@ -38,11 +38,11 @@ def exported(name, x, platforms):
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.sampled(1)
-def test_a_symbolic_batch_gives_the_results_of_a_concrete_one(name):
-    """Comparisons of symbolic extents with limits of kernels are "inconclusive", so none may happen in a trace."""
+def test_a_symbolic_batch_equals_a_concrete_batch(name):
+    """Comparing symbolic extents with kernel limits is "inconclusive", so tracing must not do so."""
     x = normal(jax.random.key(1), (3, 8, WIDTH))
     with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=4)):
-        function, variables, program = exported(name, x, None)
+        function, variables, program = export_layer(name, x, None)
         for batch in (1, 3):
             expected = function(variables, x[:batch])
             np.testing.assert_allclose(program.call(variables, x[:batch]), expected, rtol=1e-5, atol=1e-6)
@@ -52,7 +52,7 @@ def test_a_symbolic_batch_gives_the_results_of_a_concrete_one(name):
 def test_kernels_are_not_launched_for_a_symbolic_batch(name, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     x = ones((2, 8, WIDTH), jnp.bfloat16)
-    _, _, program = exported(name, x, ("cuda",))
+    _, _, program = export_layer(name, x, ("cuda",))
     assert "triton_kernel_call_ffi" not in program.mlir_module()
 
 
@@ -61,7 +61,7 @@ def test_a_program_for_cuda_is_exported_with_the_calls_that_the_documentation_al
     monkeypatch.setenv("TE_JAX_KERNELS", kernels)
     module, x = te_flax.DenseGeneral(features=64), ones((64, 64), jnp.bfloat16)
     with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=4)):
-        variables = drawn_variables(module, x)
+        variables = draw_variables(module, x)
         run = jax.jit(module.apply)
         needed = "triton_kernel_call_ffi" if kernels == "1" else "LayoutConstraint"
         with pytest.raises(ValueError, match=needed):

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax import export
 
 import transformer_engine.jax.flax as te
-from tests.jax.compiled import drawn_variables, normal
+from tests.jax.compiled import draw_variables, normal
 
 HEADS = {"head_dim": 8, "num_attention_heads": 4, "transpose_batch_sequence": False, "attention_dropout": 0.0}
 LAYER = {
@@ -31,12 +31,12 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] 
 OF_ANY_LENGTH = ("attention", "heads", "layer")
 
 
-def exported(name: str, batch: Any, tokens: Any) -> tuple[Any, Any]:
-    """(the outputs and gradients of the exported program for 3 rows of 16 tokens, those of the module itself)"""
+def export_and_call(name: str, batch: Any, tokens: Any) -> tuple[Any, Any]:
+    """Outputs and gradients for 3 rows with 16 tokens: exported program, and the module itself."""
     make, tails = MODULES[name]
     module = make()
     arrays = [normal(jax.random.key(place), (3, 16, *tail)) for place, tail in enumerate(tails)]
-    variables = drawn_variables(module, *arrays, deterministic=True)
+    variables = draw_variables(module, *arrays, deterministic=True)
 
     def run(*arrays: jax.Array) -> Any:
         def loss(*arrays: jax.Array) -> tuple[jax.Array, Any]:
@@ -51,7 +51,7 @@ def exported(name: str, batch: Any, tokens: Any) -> tuple[Any, Any]:
 
 
 def near(got: jax.Array, want: jax.Array) -> None:
-    """Sums of float32 in the order that XLA takes for other shapes."""
+    """Tolerance for float32 sums, whose order in XLA depends on the shapes."""
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * float(np.abs(want).max()))
 
 
@@ -62,17 +62,17 @@ def near(got: jax.Array, want: jax.Array) -> None:
 )
 def test_a_batch_may_be_symbolic(name):
     (batch,) = export.symbolic_shape("b")
-    jax.tree.map(near, *exported(name, batch, 16))
+    jax.tree.map(near, *export_and_call(name, batch, 16))
 
 
 @pytest.mark.parametrize("name", OF_ANY_LENGTH)
 def test_a_length_may_be_symbolic(name):
     batch, tokens = export.symbolic_shape("b, s")
-    jax.tree.map(near, *exported(name, batch, tokens))
+    jax.tree.map(near, *export_and_call(name, batch, tokens))
 
 
 @pytest.mark.parametrize(("name", "message"), [("angles", "length of rows=s"), ("buckets", "q_seqlen=s")])
 def test_a_symbolic_length_is_rejected_for_a_table_of_tokens(name, message):
     (tokens,) = export.symbolic_shape("s")
     with pytest.raises(ValueError, match=f"{message} is symbolic.*export with a number"):
-        exported(name, 3, tokens)
+        export_and_call(name, 3, tokens)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import normal, unboxed_variables, variables_of
+from tests.jax.compiled import draw_unboxed_variables, init_variables, normal
 from transformer_engine.common import recipe
 
 RECIPE = recipe.DelayedScaling(amax_history_len=4)
@@ -33,7 +33,7 @@ def batch(step: int):
     return normal(jax.random.key(step), (16, 8))
 
 
-def begin(draw=lambda: unboxed_variables(Model(), batch(0))):
+def begin(draw=lambda: draw_unboxed_variables(Model(), batch(0))):
     with te.autocast(True, RECIPE):
         state, params = flax.core.pop(draw(), "params")
     return {"params": params, "state": state, "optimizer": OPTIMIZER.init(params)}
@@ -52,7 +52,7 @@ def step(run, x):
     return {"params": params, "state": state, "optimizer": optimizer}, value
 
 
-def trained(run, steps):
+def train_model(run, steps):
     losses = []
     for number in steps:
         run, value = step(run, batch(number))
@@ -61,8 +61,8 @@ def trained(run, steps):
 
 
 def test_adamw_trains_and_the_state_is_replaced_not_optimised():
-    begun = begin(lambda: variables_of(Model(), jax.random.key(0), batch(0)))
-    run, losses = trained(begun, range(30))
+    begun = begin(lambda: init_variables(Model(), jax.random.key(0), batch(0)))
+    run, losses = train_model(begun, range(30))
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
     moments = jax.tree_util.tree_leaves_with_path(run["optimizer"])
     assert not any("scale" in str(path[-1]) and "amax" in str(path) for path, _ in moments)
@@ -77,7 +77,7 @@ def test_a_train_state_overwrites_the_state_by_its_gradient():
             return nn.Dense(4, dot_general=te_flax.make_dot_general_cls(RECIPE)())(x)
 
     x = batch(0)
-    variables = unboxed_variables(Dense(), x)
+    variables = draw_unboxed_variables(Dense(), x)
     train_state = TrainState.create(apply_fn=Dense().apply, params=dict(variables), tx=OPTIMIZER)
 
     @jax.jit
@@ -93,8 +93,8 @@ def test_a_train_state_overwrites_the_state_by_its_gradient():
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_resumed_run_is_equal_bit_for_bit(tmp_path, sharded):
-    _, undisturbed = trained(begin(), range(6))
-    stopped, _ = trained(begin(), range(3))
+    _, undisturbed = train_model(begin(), range(6))
+    stopped, _ = train_model(begin(), range(3))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "run", stopped)
         checkpointer.wait_until_finished()
@@ -108,5 +108,5 @@ def test_a_resumed_run_is_equal_bit_for_bit(tmp_path, sharded):
             )
         restored = checkpointer.restore(tmp_path / "run", shapes)
     jax.tree.map(np.testing.assert_array_equal, restored, stopped)
-    _, after = trained(restored, range(3, 6))
+    _, after = train_model(restored, range(3, 6))
     assert after == undisturbed[3:]

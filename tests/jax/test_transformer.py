@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import array, normal, ones, unboxed_variables
+from tests.jax.compiled import array, draw_unboxed_variables, normal, ones
 from transformer_engine.common import recipe
 from transformer_engine.jax.flax.transformer import (
     LoRAScope,
@@ -32,7 +32,7 @@ def norm(x, p, kind, centered=False):
     return y + p.get("ln_bias", 0)
 
 
-def turned(x, windows, method):
+def rotate_by_complex_numbers(x, windows, method):
     """RoPE by complex numbers."""
     half = x.shape[-1] // 2
     scales = windows[0] * (windows[1] / windows[0]) ** (np.arange(half) / half)
@@ -71,14 +71,14 @@ def plain_attention(p, x, source, fields, hidden, bias=None, self_attention=True
             fields.get("rotary_pos_emb_windows", (1, 10000)),
             fields.get("rotary_pos_emb_group_method", "consecutive"),
         )
-        q, k = turned(q, *rotary), turned(k, *rotary)
+        q, k = rotate_by_complex_numbers(q, *rotary), rotate_by_complex_numbers(k, *rotary)
     k, v = (jnp.repeat(y, HEADS // groups, axis=2) for y in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (d**-0.5 if fields.get("scale_attn_logits") else 1)
     scores = scores + (0 if bias is None else bias)
     scores = jnp.where(hidden, -jnp.inf, scores)
     sink = {"vanilla": None, "off_by_one": 0.0}.get(fields.get("softmax_type", "vanilla"), "learned")
     if sink == "learned":
-        sink = p["DotProductAttention_0"][scores_of()]["softmax_offset"]
+        sink = p["DotProductAttention_0"][sink_scope()]["softmax_offset"]
     weights = jnp.exp(scores)
     total = weights.sum(-1, keepdims=True) + (0 if sink is None else jnp.exp(sink))
     total = jnp.where(total == 0, 1, total)  # rows that see no key are zero
@@ -238,7 +238,7 @@ def layer(fields):
 
 
 def parameters(model, x, encoded, mask, cross):
-    variables = unboxed_variables(model, x, encoded, mask, cross, deterministic=True)
+    variables = draw_unboxed_variables(model, x, encoded, mask, cross, deterministic=True)
     state, params = flax.core.pop(variables, "params")
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(2), len(leaves))
@@ -252,7 +252,7 @@ def parameters(model, x, encoded, mask, cross):
 
 @pytest.mark.parametrize("fields", LAYERS)
 @pytest.mark.sampled(2)
-def test_a_layer_is_the_plain_one(fields):
+def test_a_layer_equals_the_reference_layer(fields):
     x, encoded, mask, cross = data(fields)
     swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)
     model = layer(fields)
@@ -322,17 +322,17 @@ def attention_parameters(fields, self_attention, normed):
             made |= {name: projection(HIDDEN, narrow, one, fields, adapted) for name in ("key", "value")}
     if fields.get("softmax_type") == "learnable":
         sink = {"softmax_offset": ((1, HEADS, 1, 1), (None, "nvte_head", None, None), ZEROS)}
-        made["DotProductAttention_0"] = {scores_of(): sink}
+        made["DotProductAttention_0"] = {sink_scope(): sink}
     return made
 
 
-def scores_of():
-    """The parameter scope of a sink, which has the name of the fused module if a fused kernel exists."""
+def sink_scope():
+    """Parameter scope for a sink, named after the fused module if a fused kernel exists."""
     return f"_{'Unfused' if jax.default_backend() == 'cpu' else 'Fused'}DotProductAttention_0"
 
 
 def layer_parameters(fields):
-    """Return the tree of a layer's checkpoint."""
+    """Expected parameter tree in a layer's checkpoint."""
     decoder = fields.get("layer_type") is TransformerLayerType.DECODER
     parts = len(fields.get("mlp_activations", ("gelu",)))
     wide = fields.get("output_layernorm", False)
@@ -349,7 +349,7 @@ def layer_parameters(fields):
     return made | {"mlp": mlp} | ({"output_layernorm": norm_parameters(fields)} if wide else {})
 
 
-def boxed_and_initial(fields):
+def init_with_boxes(fields):
     x, encoded, mask, cross = data(fields)
     x = jnp.swapaxes(x, 0, 1) if fields.get("transpose_batch_sequence") else x
     model = layer(fields)
@@ -363,7 +363,7 @@ def boxed_and_initial(fields):
 @pytest.mark.parametrize("fields", (CONFIGURATIONS | PAIRS).values(), ids=CONFIGURATIONS | PAIRS)
 @pytest.mark.sampled(len(CONFIGURATIONS))
 def test_the_parameters_of_a_layer_have_their_paths_shapes_and_axes(fields):
-    boxed, _ = boxed_and_initial(fields)
+    boxed, _ = init_with_boxes(fields)
     wanted = flax.traverse_util.flatten_dict(layer_parameters(fields))
     assert set(boxed) == set(wanted)
     for path, (shape, axes, _) in wanted.items():
@@ -383,7 +383,7 @@ def test_the_parameters_of_a_layer_have_their_paths_shapes_and_axes(fields):
     ],
 )
 def test_the_parameters_of_a_layer_have_their_initial_values(fields):
-    _, init = boxed_and_initial(fields)
+    _, init = init_with_boxes(fields)
     drawn = flax.traverse_util.flatten_dict(nn.meta.unbox(jax.jit(init)(jax.random.key(1))))
     for path, (shape, _, constant) in flax.traverse_util.flatten_dict(layer_parameters(fields)).items():
         if constant is not None:
@@ -418,7 +418,7 @@ def test_a_former_name_of_a_field_is_taken_with_a_warning(former, name, value):
 @pytest.mark.parametrize(
     ("groups", "child", "parts"), [(HEADS, "qkv", "qkv"), (2, "query", "q"), (2, "kv", "kv")]
 )
-def test_fused_kernels_are_drawn_part_by_part(groups, child, parts):
+def test_fused_kernels_are_initialized_part_by_part(groups, child, parts):
     """With keys from jax.random.split of the parameter's key; the query's part is divided by sqrt(head_dim)."""
     x, draw = ones((1, 4, HIDDEN)), nn.initializers.normal(1.0)
     fields = {"num_gqa_groups": groups, "input_layernorm": False, "kernel_init": draw}
@@ -453,7 +453,7 @@ def test_fused_kernels_are_drawn_part_by_part(groups, child, parts):
         pytest.param(*("encoder", recipe.Float8BlockScaling(), 0.15), marks=pytest.mark.slow),
     ],
 )
-def test_a_quantized_layer_stays_near_the_plain_one(name, settings, tolerance):
+def test_a_quantized_layer_is_close_to_the_reference_layer(name, settings, tolerance):
     fields = CONFIGURATIONS[name]
     x, encoded, mask, cross = data(fields)
     model = layer(fields)
@@ -487,7 +487,7 @@ def test_a_quantized_layer_stays_near_the_plain_one(name, settings, tolerance):
     ],
 )
 @pytest.mark.parametrize("fields", (CONFIGURATIONS | PAIRS).values(), ids=CONFIGURATIONS | PAIRS)
-def test_every_gradient_in_low_precision_stays_near_the_plain_one(fields, settings, dtype, tolerance):
+def test_low_precision_gradients_are_close_to_the_reference(fields, settings, dtype, tolerance):
     x, encoded, mask, cross = data(fields)
     swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)
     model, dy = layer(fields), normal(jax.random.key(3), x.shape)
@@ -527,7 +527,7 @@ def test_dropout_repeats_with_its_key():
         hidden_size=HIDDEN, mlp_hidden_size=48, num_attention_heads=HEADS, hidden_dropout=0.5,
         hidden_dropout_dims=(1,), attention_dropout=0.3, intermediate_dropout=0.2, drop_path=0.2,
     )  # fmt: skip
-    params = unboxed_variables(model, x)
+    params = draw_unboxed_variables(model, x)
     draw = jax.jit(lambda key: model.apply(params, x, rngs={"dropout": key}))
 
     def run(seed):
@@ -538,10 +538,10 @@ def test_dropout_repeats_with_its_key():
 
 
 @pytest.mark.parametrize("method", ["consecutive", "alternate"])
-def test_rotary_embedding_turns_pairs(method):
+def test_rotary_embedding_rotates_pairs(method):
     x = normal(jax.random.key(0), (2, 5, 3, 8))
     got = rotary_pos_emb(x, (1, 100), False, method)
-    np.testing.assert_allclose(got, turned(x, (1, 100), method), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got, rotate_by_complex_numbers(x, (1, 100), method), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(
         rotary_pos_emb(x.swapaxes(0, 1), (1, 100), True, method), got.swapaxes(0, 1)
     )
@@ -565,12 +565,12 @@ def test_axis_rules_are_extended_by_the_mesh_resource():
 
 
 def test_a_layer_takes_the_width_of_its_inputs():
-    """hidden_size only determines the width of heads: 16 / 4 heads here, for any width of the inputs."""
+    """hidden_size only determines the head width: 16 / 4 heads here, for any input width."""
     x = normal(jax.random.key(0), (BATCH, TOKENS, HIDDEN))
     model = te_flax.TransformerLayer(
         hidden_size=16, num_attention_heads=HEADS, mlp_hidden_size=48, **NO_DROPOUT
     )
-    params = unboxed_variables(model, x, deterministic=True)["params"]
+    params = draw_unboxed_variables(model, x, deterministic=True)["params"]
     assert params["attention"]["qkv"]["kernel"].shape == (HIDDEN, 3, 16)
 
     def plain(p, x):

@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.usefixtures("as_users_compile"),
     pytest.mark.skipif(gpus() < 2, reason=f"it needs two GPUs, jax finds {gpus()}"),
 ]
-# Partial sums of two devices round otherwise than the whole sum: of float32 in products of TF32 or of FP8, whose codes
-# then differ in a few places by one step.
+# Partial sums on two devices round differently from the full sum, for float32 sums in TF32 or FP8 products;
+# a few codes then differ by one step.
 PLAIN, NARROW = 5e-3, 6e-2
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 MESHES = {
@@ -50,7 +50,7 @@ def _precise_products():
 @pytest.mark.parametrize("name", MESHES)
 def test_a_sharded_layer_keeps_loss_gradients_and_state(name, settings):
     axes, resource, options = MESHES[name]
-    mesh = compositions.mesh_of(**axes)
+    mesh = compositions.create_mesh(**axes)
     model = compositions.transformer_layer(**GATED, **options)
     found = compositions.layer_case(mesh, te.MeshResource(**resource), settings, model)
     assert found < (PLAIN if settings is None else NARROW)
@@ -60,7 +60,7 @@ def test_a_sharded_layer_keeps_loss_gradients_and_state(name, settings):
 @pytest.mark.parametrize("name", ["none", "delayed", "current"])
 def test_experts_on_two_devices_receive_every_row_and_equal_one_device(name, axes):
     data_axes = ("dp",) if "dp" in axes else ()
-    found = experts.experts_case(compositions.mesh_of(**axes), data_axes, experts.RECIPES[name])
+    found = experts.experts_case(compositions.create_mesh(**axes), data_axes, experts.RECIPES[name])
     assert found["received"] == found["slots"]
     assert found["difference"] < (PLAIN if name == "none" else NARROW)
 
@@ -80,4 +80,4 @@ SEQUENCES = {
 @pytest.mark.parametrize("strategy", [CPStrategy.ALL_GATHER, CPStrategy.RING], ids=lambda one: one.name)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_attention_of_a_sequence_over_devices_keeps_value_and_gradients(name, strategy):
-    assert compositions.sequence_case(compositions.mesh_of(cp=2), strategy, *SEQUENCES[name]) < PLAIN
+    assert compositions.sequence_case(compositions.create_mesh(cp=2), strategy, *SEQUENCES[name]) < PLAIN

@@ -1,1 +1,1 @@
-"""Tests of the optimizers."""
+"""Tests for the optimizers."""

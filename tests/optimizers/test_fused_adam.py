@@ -49,22 +49,22 @@ def both(device, dtype=torch.float32, steps=50, lr=1e-2, decay=0.1, **options):
     return ours, params, theirs, exact
 
 
-def assert_equal_within(params, exact, tolerance):
+def assert_parameters_close(params, exact, tolerance):
     for p, q in zip(params, exact, strict=True):
         torch.testing.assert_close(p.detach().float(), q.detach().float(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
-def test_steps_are_those_of_torch(adam_w_mode, device):
+def test_adam_steps_equal_torch(adam_w_mode, device):
     _, params, _, exact = both(device, adam_w_mode=adam_w_mode)
-    assert_equal_within(params, exact, 1e-5)
+    assert_parameters_close(params, exact, 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adam_w_mode", [True, False])
-def test_a_thousand_steps_are_those_of_torch(adam_w_mode, device):
+def test_a_thousand_adam_steps_equal_torch(adam_w_mode, device):
     _, params, _, exact = both(device, adam_w_mode=adam_w_mode, steps=1000)
-    assert_equal_within(params, exact, 1e-4)
+    assert_parameters_close(params, exact, 1e-4)
 
 
 def test_without_bias_correction_the_first_step_is_small(device):
@@ -80,7 +80,7 @@ def test_without_bias_correction_the_first_step_is_small(device):
 def test_parameters_of_16_bits_are_their_masters_rounded(dtype, remainders, device):
     ours, params, _, exact = both(device, dtype, master_weights=True, store_param_remainders=remainders)
     masters = [ours.master_values(p) for p in params]
-    assert_equal_within(masters, exact, 1e-5)
+    assert_parameters_close(masters, exact, 1e-5)
     for p, master in zip(params, masters, strict=True):
         torch.testing.assert_close(p.detach().float(), master, rtol=UNIT[dtype], atol=0.0)
         kept = ours.state[p]["master_param"].dtype
@@ -107,7 +107,7 @@ def test_states_of_fewer_bits_step_like_float32(first, second, device):
         device, steps=10, lr=1e-3, decay=0.0, exp_avg_dtype=first, exp_avg_sq_dtype=second
     )
     tolerance = max(KEPT[first], KEPT[second])
-    assert_equal_within(params, exact, tolerance * 1e-2 + 1e-5)  # ten steps of 1e-3
+    assert_parameters_close(params, exact, tolerance * 1e-2 + 1e-5)  # ten steps with learning rate 1e-3
     state = ours.state[params[0]]
     if first is torch.uint8:
         assert isinstance(state["exp_avg"], te.Float8Tensor)
@@ -140,7 +140,7 @@ def test_a_master_of_float16_and_moments_of_bfloat16_are_taken(device):
         exp_avg_dtype=torch.bfloat16,
         exp_avg_sq_dtype=torch.bfloat16,
     )
-    assert_equal_within(params, exact, 2e-2)
+    assert_parameters_close(params, exact, 2e-2)
 
 
 def test_no_dtype_of_masters_is_float32(device):
@@ -183,7 +183,7 @@ def test_gradients_may_have_another_dtype_and_come_decoupled(device):
     exact[0].grad = None
     ours.step()
     theirs.step()
-    assert_equal_within([ours.master_values(p) for p in params], exact, 1e-6)
+    assert_parameters_close([ours.master_values(p) for p in params], exact, 1e-6)
     ours.zero_grad()
     assert params[1].decoupled_grad is None
 
@@ -196,7 +196,7 @@ def test_a_capturable_step_reads_its_numbers_on_the_device(options, device):
     assert group["step"].dtype == torch.int32 and group["step"].item() == 5
     assert isinstance(group["lr"], torch.Tensor)
     masters = [ours.master_values(p) for p in params] if options else params
-    assert_equal_within(masters, exact, 1e-5)
+    assert_parameters_close(masters, exact, 1e-5)
     before = [p.detach().clone() for p in params]
     ours._dummy_overflow_buf.fill_(1)
     give_gradients(params)
@@ -218,12 +218,12 @@ def test_a_gradient_scaler_is_undone_and_an_overflow_skips_the_step(device):
     with pytest.warns(FutureWarning):
         scaler.step(ours)
     theirs.step()
-    assert_equal_within(params, exact, 1e-5)
+    assert_parameters_close(params, exact, 1e-5)
     scaler.update()
     params[1].grad.fill_(float("inf"))
     with pytest.warns(FutureWarning):
         scaler.step(ours)
-    assert_equal_within(params, exact, 1e-5)
+    assert_parameters_close(params, exact, 1e-5)
     assert ours.param_groups[0]["step"].item() == 1
 
 
@@ -252,7 +252,7 @@ def test_a_loaded_optimizer_resumes(options, device, tmp_path):
         give_gradients(params, again)
         ours.step()
         resumed.step()
-    assert_equal_within(params, again, 1e-5 if "exp_avg_dtype" not in options else 1e-3)
+    assert_parameters_close(params, again, 1e-5 if "exp_avg_dtype" not in options else 1e-3)
     assert float(resumed.param_groups[0]["lr"]) == pytest.approx(1e-2)
 
 
@@ -278,7 +278,7 @@ def test_the_states_of_torchs_adamw_are_taken_over(device):
     give_gradients(again, exact)
     ours.step()
     theirs.step()
-    assert_equal_within(again, exact, 1e-6)
+    assert_parameters_close(again, exact, 1e-6)
 
 
 def test_states_that_a_caller_replaces_are_the_ones_that_are_stepped(device):
@@ -392,7 +392,7 @@ def test_a_captured_step_is_replayed(device):
     for _ in range(3):
         graph.replay()
         theirs.step()
-    assert_equal_within(params, exact, 1e-5)
+    assert_parameters_close(params, exact, 1e-5)
 
 
 @pytest.mark.gpu
@@ -404,7 +404,7 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_is_stepped(device):
     assert (p[-64:] < -0.9).all() and (p[:64] < -0.9).all()
 
 
-def test_callers_find_the_keywords_they_look_for():
+def test_adam_accepts_the_keywords_that_callers_inspect():
     found = inspect.signature(FusedAdam).parameters
     wanted = {"master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"}
     assert wanted <= set(found)

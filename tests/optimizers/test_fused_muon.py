@@ -29,7 +29,7 @@ def set_gradients(params, seed: int) -> None:
 
 
 def orthogonal(u: Tensor, steps: int = 5, coefficients=(3.4445, -4.775, 2.0315)) -> Tensor:
-    """Newton-Schulz iterations of one matrix in float64."""
+    """Newton-Schulz iterations on one matrix in float64."""
     x = u.double() if u.shape[0] <= u.shape[1] else u.double().T
     x = x / x.norm().clamp(min=1e-7)
     a, b, c = coefficients
@@ -39,8 +39,8 @@ def orthogonal(u: Tensor, steps: int = 5, coefficients=(3.4445, -4.775, 2.0315))
     return x if u.shape[0] <= u.shape[1] else x.T
 
 
-def expected_steps(start: Tensor, grads: list[Tensor], lr=0.02, decay=0.1, momentum=0.95) -> Tensor:
-    """Nesterov steps of one matrix in float64."""
+def reference_steps(start: Tensor, grads: list[Tensor], lr=0.02, decay=0.1, momentum=0.95) -> Tensor:
+    """Nesterov steps on one matrix in float64."""
     p, m = start.double().clone(), torch.zeros_like(start, dtype=torch.float64)
     for grad in grads:
         m = m.lerp(grad.double(), 1 - momentum)
@@ -86,7 +86,7 @@ def test_batches_of_equal_shapes_equal_the_iteration_in_float64():
             own.append(parameter.grad.clone())
         optimizer.step()
     for parameter, start, own in zip(params, starts, grads, strict=True):
-        torch.testing.assert_close(parameter.double(), expected_steps(start, own), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(parameter.double(), reference_steps(start, own), rtol=1e-5, atol=1e-5)
 
 
 def test_large_stacks_are_divided(monkeypatch):
@@ -123,7 +123,7 @@ def test_parts_of_fused_weights_have_their_own_factors(split):
     repeats, begin = 16 // sum(split), 0
     for rows in split:
         index = torch.cat([torch.arange(rows) + begin + repeat * sum(split) for repeat in range(repeats)])
-        expected = expected_steps(start[index], [grad[index]])
+        expected = reference_steps(start[index], [grad[index]])
         torch.testing.assert_close(fused[index].double(), expected, rtol=1e-5, atol=1e-5)
         begin += rows
 

@@ -1,4 +1,4 @@
-"""FusedSGD: the steps of torch.optim.SGD, and the attributes that the original's callers set."""
+"""FusedSGD: same steps as torch.optim.SGD, and the attributes that the original's callers set."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def step_both(ours, theirs, params, exact, factor=1.0):
     theirs.step()
 
 
-def made(device, dtype=torch.float32):
+def create_parameters(device, dtype=torch.float32):
     params = [torch.nn.Parameter(torch.randn(n, device=device).to(dtype)) for n in (5, 64, 0)]
     return params, [torch.nn.Parameter(p.detach().float().clone()) for p in params]
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_steps_are_those_of_torch(how, device):
-    params, exact = made(device)
+def test_sgd_steps_equal_torch(how, device):
+    params, exact = create_parameters(device)
     ours, theirs = FusedSGD(params, 0.1, **how), torch.optim.SGD(exact, 0.1, **how)
     for _ in range(20):
         step_both(ours, theirs, params, exact)
@@ -44,7 +44,7 @@ def test_steps_are_those_of_torch(how, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_parameters_of_16_bits_step_too(dtype, device):
-    params, exact = made(device, dtype)
+    params, exact = create_parameters(device, dtype)
     ours, theirs = FusedSGD(params, 0.1), torch.optim.SGD(exact, 0.1)
     step_both(ours, theirs, params, exact)
     for p, q in zip(params, exact, strict=True):
@@ -52,7 +52,7 @@ def test_parameters_of_16_bits_step_too(dtype, device):
 
 
 def test_the_most_recent_scale_is_undone_once(device):
-    params, exact = made(device)
+    params, exact = create_parameters(device)
     ours, theirs = FusedSGD(params, 0.1), torch.optim.SGD(exact, 0.1)
     ours.most_recent_scale = 4.0
     step_both(ours, theirs, params, exact, factor=4.0)
@@ -73,7 +73,7 @@ def test_weight_decay_may_come_after_the_momentum(device):
 
 
 def test_a_loaded_optimizer_resumes(device):
-    params, exact = made(device)
+    params, exact = create_parameters(device)
     ours, theirs = FusedSGD(params, 0.1, momentum=0.9), torch.optim.SGD(exact, 0.1, momentum=0.9)
     for _ in range(3):
         step_both(ours, theirs, params, exact)
@@ -90,7 +90,7 @@ def test_a_loaded_optimizer_resumes(device):
 )
 def test_bad_numbers_are_rejected(bad, device):
     with pytest.raises(ValueError, match=r"; give"):
-        FusedSGD(made(device)[0], **({"lr": 0.1} | bad))
+        FusedSGD(create_parameters(device)[0], **({"lr": 0.1} | bad))
 
 
 def test_parameters_that_cannot_be_stepped_are_rejected(device):

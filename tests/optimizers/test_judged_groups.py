@@ -18,8 +18,8 @@ MAKERS = {
 OURS = pytest.mark.parametrize("kind", MAKERS)
 
 
-def stepped(kind, steps=1):
-    """An optimizer of two groups of one parameter each, with a gradient for the next step."""
+def create_stepped_optimizer(kind, steps=1):
+    """An optimizer with two one-parameter groups, and a gradient for the next step."""
     groups = [{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)]
     optimizer = MAKERS[kind](groups)
     for _ in range(steps):
@@ -83,7 +83,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "bad"), CASES)
 def test_a_number_of_a_later_group_is_rejected_before_the_first_group_steps(kind, bad):
-    optimizer = stepped(kind)
+    optimizer = create_stepped_optimizer(kind)
     name, value, error, words = (BAD | OF_ADAM | OF_SGD)[bad]
     group = optimizer.param_groups[1]
     group["nesterov"] = bad == "nesterov"
@@ -95,13 +95,13 @@ def test_a_number_of_a_later_group_is_rejected_before_the_first_group_steps(kind
 
 
 def test_a_number_written_into_the_same_object_is_checked_again():
-    optimizer = stepped("adam")
+    optimizer = create_stepped_optimizer("adam")
     optimizer.param_groups[1]["betas"] = betas = [0.9, 0.999]
     optimizer.step()
     betas[1] = 2.0
     with pytest.raises(ValueError, match=re.escape("betas=[0.9, 2.0]")):
         optimizer.step()
-    optimizer = stepped("adam")
+    optimizer = create_stepped_optimizer("adam")
     optimizer.param_groups[1]["lr"] = lr = torch.tensor(0.1)
     optimizer.step()
     lr.fill_(float("nan"))
@@ -115,7 +115,7 @@ def test_a_setting_that_no_kernel_computes_is_rejected_where_a_group_is_given(ki
     other = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(RuntimeError, match=f"{setting}=True in a parameter group"):
         MAKERS[kind]([{"params": [other], setting: True}])
-    optimizer = stepped(kind)
+    optimizer = create_stepped_optimizer(kind)
     with pytest.raises(RuntimeError, match=f"{setting}=True in a parameter group"):
         optimizer.add_param_group({"params": [other], setting: True})
     assert len(optimizer.param_groups) == 2
@@ -134,7 +134,7 @@ TORCHS = {
     [("adam", {"maximize": True}), ("adam", {"amsgrad": True}), ("sgd", {"maximize": True})],
 )
 def test_a_state_of_torchs_that_steps_otherwise_is_rejected_with_nothing_changed(kind, options):
-    optimizer = stepped(kind)
+    optimizer = create_stepped_optimizer(kind)
     theirs = TORCHS[kind]([{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)], **options)
     give_gradients(theirs)
     theirs.step()
@@ -148,7 +148,7 @@ def test_a_state_of_torchs_without_momentum_is_loaded():
     theirs = TORCHS["sgd"]([{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)])
     give_gradients(theirs)
     theirs.step()
-    optimizer = stepped("sgd")
+    optimizer = create_stepped_optimizer("sgd")
     optimizer.load_state_dict(theirs.state_dict())
     before = optimizer.param_groups[0]["params"][0].detach().clone()
     optimizer.step()
@@ -170,7 +170,7 @@ SPOILED = {
 @pytest.mark.parametrize("kind", ["adam", "capturable"])
 @pytest.mark.parametrize("spoiled", SPOILED)
 def test_a_state_of_adam_is_checked_completely_before_it_is_loaded(kind, spoiled):
-    optimizer = stepped(kind)
+    optimizer = create_stepped_optimizer(kind)
     spoil, error, words = SPOILED[spoiled]
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 77.0
@@ -198,7 +198,7 @@ def test_masters_are_saved_for_all_parameters_or_for_none():
 
 
 def test_a_momentum_of_another_shape_is_rejected_with_nothing_changed():
-    optimizer = stepped("sgd")
+    optimizer = create_stepped_optimizer("sgd")
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 77.0
     saved["state"][1]["momentum_buffer"] = torch.ones(7)
@@ -212,7 +212,7 @@ def test_a_momentum_of_another_shape_is_rejected_with_nothing_changed():
 
 @pytest.mark.parametrize("kind", ["adam", "capturable"])
 def test_a_cleared_state_starts_over(kind):
-    cleared, fresh = stepped(kind, steps=5), stepped(kind, steps=0)
+    cleared, fresh = create_stepped_optimizer(kind, steps=5), create_stepped_optimizer(kind, steps=0)
     for old, new in zip(cleared.param_groups, fresh.param_groups, strict=True):
         old["params"][0].detach().copy_(new["params"][0].detach())
     cleared.state.clear()
@@ -222,7 +222,7 @@ def test_a_cleared_state_starts_over(kind):
 
 
 def test_a_state_that_has_lost_its_parts_is_rejected():
-    optimizer = stepped("adam")
+    optimizer = create_stepped_optimizer("adam")
     optimizer.state[optimizer.param_groups[1]["params"][0]].clear()
     before = optimizer.param_groups[0]["params"][0].detach().clone()
     with pytest.raises(RuntimeError, match="the state of a parameter has no exp_avg any more"):

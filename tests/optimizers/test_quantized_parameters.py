@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("emulated")
 WIDTH, ROWS, STEPS = 64, 32, 12
 
 
-def model_of(recipe, device, quantized=True, preserve=False):
+def create_model(recipe, device, quantized=True, preserve=False):
     torch.manual_seed(5)
     with te.quantized_model_init(enabled=quantized, recipe=recipe, preserve_high_precision_init_val=preserve):
         return torch.nn.Sequential(
@@ -27,7 +27,7 @@ def model_of(recipe, device, quantized=True, preserve=False):
 
 
 def train(model, optimizer, recipe, device, steps=STEPS):
-    """The losses of steps towards a fixed target."""
+    """Train towards a fixed target; return the losses."""
     generator = torch.Generator().manual_seed(3)
     x, target = (torch.randn(ROWS, WIDTH, generator=generator).to(device, torch.bfloat16) for _ in range(2))
     losses = []
@@ -46,7 +46,7 @@ def test_losses_fall_as_with_parameters_of_bfloat16(name, device):
     recipe = RECIPES[name]
     found = {}
     for quantized in (True, False):
-        model = model_of(recipe, device, quantized)
+        model = create_model(recipe, device, quantized)
         weight = model[0].weight
         assert isinstance(weight, te.QuantizedTensor) == quantized
         optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True)
@@ -58,7 +58,7 @@ def test_losses_fall_as_with_parameters_of_bfloat16(name, device):
 
 
 def test_masters_begin_with_the_values_before_quantization_where_they_were_kept(device):
-    model = model_of(RECIPES["current"], device, preserve=True)
+    model = create_model(RECIPES["current"], device, preserve=True)
     weight = model[0].weight
     initial = weight.get_high_precision_init_val()
     optimizer = FusedAdam(model.parameters(), master_weights=True)
@@ -73,7 +73,7 @@ def test_masters_begin_with_the_values_before_quantization_where_they_were_kept(
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_step_writes_the_codes_of_the_masters(name, device):
     recipe = RECIPES[name]
-    model = model_of(recipe, device)
+    model = create_model(recipe, device)
     optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
     train(model, optimizer, recipe, device, steps=2)
     for layer in (model[0], model[2]):
@@ -86,12 +86,12 @@ def test_a_step_writes_the_codes_of_the_masters(name, device):
 @pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
 def test_a_loaded_model_and_its_optimizer_resume(name, device, tmp_path):
     recipe = RECIPES[name]
-    model = model_of(recipe, device)
+    model = create_model(recipe, device)
     optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True)
     train(model, optimizer, recipe, device, steps=3)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
     saved = torch.load(tmp_path / "all.pt", weights_only=False)
-    other = model_of(recipe, device)
+    other = create_model(recipe, device)
     resumed = FusedAdam(other.parameters(), lr=1.0, master_weights=True)
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
@@ -104,7 +104,7 @@ def test_a_loaded_model_and_its_optimizer_resume(name, device, tmp_path):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_values_of_bfloat16_load_into_codes_and_codes_into_bfloat16(name, device):
     recipe = RECIPES[name]
-    plain, quantized = model_of(recipe, device, quantized=False), model_of(recipe, device)
+    plain, quantized = create_model(recipe, device, quantized=False), create_model(recipe, device)
     with torch.no_grad():
         plain[0].weight.mul_(0.5)
     values = {key: value for key, value in plain.state_dict().items() if "extra" not in key}
@@ -119,7 +119,7 @@ def test_values_of_bfloat16_load_into_codes_and_codes_into_bfloat16(name, device
 
 def test_codes_moved_to_another_buffer_are_trained(device):
     recipe = RECIPES["current"]
-    model = model_of(recipe, device)
+    model = create_model(recipe, device)
     weight = model[0].weight
     buffer = torch.empty_like(weight._data)
     replace_raw_data(weight, buffer)
@@ -130,16 +130,16 @@ def test_codes_moved_to_another_buffer_are_trained(device):
 
 def test_without_masters_codes_of_delayed_scaling_step_and_others_are_rejected(device):
     recipe = RECIPES["delayed"]
-    model = model_of(recipe, device)
+    model = create_model(recipe, device)
     losses = train(model, FusedAdam(model.parameters(), lr=1e-2), recipe, device)
     assert losses[-1] < losses[0]
     recipe = MXFP8BlockScaling()
-    model = model_of(recipe, device)
+    model = create_model(recipe, device)
     before = model[0].bias.detach().clone()
     with pytest.raises(RuntimeError, match=r"use FusedAdam\(master_weights=True\)"):
         train(model, FusedAdam(model.parameters()), recipe, device, steps=1)
     assert torch.equal(model[0].bias.detach(), before)
-    optimizer = FusedAdam(model_of(RECIPES["delayed"], device).parameters(), capturable=True)
+    optimizer = FusedAdam(create_model(RECIPES["delayed"], device).parameters(), capturable=True)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter, dtype=torch.bfloat16)
@@ -152,11 +152,11 @@ def test_capturable_steps_train_quantized_parameters_and_skip_overflows(name, de
     recipe = RECIPES[name]
     losses = []
     for capturable in (True, False):
-        model = model_of(recipe, device)
+        model = create_model(recipe, device)
         optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True, capturable=capturable)
         losses.append(train(model, optimizer, recipe, device, steps=4))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    model = model_of(recipe, device)
+    model = create_model(recipe, device)
     optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True, capturable=True)
     scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
     train(model, optimizer, recipe, device, steps=1)
@@ -175,7 +175,7 @@ def test_capturable_steps_train_quantized_parameters_and_skip_overflows(name, de
 
 
 def parts(parameter):
-    """The bytes of a parameter's codes and scales."""
+    """A parameter's codes and scales as bytes."""
     if not isinstance(parameter, te.QuantizedTensor):
         return [parameter.detach().clone().view(torch.uint8)]
     return [p.clone().view(torch.uint8) for p in parameter.as_storage().flatten()[0] if p is not None]

@@ -27,7 +27,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_adam = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sgd"])
 
 
-def trained(kind, device, dtype=torch.float32, steps=2):
+def train_parameters(kind, device, dtype=torch.float32, steps=2):
     """(optimizer, two parameters [6, 4], one per group) after some steps."""
     params = [torch.nn.Parameter(torch.randn(6, 4, device=device).to(dtype)) for _ in range(2)]
     optimizer = KINDS[kind]([{"params": [p]} for p in params])
@@ -43,7 +43,7 @@ def give_gradients(params):
 
 
 def values(optimizer, params):
-    """Copies of all parameters, states and step counts."""
+    """Copy all parameters, states and step counts."""
     states = [copy.deepcopy(dict(optimizer.state[p])) for p in params]
     counts = [copy.deepcopy(group.get("step")) for group in optimizer.param_groups]
     return [p.detach().clone() for p in params], states, counts
@@ -70,7 +70,7 @@ def raising_with_nothing_changed(optimizer, params, words):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("shape", [(3, 4), (6, 8), (0, 4)])
 def test_data_of_another_size_raises_before_any_parameter_is_stepped(kind, dtype, shape, device):
-    optimizer, params = trained(kind, device, dtype)
+    optimizer, params = train_parameters(kind, device, dtype)
     params[1].data = torch.randn(shape, device=device).to(dtype)
     give_gradients(params)
     if shape == (0, 4) and kind == "sgd":
@@ -86,8 +86,8 @@ def test_data_of_another_size_raises_before_any_parameter_is_stepped(kind, dtype
 
 @every_kind
 def test_data_with_other_strides_raises_before_any_parameter_is_stepped(kind, device):
-    optimizer, params = trained(kind, device)
-    params[1].data = params[1].data.t()  # the same memory, the same number of elements
+    optimizer, params = train_parameters(kind, device)
+    params[1].data = params[1].data.t()  # same memory, same element count
     give_gradients(params)
     with raising_with_nothing_changed(optimizer, params, "strides .*give contiguous tensors"):
         optimizer.step()
@@ -95,7 +95,7 @@ def test_data_with_other_strides_raises_before_any_parameter_is_stepped(kind, de
 
 @every_kind
 def test_a_gradient_with_other_strides_raises_before_any_parameter_is_stepped(kind, device):
-    optimizer, params = trained(kind, device)
+    optimizer, params = train_parameters(kind, device)
     give_gradients(params)
     params[1].grad = torch.randn(4, 6, device=device).t()
     with raising_with_nothing_changed(optimizer, params, "strides .*give contiguous tensors"):
@@ -104,7 +104,7 @@ def test_a_gradient_with_other_strides_raises_before_any_parameter_is_stepped(ki
 
 @every_adam
 def test_a_gradient_of_the_earlier_size_raises(kind, device):
-    optimizer, params = trained(kind, device)
+    optimizer, params = train_parameters(kind, device)
     give_gradients(params)
     params[1].data = torch.randn(3, 4, device=device)
     with raising_with_nothing_changed(optimizer, params, r"a parameter is \[3, 4\], its gradient \[6, 4\]"):
@@ -113,7 +113,7 @@ def test_a_gradient_of_the_earlier_size_raises(kind, device):
 
 @pytest.mark.parametrize("kind", ["adam", "capturable adam", "sgd"])
 def test_a_state_of_another_size_raises_before_any_parameter_is_stepped(kind, device):
-    optimizer, params = trained(kind, device)
+    optimizer, params = train_parameters(kind, device)
     name = "momentum_buffer" if kind == "sgd" else "exp_avg_sq"
     optimizer.state[params[1]][name].data = torch.zeros(3, 4, device=device)
     give_gradients(params)
@@ -122,11 +122,11 @@ def test_a_state_of_another_size_raises_before_any_parameter_is_stepped(kind, de
 
 
 @every_kind
-def test_data_in_other_memory_is_the_data_that_is_stepped_and_saved(kind, device):
+def test_reallocated_parameter_data_is_stepped_and_saved(kind, device):
     torch.manual_seed(1)
-    expected, same = trained(kind, device)
+    expected, same = train_parameters(kind, device)
     torch.manual_seed(1)
-    optimizer, params = trained(kind, device)
+    optimizer, params = train_parameters(kind, device)
     old = [p.data for p in params]
     for p in params:
         p.data = p.data.clone()
@@ -152,7 +152,7 @@ def test_data_in_other_memory_is_the_data_that_is_stepped_and_saved(kind, device
 @pytest.mark.parametrize(("first", "then"), [(torch.float32, BF16), (BF16, torch.float32)])
 def test_data_of_another_dtype_is_stepped_with_the_moments_of_before(kind, first, then, device):
     """A new optimizer of the new dtype, with the saved state, makes the same steps."""
-    optimizer, params = trained(kind, device, first)
+    optimizer, params = train_parameters(kind, device, first)
     for p in params:
         p.data = p.data.to(then)
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
@@ -171,7 +171,7 @@ def test_data_of_another_dtype_is_stepped_with_the_moments_of_before(kind, first
 @pytest.mark.parametrize(("first", "then"), [(torch.float32, BF16), (BF16, torch.float32)])
 def test_masters_follow_data_of_another_dtype(kind, first, then, device):
     """Compared with torch's AdamW in float64, which steps from the parameter's values after the conversion."""
-    optimizer, params = trained(kind, device, first)
+    optimizer, params = train_parameters(kind, device, first)
     for p in params:
         p.data = p.data.to(then)
     moments = [
@@ -226,7 +226,7 @@ def test_the_local_tensor_of_a_distributed_parameter_may_be_replaced(device):
 @pytest.mark.gpu
 @every_adam
 def test_data_on_another_device_raises_and_its_remedy_works(kind):
-    optimizer, params = trained(kind, "cpu")
+    optimizer, params = train_parameters(kind, "cpu")
     for p in params:
         p.data = p.data.cuda()
     give_gradients(params)

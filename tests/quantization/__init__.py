@@ -1,1 +1,1 @@
-"""Tests of recipes, autocast and scaling states."""
+"""Tests for recipes, autocast and scaling states."""

@@ -77,7 +77,7 @@ FORMS = [
 
 
 def step(recipe, enabled=True):
-    """Output and gradients of two training steps of a Linear."""
+    """Train a Linear for two steps; return output and gradients."""
     torch.manual_seed(0)
     layer = te.Linear(WIDTH, WIDTH)
     made = []
@@ -213,8 +213,8 @@ def test_a_history_without_rows_is_an_error_of_the_first_step():
 # Pickles.
 
 
-def pickled_by_the_original(kind, **fields):
-    """A pickle of a recipe with the given attributes only."""
+def pickle_like_original(kind, **fields):
+    """Pickle a recipe with only these attributes."""
     recipe = object.__new__(kind)
     recipe.__dict__.update(fields)
     return pickle.dumps(recipe)
@@ -232,7 +232,7 @@ def pickled_by_the_original(kind, **fields):
     ],
 )
 def test_a_pickle_without_derived_or_later_fields_loads_and_computes(kind, fields, plain):
-    found = pickle.loads(pickled_by_the_original(kind, **fields))
+    found = pickle.loads(pickle_like_original(kind, **fields))
     assert found == plain and repr(found) == repr(plain)
     found.fp8_dpa = False  # an assignment updates the derived fields
     if kind is not NVFP4BlockScaling:
@@ -298,7 +298,7 @@ def test_quantized_parameters_are_made_by_every_true_value(enabled):
         assert not isinstance(te.Linear(WIDTH, WIDTH).weight, te.Float8Tensor)
 
 
-# Checkpoints of another recipe.
+# Checkpoints from another recipe.
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_only_the_first_module_of_an_outermost_enabled_block_is_first():
                     assert not Manager.is_first_fp8_module()
 
 
-def test_a_moment_can_be_brought_back_for_recomputation():
+def test_an_autocast_state_can_be_restored_for_recomputation():
     recipe = DelayedScaling()
     with q.autocast(recipe=recipe):
         moment = Manager.get_autocast_state()

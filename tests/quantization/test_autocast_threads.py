@@ -18,7 +18,7 @@ from transformer_engine.pytorch.quantization import current, delayed_scaling
 WIDTH = 32
 
 
-def in_a_thread(function: Callable[[], object]) -> object:
+def run_in_thread(function: Callable[[], object]) -> object:
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
@@ -31,7 +31,7 @@ def test_a_thread_outside_of_any_block_computes_in_high_precision(device):
     plain = layer(x)
     with te.autocast(recipe=Float8CurrentScaling()):
         quantized = layer(x)
-        elsewhere = in_a_thread(lambda: layer(x))
+        elsewhere = run_in_thread(lambda: layer(x))
     assert torch.equal(elsewhere, plain)
     assert not torch.equal(quantized, plain)
 
@@ -46,7 +46,7 @@ def test_a_block_that_ends_in_another_thread_has_no_effect_here():
         return before, inside, current().enabled
 
     with te.autocast(recipe=recipe):
-        assert in_a_thread(elsewhere) == (False, other, False)
+        assert run_in_thread(elsewhere) == (False, other, False)
         assert current().recipe is recipe
     assert not current().enabled
 
@@ -61,7 +61,7 @@ def test_leaving_the_outermost_block_updates_scales_despite_blocks_of_other_thre
         return layer.fp8_meta["scaling_fwd"].scale.clone()
 
     with te.autocast(recipe=DelayedScaling(amax_history_len=2)):
-        assert bool((in_a_thread(elsewhere)[:2] != 1).all())
+        assert bool((run_in_thread(elsewhere)[:2] != 1).all())
 
 
 def test_a_thread_or_call_in_a_copied_context_is_in_the_block():
@@ -69,7 +69,7 @@ def test_a_thread_or_call_in_a_copied_context_is_in_the_block():
     with te.autocast(recipe=recipe):
         context = contextvars.copy_context()
         assert asyncio.run(_in_a_worker()) is recipe
-    assert in_a_thread(lambda: context.run(lambda: current().recipe)) is recipe
+    assert run_in_thread(lambda: context.run(lambda: current().recipe)) is recipe
     assert not current().enabled
     with ThreadPoolExecutor(1) as pool:
         assert not pool.submit(lambda: current().enabled).result()
@@ -122,7 +122,7 @@ def test_compiled_code_follows_the_thread_that_calls_it(inside, device):
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), te.autocast(recipe=recipe):
         assert torch.equal(compiled(x), quantized)
-        elsewhere = in_a_thread(torch.no_grad()(lambda: compiled(x)))
+        elsewhere = run_in_thread(torch.no_grad()(lambda: compiled(x)))
     assert torch.equal(elsewhere, quantized if inside else plain)
     assert not current().enabled
     torch._dynamo.reset()
@@ -170,8 +170,8 @@ def test_layers_may_register_from_many_threads_at_once(device):
 
 def test_a_thread_outside_of_a_model_init_block_makes_plain_weights(device):
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
-        elsewhere = in_a_thread(lambda: te.Linear(16, 16, device=device))
+        elsewhere = run_in_thread(lambda: te.Linear(16, 16, device=device))
         copied = contextvars.copy_context()
-        inside = in_a_thread(lambda: copied.run(te.Linear, 16, 16, device=device))
+        inside = run_in_thread(lambda: copied.run(te.Linear, 16, 16, device=device))
     assert type(elsewhere.weight.data) is torch.Tensor
     assert isinstance(inside.weight, te.QuantizedTensor)

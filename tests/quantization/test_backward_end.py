@@ -1,4 +1,4 @@
-"""Gradient scales of delayed scaling: one step at the end of every backward pass, whichever modules took part."""
+"""Delayed gradient scales: one step at the end of every backward pass, whichever modules took part."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def delayed() -> DelayedScaling:
     return DelayedScaling(amax_history_len=LENGTH, margin=MARGIN)
 
 
-def requested() -> CustomRecipe:
+def delayed_request_recipe() -> CustomRecipe:
     request = DelayedScalingRequest(amax_history_len=LENGTH, margin=MARGIN)
     return CustomRecipe(qfactory=lambda role: request)
 
 
-RECIPES = {"delayed": delayed, "custom": requested}
+RECIPES = {"delayed": delayed, "custom": delayed_request_recipe}
 
 
 @pytest.fixture(params=RECIPES)
@@ -64,7 +64,7 @@ class Watched(nn.Module):
         return [float(amax) for amax in history if amax != 0]
 
     def has_followed(self, *passes: list[float]) -> bool:
-        """Was there one step for each of these passes, given as the amaxes of the layer's backwards in it?"""
+        """Whether each pass (a list with the amaxes from its backward calls) made one step."""
         (state,) = self.layer.fp8_meta["scaling_bwd"].delayed_states
         largest = [max(amaxes) for amaxes in passes]
         fp8_max = state.recipe.fp8_format.value.max_bwd
@@ -86,7 +86,7 @@ def tokens(device, **options) -> Tensor:
     return torch.randn(ROWS, WIDTH, device=device, **options)
 
 
-def loss_of(y: Tensor, size: float = 1.0) -> Tensor:
+def layer_loss(y: Tensor, size: float = 1.0) -> Tensor:
     return y.float().square().sum() * size
 
 
@@ -98,7 +98,7 @@ def _frozen_first(a, b, recipe, x):
     for _ in range(3):
         with te.autocast(recipe=recipe):
             y = b(a(x.detach()))
-        loss_of(y).backward()
+        layer_loss(y).backward()
     return [], [[amax] for amax in b.amaxes]
 
 
@@ -106,7 +106,7 @@ def _constant_input(a, b, recipe, x):
     for _ in range(2):
         with te.autocast(recipe=recipe):
             y = b(a(x.detach()))
-        loss_of(y).backward()
+        layer_loss(y).backward()
     return [[amax] for amax in a.amaxes], [[amax] for amax in b.amaxes]
 
 
@@ -116,7 +116,7 @@ def _teacher_in_the_same_block(a, b, recipe, x):
             with torch.no_grad():
                 target = a(x)
             y = b(x)
-        loss_of(y - target).backward()
+        layer_loss(y - target).backward()
     return [], [[amax] for amax in b.amaxes]
 
 
@@ -125,13 +125,13 @@ def _low_rank_adapter(a, b, recipe, x):
     for _ in range(2):
         with te.autocast(recipe=recipe):
             y = base(x.detach()) + adapter(x.detach())
-        loss_of(y).backward()
+        layer_loss(y).backward()
     return [], [[amax] for amax in b.amaxes]
 
 
-def _retained_graph(a, b, recipe, x):
+def _backward_twice(a, b, recipe, x):
     with te.autocast(recipe=recipe):
-        loss = loss_of(b(a(x)))
+        loss = layer_loss(b(a(x)))
     loss.backward(retain_graph=True)
     (2 * loss).backward()
     return [[amax] for amax in a.amaxes], [[amax] for amax in b.amaxes]
@@ -141,8 +141,8 @@ def _several_losses(a, b, recipe, x):
     with te.autocast(recipe=recipe):
         hidden = a(x)
         y = b(hidden)
-    loss_of(hidden, 3.0).backward(retain_graph=True)
-    loss_of(y).backward()
+    layer_loss(hidden, 3.0).backward(retain_graph=True)
+    layer_loss(y).backward()
     return [[amax] for amax in a.amaxes], [[amax] for amax in b.amaxes]
 
 
@@ -150,7 +150,7 @@ def _part_of_the_graph(a, b, recipe, x):
     with te.autocast(recipe=recipe):
         hidden = a(x)
         y = b(hidden)
-    torch.autograd.grad(loss_of(y), [b.layer.weight])
+    torch.autograd.grad(layer_loss(y), [b.layer.weight])
     return [], [[amax] for amax in b.amaxes]
 
 
@@ -160,14 +160,14 @@ def _forwards_before_backwards(a, b, recipe, x):
         with te.autocast(recipe=recipe):
             outputs.append(b(a(size * x)))
     for y in outputs:
-        loss_of(y).backward()
+        layer_loss(y).backward()
     return [[amax] for amax in a.amaxes], [[amax] for amax in b.amaxes]
 
 
-def _called_twice(a, b, recipe, x):
+def _call_twice(a, b, recipe, x):
     with te.autocast(recipe=recipe):
         y = b(a(b(x)))
-    loss_of(y).backward()
+    layer_loss(y).backward()
     return [a.amaxes], [b.amaxes]
 
 
@@ -179,7 +179,7 @@ def _no_backward(a, b, recipe, x):
 
 def _another_thread(a, b, recipe, x):
     with te.autocast(recipe=recipe):
-        loss = loss_of(b(a(x)))
+        loss = layer_loss(b(a(x)))
     worker = threading.Thread(target=loss.backward)
     worker.start()
     worker.join()
@@ -205,18 +205,18 @@ def _good_after_a_raising_one(a, b, recipe, x):
             y = b(_Raises.apply(a(x), raises))
         if raises:
             with pytest.raises(ZeroDivisionError):
-                loss_of(y, 3.0).backward()
+                layer_loss(y, 3.0).backward()
         else:
-            loss_of(y).backward()
+            layer_loss(y).backward()
     return [a.amaxes], [b.amaxes]  # b's gradient of the pass that raised is seen in the next step
 
 
-def _by_hand(a, b, recipe, x):
+def _differentiate_by_hand(a, b, recipe, x):
     with te.autocast(recipe=recipe):
         y = b(x)
         a(x)
     grad = torch.full_like(y, 3e-5)
-    y.grad_fn.apply(grad)  # outside of the engine, where no pass ends
+    y.grad_fn.apply(grad)  # outside the engine, where no pass ends
     return [], [[float(grad.max())]]
 
 
@@ -225,7 +225,7 @@ def _own_checkpoint(reentrant):
         for _ in range(2):
             with te.autocast(recipe=recipe):
                 y = a(te.checkpoint(b, x, use_reentrant=reentrant))
-            loss_of(y).backward()
+            layer_loss(y).backward()
         return [[amax] for amax in a.amaxes], [[amax] for amax in b.amaxes]
 
     return run
@@ -236,7 +236,7 @@ def _torchs_checkpoint(a, b, recipe, x):
     for _ in range(2):
         with te.autocast(recipe=recipe):
             y = a(torch_checkpoint(b, x, use_reentrant=True))
-            loss_of(y).backward()
+            layer_loss(y).backward()
     return [[amax] for amax in a.amaxes], [[amax] for amax in b.amaxes]
 
 
@@ -245,15 +245,15 @@ WAYS = {
     "an input without gradient": _constant_input,
     "a teacher in the same block": _teacher_in_the_same_block,
     "a low-rank adapter": _low_rank_adapter,
-    "a retained graph": _retained_graph,
+    "a retained graph": _backward_twice,
     "several losses": _several_losses,
     "part of the graph": _part_of_the_graph,
     "forwards before backwards": _forwards_before_backwards,
-    "a layer called twice": _called_twice,
+    "a layer called twice": _call_twice,
     "no backward": _no_backward,
     "another thread": _another_thread,
     "a good pass after one that raised": _good_after_a_raising_one,
-    "a node called by hand": _by_hand,
+    "a node called by hand": _differentiate_by_hand,
     "te.checkpoint, reentrant": _own_checkpoint(True),
     "te.checkpoint, by hooks": _own_checkpoint(False),
     "torch's reentrant checkpoint": _torchs_checkpoint,
@@ -277,8 +277,8 @@ def test_gradients_that_fp8_cannot_hold_at_a_scale_of_one_survive_behind_a_froze
         b.zero_grad()
         with te.autocast(recipe=delayed()):
             hidden = a(x)
-            loss_of(b(hidden), 1e-6).backward()
-    loss_of(exact(hidden), 1e-6).backward()
+            layer_loss(b(hidden), 1e-6).backward()
+    layer_loss(exact(hidden), 1e-6).backward()
     error = (b.layer.weight.grad - exact.weight.grad).norm() / exact.weight.grad.norm()
     assert 0 < float(error) < 0.1  # E5M2 has two bits after the first
 
@@ -302,7 +302,7 @@ def test_every_layer_follows_behind_a_frozen_one_of_its_kind(kind, recipe, devic
     for _ in range(2):
         with te.autocast(recipe=recipe):
             y = second(first(tokens(device)))
-        loss_of(y).backward()
+        layer_loss(y).backward()
     assert first.has_followed()
     assert second.has_followed(*[[amax] for amax in second.amaxes])
 
@@ -317,7 +317,7 @@ def test_groups_follow_behind_a_frozen_layer(dtype, device):
             x = torch.randn(2 * ROWS, WIDTH, device=device, dtype=dtype)
             y = second(first(x, splits), splits)
         y.register_hook(grads.append)
-        loss_of(y).backward()
+        layer_loss(y).backward()
     (state,) = second.fp8_meta["scaling_bwd"].delayed_states
     for i in range(2):
         amaxes = [float(grad.split(splits)[i].abs().max()) for grad in grads]
@@ -339,7 +339,7 @@ def test_attention_follows_behind_a_frozen_projection(device, monkeypatch):
             query = frozen(torch.randn(2, 64, 64, device=device, dtype=dtype)).unflatten(-1, (2, 32))
             y = attention(query, key, key)
         y.register_hook(grads.append)
-        loss_of(y, 1e-3).backward()
+        layer_loss(y, 1e-3).backward()
     (state,) = attention.fp8_meta["scaling_bwd"].delayed_states
     assert state.amax_history[-2:, 3].tolist() == [float(grad.abs().max()) for grad in grads]
     assert frozen.fp8_meta["scaling_bwd"].scale.unique().tolist() == [1.0]
@@ -353,7 +353,7 @@ def test_a_transformer_layer_trains_with_a_frozen_part(frozen, device):
     for _ in range(2):
         with te.autocast(recipe=delayed()):
             y = layer(x, attention_mask=None)
-        loss_of(y).backward()
+        layer_loss(y).backward()
     states = [
         (name, module.fp8_meta["scaling_bwd"].scale)
         for name, module in layer.named_modules()
@@ -398,7 +398,7 @@ def test_compiled_layers_get_the_scales_of_eager_ones(way, device):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("calls", [1, 2])
 def test_a_layer_in_one_graph_gets_the_scales_of_eager_mode(calls, device):
-    """For any number of calls per graph, the update is that of the call whose backward pass runs last."""
+    """For any number of calls per graph, the call whose backward pass runs last determines the update."""
 
     def outcome(compiles):
         Manager.reset()
@@ -417,7 +417,7 @@ def test_a_layer_in_one_graph_gets_the_scales_of_eager_mode(calls, device):
             x = (tokens(device) * (step + 1)).requires_grad_()
             with te.autocast(recipe=delayed()):
                 y = function(x)
-            loss_of(y).backward()
+            layer_loss(y).backward()
             state = layer.fp8_meta["scaling_bwd"]
             seen += [x.grad, state.scale.clone(), state.amax_history.clone()]
         return seen
@@ -432,7 +432,7 @@ def test_a_pass_that_raised_is_forgotten(device):
         with te.autocast(recipe=delayed()):
             y = layer(_Raises.apply(tokens(device, requires_grad=True), True))
         with pytest.raises(ZeroDivisionError):
-            loss_of(y).backward()
+            layer_loss(y).backward()
     assert len(scale_update._passes) <= scale_update._MAX_RUNNING_PASSES + 1
 
 

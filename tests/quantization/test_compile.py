@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 def train(device, recipe, inside, compiles, *, warm=True, group=None, layers=2):
-    """Outputs, gradients, scales and histories of every step."""
+    """Outputs, gradients, scales and histories from every step."""
     Manager.reset()
     torch._dynamo.reset()
     torch.manual_seed(1)
@@ -66,7 +66,7 @@ def _no_compiled_code_left():
     torch._dynamo.reset()
 
 
-# Every two of the three settings together.
+# All pairs from the three settings.
 @pytest.mark.parametrize(
     ("inside", "unfused", "warm"),
     [(False, "0", False), (False, "1", True), (True, "0", True), (True, "1", False)],
@@ -178,7 +178,7 @@ class _Marked(DelayedScaling):
         self.mark = str(margin)
 
 
-# Earlier versions trace no frozen object as an argument of a recipe.
+# Earlier versions trace no frozen object as a recipe argument.
 _TRACES_FROZEN = TorchVersion(torch.__version__) >= "2.13"
 
 
@@ -202,7 +202,7 @@ MADE_INSIDE = {
 
 @pytest.mark.parametrize("name", MADE_INSIDE)
 def test_a_recipe_made_inside_a_compiled_function_has_the_fields_of_an_eager_one(name, monkeypatch):
-    monkeypatch.setenv("TE_EMULATE", "1")  # on a GPU without the products of MXFP8 and NVFP4
+    monkeypatch.setenv("TE_EMULATE", "1")  # on a GPU without MXFP8 and NVFP4 products
     make = MADE_INSIDE[name]
 
     def inside(x):
@@ -210,7 +210,7 @@ def test_a_recipe_made_inside_a_compiled_function_has_the_fields_of_an_eager_one
             return x + 1, q.current().recipe
 
     torch._dynamo.reset()
-    # The graph of one recipe is compiled again for another length; the graphs of the others take any length.
+    # One recipe's graph is recompiled for another length; the other graphs take any length.
     dynamic = None if name == "current" else True
     run = torch.compile(inside, fullgraph=True, backend="eager", dynamic=dynamic)
     for length in (2, 3, 4):

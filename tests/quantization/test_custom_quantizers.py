@@ -17,7 +17,7 @@ E4M3 = te.DType.kFloat8E4M3
 
 
 class ByImplementation(Quantizer):
-    """quantize_impl alone, through a quantizer of this package."""
+    """quantize_impl alone, through a quantizer from this package."""
 
     def __init__(self, device):
         super().__init__(rowwise=True, columnwise=True)
@@ -46,7 +46,7 @@ class ByUpdate(Quantizer):
 
 
 class Halved(QuantizedTensorStorage):
-    """A tensor of another library: values rounded to multiples of a step, by rows and by columns."""
+    """Another library's tensor: values rounded to multiples of a step, by rows and by columns."""
 
     custom = True
 
@@ -109,7 +109,7 @@ class ByProduct(ByValues):
 
 @dataclasses.dataclass
 class Fields(QuantizedTensorStorage):
-    """A tensor of another library that has fields, and no method at all."""
+    """Another library's tensor, with fields and without methods."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -127,7 +127,7 @@ class Fields(QuantizedTensorStorage):
 
 
 class ByFields(ByProduct):
-    """As ByProduct, of fields."""
+    """As ByProduct, with the tensor that only has fields."""
 
     def quantize_impl(self, tensor):
         made = super().quantize_impl(tensor)
@@ -137,14 +137,14 @@ class ByFields(ByProduct):
         return ((qx @ qw.t()) * (sx * sw)).to(out_dtype)
 
 
-def recipe_of(kind, device):
+def create_recipe(kind, device):
     return CustomRecipe(
         qfactory=lambda role: kind(device) if kind in (ByImplementation, ByUpdate) else kind()
     )
 
 
 def step(module, x, recipe, **call):
-    """Output and gradients of one forward and backward."""
+    """Run one forward and backward pass; return output and gradients."""
     x = x.detach().requires_grad_()
     module.zero_grad()
     with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -168,7 +168,7 @@ def test_methods_of_the_original_are_enough(kind, name, device):
     make, call = MODULES[name]
     module = make(device)
     x = torch.randn(32, 64, device=device)
-    got = step(module, x, recipe_of(kind, device), **call)
+    got = step(module, x, create_recipe(kind, device), **call)
     own = CustomRecipe(qfactory=lambda role: te.Float8CurrentScalingQuantizer(E4M3, device))
     for mine, theirs in zip(got, step(module, x, own, **call), strict=True):
         # On a GPU a norm that makes codes rounds its float32 statistics otherwise than one that makes values.
@@ -182,7 +182,7 @@ def test_a_tensor_of_another_library_need_not_say_how_it_is_saved(name, device):
     module = make(device)
     x = torch.randn(32, 64, device=device)
     by_fields, by_methods = (
-        step(module, x, recipe_of(kind, device), **call) for kind in (ByFields, ByProduct)
+        step(module, x, create_recipe(kind, device), **call) for kind in (ByFields, ByProduct)
     )
     for one, other in zip(by_fields, by_methods, strict=True):
         assert torch.equal(one, other)
@@ -195,9 +195,9 @@ def test_tensors_of_another_library_are_multiplied(kind, name, device):
     module = make(device)
     x = torch.randn(32, 64, device=device)
     ByProduct.kinds.clear()
-    got = step(module, x, recipe_of(kind, device), **call)
+    got = step(module, x, create_recipe(kind, device), **call)
     for mine, exact in zip(got, step(module, x, None, **call), strict=True):
-        # steps of 1/100 of the largest value: an error of 1/200 of it in each operand
+        # the step is 1/100 of the largest value, so each operand's error is at most 1/200
         assert (mine - exact).norm() <= 0.05 * exact.norm()
         assert not torch.equal(mine, exact) or mine.dim() == 1
     products = {"Linear": 1, "LayerNormLinear": 1}.get(name, 2)
@@ -210,7 +210,7 @@ def test_both_ways_to_multiply_agree(offloaded, device, monkeypatch):
     monkeypatch.setattr(offloading, "used", offloaded)  # then the backward pass reads the saved tensors early
     module = te.Linear(64, 32, device=device)
     x = torch.randn(32, 64, device=device)
-    by_values, by_product = (step(module, x, recipe_of(kind, device)) for kind in (ByValues, ByProduct))
+    by_values, by_product = (step(module, x, create_recipe(kind, device)) for kind in (ByValues, ByProduct))
     for one, other in zip(by_values, by_product, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Man
 from transformer_engine.pytorch.quantization import delayed_scaling
 
 
-def expected_step(history, scale, algorithm, fp8_max, margin, keep_idle):
+def reference_step(history, scale, algorithm, fp8_max, margin, keep_idle):
     """One column by plain Python floats, step by step as the update is defined."""
     latest = history[0]
     if keep_idle and latest == 0:
@@ -55,7 +55,7 @@ def test_updates_follow_the_definition(monkeypatch, device, algorithm, margin, l
             state.amax_history[0].copy_(amax)
             columns = [([a.item(), *h[1:]], s) for a, (h, s) in zip(amax, columns, strict=True)]
             Manager.reduce_and_update_fp8_tensors(forward=key == "scaling_fwd")
-            columns = [expected_step(h, s, algorithm, fp8_max, margin, unfused == "0") for h, s in columns]
+            columns = [reference_step(h, s, algorithm, fp8_max, margin, unfused == "0") for h, s in columns]
             torch.testing.assert_close(
                 state.amax_history.cpu(), torch.tensor([h for h, _ in columns]).T, rtol=0, atol=0
             )
@@ -252,7 +252,7 @@ def test_recomputation_sees_the_values_of_its_first_forward_pass_and_leaves_the_
         Manager.get_old_fp8_meta_tensors_for_recompute(module)
 
 
-def _reduced(device) -> list[list[list[float]]]:
+def _reduce_amaxes(device) -> list[list[list[float]]]:
     group = torch.distributed.group.WORLD
     rank = torch.distributed.get_rank()
     outcome = []
@@ -269,7 +269,7 @@ def _reduced(device) -> list[list[list[float]]]:
 
 
 def test_amaxes_are_reduced_over_the_group_when_the_recipe_says_so(tmp_path):
-    results = run_on_ranks(_reduced, 2, tmp_path)
+    results = run_on_ranks(_reduce_amaxes, 2, tmp_path)
     reduced, alone = [[32.0], [16.0, 16.0]], [[64.0], [32.0, 32.0]]
     assert results[0] == [reduced, alone, reduced]
     assert results[1] == [reduced, reduced, reduced]
@@ -282,8 +282,8 @@ def test_e4m3_has_one_maximum_for_both_directions(device):
     assert module["scaling_bwd"].scale.tolist() == [64.0] * 3
 
 
-def attended(layer: te.DotProductAttention, used: Recipe, device: str) -> torch.Tensor:
-    """Return output and gradient of the query of one training step."""
+def attention_step(layer: te.DotProductAttention, used: Recipe, device: str) -> torch.Tensor:
+    """Output and query gradient from one training step."""
     q, k, v = (
         torch.randn(16, 2, 4, 32, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)
     )
@@ -300,11 +300,11 @@ def test_scales_are_on_the_device_of_the_input(used: Recipe):
     """On a machine with a GPU, an attention without parameters takes inputs of the CPU, the GPU and the CPU again."""
     followed, alone = te.DotProductAttention(4, 32), te.DotProductAttention(4, 32)
     for device in ("cpu", "cuda", "cpu"):
-        found = attended(followed, used, device)
+        found = attention_step(followed, used, device)
         if device == "cuda":
-            attended(alone, used, "cpu")  # as many scale updates
+            attention_step(alone, used, "cpu")  # as many scale updates
         else:
-            assert torch.equal(found, attended(alone, used, "cpu"))
+            assert torch.equal(found, attention_step(alone, used, "cpu"))
         state = followed.fp8_meta["scaling_fwd"]
         assert state.device.type == device
         assert all(scaling.scale.device.type == device for scaling in state.delayed_states)
@@ -313,7 +313,7 @@ def test_scales_are_on_the_device_of_the_input(used: Recipe):
 def test_scales_move_with_their_values_to_another_device():
     """A device without a GPU: the meta device, and back with the scales of a new state."""
     layer, used = te.DotProductAttention(4, 32), DelayedScaling(fp8_dpa=True)
-    attended(layer, used, "cpu")
+    attention_step(layer, used, "cpu")
     scale = layer.fp8_meta["scaling_fwd"].scale
     assert float(scale.max()) > 1
     layer.follow_device(torch.device("cpu"))

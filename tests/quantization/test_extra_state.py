@@ -50,7 +50,7 @@ def meta(recipe, slots=3):
     }
 
 
-def encoded(state) -> torch.Tensor:
+def encode_state(state) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
 
@@ -111,7 +111,7 @@ def test_callables_of_a_recipe_are_not_stored():
 
 
 def test_an_imported_subclass_is_read_as_its_public_base():
-    state = encoded({"recipe": TrainingFrameworkScaling(7)})
+    state = encode_state({"recipe": TrainingFrameworkScaling(7)})
     assert q.decode_extra_state(state)["recipe"] == DelayedScaling(amax_history_len=7)
 
 
@@ -125,7 +125,7 @@ def test_states_of_the_first_versions_mean_delayed_scaling():
     buffer = io.BytesIO()
     torch.save(old, buffer)
     archive = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    for state in (encoded(old), buffer, archive):
+    for state in (encode_state(old), buffer, archive):
         decoded = q.decode_extra_state(state)
         assert decoded["recipe"] == DelayedScaling()
         assert set(decoded) == {"recipe", "scale_fwd", "amax_history_fwd", "extra_fp8_variables"}
@@ -149,11 +149,11 @@ def test_fields_of_other_versions_are_dropped_with_a_warning():
     recipe = DelayedScaling(margin=3)
     recipe.__dict__.update(interval=2, override_linear_precision=(False, False, True), device=None)
     with pytest.warns(UserWarning, match="unknown here: interval, override_linear_precision$"):
-        assert q.decode_extra_state(encoded({"recipe": recipe}))["recipe"] == DelayedScaling(margin=3)
+        assert q.decode_extra_state(encode_state({"recipe": recipe}))["recipe"] == DelayedScaling(margin=3)
     recipe.__dict__.update(interval=1, override_linear_precision=(False, False, False))  # their defaults
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert q.decode_extra_state(encoded({"recipe": recipe}))["recipe"] == DelayedScaling(margin=3)
+        assert q.decode_extra_state(encode_state({"recipe": recipe}))["recipe"] == DelayedScaling(margin=3)
 
 
 def test_a_named_tuple_of_the_first_versions_is_read(monkeypatch):
@@ -162,7 +162,7 @@ def test_a_named_tuple_of_the_first_versions_is_read(monkeypatch):
     recipe = DelayedScaling()
     recipe.__dict__["override_linear_precision"] = precision((False, True))
     with pytest.warns(UserWarning, match="override_linear_precision"):
-        assert q.decode_extra_state(encoded({"recipe": recipe}))["recipe"] == DelayedScaling()
+        assert q.decode_extra_state(encode_state({"recipe": recipe}))["recipe"] == DelayedScaling()
 
 
 @pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
@@ -201,7 +201,7 @@ def test_loading_another_number_of_quantizers_is_rejected_before_anything_change
 
 
 class Exploit:
-    """Pickles as a call of any function."""
+    """Pickles as a call to any function."""
 
     def __init__(self, function, *arguments):
         self.call = (function, arguments)
@@ -210,7 +210,7 @@ class Exploit:
         return self.call
 
 
-def _storage_bytes_with(payload) -> Exploit:
+def _storage_exploit(payload) -> Exploit:
     buffer = io.BytesIO()
     torch.save(payload, buffer)
     return Exploit(torch.storage._load_from_bytes, buffer.getvalue())
@@ -226,7 +226,7 @@ def payloads(marker: str):
     yield "in_a_recipe", {"recipe": DelayedScaling(), "extra_fp8_variables": {"a": (1, system)}}
     yield "getattr", Exploit(getattr, DelayedScaling(), "__class__")
     yield "nested_pickle", {"recipe": Exploit(pickle.loads, pickle.dumps(system))}
-    yield "storage_bytes", {"scale_fwd": _storage_bytes_with(system)}
+    yield "storage_bytes", {"scale_fwd": _storage_exploit(system)}
     yield "torch_load", {"scale_fwd": Exploit(torch.load, marker)}
     yield "import", {"recipe": Exploit(__import__, "this")}
 
@@ -240,7 +240,7 @@ def test_a_hostile_pickle_is_rejected_and_runs_nothing(tmp_path, name, kind):
     marker = tmp_path / "ran"
     payload = dict(payloads(str(marker)))[name]
     if kind == "bytes":
-        state = encoded(payload)
+        state = encode_state(payload)
     else:
         state = io.BytesIO()
         torch.save(payload, state)
@@ -254,11 +254,11 @@ def test_a_hostile_pickle_is_rejected_and_runs_nothing(tmp_path, name, kind):
 
 def test_the_error_names_the_rejected_function(tmp_path):
     with pytest.raises(ExtraStateError, match=r"posix\.system"):
-        q.decode_extra_state(encoded(Exploit(os.system, f"touch {tmp_path / 'ran'}")))
+        q.decode_extra_state(encode_state(Exploit(os.system, f"touch {tmp_path / 'ran'}")))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_exploit_used_here_is_real(tmp_path):
+def test_the_test_exploit_runs_code_in_a_normal_unpickler(tmp_path):
     pickle.loads(pickle.dumps(Exploit(os.system, f"touch {tmp_path / 'ran'}")))
     assert (tmp_path / "ran").exists()
 
@@ -281,7 +281,7 @@ def test_a_module_is_never_imported_for_a_pickle(monkeypatch):
     module = types.ModuleType("imported_by_pickle")
     module.Scaling = type("Scaling", (DelayedScaling,), {"__module__": "imported_by_pickle"})
     monkeypatch.setitem(sys.modules, "imported_by_pickle", module)
-    state = encoded({"recipe": module.Scaling()})
+    state = encode_state({"recipe": module.Scaling()})
     assert q.decode_extra_state(state)["recipe"] == DelayedScaling()
     monkeypatch.delitem(sys.modules, "imported_by_pickle")
     with pytest.raises(ExtraStateError, match=r"imported_by_pickle\.Scaling"):
@@ -299,7 +299,7 @@ def test_a_tensor_outside_of_its_storage_is_rejected(offset, size, stride):
     storage = torch.storage.TypedStorage(
         wrap_storage=torch.arange(4.0).untyped_storage(), dtype=torch.float32, _internal=True
     )
-    state = encoded({"scale_fwd": _tensor_record(storage, offset, size, stride)})
+    state = encode_state({"scale_fwd": _tensor_record(storage, offset, size, stride)})
     with pytest.raises(ExtraStateError, match="exceeds its storage"):
         q.decode_extra_state(state)
 
@@ -309,7 +309,7 @@ def test_a_tensor_outside_of_its_storage_is_rejected(offset, size, stride):
 )
 def test_tensor_views_are_read_with_their_values(tensor):
     decoded = q.decode_extra_state(
-        encoded({"scale_fwd": tensor, "amax_history_fwd": torch.nn.Parameter(tensor)})
+        encode_state({"scale_fwd": tensor, "amax_history_fwd": torch.nn.Parameter(tensor)})
     )
     assert torch.equal(decoded["scale_fwd"], tensor)
     assert torch.equal(decoded["amax_history_fwd"], tensor)
@@ -322,17 +322,17 @@ def test_tensor_views_are_read_with_their_values(tensor):
         (b"bytes", "bytes"),
         (torch.frombuffer(bytearray(b"garbage"), dtype=torch.uint8), "readable pickle"),
         (torch.frombuffer(bytearray(b"PK\x03\x04 torn"), dtype=torch.uint8), "archive"),
-        (encoded([1, 2]), "holds a list"),
-        (encoded({"recipe": 3}), "recipe is an int"),
-        (encoded({"scale_fwd": 3}), "scale_fwd is an int"),
-        (encoded({"extra_fp8_variables": 3}), "extra_fp8_variables"),
-        (encoded({"recipe": DelayedScaling}), "class"),
-        (encoded({"x": Exploit(torch.storage._load_from_bytes, "text")}), "bytes"),
+        (encode_state([1, 2]), "holds a list"),
+        (encode_state({"recipe": 3}), "recipe is an int"),
+        (encode_state({"scale_fwd": 3}), "scale_fwd is an int"),
+        (encode_state({"extra_fp8_variables": 3}), "extra_fp8_variables"),
+        (encode_state({"recipe": DelayedScaling}), "class"),
+        (encode_state({"x": Exploit(torch.storage._load_from_bytes, "text")}), "bytes"),
         (
-            encoded({"x": Exploit(torch._utils._rebuild_tensor_v2, 1, 0, (1,), (1,), False, {})}),
+            encode_state({"x": Exploit(torch._utils._rebuild_tensor_v2, 1, 0, (1,), (1,), False, {})}),
             "made of an int",
         ),
-        (encoded({"recipe": Exploit(Format, 7)}), "7"),
+        (encode_state({"recipe": Exploit(Format, 7)}), "7"),
     ],
 )
 def test_damaged_states_are_rejected_with_the_reason(state, words):
@@ -344,35 +344,35 @@ def test_a_tampered_recipe_is_validated():
     recipe = DelayedScaling()
     vars(recipe)["amax_history_len"] = -3  # an assignment would raise an error
     with pytest.raises(ExtraStateError, match="amax_history_len=-3"):
-        q.decode_extra_state(encoded({"recipe": recipe}))
+        q.decode_extra_state(encode_state({"recipe": recipe}))
     current = Float8CurrentScaling()
     vars(current)["fp8_quant_fwd_inp"] = 3
     with pytest.raises(ExtraStateError, match="not a QParams"):
-        q.decode_extra_state(encoded({"recipe": current}))
+        q.decode_extra_state(encode_state({"recipe": current}))
 
 
 def test_a_container_that_holds_itself_is_rejected():
     loop = []
     loop.append(loop)
     with pytest.raises(ExtraStateError, match="nests objects deeper than 100"):
-        q.decode_extra_state(encoded({"x": loop}))
+        q.decode_extra_state(encode_state({"x": loop}))
 
 
 def test_a_storage_of_something_else_is_rejected():
     buffer = io.BytesIO()
     torch.save([1], buffer, _use_new_zipfile_serialization=False)
     with pytest.raises(ExtraStateError, match="storage is a list"):
-        q.decode_extra_state(encoded({"x": Exploit(torch.storage._load_from_bytes, buffer.getvalue())}))
+        q.decode_extra_state(encode_state({"x": Exploit(torch.storage._load_from_bytes, buffer.getvalue())}))
 
 
 def test_constructor_arguments_in_a_pickle_are_ignored():
-    decoded = q.decode_extra_state(encoded({"recipe": Exploit(DelayedScaling, "x")}))
+    decoded = q.decode_extra_state(encode_state({"recipe": Exploit(DelayedScaling, "x")}))
     assert decoded["recipe"] == DelayedScaling()
 
 
 def test_other_plain_containers_are_read():
     state = OrderedDict(recipe=DelayedScaling(), extra=OrderedDict(a={1, 2}), shape=torch.Size([2, 3]))
-    decoded = q.decode_extra_state(encoded(state))
+    decoded = q.decode_extra_state(encode_state(state))
     assert decoded["extra"] == {"a": {1, 2}}
     assert decoded["shape"] == torch.Size([2, 3])
 
@@ -385,17 +385,17 @@ def _nested(depth: int, first: object = 1) -> tuple:
     return value
 
 
-def _counted(count: int, *opcodes: bytes) -> bytes:
+def _repeat_opcode(count: int, *opcodes: bytes) -> bytes:
     return b"\x80\x04" + opcodes[0] + opcodes[1] * count + opcodes[2]
 
 
 # Bytes that cost hours, gigabytes or the process if they are read as they stand, and the words of the error.
 EXPENSIVE = {
     "shared_values": (pickle.dumps({"extra_fp8_variables": {"a": _nested(60)}}), "100000 objects"),
-    "shared_key": (_counted(60, b"}K\x01", b"2\x86", b"K\x02s."), "as a key of a dict"),
-    "deep_key": (_counted(90_000, b"}K\x01", b"\x85", b"K\x02s."), "deeper than 100"),
-    "deep_list": (_counted(50_000, b"(d(K\x01", b"(", b"l" * 50_000 + b"s."), "deeper than 100"),
-    "many_opcodes": (_counted(200_000, b"}K\x01", b"N0", b"0."), "more than 100000 opcodes"),
+    "shared_key": (_repeat_opcode(60, b"}K\x01", b"2\x86", b"K\x02s."), "as a key of a dict"),
+    "deep_key": (_repeat_opcode(90_000, b"}K\x01", b"\x85", b"K\x02s."), "deeper than 100"),
+    "deep_list": (_repeat_opcode(50_000, b"(d(K\x01", b"(", b"l" * 50_000 + b"s."), "deeper than 100"),
+    "many_opcodes": (_repeat_opcode(200_000, b"}K\x01", b"N0", b"0."), "more than 100000 opcodes"),
     "huge_memo": (b"\x80\x04}r\xff\xff\xff\x7f.", "numbers its objects up to 2147483647"),
     "huge_integer": (
         b"\x80\x04}\x8b" + struct.pack("<i", 100_000) + b"\x01" * 100_000 + b"K\x02s.",
@@ -420,7 +420,7 @@ def test_expensive_pickles_inside_of_torch_files_are_rejected(kind):
     torch.save({_nested(22): 1}, buffer, _use_new_zipfile_serialization=kind == "archive")
     state = buffer
     if kind == "storage":
-        state = encoded({"scale_fwd": Exploit(torch.storage._load_from_bytes, buffer.getvalue())})
+        state = encode_state({"scale_fwd": Exploit(torch.storage._load_from_bytes, buffer.getvalue())})
     with pytest.raises(ExtraStateError, match="as a key of a dict"):
         q.decode_extra_state(state)
 
@@ -429,17 +429,17 @@ def test_expensive_pickles_inside_of_torch_files_are_rejected(kind):
 def test_a_tensor_larger_than_its_storage_is_rejected(size, stride):
     storage = torch.arange(4.0).storage()
     with pytest.raises(ExtraStateError, match="exceeds its storage"):
-        q.decode_extra_state(encoded({"scale_fwd": _tensor_record(storage, 0, size, stride)}))
+        q.decode_extra_state(encode_state({"scale_fwd": _tensor_record(storage, 0, size, stride)}))
 
 
 def test_a_recipe_cannot_allocate_longer_histories_than_the_checkpoint_has():
     with pytest.raises(ExtraStateError, match="amax_history_len=1000000000"):
-        q.decode_extra_state(encoded({"recipe": DelayedScaling(amax_history_len=10**9)}))
+        q.decode_extra_state(encode_state({"recipe": DelayedScaling(amax_history_len=10**9)}))
     stored = {
         "recipe": DelayedScaling(amax_history_len=70_000),
         "amax_history_fwd": torch.ones(70_000, 1),
     }
-    assert q.decode_extra_state(encoded(stored))["recipe"].amax_history_len == 70_000
+    assert q.decode_extra_state(encode_state(stored))["recipe"].amax_history_len == 70_000
 
 
 def test_a_compressed_archive_is_rejected():

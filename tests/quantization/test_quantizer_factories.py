@@ -1,4 +1,4 @@
-"""The factories of custom recipes: each mirrors the recipe of its name bit for bit."""
+"""Factories for custom recipes: each mirrors the recipe with the same name bit for bit."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ RECIPES = {
 }
 
 
-def trained(device, layer_of, used):
-    """Outputs and gradients of two passes."""
+def train_two_passes(device, layer_of, used):
+    """Outputs and gradients from two passes."""
     torch.manual_seed(5)
     layer = layer_of(device)
     seen = []
@@ -43,8 +43,8 @@ def test_a_factory_gives_the_bits_of_its_recipe(device, layer, name, monkeypatch
     monkeypatch.setenv("TE_EMULATE", "1")
     built_in = RECIPES[name]
     custom = recipe.CustomRecipe(qfactory=getattr(factories, name))
-    expected = trained(device, LAYERS[layer], None if built_in is None else built_in())
-    for got, wanted in zip(trained(device, LAYERS[layer], custom), expected, strict=True):
+    expected = train_two_passes(device, LAYERS[layer], None if built_in is None else built_in())
+    for got, wanted in zip(train_two_passes(device, LAYERS[layer], custom), expected, strict=True):
         assert torch.equal(got, wanted)
 
 

@@ -24,8 +24,8 @@ E4M3 = te.DType.kFloat8E4M3
 NAMES = ("output", "grad_input", "grad_weight")
 
 
-def trained(recipe) -> dict[str, torch.Tensor]:
-    """Output and gradients of one step of a layer."""
+def train_one_step(recipe) -> dict[str, torch.Tensor]:
+    """One layer step's output and gradients."""
     torch.manual_seed(5)
     module = te.Linear(64, 64, device="cpu", params_dtype=torch.bfloat16)
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -46,12 +46,12 @@ BUILT_IN = {
 
 @pytest.mark.parametrize("factory", BUILT_IN, ids=lambda factory: factory.__name__)
 def test_a_factory_computes_as_its_built_in_recipe(factory):
-    expected, made = trained(BUILT_IN[factory]), trained(CustomRecipe(qfactory=factory))
+    expected, made = train_one_step(BUILT_IN[factory]), train_one_step(CustomRecipe(qfactory=factory))
     for name in NAMES:
         assert torch.equal(made[name], expected[name]), name
 
 
-# Each factory of the zoo: the recipe of its forward pass, and of the backward products.
+# Each zoo factory: the recipe for its forward pass, and for its backward products.
 FORWARD = {
     "high_precision_fwd_mxfp8_bwd_factory": None,
     "mxfp8_fwd_nvfp4_bwd_factory": MXFP8BlockScaling(),
@@ -68,9 +68,9 @@ FORWARD = {
 @pytest.mark.parametrize("name", quantizer_factory_zoo.__all__)
 def test_the_forward_pass_has_the_format_of_the_name(name):
     recipe = CustomRecipe(qfactory=getattr(quantizer_factory_zoo, name))
-    expected, made = trained(FORWARD[name]), trained(recipe)
+    expected, made = train_one_step(FORWARD[name]), train_one_step(recipe)
     assert torch.equal(made["output"], expected["output"])
-    exact = trained(None)
+    exact = train_one_step(None)
     for gradient in NAMES[1:]:
         error = (made[gradient] - exact[gradient]).float().norm() / exact[gradient].float().norm()
         assert error < 0.25, (gradient, error)

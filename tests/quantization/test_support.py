@@ -30,7 +30,7 @@ CHECKS = {
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Simulate a GPU of a given capability, with the variable of emulation unset."""
+    """Simulate a GPU with some compute capability, with the emulation variable unset."""
 
     def pretend(capability, cuda=(12, 9)):
         monkeypatch.delenv("TE_EMULATE", raising=False)

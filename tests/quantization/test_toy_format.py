@@ -1,4 +1,4 @@
-"""A format and its recipe in one file: described, registered, put through the suites of the formats that ship, removed.
+"""A format and its recipe in one file: described, registered, tested by the shipped formats' suites, removed.
 
 E4M3 (or E5M2) codes, 1 x 64 blocks, power-of-two scales in float32. The code above the tests is complete.
 """
@@ -124,7 +124,7 @@ class ToyQuantizer(BlockScalingQuantizer):
 @recipe_class
 @dataclass(repr=False)
 class ToyScaling(Recipe):
-    """One power of two for 64 consecutive elements of the contracted axis."""
+    """One power of two for 64 consecutive elements along the contracted axis."""
 
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
@@ -169,7 +169,7 @@ SUITES = (
     test_grouped_linear,
 )
 LIKE = "mxfp8"
-# Takes nine seconds; the suite's test of quantized parameters always compiles a layer of the toy, too.
+# Takes nine seconds; the suite's quantized-parameter test always compiles a toy layer, too.
 SLOW = "test_compiling_in_one_graph_keeps_the_bits-toy-layernorm_mlp"
 
 
@@ -178,7 +178,7 @@ def _runs_always(case: Any) -> bool:
 
 
 def _arguments(test) -> list[dict[str, Any]]:
-    """The keywords of each of a test's cases that are for LIKE, with the name replaced; none: it is not for formats."""
+    """Keywords for each test case on LIKE, with the name replaced; empty if the test is not for formats."""
     choices: list[list[dict[str, Any]]] = []
     named = False
     for mark in (mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"):
@@ -193,7 +193,7 @@ def _arguments(test) -> list[dict[str, Any]]:
         elif len(keys) == 1:
             choices.append([{keys[0]: value} for value in mark.args[1]])
         elif "name" in keys:
-            # Take the pairs of LIKE that always run, or the last slow one; lists of other kinds do not apply to every
+            # Take LIKE's pairs that always run, or the last slow one; other lists do not apply to every
             # format.
             of_like = [
                 (case, pair)
@@ -235,7 +235,7 @@ def test_the_suites_are_found():
 
 
 @pytest.mark.parametrize(("test", "keywords"), CASES)
-def test_the_toy_passes_the_suites(test, keywords, device):
+def test_the_toy_format_passes_the_format_suites(test, keywords, device):
     torch._dynamo.reset()
     parameters = inspect.signature(test).parameters
     test(**keywords, **({"device": device} if "device" in parameters else {}))
@@ -307,7 +307,7 @@ def test_a_format_without_kernels_is_computed_by_the_reference(device):
     assert made.codes is not None and made.codes.shape == (64, 64)
 
 
-def test_a_format_that_went_is_unknown():
+def test_an_unregistered_format_is_unknown():
     formats.unregister("toy")
     try:
         with pytest.raises(ValueError, match="no rule to dequantize format 'toy'"):

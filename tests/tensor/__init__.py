@@ -1,1 +1,1 @@
-"""Tests of the quantized tensors."""
+"""Tests for the quantized tensors."""

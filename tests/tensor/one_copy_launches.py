@@ -1,8 +1,8 @@
-"""Print the products and casts of a TransformerLayer on a simulated GPU whose self-test has passed or not, as JSON.
+"""Print a TransformerLayer's products and casts on a simulated GPU, with a passed self-test or not, as JSON.
 
     python -m tests.tensor.one_copy_launches 10.0 [passed]
 
-{recipe: {"transposed": number of kernels that write codes and their transpose, "products": backends}}.
+{recipe: {"transposed": count of kernels that write codes and their transpose, "products": backends}}.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every kind of quantizer with its name, for tests that hold for all of them."""
+"""All quantizer types by name, for tests that hold for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 
 
 class State:
-    """Delayed scaling of three tensors, the second with scale 2."""
+    """Delayed scaling for three tensors, the second with scale 2."""
 
     def __init__(self, device: torch.device):
         self.scale = torch.full((3,), 2.0, device=device)
@@ -59,7 +59,7 @@ INDEPENDENT = ("mxfp8", "block_1d", "nvfp4", "nvfp4_rht", "hybrid")
 DETERMINISTIC = tuple(name for name in NAMES if name != "nvfp4_rht")
 
 
-def quantizer_of(name: str, device: torch.device, rowwise: bool = True, columnwise: bool = True):
+def create_quantizer(name: str, device: torch.device, rowwise: bool = True, columnwise: bool = True):
     return CASES[name](device, rowwise=rowwise, columnwise=columnwise)
 
 

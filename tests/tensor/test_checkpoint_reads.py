@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, quantizer_of, same_payload, values
+from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, create_quantizer, same_payload, values
 from tests.tensor.test_row_sharding import granularity
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 def other(name, device, shape):
-    """A tensor of the same format with other values, hence other scales."""
-    return quantizer_of(name, device)(values(device, *shape) * 100)
+    """A tensor in the same format with other values, hence other scales."""
+    return create_quantizer(name, device)(values(device, *shape) * 100)
 
 
 def read(target, shards):
@@ -33,7 +33,7 @@ def read(target, shards):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_shards_in_any_order_restore_codes_and_scales(name, device):
     step = granularity(name)
-    saved = quantizer_of(name, device)(values(device, 4 * step, 64))
+    saved = create_quantizer(name, device)(values(device, 4 * step, 64))
     target = other(name, device, saved.shape)
     assert not same_payload(target, saved)
     shards = {(i * step, 0): piece for i, piece in enumerate(torch.chunk(saved, 4))}
@@ -48,27 +48,27 @@ def test_shards_without_codes_are_quantized_together(name, device):
     x = values(device, 2 * step, 64)
     target = other(name, device, x.shape)
     read(target, {(0, 0): x[: step + 4], (step + 4, 0): x[step + 4 :]})
-    assert same_payload(target, quantizer_of(name, device)(x))
+    assert same_payload(target, create_quantizer(name, device)(x))
 
 
 def test_shards_with_different_scales_are_quantized_together(device):
-    parts = [quantizer_of("current", device)(values(device, 16, 64) * factor) for factor in (1, 50)]
+    parts = [create_quantizer("current", device)(values(device, 16, 64) * factor) for factor in (1, 50)]
     target = other("current", device, (32, 64))
     read(target, {(16, 0): parts[1], (0, 0): parts[0]})
     together = torch.cat([part.dequantize(dtype=torch.float32) for part in parts])
-    assert same_payload(target, quantizer_of("current", device)(together))
+    assert same_payload(target, create_quantizer("current", device)(together))
 
 
 def test_shards_along_columns_are_read(device):
-    saved = quantizer_of("current", device)(values(device, 32, 64))
+    saved = create_quantizer("current", device)(values(device, 32, 64))
     target = other("current", device, saved.shape)
     left, right = torch.chunk(saved.dequantize(dtype=torch.float32), 2, dim=1)
     read(target, {(0, 0): left, (0, 32): right})
-    assert same_payload(target, quantizer_of("current", device)(saved.dequantize(dtype=torch.float32)))
+    assert same_payload(target, create_quantizer("current", device)(saved.dequantize(dtype=torch.float32)))
 
 
 def test_an_incomplete_read_changes_nothing_and_a_second_one_completes(device):
-    saved = quantizer_of("mxfp8", device)(values(device, 64, 64))
+    saved = create_quantizer("mxfp8", device)(values(device, 64, 64))
     target = other("mxfp8", device, saved.shape)
     before = target.clone()
     shards = {(0, 0): saved[:32], (32, 0): saved[32:]}
@@ -79,7 +79,7 @@ def test_an_incomplete_read_changes_nothing_and_a_second_one_completes(device):
 
 
 def test_the_target_is_saved_as_the_tensor_and_the_tensor_itself_is_narrowed_as_before(device):
-    saved = quantizer_of("mxfp8", device)(values(device, 64, 64))
+    saved = create_quantizer("mxfp8", device)(values(device, 64, 64))
     file = io.BytesIO()
     torch.save(saved.__get_tensor_shard__(None), file)
     file.seek(0)

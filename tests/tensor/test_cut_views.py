@@ -1,4 +1,4 @@
-"""Parts of a quantized tensor without views of its codes: readable like any values, and never written silently."""
+"""Slices of a quantized tensor that are no views on its codes: readable, and never written silently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, quantizer_of, values
+from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, create_quantizer, values
 
 ROWS, COLUMNS = 256, 256
 # Views that cut through blocks. Formats with one scale per tensor have no blocks: their rows are views.
@@ -37,7 +37,7 @@ CUTTING = [name for name in QUANTIZED if "block" in name or "fp8" in name or "nv
 
 
 def quantized(name, device):
-    return quantizer_of(name, device)(values(device, ROWS, COLUMNS))
+    return create_quantizer(name, device)(values(device, ROWS, COLUMNS))
 
 
 @pytest.mark.sampled(pairs=True)
@@ -70,7 +70,7 @@ def test_rows_that_are_assigned_by_index_are_written(name, rows, device):
     q[rows] = 0.0
     assert torch.equal(q.dequantize(dtype=torch.float32)[rows], exact[rows])
     if name in DETERMINISTIC:  # the others round by a draw
-        expected = quantizer_of(name, device)(exact, dtype=torch.bfloat16)
+        expected = create_quantizer(name, device)(exact, dtype=torch.bfloat16)
         assert torch.equal(q.dequantize(), expected.dequantize())
 
 
@@ -81,7 +81,7 @@ def test_a_trained_parameter_is_rejected_by_autograd(device):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_it_is_read_like_any_tensor(mode, device):
+def test_a_view_without_codes_is_read_like_any_tensor(mode, device):
     q = quantized("mxfp8", device)
     plain = q.dequantize()
     with MODES[mode]():

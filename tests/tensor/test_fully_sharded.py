@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.ranks import run_on_ranks
-from tests.tensor.quantizer_cases import quantizer_of, values
+from tests.tensor.quantizer_cases import create_quantizer, values
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 FORMATS = ("current", "mxfp8", "block_2d", "nvfp4_2d")
@@ -17,7 +17,7 @@ FORMATS = ("current", "mxfp8", "block_2d", "nvfp4_2d")
 class Layer(nn.Module):
     def __init__(self, name, device):
         super().__init__()
-        self.weight = nn.Parameter(quantizer_of(name, device)(values(device, 256, 64)))
+        self.weight = nn.Parameter(create_quantizer(name, device)(values(device, 256, 64)))
 
     def forward(self, x):
         assert isinstance(self.weight, QuantizedTensor)

@@ -1,4 +1,4 @@
-"""GroupedTensor: matrices of groups as views of one buffer."""
+"""GroupedTensor: group matrices as views on one buffer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, quantizer_of, same_payload, values
+from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, create_quantizer, same_payload, values
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, GroupedTensorStorage
 
 GROUPED = [name for name in QUANTIZED if name != "hybrid"]
@@ -69,7 +69,7 @@ def test_inputs_that_do_not_fit_are_rejected():
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_matrices_of_other_shapes_are_quantized_each_by_itself(name, device):
-    shapes, quantizer = [(32, 64), (96, 64)], quantizer_of(name, device)
+    shapes, quantizer = [(32, 64), (96, 64)], create_quantizer(name, device)
     grouped = GroupedTensor.make_grouped_tensor_with_shapes(2, shapes, quantizer, device, torch.bfloat16)
     tensors = [values(device, *shape) for shape in shapes]
     held = grouped.quantize(tensors)
@@ -100,11 +100,11 @@ def test_given_extents_count_as_varying_if_they_are_equal(device):
 @pytest.mark.parametrize("name", GROUPED)
 def test_copies_and_new_directions_keep_extents_and_maxima(name, device):
     x, first_dims = values(device, 256, 128), torch.tensor([128, 128], device=device)
-    cast = quantizer_of(name, device)
+    cast = create_quantizer(name, device)
     group = tex.group_quantize(x, cast, 2, first_dims)
     attributes = ("first_dims", "tensor_offsets", "amax", "columnwise_amax", "scale")
     transposed = tex.group_quantize(
-        x, quantizer_of(name, device, rowwise=True, columnwise=False), 2, first_dims
+        x, create_quantizer(name, device, rowwise=True, columnwise=False), 2, first_dims
     )
     groups = [(group, pickle.loads(pickle.dumps(group))), (group, copy.copy(group))]
     if transposed.transposable:
@@ -121,7 +121,7 @@ def test_copies_and_new_directions_keep_extents_and_maxima(name, device):
 
 @pytest.mark.parametrize("name", [name for name in GROUPED if name in DETERMINISTIC])
 def test_a_group_is_a_quantized_tensor_of_its_members(name, device):
-    members = [quantizer_of(name, device)(values(device, 32, 64)) for _ in range(3)]
+    members = [create_quantizer(name, device)(values(device, 32, 64)) for _ in range(3)]
     grouped = GroupedTensor.of_members(members)
     for copied in (
         grouped.clone(),
@@ -141,7 +141,7 @@ def test_a_group_is_a_quantized_tensor_of_its_members(name, device):
 
 @pytest.mark.parametrize("name", [name for name in GROUPED if name in DETERMINISTIC])
 def test_directions_are_dropped_and_made_again(name, device):
-    members = [quantizer_of(name, device)(values(device, 32, 64)) for _ in range(2)]
+    members = [create_quantizer(name, device)(values(device, 32, 64)) for _ in range(2)]
     grouped = GroupedTensor.of_members(members)
     whole = grouped.dequantize()
     grouped.update_usage(columnwise_usage=False)

@@ -22,7 +22,7 @@ def values(device, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
 
 
-def columns_of(made):
+def column_values(made):
     return made.columnwise_storage.dequantize()
 
 
@@ -34,17 +34,17 @@ def test_columns_are_of_the_values_that_rows_hold(device, rowwise):
         te.NVFP4Quantizer(E2M1, rowwise=False, columnwise=True)(v).dequantize() for v in (x, rows)
     )
     assert not torch.equal(of_x, of_rows)
-    assert torch.equal(columns_of(hybrid("original", rowwise=rowwise)(x)), of_x)
+    assert torch.equal(column_values(hybrid("original", rowwise=rowwise)(x)), of_x)
     made = hybrid("rowwise_dequantized", rowwise=rowwise)(x)
-    assert torch.equal(columns_of(made), of_rows)
+    assert torch.equal(column_values(made), of_rows)
     assert made.get_usages() == {"rowwise": rowwise, "columnwise": True}
 
 
 def test_high_precision_columns_are_the_rows_values(device):
     x = values(device, 64, 64)
     made = hybrid("rowwise_dequantized", columns=te.IdentityQuantizer())(x)
-    assert torch.equal(columns_of(made), made.dequantize())
-    assert torch.equal(columns_of(hybrid("original", columns=te.IdentityQuantizer())(x)), x)
+    assert torch.equal(column_values(made), made.dequantize())
+    assert torch.equal(column_values(hybrid("original", columns=te.IdentityQuantizer())(x)), x)
 
 
 def test_quantizers_with_different_sources_are_unequal():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.tensor.quantizer_cases import NAMES, quantizer_of, same_payload, values
+from tests.tensor.quantizer_cases import NAMES, create_quantizer, same_payload, values
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.tensor.initial_values import keep_initial_values
 
@@ -37,7 +37,7 @@ WAYS = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_parameter_returns_its_initial_values(name, detached, cleared, way, device):
     x = values(device, 32, 64)
-    parameter = torch.nn.Parameter(quantizer_of(name, device)(x))
+    parameter = torch.nn.Parameter(create_quantizer(name, device)(x))
     keep_initial_values(parameter, x)
     parameter.partition_dim = 1
     saved = parameter.detach() if detached else parameter

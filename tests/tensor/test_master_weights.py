@@ -1,4 +1,4 @@
-"""Weights written from shards of their masters equal weights quantized whole."""
+"""Weights written from master shards equal weights quantized in full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from tests.distributed.ranks import run_on_ranks
-from tests.tensor.quantizer_cases import payload, quantizer_of, same_payload, values
+from tests.tensor.quantizer_cases import create_quantizer, payload, same_payload, values
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.tensor import (
     cast_master_weights_to_fp8,
@@ -29,9 +29,9 @@ def master(device):
     return values(device, *SHAPE, dtype=torch.float32)
 
 
-def weight_of(name, device):
+def create_weight(name, device):
     with torch.no_grad():
-        return quantizer_of(name, device)(torch.ones(SHAPE, dtype=torch.bfloat16, device=device))
+        return create_quantizer(name, device)(torch.ones(SHAPE, dtype=torch.bfloat16, device=device))
 
 
 def test_weights_of_4over6_are_written_whole_or_not_at_all(device):
@@ -47,23 +47,23 @@ def test_weights_of_4over6_are_written_whole_or_not_at_all(device):
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_one_process_writes_the_result_of_quantize(name, device):
-    weight = weight_of(name, device)
+    weight = create_weight(name, device)
     cast_master_weights_to_fp8([weight], [master(device).view(-1)], [0], None)
     if weight.transposable:
         assert weight.get_usages() == {"rowwise": True, "columnwise": False}
     post_all_gather_processing([weight])
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     assert same_payload(weight, quantizer(master(device).bfloat16()))
     if name == "delayed":
         assert weight._quantizer.amax.item() == quantizer.amax.item()
 
 
-def _owned_by_one_rank(device):
+def _run_with_one_owner_per_weight(device):
     """The weights after rank 0, which which owns the first weight, and rank 1, which owns the second, wrote them."""
     rank, results = torch.distributed.get_rank(), {}
     flat = master(device).view(-1)
     for name in WEIGHTS:
-        weights = [weight_of(name, device), weight_of(name, device)]
+        weights = [create_weight(name, device), create_weight(name, device)]
         masters = [flat if rank == i else None for i in range(2)]
         offsets = [0 if rank == i else None for i in range(2)]
         cast_master_weights_to_fp8(weights, masters, offsets, torch.distributed.group.WORLD)
@@ -72,9 +72,9 @@ def _owned_by_one_rank(device):
 
 
 def test_a_rank_without_a_part_of_a_weight_has_its_scales(tmp_path):
-    ranks = run_on_ranks(_owned_by_one_rank, 2, tmp_path)
+    ranks = run_on_ranks(_run_with_one_owner_per_weight, 2, tmp_path)
     for name in WEIGHTS:
-        expected = payload(quantizer_of(name, torch.device("cpu"))(master("cpu").bfloat16()))
+        expected = payload(create_quantizer(name, torch.device("cpu"))(master("cpu").bfloat16()))
         for rank, results in enumerate(ranks):
             for place, found in enumerate(results[name]):
                 for field, part in found.items():
@@ -88,8 +88,8 @@ def _sharded(device):
     flat = master(device).view(-1)
     start, stop = ((0, 5000), (5000, flat.numel()))[rank]
     for name in WEIGHTS:
-        weight = weight_of(name, device)
-        untouched = weight_of(name, device)
+        weight = create_weight(name, device)
+        untouched = create_weight(name, device)
         arguments = [weight, untouched], [flat[start:stop], None], [start, None]
         quantize_master_weights(*arguments, torch.distributed.group.WORLD)
         for field in ("_data", "_rowwise_data", "_columnwise_data"):
@@ -109,7 +109,7 @@ def _sharded(device):
 def test_ranks_write_the_same_weights_together(tmp_path, device):
     first, second = run_on_ranks(_sharded, 2, tmp_path)
     for name in WEIGHTS:
-        expected = payload(quantizer_of(name, torch.device("cpu"))(master("cpu").bfloat16()))
+        expected = payload(create_quantizer(name, torch.device("cpu"))(master("cpu").bfloat16()))
         for rank in (first, second):
             assert rank[name].keys() == expected.keys(), name
             for field, part in expected.items():
@@ -118,7 +118,10 @@ def test_ranks_write_the_same_weights_together(tmp_path, device):
 
 def test_codes_can_be_written_to_a_separate_shard(device):
     flat = master(device).view(-1)
-    weight, expected = weight_of("mxfp8", device), quantizer_of("mxfp8", device)(master(device).bfloat16())
+    weight, expected = (
+        create_weight("mxfp8", device),
+        create_quantizer("mxfp8", device)(master(device).bfloat16()),
+    )
     before = weight._rowwise_data.clone()
     target = tuple(torch.zeros(3072, dtype=torch.uint8, device=device) for _ in range(2))
     quantize_master_weights([weight], [flat[:3072]], [0], None, [target])
@@ -126,8 +129,8 @@ def test_codes_can_be_written_to_a_separate_shard(device):
     assert torch.equal(target[1], expected._columnwise_data.reshape(-1)[:3072])
     assert torch.equal(weight._rowwise_data, before)
     weight, expected = (
-        weight_of("delayed", device),
-        quantizer_of("delayed", device)(master(device).bfloat16()),
+        create_weight("delayed", device),
+        create_quantizer("delayed", device)(master(device).bfloat16()),
     )
     quantize_master_weights([weight], [flat[:3072]], [0], None, [target[0]])
     assert torch.equal(target[0], expected._data.view(-1)[:3072])
@@ -136,13 +139,13 @@ def test_codes_can_be_written_to_a_separate_shard(device):
 def test_unsupported_arguments_are_rejected(device):
     flat = master(device).view(-1)
     with pytest.raises(ValueError, match="check start_offsets"):
-        quantize_master_weights([weight_of("current", device)], [flat], [1], None)
+        quantize_master_weights([create_weight("current", device)], [flat], [1], None)
     with pytest.raises(ValueError, match="one of each"):
-        quantize_master_weights([weight_of("current", device)], [flat, flat], [0], None)
+        quantize_master_weights([create_weight("current", device)], [flat, flat], [0], None)
     with pytest.raises(ValueError, match="two-dimensional blocks"):
-        quantize_master_weights([weight_of("block_1d", device)], [flat], [0], None)
+        quantize_master_weights([create_weight("block_1d", device)], [flat], [0], None)
     with pytest.raises(ValueError, match="align shards to bytes"):
-        quantize_master_weights([weight_of("nvfp4_2d", device)], [flat[:31]], [0], None)
+        quantize_master_weights([create_weight("nvfp4_2d", device)], [flat[:31]], [0], None)
 
 
 E4M3 = te.DType.kFloat8E4M3
@@ -180,7 +183,7 @@ def test_both_directions_of_a_hybrid_weight_are_written(kind, device):
     before = weight.columnwise_sub_storage.dequantize().clone()
     quantize_master_weights([weight], [flat[:cut] / 2], [0], None)
     after = weight.columnwise_sub_storage.dequantize()
-    if kind == "delayed":  # the scale stays, so the values of other ranks do too
+    if kind == "delayed":  # the scale stays, so the other ranks' values do too
         assert torch.equal(after[50:], before[50:]) and not torch.equal(after[:50], before[:50])
 
 
@@ -192,7 +195,7 @@ def test_hybrid_columns_that_follow_from_rows_have_no_master_weights(device):
 
 
 def test_weights_without_codes_are_written_in_high_precision(device):
-    flat, weight = master(device).view(-1), weight_of("identity", device)
+    flat, weight = master(device).view(-1), create_weight("identity", device)
     quantize_master_weights([weight], [flat[:100]], [7], None)
     assert torch.equal(weight.dequantize().view(-1)[7:107], flat[:100].bfloat16())
     assert (weight.dequantize().view(-1)[107:] == 1).all()
@@ -200,13 +203,13 @@ def test_weights_without_codes_are_written_in_high_precision(device):
 
 @pytest.mark.parametrize("name", ["current", "block_2d"])
 def test_columns_are_updated_by_the_callers_post_processing(name, device):
-    weight = weight_of(name, device)
+    weight = create_weight(name, device)
     quantize_master_weights(
         [weight], [master(device).view(-1)], [0], None, manual_post_all_gather_processing=True
     )
     assert weight.get_usages() == {"rowwise": True, "columnwise": True}
     post_all_gather_processing(weight)
-    assert same_payload(weight, quantizer_of(name, device)(master(device).bfloat16()))
+    assert same_payload(weight, create_quantizer(name, device)(master(device).bfloat16()))
     post_all_gather_processing([torch.ones(3), weight])
     clear_columnwise_cache(weight)
     assert weight.get_usages() == {"rowwise": True, "columnwise": False}
@@ -248,8 +251,8 @@ def test_a_backward_reads_columns_that_were_made_after_its_forward(recipe, kept,
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block_2d"])
-def test_columns_that_are_there_are_made_again_in_place(name, device):
-    weight = weight_of(name, device)
+def test_existing_columns_are_recomputed_in_place(name, device):
+    weight = create_weight(name, device)
     weight.update_usage(columnwise_usage=True)
     fields = [
         field
@@ -261,7 +264,7 @@ def test_columns_that_are_there_are_made_again_in_place(name, device):
     quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
     post_all_gather_processing(weight)
     assert all(getattr(weight, field) is old for field, old in zip(fields, before, strict=True))
-    assert same_payload(weight, quantizer_of(name, device)(master(device).bfloat16()))
+    assert same_payload(weight, create_quantizer(name, device)(master(device).bfloat16()))
 
 
 SEEN = {
@@ -277,13 +280,13 @@ SEEN = {
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("name", ["delayed", "current", "block_2d"])
 def test_stale_columns_are_updated_on_request(name, seen, device):
-    weight = weight_of(name, device)
+    weight = create_weight(name, device)
     weight.update_usage(columnwise_usage=True)
     arguments = [weight], [master(device).view(-1)], [0], None
     quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
     found = SEEN[seen](weight)
     found.update_usage(rowwise_usage=True, columnwise_usage=True)
-    expected = quantizer_of(name, device)(master(device).bfloat16())
+    expected = create_quantizer(name, device)(master(device).bfloat16())
     expected.update_usage(columnwise_usage=True)
     assert same_payload(found, expected)
     again = payload(found)
@@ -293,30 +296,30 @@ def test_stale_columns_are_updated_on_request(name, seen, device):
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block_2d"])
 def test_columns_out_of_date_do_not_stay_alone(name, device):
-    weight = weight_of(name, device)
+    weight = create_weight(name, device)
     weight.update_usage(columnwise_usage=True)
     arguments = [weight], [master(device).view(-1)], [0], None
     quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
     weight.update_usage(rowwise_usage=False)
-    expected = quantizer_of(name, device)(master(device).bfloat16())
+    expected = create_quantizer(name, device)(master(device).bfloat16())
     assert torch.equal(weight.dequantize(), expected.dequantize())
 
 
 @pytest.mark.parametrize("name", ["delayed", "block_2d"])
 def test_assigned_data_keeps_whether_its_columns_are_stale(name, device):
-    stale, fresh = weight_of(name, device), quantizer_of(name, device)(master(device).bfloat16())
+    stale, fresh = create_weight(name, device), create_quantizer(name, device)(master(device).bfloat16())
     for weight in (stale, fresh):
         weight.update_usage(columnwise_usage=True)
     arguments = [stale], [master(device).view(-1)], [0], None
     quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
-    target = weight_of(name, device)
+    target = create_weight(name, device)
     target.data = stale
     target.update_usage(columnwise_usage=True)
     assert same_payload(target, fresh)
 
 
 def test_updated_columns_are_the_tensors_that_the_gather_frees(device):
-    shard = weight_of("current", device)
+    shard = create_weight("current", device)
     tensors, metadata = shard.fsdp_pre_all_gather(None, None, None, None, None)
     whole, derived = shard.fsdp_post_all_gather(tensors, metadata, shard.dtype)
     before = list(derived)
@@ -328,7 +331,10 @@ def test_updated_columns_are_the_tensors_that_the_gather_frees(device):
 
 def test_a_pair_of_shards_may_be_a_list_and_initial_values_are_dropped(device):
     flat = master(device).view(-1)
-    weight, expected = weight_of("mxfp8", device), quantizer_of("mxfp8", device)(master(device).bfloat16())
+    weight, expected = (
+        create_weight("mxfp8", device),
+        create_quantizer("mxfp8", device)(master(device).bfloat16()),
+    )
     weight._high_precision_init_val = flat.cpu()
     target = [torch.zeros(3072, dtype=torch.uint8, device=device) for _ in range(2)]
     quantize_master_weights([weight], [flat[:3072]], [0], None, [target])
@@ -338,7 +344,7 @@ def test_a_pair_of_shards_may_be_a_list_and_initial_values_are_dropped(device):
 
 @pytest.mark.parametrize(("name", "field"), [("current", "_data"), ("nvfp4_2d", "_rowwise_data")])
 def test_codes_move_to_another_buffer(name, field, device):
-    weight = weight_of(name, device)
+    weight = create_weight(name, device)
     old = getattr(weight, field)
     buffer = torch.empty_like(old)
     replace_raw_data(weight, buffer)

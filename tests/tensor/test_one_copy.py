@@ -30,8 +30,8 @@ def choose(monkeypatch, one_copy: bool) -> None:
     monkeypatch.setattr(float8_tensor, "has_cuda", lambda: True)
 
 
-def trained(make, kind: str, monkeypatch, one_copy: bool) -> list[torch.Tensor]:
-    """Results, gradients and states of three steps."""
+def train_three_steps(make, kind: str, monkeypatch, one_copy: bool) -> list[torch.Tensor]:
+    """Run three steps; return results, gradients and states."""
     choose(monkeypatch, one_copy)
     torch.manual_seed(0)
     layer = make()
@@ -59,8 +59,8 @@ LAYERS = {
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_copy_gives_the_bits_of_two_copies(name, kind, monkeypatch):
-    two = trained(LAYERS[name], kind, monkeypatch, one_copy=False)
-    one = trained(LAYERS[name], kind, monkeypatch, one_copy=True)
+    two = train_three_steps(LAYERS[name], kind, monkeypatch, one_copy=False)
+    one = train_three_steps(LAYERS[name], kind, monkeypatch, one_copy=True)
     assert len(one) == len(two) > 6
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 

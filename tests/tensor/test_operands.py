@@ -1,11 +1,11 @@
-"""Quantizer.operands: operands of matrix products with the codes and scales of `encode`, and codes made by kernels."""
+"""Quantizer.operands: product operands with the codes and scales from `encode`, and kernel-written codes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.tensor.quantizer_cases import DETERMINISTIC, State, quantizer_of
+from tests.tensor.quantizer_cases import DETERMINISTIC, State, create_quantizer
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.functions.linear_operands import to_operand
 from transformer_engine.pytorch.primitives.operand import COLS, ROWS, Operand
@@ -39,8 +39,8 @@ def assert_equal(actual: Operand, expected: Operand) -> None:
 def test_operands_equal_those_of_a_storage(device, name, directions):
     device = torch.device(device)
     x = matrix(device)
-    rowwise, columnwise = quantizer_of(name, device).operands(x, *directions)
-    storage = quantizer_of(name, device).encode(x, *directions)
+    rowwise, columnwise = create_quantizer(name, device).operands(x, *directions)
+    storage = create_quantizer(name, device).encode(x, *directions)
     if directions[0]:
         assert rowwise is not None
         assert_equal(rowwise, storage.contract(COLS))
@@ -74,8 +74,8 @@ def test_a_state_whose_tensors_are_replaced_is_read_again(device):
 def test_unquantized_columns_are_the_values_themselves(device):
     x = matrix(device)
     for quantizer in (
-        quantizer_of("identity", torch.device(device)),
-        Calibrating(quantizer_of("state", x.device)),
+        create_quantizer("identity", torch.device(device)),
+        Calibrating(create_quantizer("state", x.device)),
     ):
         columnwise = quantizer.operands(x, True, True).columnwise
         assert isinstance(columnwise, Matrix) and columnwise.values is x
@@ -84,11 +84,11 @@ def test_unquantized_columns_are_the_values_themselves(device):
 @pytest.mark.parametrize("name", ["delayed", "state", "current", "block_1d", "block_2d"])
 def test_a_kernel_that_follows_the_request_makes_the_same_operands(device, name):
     x = matrix(device)
-    asked = quantizer_of(name, x.device)
+    asked = create_quantizer(name, x.device)
     cast = asked.cast(True, True)
     assert cast is not None
     made = quantize_as(x, cast)
-    expected = quantizer_of(name, x.device).operands(x, True, True)
+    expected = create_quantizer(name, x.device).operands(x, True, True)
     for actual, other in zip(asked.adopt(made, x.dtype), expected, strict=True):
         assert isinstance(actual, Operand) and isinstance(other, Operand)
         assert_equal(actual, other)
@@ -96,7 +96,7 @@ def test_a_kernel_that_follows_the_request_makes_the_same_operands(device, name)
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "identity"])
 def test_other_quantizers_launch_no_kernel(device, name):
-    quantizer = quantizer_of(name, torch.device(device))
+    quantizer = create_quantizer(name, torch.device(device))
     assert quantizer.cast(True, True) is None
     with pytest.raises(TypeError, match="cannot run inside another kernel"):
         quantizer.adopt(None, torch.bfloat16)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Tensors and storages made from their parts, by the keywords of the original's page of its API."""
+"""Tensors and storages constructed from their parts, with the keywords on the original's API page."""
 
 import copy
 import pickle
@@ -161,7 +161,7 @@ def test_settings_of_four_over_six_accept_the_default_values():
             te.NVFP4Quantizer(E2M1, **{name: wrong})
 
 
-# The parts of every class, in the order of the page.
+# Every class's parts, in the page's order.
 BLOCKS = "rowwise_data rowwise_scale_inv columnwise_data columnwise_scale_inv"
 PARTS = {
     "Float8Tensor": "data fp8_scale_inv fp8_dtype data_transpose quantizer",

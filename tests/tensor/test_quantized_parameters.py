@@ -1,4 +1,4 @@
-"""Quantized parameters of modules: optimizers, checkpoints, conversions, distributed bookkeeping."""
+"""Quantized module parameters: optimizers, checkpoints, conversions, distributed bookkeeping."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tensor.quantizer_cases import DETERMINISTIC, NAMES, payload, quantizer_of, same_payload, values
+from tests.tensor.quantizer_cases import DETERMINISTIC, NAMES, create_quantizer, payload, same_payload, values
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 class Layer(nn.Module):
     def __init__(self, name, device, shape=(32, 64)):
         super().__init__()
-        self.weight = nn.Parameter(quantizer_of(name, device)(values(device, *shape)))
+        self.weight = nn.Parameter(create_quantizer(name, device)(values(device, *shape)))
         self.bias = nn.Parameter(torch.zeros(shape[0], dtype=torch.bfloat16, device=device))
 
     def forward(self, x):
@@ -40,7 +40,7 @@ def test_sgd_quantizes_the_updated_values(name, device):
     before = layer.weight.dequantize().detach().clone()
     layer(values(device, 8, 64)).float().sum().backward()
     torch.optim.SGD(layer.parameters(), lr=0.5).step()
-    expected = quantizer_of(name, device)(before.add(layer.weight.grad, alpha=-0.5))
+    expected = create_quantizer(name, device)(before.add(layer.weight.grad, alpha=-0.5))
     assert same_payload(layer.weight, expected)
 
 
@@ -71,7 +71,7 @@ def test_a_state_dict_round_trips(name, device):
 def test_high_precision_and_quantized_checkpoints_load_into_each_other(name, device):
     layer = Layer(name, device)
     plain = nn.Linear(64, 32, device=device, dtype=torch.bfloat16)
-    expected = quantizer_of(name, device)(plain.weight.detach().clone())
+    expected = create_quantizer(name, device)(plain.weight.detach().clone())
     layer.load_state_dict(plain.state_dict())
     assert same_payload(layer.weight, expected)
     layer = Layer(name, device)
@@ -81,7 +81,7 @@ def test_high_precision_and_quantized_checkpoints_load_into_each_other(name, dev
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_is_loaded_without_arbitrary_code(name, device):
-    q = quantizer_of(name, device)(values(device, 32, 64))
+    q = create_quantizer(name, device)(values(device, 32, 64))
     file = io.BytesIO()
     torch.save({"weight": nn.Parameter(q), "tensor": q}, file)
     file.seek(0)
@@ -121,15 +121,15 @@ def test_a_parameter_comes_back_from_its_pickle_as_the_parameter_it_was(name, tr
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tensor_comes_back_from_its_pickle_without_a_gradient(name, device):
-    copied = pickle.loads(pickle.dumps(quantizer_of(name, device)(values(device, 32, 64))))
+    copied = pickle.loads(pickle.dumps(create_quantizer(name, device)(values(device, 32, 64))))
     assert not copied.requires_grad and not isinstance(copied, nn.Parameter)
 
 
 def test_a_quantizer_leaves_its_process_group_behind(device):
-    quantizer = quantizer_of("current", device)
+    quantizer = create_quantizer("current", device)
     quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, lambda: "not picklable"
     assert not pickle.loads(pickle.dumps(quantizer)).with_amax_reduction
-    quantizer = quantizer_of("nvfp4", device)
+    quantizer = create_quantizer("nvfp4", device)
     quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, lambda: "not picklable"
     assert not pickle.loads(pickle.dumps(quantizer)).with_amax_reduction
 
@@ -180,7 +180,7 @@ def test_moving_a_module_keeps_its_parameters_quantized(name, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_meta_parameters_cost_nothing(name):
-    q = quantizer_of(name, torch.device("cpu")).make_empty((32, 64), device="meta", requires_grad=True)
+def test_meta_parameters_allocate_no_memory(name):
+    q = create_quantizer(name, torch.device("cpu")).make_empty((32, 64), device="meta", requires_grad=True)
     assert q.device.type == "meta" and q.requires_grad
     assert "data=..." in repr(q)

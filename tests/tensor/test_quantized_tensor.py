@@ -13,8 +13,8 @@ from tests.tensor.quantizer_cases import (
     NAMES,
     QUANTIZED,
     TRANSPOSABLE,
+    create_quantizer,
     payload,
-    quantizer_of,
     same_payload,
     values,
 )
@@ -31,7 +31,7 @@ from transformer_engine.pytorch.tensor.cut_views import CutView
 
 
 def quantized(name, device, *shape):
-    return quantizer_of(name, device)(values(device, *shape))
+    return create_quantizer(name, device)(values(device, *shape))
 
 
 def plain_values(q):
@@ -39,7 +39,7 @@ def plain_values(q):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_arithmetic_is_that_of_the_values(name, device):
+def test_arithmetic_uses_the_dequantized_values(name, device):
     q = quantized(name, device, 32, 64)
     x = q.dequantize()
     for result, expected in (
@@ -63,16 +63,16 @@ def test_arithmetic_is_that_of_the_values(name, device):
 def test_an_operation_in_place_quantizes_its_result(name, device):
     q = quantized(name, device, 32, 64)
     x = plain_values(q)
-    expected = quantizer_of(name, device)(x * 3)
+    expected = create_quantizer(name, device)(x * 3)
     assert q.mul_(3) is q
     assert same_payload(q, expected)
     target = torch.zeros(32, 64, dtype=q.dtype, device=device)
     assert target.add_(q) is target and torch.equal(target, q.dequantize())
     torch.add(x, 1, out=q)
-    assert same_payload(q, quantizer_of(name, device)(x + 1))
+    assert same_payload(q, create_quantizer(name, device)(x + 1))
     torch._foreach_mul_([q], 2.0)
     assert torch.equal(
-        q.dequantize(), quantizer_of(name, device)(quantizer_of(name, device)(x + 1) * 2).dequantize()
+        q.dequantize(), create_quantizer(name, device)(create_quantizer(name, device)(x + 1) * 2).dequantize()
     )
 
 
@@ -160,7 +160,7 @@ def test_moved_tensors_stay_quantized_and_dequantize_where_they_are(name, device
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_copy_quantizes_dequantizes_or_moves_bytes(name, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     x = values(device, 32, 64)
     q = quantizer(x)
     target = quantizer.make_empty((32, 64), dtype=x.dtype, device=device)
@@ -169,7 +169,7 @@ def test_copy_quantizes_dequantizes_or_moves_bytes(name, device):
     assert same_payload(target, quantizer(x * 2))
     plain = torch.empty_like(x)
     assert torch.equal(plain.copy_(q), q.dequantize())
-    other = quantizer_of("mxfp8_2d", device)(x)
+    other = create_quantizer("mxfp8_2d", device)(x)
     target.copy_(other)
     assert same_payload(target, quantizer(other.dequantize()))
     target.copy_(x[:1])
@@ -178,20 +178,20 @@ def test_copy_quantizes_dequantizes_or_moves_bytes(name, device):
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_quantize_in_place_writes_the_directions_there_are(name, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     x = values(device, 32, 64)
-    q = quantizer_of(name, device, True, False)(x)
-    expected = quantizer_of(name, device, True, False)(x * 2)
+    q = create_quantizer(name, device, True, False)(x)
+    expected = create_quantizer(name, device, True, False)(x * 2)
     assert q.quantize_(x * 2) is q
     assert same_payload(q, expected)
     q.quantize_(quantizer(x))
-    storage = quantizer_of(name, device).encode(x, True, True)
+    storage = create_quantizer(name, device).encode(x, True, True)
     assert storage.quantize_(x * 2) is storage
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_setting_data_adopts_a_payload_or_quantizes(name, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     x = values(device, 32, 64)
     q = quantizer(x)
     other = quantizer(x * 2)
@@ -210,7 +210,7 @@ def test_setting_data_adopts_a_payload_or_quantizes(name, device):
 @pytest.mark.parametrize("shape", [(64, 32), (2, 32, 64), (32, 128)])
 @pytest.mark.parametrize("quantizes", [False, True])
 def test_data_of_another_shape_changes_the_parameter_and_its_gradient(name, shape, quantizes, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     parameter = torch.nn.Parameter(quantizer(values(device, 32, 64)))
     parameter.partition_dim = 0
     parameter.dequantize().sum().backward()
@@ -226,21 +226,21 @@ def test_data_of_another_shape_changes_the_parameter_and_its_gradient(name, shap
 @pytest.mark.parametrize("name", TRANSPOSABLE)
 def test_a_direction_that_follows_from_the_other_is_made(name, device):
     x = values(device, 2, 32, 64)
-    both = quantizer_of(name, device)(x)
-    rows = quantizer_of(name, device, True, False)(x)
+    both = create_quantizer(name, device)(x)
+    rows = create_quantizer(name, device, True, False)(x)
     rows.update_usage(columnwise_usage=True)
     assert same_payload(rows, both)
-    columns = quantizer_of(name, device, False, True)(x)
+    columns = create_quantizer(name, device, False, True)(x)
     columns.update_usage(rowwise_usage=True, columnwise_usage=False)
-    assert same_payload(columns, quantizer_of(name, device, True, False)(x))
+    assert same_payload(columns, create_quantizer(name, device, True, False)(x))
 
 
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_a_direction_with_its_own_scales_cannot_be_made(name, device):
-    rows = quantizer_of(name, device, True, False)(values(device, 32, 64))
+    rows = create_quantizer(name, device, True, False)(values(device, 32, 64))
     with pytest.raises(RuntimeError, match=r"set_usage\(columnwise=True\)"):
         rows.update_usage(columnwise_usage=True)
-    columns = quantizer_of(name, device, False, True)(values(device, 32, 64))
+    columns = create_quantizer(name, device, False, True)(values(device, 32, 64))
     with pytest.raises(RuntimeError, match=r"set_usage\(rowwise=True\)"):
         columns.update_usage(rowwise_usage=True)
 
@@ -306,7 +306,7 @@ def test_new_zeros_is_quantized_where_the_shape_allows(name, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_bytes_hang_on_the_wrapper_itself(name, device):
+def test_the_tensor_wrapper_has_an_empty_storage(name, device):
     q = quantized(name, device, 32, 64)
     assert q.untyped_storage().nbytes() == 0
     assert q.stride() == (64, 1) and q.is_contiguous()
@@ -388,9 +388,9 @@ def test_repr_names_the_class_and_the_directions(device):
     assert repr(q).startswith("MXFP8Tensor(usages=[rowwise, columnwise], dtype=torch.bfloat16")
 
 
-def test_an_identity_tensor_is_its_values(device):
+def test_an_identity_tensor_equals_its_values(device):
     x = values(device, 4, 8)
-    q = quantizer_of("identity", device)(x)
+    q = create_quantizer("identity", device)(x)
     assert isinstance(q, IdentityTensor) and torch.equal(q.dequantize(), x)
     q._quantizer = None
     assert torch.equal(q.mul_(1), x)

@@ -14,8 +14,8 @@ from tests.tensor.quantizer_cases import (
     NAMES,
     QUANTIZED,
     State,
+    create_quantizer,
     payload,
-    quantizer_of,
     same_payload,
     values,
 )
@@ -44,7 +44,7 @@ from transformer_engine.pytorch.tensor import (
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tensor_keeps_shape_and_dtype_and_approximates_its_values(name, device):
     x = values(device, 2, 32, 64)
-    q = quantizer_of(name, device)(x)
+    q = create_quantizer(name, device)(x)
     assert isinstance(q, QuantizedTensor)
     assert (q.shape, q.dtype, q.device.type) == (x.shape, x.dtype, x.device.type)
     error = (q.dequantize() - x).float().norm() / x.float().norm()
@@ -55,7 +55,7 @@ def test_a_tensor_keeps_shape_and_dtype_and_approximates_its_values(name, device
 @pytest.mark.parametrize("axis", [COLS, ROWS])
 def test_dequantize_is_the_primitive_on_the_operand(name, axis, device):
     x = values(device, 3, 32, 64)
-    storage = quantizer_of(name, device).encode(x, axis == COLS, axis == ROWS)
+    storage = create_quantizer(name, device).encode(x, axis == COLS, axis == ROWS)
     operand = storage.contract(axis)
     assert operand.dtype == x.dtype
     assert (operand.rows, operand.depth) == ((96, 64) if axis == COLS else (64, 96))
@@ -82,13 +82,13 @@ def test_only_the_requested_directions_are_quantized(name, device):
     if name == "identity":
         return
     for rowwise, columnwise in ((True, False), (False, True), (True, True)):
-        q = quantizer_of(name, device, rowwise, columnwise)(x)
+        q = create_quantizer(name, device, rowwise, columnwise)(x)
         assert q.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
         assert q.shape == x.shape
-    only_rows = quantizer_of(name, device, True, False)(x)
+    only_rows = create_quantizer(name, device, True, False)(x)
     with pytest.raises(RuntimeError, match=r"has no column-wise data.*columnwise"):
         only_rows.contract(ROWS)
-    only_columns = quantizer_of(name, device, False, True)(x)
+    only_columns = create_quantizer(name, device, False, True)(x)
     with pytest.raises(RuntimeError, match=r"has no row-wise data.*rowwise"):
         only_columns.contract(COLS)
 
@@ -98,14 +98,14 @@ def shapes(tensor):
 
 
 def test_float8_keeps_codes_and_their_transpose(device):
-    q = quantizer_of("current", device)(values(device, 3, 16, 48))
+    q = create_quantizer("current", device)(values(device, 3, 16, 48))
     assert shapes(q) == {"_data": (3, 16, 48), "_transpose": (48, 3, 16), "_scale_inv": (1,)}
     assert q._data.dtype == q._transpose.dtype == torch.uint8
     assert torch.equal(q._transpose.view(48, 48), q._data.view(48, 48).t())
 
 
 def test_mxfp8_scales_are_padded_with_zeros(device):
-    q = quantizer_of("mxfp8", device)(values(device, 2, 32, 96))
+    q = create_quantizer("mxfp8", device)(values(device, 2, 32, 96))
     assert shapes(q) == {
         "_rowwise_data": (2, 32, 96),
         "_rowwise_scale_inv": (128, 4),
@@ -118,7 +118,7 @@ def test_mxfp8_scales_are_padded_with_zeros(device):
 
 
 def test_blocks_of_one_dimension_store_scales_by_column_of_blocks(device):
-    q = quantizer_of("block_1d", device)(values(device, 3, 54, 160))
+    q = create_quantizer("block_1d", device)(values(device, 3, 54, 160))
     assert shapes(q) == {
         "_rowwise_data": (3, 54, 160),
         "_rowwise_scale_inv": (2, 164),
@@ -129,7 +129,7 @@ def test_blocks_of_one_dimension_store_scales_by_column_of_blocks(device):
 
 
 def test_blocks_of_two_dimensions_pad_their_scales_to_four(device):
-    q = quantizer_of("block_2d", device)(values(device, 300, 160))
+    q = create_quantizer("block_2d", device)(values(device, 300, 160))
     assert shapes(q) == {
         "_rowwise_data": (300, 160),
         "_rowwise_scale_inv": (3, 4),
@@ -141,7 +141,7 @@ def test_blocks_of_two_dimensions_pad_their_scales_to_four(device):
 
 
 def test_nvfp4_packs_two_codes_a_byte(device):
-    q = quantizer_of("nvfp4", device)(values(device, 4, 16, 48))
+    q = create_quantizer("nvfp4", device)(values(device, 4, 16, 48))
     assert shapes(q) == {
         "_rowwise_data": (4, 16, 24),
         "_rowwise_scale_inv": (128, 4),
@@ -150,7 +150,7 @@ def test_nvfp4_packs_two_codes_a_byte(device):
         "_amax_rowwise": (1,),
         "_amax_columnwise": (1,),
     }
-    odd = quantizer_of("nvfp4", device)(values(device, 16, 3, 48))
+    odd = create_quantizer("nvfp4", device)(values(device, 16, 3, 48))
     assert odd._columnwise_data.shape == (48, 24)
     assert odd.dequantize().shape == (16, 3, 48)
 
@@ -158,7 +158,7 @@ def test_nvfp4_packs_two_codes_a_byte(device):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_rows_are_quantized_to_no_rows(name, device):
     x = values(device, 4, 32)[:0]
-    q = quantizer_of(name, device)(x)
+    q = create_quantizer(name, device)(x)
     assert q.shape == (0, 32)
     assert q.dequantize().shape == (0, 32)
     assert q.contract(ROWS).codes.shape[0] == 32
@@ -191,7 +191,7 @@ def test_a_slot_of_a_state_is_written_through_the_state(device):
 
 
 def test_calibration_records_and_leaves_the_tensor_alone(device):
-    quantizer = quantizer_of("delayed", device)
+    quantizer = create_quantizer("delayed", device)
     x = values(device, 16, 32)
     calibrating = Calibrating(quantizer)
     storage = calibrating.encode(x, True, True)
@@ -201,12 +201,12 @@ def test_calibration_records_and_leaves_the_tensor_alone(device):
     assert torch.equal(calibrating(x), x)
     assert calibrating.make_empty((4, 4), device=device).shape == (4, 4)
     assert calibrating == Calibrating(quantizer)
-    quantizer_of("mxfp8", device).calibrate(x)
+    create_quantizer("mxfp8", device).calibrate(x)
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_update_quantized_writes_into_the_same_buffers(name, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     destination = quantizer.make_empty((32, 64), dtype=torch.bfloat16, device=device)
     assert destination.shape == (32, 64) and destination.dtype == torch.bfloat16
     before = {field: part.data_ptr() for field, part in payload(destination).items()}
@@ -220,7 +220,7 @@ def test_update_quantized_writes_into_the_same_buffers(name, device):
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_a_set_flag_leaves_the_destination_and_the_statistics(name, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     x = values(device, 32, 64)
     q = quantizer(x.clone())  # identity shares its input's memory
     quantizer.update_quantized(x * 3, q, noop_flag=torch.ones(1, device=device))
@@ -233,7 +233,7 @@ def test_a_set_flag_leaves_the_destination_and_the_statistics(name, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_internal_quantizers_return_storages(name, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     quantizer.internal = True
     x = values(device, 32, 64)
     for q in (quantizer(x), quantizer.make_empty(x.shape, device=device)):
@@ -246,7 +246,7 @@ def test_internal_quantizers_return_storages(name, device):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_passes_through_quantize_and_dequantize(name, device):
     x = values(device, 32, 64).requires_grad_()
-    q = quantizer_of(name, device)(x)
+    q = create_quantizer(name, device)(x)
     assert q.requires_grad
     q.dequantize(dtype=torch.float32).mul(3).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 3.0))
@@ -254,13 +254,13 @@ def test_the_gradient_passes_through_quantize_and_dequantize(name, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_nominal_dtype_can_be_chosen(name, device):
-    q = quantizer_of(name, device).quantize(values(device, 32, 64), dtype=torch.float32)
+    q = create_quantizer(name, device).quantize(values(device, 32, 64), dtype=torch.float32)
     assert q.dtype == q.dequantize().dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_change_usages_alone(name, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     twin = quantizer.copy()
     twin.set_usage(columnwise=False)
     assert quantizer.columnwise_usage and not twin.columnwise_usage
@@ -271,7 +271,7 @@ def test_copies_change_usages_alone(name, device):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("delayed", "state")])
 def test_stateless_quantizers_are_values(name, device):
-    first, second = quantizer_of(name, device), quantizer_of(name, device)
+    first, second = create_quantizer(name, device), create_quantizer(name, device)
     assert first == second and hash(first) == hash(second)
     second.set_usage(columnwise=False)
     assert first != second
@@ -280,7 +280,7 @@ def test_stateless_quantizers_are_values(name, device):
 
 
 def test_quantizers_with_state_are_themselves_only(device):
-    first = quantizer_of("delayed", device)
+    first = create_quantizer("delayed", device)
     assert first == first
     assert first != first.copy()
     assert len({first, first.copy()}) == 2
@@ -298,12 +298,12 @@ def test_quantizers_with_state_are_themselves_only(device):
     ],
 )
 def test_a_quantizer_knows_its_recipe(name, recipe, device):
-    assert quantizer_of(name, device)._get_compatible_recipe() is recipe
+    assert create_quantizer(name, device)._get_compatible_recipe() is recipe
 
 
 def test_only_codes_of_one_scale_are_gathered_by_rows_alone(device):
-    assert quantizer_of("current", device).supports_only_rowwise_all_gather()
-    assert not quantizer_of("mxfp8", device).supports_only_rowwise_all_gather()
+    assert create_quantizer("current", device).supports_only_rowwise_all_gather()
+    assert not create_quantizer("mxfp8", device).supports_only_rowwise_all_gather()
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_only_codes_of_one_scale_are_gathered_by_rows_alone(device):
     ],
 )
 def test_shapes_that_cut_blocks_are_rejected_with_a_remedy(name, shape, message, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     x = torch.zeros(shape, device=device)
     assert not quantizer.is_quantizable(x)
     with pytest.raises(ValueError, match=message):
@@ -331,7 +331,7 @@ def test_shapes_that_cut_blocks_are_rejected_with_a_remedy(name, shape, message,
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (128,), (300,), (0,)])
 @pytest.mark.parametrize("usage", [(True, True), (True, False), (False, True)])
 def test_blocks_take_vectors_and_numbers_as_one_row(name, shape, usage, device):
-    quantizer = quantizer_of(name, device, *usage)
+    quantizer = create_quantizer(name, device, *usage)
     x = values(device, 300)[: math.prod(shape)].clone().reshape(shape)
     row = quantizer(x.reshape(1, -1))
     q = quantizer(x)
@@ -348,7 +348,7 @@ def test_blocks_take_vectors_and_numbers_as_one_row(name, shape, usage, device):
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_2d", "block_1d", "block_2d", "nvfp4", "nvfp4_2d"])
 @pytest.mark.parametrize("shape", [(32, 64), (160, 288), (2, 48, 96)])
 def test_shapes_of_codes_and_scales_are_known_before_quantizing(name, shape, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     q = quantizer(values(device, *shape))
     assert quantizer.get_usages() == q.get_usages() == {"rowwise": True, "columnwise": True}
     assert quantizer.get_scale_shape(shape, columnwise=False) == q._rowwise_scale_inv.shape
@@ -365,14 +365,14 @@ def test_shapes_of_codes_and_scales_are_known_before_quantizing(name, shape, dev
 
 def test_row_wise_codes_do_not_require_whole_blocks_of_rows(device):
     x = values(device, 5, 64)
-    quantizer = quantizer_of("mxfp8", device, True, False)
+    quantizer = create_quantizer("mxfp8", device, True, False)
     assert quantizer.is_quantizable(x)
     assert quantizer(x).dequantize().shape == (5, 64)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_wrong_destination_is_rejected_before_anything_changes(name, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
     q = quantizer(values(device, 32, 64))
     before = {field: part.clone() for field, part in payload(q).items()}
     with pytest.raises(ValueError, match=r"\(64, 64\).*\(32, 64\)"):
@@ -445,7 +445,7 @@ def test_the_maximum_is_reduced_over_the_group(doubling_group, device):
 
 def test_stochastic_rounding_follows_torchs_generator(device):
     x = values(device, 32, 64)
-    quantizer = quantizer_of("nvfp4_rht", device)
+    quantizer = create_quantizer("nvfp4_rht", device)
     torch.manual_seed(1)
     first = quantizer(x)
     torch.manual_seed(1)
@@ -456,8 +456,8 @@ def test_stochastic_rounding_follows_torchs_generator(device):
     assert not torch.equal(first._columnwise_data, other._columnwise_data)
 
 
-def test_codes_made_elsewhere_become_tensors(device):
-    quantizer = quantizer_of("delayed", device)
+def test_external_codes_become_tensors(device):
+    quantizer = create_quantizer("delayed", device)
     x = values(device, 32, 64)
     made = quantizer(x)
     q = quantizer.create_tensor_from_data(made._data, fake_dtype=torch.bfloat16, requires_grad=True)
@@ -466,7 +466,7 @@ def test_codes_made_elsewhere_become_tensors(device):
     assert not isinstance(quantizer.create_tensor_from_data(made._data, internal=True), torch.Tensor)
     with pytest.raises(TypeError, match="view them as uint8"):
         quantizer.create_tensor_from_data(made._data.int())
-    blocks = quantizer_of("mxfp8", device, True, False)
+    blocks = create_quantizer("mxfp8", device, True, False)
     made = blocks(x)
     q = blocks.create_tensor_from_data(made._rowwise_data, made._rowwise_scale_inv, torch.bfloat16)
     assert same_payload(q, made)
@@ -479,17 +479,17 @@ def test_codes_made_elsewhere_become_tensors(device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quantized_input_is_quantized_by_its_values(name, device):
-    source = quantizer_of("current", device)(values(device, 32, 64))
+    source = create_quantizer("current", device)(values(device, 32, 64))
     torch.manual_seed(0)
-    twice = quantizer_of(name, device)(source)
+    twice = create_quantizer(name, device)(source)
     torch.manual_seed(0)
-    assert same_payload(twice, quantizer_of(name, device)(source.dequantize()))
+    assert same_payload(twice, create_quantizer(name, device)(source.dequantize()))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_empty_tensors_can_be_pinned(name):
-    q = quantizer_of(name, torch.device("cpu")).make_empty((32, 64), device="cpu", pin_memory=True)
+    q = create_quantizer(name, torch.device("cpu")).make_empty((32, 64), device="cpu", pin_memory=True)
     assert all(part.is_pinned() for part in payload(q).values())
 
 
@@ -507,7 +507,7 @@ def test_an_assigned_scale_is_used_from_the_next_quantization(device):
     """As with the original's plain attribute: other values of a state no longer reach the quantizer."""
     x = values(device, 64, 32)
     for name in ("delayed", "state"):
-        quantizer = quantizer_of(name, device)
+        quantizer = create_quantizer(name, device)
         quantizer.scale = torch.full((1,), 8.0, device=device)
         expected = Float8Quantizer(
             torch.full((1,), 8.0, device=device), torch.zeros(1, device=device), quantizer.dtype
@@ -519,14 +519,14 @@ def test_an_assigned_scale_is_used_from_the_next_quantization(device):
 def test_an_assigned_maximum_receives_the_next_one(device):
     x = values(device, 64, 32)
     for name in ("delayed", "state", "current"):
-        quantizer, recorded = quantizer_of(name, device), torch.zeros(1, device=device)
+        quantizer, recorded = create_quantizer(name, device), torch.zeros(1, device=device)
         quantizer.amax = recorded
         quantizer(x)
         assert float(recorded) == float(x.abs().max())
 
 
 def test_current_scaling_records_into_an_assigned_scale(device):
-    quantizer, scale = quantizer_of("current", device), torch.ones(1, device=device)
+    quantizer, scale = create_quantizer("current", device), torch.ones(1, device=device)
     quantizer.scale = scale
     x = values(device, 64, 32)
     quantizer(x)
@@ -534,7 +534,7 @@ def test_current_scaling_records_into_an_assigned_scale(device):
 
 
 def test_a_scale_of_another_dtype_is_rejected_and_changes_nothing(device):
-    quantizer = quantizer_of("delayed", device)
+    quantizer = create_quantizer("delayed", device)
     with pytest.raises(ValueError, match="float32 tensor of one element"):
         quantizer.scale = torch.ones(2, device=device)
     assert float(quantizer.scale) == 4.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tensor.quantizer_cases import NAMES, QUANTIZED, payload, quantizer_of, same_payload, values
+from tests.tensor.quantizer_cases import NAMES, QUANTIZED, create_quantizer, payload, same_payload, values
 from transformer_engine.pytorch.tensor import COLS, ROWS, QuantizedTensor
 
-# Rows that no block of any direction crosses.
+# Rows that no block crosses in any direction.
 GRANULARITY = {
     "mxfp8": 32,
     "mxfp8_2d": 32,
@@ -27,7 +27,7 @@ def granularity(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_between_blocks_stay_quantized(name, device):
     step = granularity(name)
-    q = quantizer_of(name, device)(values(device, 4 * step, 64))
+    q = create_quantizer(name, device)(values(device, 4 * step, 64))
     x = q.dequantize()
     for pieces in (torch.chunk(q, 4), torch.split(q, step), torch.split(q, [step, step, 2 * step])):
         assert all(type(piece) is type(q) for piece in pieces)
@@ -49,7 +49,7 @@ def test_pieces_between_blocks_stay_quantized(name, device):
 
 @pytest.mark.parametrize("name", ["mxfp8", "block_2d", "nvfp4_2d", "block_1d"])
 def test_pieces_that_cut_a_block_are_values(name, device):
-    q = quantizer_of(name, device)(values(device, 128, 64))
+    q = create_quantizer(name, device)(values(device, 128, 64))
     x = q.dequantize()
     pieces = torch.split(q, 40)
     assert not any(isinstance(piece, QuantizedTensor) for piece in pieces)
@@ -60,15 +60,15 @@ def test_pieces_that_cut_a_block_are_values(name, device):
 
 
 def test_rows_of_leading_dimensions_are_sliced_together(device):
-    q = quantizer_of("mxfp8", device)(values(device, 4, 16, 64))
+    q = create_quantizer("mxfp8", device)(values(device, 4, 16, 64))
     assert type(q[:2]) is type(q) and torch.equal(q[:2].dequantize(), q.dequantize()[:2])
     assert not isinstance(q[:1], QuantizedTensor)
-    rows = quantizer_of("mxfp8", device, True, False)(values(device, 4, 16, 64))
+    rows = create_quantizer("mxfp8", device, True, False)(values(device, 4, 16, 64))
     assert torch.equal(rows[:1].dequantize(), rows.dequantize()[:1]) and isinstance(rows[:1], QuantizedTensor)
 
 
 def test_a_shard_is_written_in_its_padded_buffer(device):
-    q = quantizer_of("current", device)(values(device, 48, 64))
+    q = create_quantizer("current", device)(values(device, 48, 64))
     padded = q.new_zeros(32, 64)
     padded[:16].copy_(q[32:])
     assert torch.equal(padded.dequantize()[:16], q.dequantize()[32:])
@@ -77,9 +77,9 @@ def test_a_shard_is_written_in_its_padded_buffer(device):
 
 @pytest.mark.parametrize("name", ["mxfp8", "block_2d", "nvfp4_2d"])
 def test_a_shard_that_ends_inside_a_block_is_plain(name, device):
-    """Its codes would have the scale of a part of a block."""
+    """Its codes would have a partial block's scale."""
     step = granularity(name)
-    q = quantizer_of(name, device)(values(device, 2 * step, 64))
+    q = create_quantizer(name, device)(values(device, 2 * step, 64))
     assert isinstance(q.new_zeros(step, 64), QuantizedTensor)
     with pytest.warns(UserWarning, match=f"ends inside a block of {step} rows"):
         plain = q.new_zeros(step // 2, 64)
@@ -90,7 +90,7 @@ def test_a_shard_that_ends_inside_a_block_is_plain(name, device):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_gathered_bytes_are_the_whole_tensor(name, device):
-    q = quantizer_of(name, device)(values(device, 2, 2 * granularity(name), 64))
+    q = create_quantizer(name, device)(values(device, 2, 2 * granularity(name), 64))
     shards = torch.chunk(q, 2)
     sent = [shard.fsdp_pre_all_gather(None, None, None, None, None) for shard in shards]
     assert all(part.dtype in (torch.uint8, torch.float32) for tensors, _ in sent for part in tensors)
@@ -106,7 +106,7 @@ def test_gathered_bytes_are_the_whole_tensor(name, device):
 
 
 def test_a_gather_carries_no_direction_that_follows_from_the_other(device):
-    q = quantizer_of("current", device)(values(device, 32, 64))
+    q = create_quantizer("current", device)(values(device, 32, 64))
     tensors, _ = q.fsdp_pre_all_gather(None, None, None, None, None)
     assert [tuple(part.shape) for part in tensors] == [(32, 64)]
 
@@ -117,7 +117,7 @@ def test_a_gather_carries_no_direction_that_follows_from_the_other(device):
 )
 def test_a_gather_sends_this_share_of_the_bytes_of_bfloat16(name, share, device):
     """MXFP8 codes of one direction cannot be computed from the other direction, so both are sent."""
-    q = quantizer_of(name, device)(values(device, 256, 256))
+    q = create_quantizer(name, device)(values(device, 256, 256))
     sent, _ = q.fsdp_pre_all_gather(None, None, None, None, None)
     assert sum(part.numel() * part.element_size() for part in sent) / (2 * q.numel()) == pytest.approx(
         share, abs=2e-3
@@ -127,14 +127,14 @@ def test_a_gather_sends_this_share_of_the_bytes_of_bfloat16(name, share, device)
 def test_a_column_wise_shard_is_gathered_too(device):
     x = values(device, 64, 64)
     for name in ("nvfp4", "mxfp8", "current"):
-        q = quantizer_of(name, device, False, True)(x)
+        q = create_quantizer(name, device, False, True)(x)
         tensors, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
         whole, _ = q.fsdp_post_all_gather(tensors, metadata, x.dtype)
         assert torch.equal(whole.dequantize(), q.dequantize())
 
 
 def test_an_unsharded_tensor_that_changed_its_directions_is_taken_over(device):
-    q = quantizer_of("current", device)(values(device, 32, 64))
+    q = create_quantizer("current", device)(values(device, 32, 64))
     tensors, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
     whole, _ = q.fsdp_post_all_gather(tensors, metadata, q.dtype)
     whole.update_usage(columnwise_usage=False)
@@ -150,7 +150,7 @@ def _free(tensors):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_saved_parts_of_a_gathered_tensor_are_valid_after_the_next_gather(name, device):
-    q = quantizer_of(name, device)(values(device, 2 * granularity(name), 64))
+    q = create_quantizer(name, device)(values(device, 2 * granularity(name), 64))
     sent, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
     gathered = tuple(part.clone() for part in sent)
     whole, derived = q.fsdp_post_all_gather(gathered, metadata, q.dtype)
@@ -169,7 +169,7 @@ def test_saved_parts_of_a_gathered_tensor_are_valid_after_the_next_gather(name, 
 
 
 def test_a_direction_made_on_a_gathered_tensor_is_freed_with_it(device):
-    q = quantizer_of("block_2d", device, True, False)(values(device, 128, 128))
+    q = create_quantizer("block_2d", device, True, False)(values(device, 128, 128))
     sent, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
     whole, derived = q.fsdp_post_all_gather(sent, metadata, q.dtype)
     parameter = torch.nn.Parameter(whole)
@@ -180,7 +180,7 @@ def test_a_direction_made_on_a_gathered_tensor_is_freed_with_it(device):
     made = (parameter._columnwise_data, parameter._columnwise_scale_inv)
     assert all(any(part is tensor for part in derived) for tensor in made)
     q.fsdp_post_all_gather(sent, metadata, q.dtype, out=parameter)
-    assert parameter._columnwise_data is made[0]  # a forward has saved views of it
+    assert parameter._columnwise_data is made[0]  # a forward pass has saved views on it
     parameter.update_usage(columnwise_usage=False)
     assert not any(part is made[0] for part in derived)
 
@@ -188,7 +188,7 @@ def test_a_direction_made_on_a_gathered_tensor_is_freed_with_it(device):
 def test_one_rank_gathers_one_tensor_and_holds_the_others(device):
     mesh = type("Mesh", (), {"size": staticmethod(lambda: 1), "ndim": 1})()
     for name in QUANTIZED:
-        q = quantizer_of(name, device)(values(device, 2 * granularity(name), 64))
+        q = create_quantizer(name, device)(values(device, 2 * granularity(name), 64))
         sent, metadata = q.fsdp_pre_all_gather(mesh, None, None, None, None)
         assert len(sent) == 1
         whole, derived = q.fsdp_post_all_gather(tuple(part.clone() for part in sent), metadata, q.dtype)

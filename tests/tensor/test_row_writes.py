@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tensor.quantizer_cases import QUANTIZED, quantizer_of, values
+from tests.tensor.quantizer_cases import QUANTIZED, create_quantizer, values
 
-# Largest error of an element relative to the largest element: half a step of the coarsest format in use.
+# Largest error relative to the largest element: half a step in the coarsest format used here.
 OFF = {name: 0.3 if name.startswith("nvfp4") else 0.1 for name in QUANTIZED}
 ROWS_WRITTEN = slice(128, 256)
 
@@ -37,7 +37,7 @@ WAYS = (through_copy, through_view, through_alias, through_arithmetic)
 
 
 def assert_holds(q, expected, off):
-    """Both directions of q hold expected, up to rounding."""
+    """Check that both directions of q equal `expected`, up to rounding."""
     limit = off * float(expected.abs().max())
     assert float((q.dequantize() - expected).abs().max()) <= limit
     if q.get_usages()["columnwise"] and not getattr(q, "_transform_signs", None):
@@ -59,7 +59,7 @@ def assert_holds(q, expected, off):
     ],
 )
 def test_rows_written_through_a_slice_leave_the_others(name, way, factor, device):
-    q = quantizer_of(name, device)(values(device, 384, 64))
+    q = create_quantizer(name, device)(values(device, 384, 64))
     expected = q.dequantize()
     new = factor * others(device, 128)
     with torch.no_grad():
@@ -70,7 +70,7 @@ def test_rows_written_through_a_slice_leave_the_others(name, way, factor, device
 
 
 def test_rows_written_after_a_delayed_scale_has_moved_leave_the_others(device):
-    quantizer = quantizer_of("delayed", device)
+    quantizer = create_quantizer("delayed", device)
     q = quantizer(values(device, 64, 64))
     expected = q.dequantize()
     quantizer.scale.mul_(2)
@@ -81,7 +81,7 @@ def test_rows_written_after_a_delayed_scale_has_moved_leave_the_others(device):
 
 @pytest.mark.parametrize("name", ["mxfp8", "block_1d", "block_2d", "mxfp8_2d"])
 def test_codes_of_other_blocks_stay_unchanged(name, device):
-    q = quantizer_of(name, device)(values(device, 384, 64))
+    q = create_quantizer(name, device)(values(device, 384, 64))
     before = q.dequantize()
     q[ROWS_WRITTEN].copy_(others(device, 128))
     after = q.dequantize()
@@ -90,9 +90,9 @@ def test_codes_of_other_blocks_stay_unchanged(name, device):
 
 @pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
 def test_a_slice_of_a_slice_and_a_quantized_source_are_written_too(name, device):
-    q = quantizer_of(name, device)(values(device, 384, 64))
+    q = create_quantizer(name, device)(values(device, 384, 64))
     expected = q.dequantize()
-    source = quantizer_of(name, device)(3 * others(device, 64))
+    source = create_quantizer(name, device)(3 * others(device, 64))
     q[ROWS_WRITTEN][64:].copy_(source)
     expected[192:256] = source.dequantize()
     assert_holds(q, expected, OFF[name])
@@ -105,7 +105,7 @@ def test_a_slice_of_a_slice_and_a_quantized_source_are_written_too(name, device)
     ids=str,
 )
 def test_item_assignment_writes_every_kind_of_index(name, index, device):
-    q = quantizer_of(name, device)(values(device, 384, 64))
+    q = create_quantizer(name, device)(values(device, 384, 64))
     expected = q.dequantize()
     q[index] = 0.25
     expected[index] = 0.25

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.tensor.quantizer_cases import NAMES, quantizer_of, same_payload, values
+from tests.tensor.quantizer_cases import NAMES, create_quantizer, same_payload, values
 from transformer_engine.pytorch import quantized_tensor as alias
 from transformer_engine.pytorch.tensor import (
     QuantizedTensor,
@@ -20,7 +20,7 @@ from transformer_engine.pytorch.tensor import (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_flatten_and_rebuild_round_trip(name, device):
-    storage = quantizer_of(name, device).encode(values(device, 2, 32, 64), True, True)
+    storage = create_quantizer(name, device).encode(values(device, 2, 32, 64), True, True)
     tensors, rebuild = storage.flatten()
     twin = rebuild(tensors)
     assert twin is not storage and type(twin) is type(storage)
@@ -31,7 +31,7 @@ def test_flatten_and_rebuild_round_trip(name, device):
 @pytest.mark.parametrize("name", NAMES)
 def test_storages_are_emptied_and_filled_again(name, device):
     x = values(device, 32, 64)
-    storage = quantizer_of(name, device).encode(x, True, True)
+    storage = create_quantizer(name, device).encode(x, True, True)
     expected = storage.dequantize().clone()
     plain = torch.ones(3, device=device)
     flat, objects = prepare_for_saving(plain, storage, None)
@@ -45,7 +45,7 @@ def test_storages_are_emptied_and_filled_again(name, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_parameter_keeps_its_payload(name, device):
-    q = torch.nn.Parameter(quantizer_of(name, device)(values(device, 32, 64)))
+    q = torch.nn.Parameter(create_quantizer(name, device)(values(device, 32, 64)))
     flat, objects = prepare_for_saving(q)
     assert torch.equal(q.dequantize(), q.dequantize())
     (restored,) = restore_from_saved(objects, flat)
@@ -54,7 +54,7 @@ def test_a_saved_parameter_keeps_its_payload(name, device):
 
 
 def test_a_context_gives_its_objects_back_once(device):
-    storage = quantizer_of("mxfp8", device).encode(values(device, 32, 64), True, True)
+    storage = create_quantizer("mxfp8", device).encode(values(device, 32, 64), True, True)
     flat, objects = prepare_for_saving(storage)
     ctx = SimpleNamespace(saved_tensors=flat, tensor_objects=objects)
     assert restore_from_func_ctx(ctx) == [storage]
@@ -63,7 +63,7 @@ def test_a_context_gives_its_objects_back_once(device):
 
 
 def test_a_tensor_and_its_storage_share_a_payload(device):
-    q = quantizer_of("mxfp8", device)(values(device, 32, 64))
+    q = create_quantizer("mxfp8", device)(values(device, 32, 64))
     storage = get_storage(q)
     assert q.as_storage()._rowwise_data is storage._rowwise_data is q._rowwise_data
     assert storage.as_storage() is storage

@@ -1,7 +1,7 @@
-"""Scales in the order of matrix instructions: quantized tensors, weights of layers and groups with swizzled scales.
+"""Scales in matrix-instruction order: quantized tensors, layer weights and groups with swizzled scales.
 
-The expected order is the formula of cuBLAS's documentation, byte by byte: scale (r, c) of [R, C], padded to multiples
-of 128 x 4, is at ((r // 128) (C / 4) + c // 4) 512 + (r % 32) 16 + (r % 128 // 32) 4 + c % 4.
+The expected order is the formula in cuBLAS's documentation, byte by byte: scale (r, c) in [R, C], padded to
+multiples of 128 x 4, is at ((r // 128) (C / 4) + c // 4) 512 + (r % 32) 16 + (r % 128 // 32) 4 + c % 4.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _emulated():
         yield
 
 
-def by_formula(scale: torch.Tensor) -> torch.Tensor:
-    """Scales [R, C] of one byte in swizzled order, uint8, padded with zeros."""
+def swizzle_by_formula(scale: torch.Tensor) -> torch.Tensor:
+    """One-byte scales [R, C] in swizzled order, uint8, padded with zeros."""
     rows, columns = scale.shape
     width = -(-columns // 4)
     tiles = torch.zeros(-(-rows // 128) * 128, width * 4, dtype=torch.uint8)
@@ -46,21 +46,21 @@ def by_formula(scale: torch.Tensor) -> torch.Tensor:
     return tiles
 
 
-def quantizer_of(name: str) -> Any:
+def create_quantizer(name: str) -> Any:
     return CASES[name]("cpu")
 
 
 def with_swizzled_scales(tensor: Any) -> Any:
-    """The quantized tensor with the scales of both directions in swizzled order, in memory of the same shape."""
+    """Swizzle both directions' scales in a quantized tensor; their memory keeps its shape."""
     fields = tensor.get_metadata()
     dtype = fields.pop("dtype")
     fields.pop("with_gemm_swizzled_scales", None)
-    fields["rowwise_scale_inv"] = by_formula(fields["rowwise_scale_inv"])
+    fields["rowwise_scale_inv"] = swizzle_by_formula(fields["rowwise_scale_inv"])
     scale_t = fields["columnwise_scale_inv"]
     if isinstance(tensor, te.MXFP8Tensor):  # stored as [M / 32, K], swizzled as its transpose
-        fields["columnwise_scale_inv"] = by_formula(scale_t.t()).view(scale_t.shape)
+        fields["columnwise_scale_inv"] = swizzle_by_formula(scale_t.t()).view(scale_t.shape)
     else:
-        fields["columnwise_scale_inv"] = by_formula(scale_t)
+        fields["columnwise_scale_inv"] = swizzle_by_formula(scale_t)
     return type(tensor)(tensor.shape, dtype, **fields, with_gemm_swizzled_scales=True)
 
 
@@ -68,7 +68,7 @@ def with_swizzled_scales(tensor: Any) -> Any:
 def test_the_order_is_the_formula_and_can_be_reversed(extents):
     scale = torch.randint(0, 256, extents, dtype=torch.uint8)
     found = swizzled(scale)
-    assert torch.equal(found, by_formula(scale))
+    assert torch.equal(found, swizzle_by_formula(scale))
     assert torch.equal(compact(found)[: extents[0], : extents[1]], scale)
 
 
@@ -76,14 +76,14 @@ def test_the_order_is_the_formula_and_can_be_reversed(extents):
 @pytest.mark.parametrize("name", RECIPES)
 def test_quantizers_for_products_write_the_scales_that_others_write_in_rows(name, shape):
     x = torch.randn(shape, dtype=torch.bfloat16)
-    plain, fused = quantizer_of(name), quantizer_of(name)
+    plain, fused = create_quantizer(name), create_quantizer(name)
     fused.optimize_for_gemm = True
     matrix = x.view(-1, shape[-1])
     for expected, found in zip(
         plain.operands(matrix, True, True), fused.operands(matrix, True, True), strict=True
     ):
         assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-        assert torch.equal(found.scale.view(torch.uint8), by_formula(expected.scale))
+        assert torch.equal(found.scale.view(torch.uint8), swizzle_by_formula(expected.scale))
         assert found.format.in_tiles and not expected.format.in_tiles
 
 
@@ -91,7 +91,7 @@ def test_quantizers_for_products_write_the_scales_that_others_write_in_rows(name
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_quantizer_for_products_makes_tensors_of_swizzled_scales(name, shape):
     x = torch.randn(shape, dtype=torch.bfloat16)
-    plain, fused = quantizer_of(name), quantizer_of(name)
+    plain, fused = create_quantizer(name), create_quantizer(name)
     fused.optimize_for_gemm = True
     made, expected = fused(x), with_swizzled_scales(plain(x))
     assert made._with_gemm_swizzled_scales is True and plain(x)._with_gemm_swizzled_scales is False
@@ -105,7 +105,7 @@ def test_a_quantizer_for_products_makes_tensors_of_swizzled_scales(name, shape):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_tensors_of_swizzled_scales_are_copied_sliced_and_stored_like_others(name):
-    quantizer = quantizer_of(name)
+    quantizer = create_quantizer(name)
     x, other = torch.randn(256, 128, dtype=torch.bfloat16), torch.randn(256, 128, dtype=torch.bfloat16)
     plain = quantizer(x)
     quantizer.optimize_for_gemm = True
@@ -120,7 +120,7 @@ def test_tensors_of_swizzled_scales_are_copied_sliced_and_stored_like_others(nam
     stored.seek(0)
     loaded = torch.load(stored, weights_only=False)
     assert loaded._with_gemm_swizzled_scales is True and torch.equal(loaded.dequantize(), plain.dequantize())
-    # Bytes and values are written in the order of the target.
+    # Bytes and values are written in the target's order.
     for source, target in ((quantizer(other), plain), (plain, made)):
         target.copy_from_storage(source)
         assert torch.equal(target.dequantize(), source.dequantize())
@@ -131,7 +131,7 @@ def test_tensors_of_swizzled_scales_are_copied_sliced_and_stored_like_others(nam
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_values_written_to_rows_reach_a_tensor_of_swizzled_scales(name):
-    quantizer = quantizer_of(name)
+    quantizer = create_quantizer(name)
     quantizer.set_usage(columnwise=False)
     quantizer.optimize_for_gemm = True
     whole = quantizer(torch.ones(256, 128, dtype=torch.bfloat16))
@@ -143,7 +143,7 @@ def test_values_written_to_rows_reach_a_tensor_of_swizzled_scales(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_groups_of_a_quantizer_for_products_have_swizzled_scales(name):
-    quantizer = quantizer_of(name)
+    quantizer = create_quantizer(name)
     x = torch.randn(256, 128, dtype=torch.bfloat16)
     plain = tex.group_quantize(x, quantizer, 2, None)
     quantizer.optimize_for_gemm = True
@@ -151,13 +151,13 @@ def test_groups_of_a_quantizer_for_products_have_swizzled_scales(name):
     assert made._with_gemm_swizzled_scales is True and plain._with_gemm_swizzled_scales is False
     assert torch.equal(made.dequantize(), plain.dequantize())
     for member, expected in zip(made.members(), plain.members(), strict=True):
-        assert torch.equal(member._rowwise_scale_inv, by_formula(expected._rowwise_scale_inv))
+        assert torch.equal(member._rowwise_scale_inv, swizzle_by_formula(expected._rowwise_scale_inv))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", RECIPES)
 def test_tensors_with_swizzled_scales_have_the_same_values_in_both_directions(name, shape):
-    made = quantizer_of(name)(torch.randn(shape, dtype=torch.bfloat16))
+    made = create_quantizer(name)(torch.randn(shape, dtype=torch.bfloat16))
     found = with_swizzled_scales(made)
     assert torch.equal(found.dequantize(), made.dequantize())
     for tensor in (found, made):
@@ -188,7 +188,7 @@ def test_a_layer_reads_a_weight_with_swizzled_scales(name, sizes):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_swizzled_scales_of_parts_are_rejected(name):
-    made = quantizer_of(name)(torch.randn(64, 64, dtype=torch.bfloat16))
+    made = create_quantizer(name)(torch.randn(64, 64, dtype=torch.bfloat16))
     fields = made.get_metadata()
     dtype, scale = fields.pop("dtype"), fields["rowwise_scale_inv"]
     fields.pop("with_gemm_swizzled_scales", None)

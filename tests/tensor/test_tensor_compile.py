@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tensor.quantizer_cases import NAMES, quantizer_of, values
+from tests.tensor.quantizer_cases import NAMES, create_quantizer, values
 from transformer_engine.pytorch.primitives.quantize import dequantize
 from transformer_engine.pytorch.tensor import COLS, ROWS, QuantizedTensor, get_storage
 
@@ -44,7 +44,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-VARIANTS = ("nvfp4_rht", "nvfp4_2d", "mxfp8_2d", "block_2d")  # with the code paths of the others
+VARIANTS = ("nvfp4_rht", "nvfp4_2d", "mxfp8_2d", "block_2d")  # with the other cases' code paths
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ VARIANTS = ("nvfp4_rht", "nvfp4_2d", "mxfp8_2d", "block_2d")  # with the code pa
 def test_a_product_and_its_backward_compile_whole(name, device):
     results = []
     for run in (product, torch.compile(product, fullgraph=True, backend="aot_eager")):
-        quantizer = quantizer_of(name, device)
+        quantizer = create_quantizer(name, device)
         x = values(device, 32, 64, dtype=torch.float32).requires_grad_()
         w = values(device, 64, 64, dtype=torch.float32).requires_grad_()
         torch.manual_seed(3)
@@ -69,7 +69,7 @@ def test_a_product_and_its_backward_compile_whole(name, device):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled(3)
 def test_leading_dimensions_compile(name, device):
-    quantizer = quantizer_of(name, device)
+    quantizer = create_quantizer(name, device)
 
     def round_trip(x):
         return quantizer.encode(x, True, False).dequantize()
@@ -96,7 +96,7 @@ class WithStorage(torch.autograd.Function):
 
 @pytest.mark.parametrize("name", ["current", "state", "mxfp8", "block_2d", "nvfp4_2d"])
 def test_a_quantized_parameter_is_read_by_storage_of(name, device):
-    weight = torch.nn.Parameter(quantizer_of(name, device)(values(device, 32, 64)))
+    weight = torch.nn.Parameter(create_quantizer(name, device)(values(device, 32, 64)))
 
     def forward(x):
         assert isinstance(weight, QuantizedTensor)
@@ -111,7 +111,7 @@ def test_a_quantized_parameter_is_read_by_storage_of(name, device):
 
 @pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4_2d"])
 def test_a_quantized_parameter_compiles_as_a_plain_one(name, device):
-    weight = torch.nn.Parameter(quantizer_of(name, device)(values(device, 32, 64)))
+    weight = torch.nn.Parameter(create_quantizer(name, device)(values(device, 32, 64)))
 
     def forward(x):
         return (x @ weight.t()) + weight.dequantize().sum()

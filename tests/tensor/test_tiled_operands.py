@@ -33,7 +33,7 @@ QUANTIZERS = {
 
 
 def both(name: str, rows: int = 160, depth: int = 96) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
-    """Operands of the same values in rows, and in tiles."""
+    """Operands with the same values in rows, and in tiles."""
     x = torch.randn(rows, depth).bfloat16()
     plain, tiled = QUANTIZERS[name](), QUANTIZERS[name]()
     tiled.optimize_for_gemm = True

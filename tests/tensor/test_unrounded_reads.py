@@ -12,21 +12,21 @@ SHAPE = (128, 64)
 WIDE = (torch.float32, torch.float64, torch.float16)
 
 
-def into(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def create_target(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(SHAPE, dtype=dtype, device=device)
 
 
-def by_slice(target, source):
+def write_slice(target, source):
     target[:] = source
 
 
-def by_rows(target, source):
+def write_rows(target, source):
     target[32:96] = source[32:96]
     target[:32].copy_(source[:32])
     target[96:].copy_(source[96:])
 
 
-def by_module(target, source):
+def load_module_weight(target, source):
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(target, requires_grad=False)
     module.load_state_dict({"weight": source})
@@ -34,15 +34,15 @@ def by_module(target, source):
 
 WAYS = {
     "copy_": lambda target, source: target.copy_(source),
-    "slice": by_slice,
-    "rows": by_rows,
+    "slice": write_slice,
+    "rows": write_rows,
     "data": lambda target, source: target.data.copy_(source),
     "foreach_copy": lambda target, source: torch._foreach_copy_([target], [source]),
     "foreach_add": lambda target, source: torch._foreach_add_([target], [source]),
     "add_": lambda target, source: target.add_(source),
     "sub_": lambda target, source: target.sub_(source).neg_(),
     "out": lambda target, source: torch.add(target, source, out=target),
-    "state dict": by_module,
+    "state dict": load_module_weight,
 }
 
 
@@ -52,7 +52,7 @@ WAYS = {
 def test_wider_targets_receive_every_bit(name, dtype, way, device):
     source = CASES[name](device)(values(device, *SHAPE) * 0.37)
     exact = source.dequantize(dtype=torch.float32)
-    target = into(dtype, device)
+    target = create_target(dtype, device)
     WAYS[way](target, source)
     assert torch.equal(target, exact.to(dtype))
 
@@ -164,7 +164,7 @@ def test_codes_quantize_unrounded_views(device):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_functions_promote_before_they_round(name, device):
     source = CASES[name](device)(values(device, *SHAPE) * 0.37)
-    exact, zeros = source.dequantize(dtype=torch.float32), into(torch.float32, device)
+    exact, zeros = source.dequantize(dtype=torch.float32), create_target(torch.float32, device)
     assert torch.equal(torch.add(zeros, source), exact)
     assert torch.equal(zeros + source, exact)
     assert torch.equal(torch.cat([source, zeros])[: SHAPE[0]], exact)
@@ -182,7 +182,7 @@ def test_a_number_does_not_promote(device):
 def test_results_of_float64_tensors_are_float64(name, device):
     source = CASES[name](device)(values(device, *SHAPE) * 0.37)
     exact, wide = source.dequantize(dtype=torch.float32).double(), source.to(torch.float64)
-    zeros = into(torch.float64, device)
+    zeros = create_target(torch.float64, device)
     for result in (wide * 1.0, wide + 0, zeros.lerp(wide, 1.0), torch.maximum(wide, wide), torch.cat([wide])):
         assert result.dtype == torch.float64
         assert torch.equal(result, exact)
@@ -190,7 +190,7 @@ def test_results_of_float64_tensors_are_float64(name, device):
 
 def test_narrow_targets_keep_their_dtype(device):
     source = CASES["current"](device)(values(device, *SHAPE))
-    target = into(torch.bfloat16, device)
+    target = create_target(torch.bfloat16, device)
     assert torch.equal(target.copy_(source), source.dequantize())
 
 
