@@ -216,7 +216,7 @@ def test_registered_operators_pass_schema_and_fake_tensor_checks():
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(operators.layernorm_forward, (x, weight, bias, EPS, False), test_utils=checks)
     torch.library.opcheck(
-        operators.layernorm_backward, (dy, x, mean, rstdev, weight, False), test_utils=checks
+        operators.layernorm_backward, (dy, x, mean, rstdev, weight, x, False), test_utils=checks
     )
     torch.library.opcheck(operators.rmsnorm_forward, (x, weight, EPS, False), test_utils=checks)
     torch.library.opcheck(operators.rmsnorm_backward, (dy, x, rstdev, weight, x, False), test_utils=checks)

@@ -104,18 +104,21 @@ def rotations(
 def _turn(
     first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED: tl.constexpr
 ):  # fmt: skip
-    """Return both features of every pair, rotated."""
+    """Return both features of every pair, rotated; one product of each sum is rounded, the same in every kernel.
+
+    A compiler that contracts products and sums by itself rounds one product in one kernel, the other in another.
+    """
     first_cosine, first_sine = first_cosine[None, :], first_sine[None, :]
     second_cosine, second_sine = second_cosine[None, :], second_sine[None, :]
     if TRANSPOSED:
         return (
-            first * first_cosine + second * second_sine,
-            second * second_cosine - first * first_sine,
+            tl.fma(first, first_cosine, second * second_sine),
+            tl.fma(second, second_cosine, first * -first_sine),
         )
     else:
         return (
-            first * first_cosine - second * first_sine,
-            second * second_cosine + first * second_sine,
+            tl.fma(first, first_cosine, second * -first_sine),
+            tl.fma(second, second_cosine, first * second_sine),
         )
 
 
