@@ -12,6 +12,7 @@ import pytest
 from transformer_engine.common import optional
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from transformer_engine.common.hardware import nvidia
+from transformer_engine.common.kernels import launch
 from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.primitives.gemm import TABLE, codes_product, gemm
 from transformer_engine.jax.primitives.gemm.request import GemmRequest
@@ -74,6 +75,7 @@ def test_a_triton_without_gluon_or_with_its_interpreter_is_rejected(monkeypatch)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert "Gluon has no interpreter" in (codes_product.gluon_unsupported_reason(REQUEST) or "")
     failure = optional.failure
+    monkeypatch.setattr(launch, "_gluon_reason", launch._gluon_reason.__wrapped__)  # without its cache
     monkeypatch.setattr(
         optional, "failure",
         lambda module, *names: f"{module} has no {names[0]}" if "gluon" in module else failure(module, *names),

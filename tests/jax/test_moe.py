@@ -387,7 +387,7 @@ def test_the_routing_of_a_dispatch_is_prepared_without_the_tokens():
     with pytest.raises(ValueError, match=r"EpLayerConfig\(top_k=2\) requires 2"):
         ep.ep_prepare(cfg, picked[:, :1])
     ep.ep_finalize()
-    with pytest.raises(RuntimeError, match="call ep_bootstrap first"):
+    with pytest.raises(RuntimeError, match="call ep_bootstrap or set_ep_config first"):
         ep.ep_prepare(cfg, picked)
 
 

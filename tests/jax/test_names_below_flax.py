@@ -77,7 +77,7 @@ def test_layer_config_and_placement_dispatch_the_same_rows(bootstrapped):
 
 def test_bad_layer_configs_are_rejected():
     tokens, chosen, weights = draw_routing()
-    with pytest.raises(RuntimeError, match="call ep_bootstrap first"):
+    with pytest.raises(RuntimeError, match="call ep_bootstrap or set_ep_config first"):
         ep.ep_dispatch(ep.EpLayerConfig(2), chosen, tokens, weights, 8)
     with pytest.raises(TypeError, match="cfg=3 is an int; pass an EpLayerConfig"):
         ep.ep_dispatch(3, chosen, tokens, weights, 8)  # pyright: ignore[reportArgumentType]

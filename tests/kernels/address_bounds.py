@@ -22,7 +22,7 @@ from transformer_engine.common.kernels.launch import LARGEST_EXTENT, Launch
 ROWS = LARGEST_EXTENT
 TILES = LARGEST_EXTENT // 128 + 128
 # These kernels multiply loaded tile counts by 128 in 32 bits; they extend loaded rows to 64 bits first.
-_READ_TILES = ("grouped cast", "grouped blocks", "grouped gradient scaling")
+_READ_TILES = ("grouped cast", "grouped measured cast", "grouped blocks", "grouped gradient scaling")
 _VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 _AXES = {"x": 0, "y": 1, "z": 2}
 

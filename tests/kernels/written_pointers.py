@@ -137,7 +137,9 @@ class _Flow:
         assert self.stored, "nothing is stored"
 
     def _take(self, line: str) -> None:
-        unknown = re.search(r"scf\.while|tt\.call|tt\w*\.\w*descriptor\w*|^\^.*!tt\.ptr", line)
+        unknown = re.search(
+            r"scf\.while(?! : \(\) -> \(\) \{)|tt\.call|tt\w*\.\w*descriptor\w*|^\^.*!tt\.ptr", line
+        )
         known = (*_DESCRIPTORS, "ttng.reinterpret_tensor_descriptor")
         assert unknown is None or unknown[0] in known, f"unknown: {line}"
         head, _, body = line.partition(" = ") if re.match(r"%[\w:$.-]+ = ", line) else ("", "", line)

@@ -50,6 +50,7 @@ def _place_of_rows(layout, place, GROUPS: tl.constexpr, COUNT: tl.constexpr, LAG
     found = measured | casts
     exists = tl.max(found.to(tl.int32), 0) > 0
     number = tl.where(exists, tl.sum(tl.where(found, group, 0), 0), GROUPS)
+    number = tl.minimum(tl.maximum(number, 0), GROUPS)  # for the analysis of offsets
     return number, tl.sum(tl.where(found, within, 0), 0), tl.max(measured.to(tl.int32), 0) > 0
 
 
@@ -64,6 +65,7 @@ def _place_of_matrices(place, parts, GROUPS: tl.constexpr, LAG: tl.constexpr):
     group = tl.where(
         turns < 0, block, tl.where(middle, turns // 2 + tl.where(measured, LAG, 0), block - GROUPS)
     )
+    group = tl.minimum(tl.maximum(group, 0), GROUPS)  # for the analysis of offsets
     return group, group * parts + place % parts, measured
 
 
@@ -81,7 +83,10 @@ def measured_cast_kernel(
     """
     amax = state.to(tl.pointer_type(tl.int32))
     done = amax + GROUPS
-    program = tl.atomic_add(done + GROUPS, 1, sem="relaxed")
+    started = tl.atomic_add(done + GROUPS, 1, sem="relaxed")
+    program = tl.minimum(
+        tl.maximum(started, 0), tl.num_programs(0) - 1
+    )  # for the analysis of offsets: always equal
     place = program // TILES_K
     parts = tl.cdiv(M, BLOCK_M)
     if BY_ROWS:
@@ -92,6 +97,7 @@ def measured_cast_kernel(
                 )
                 tl.store(scale + program * SLOT, inverse)
         group, position, measures = _place_of_rows(layout, place, GROUPS, COUNT, LAG)
+        position = tl.minimum(tl.maximum(position, 0), tl.num_programs(0) // 2 // TILES_K)  # as above
     else:
         group, position, measures = _place_of_matrices(place, parts, GROUPS, LAG)
     if group < GROUPS:
