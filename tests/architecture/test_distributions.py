@@ -89,7 +89,7 @@ def test_shim_has_the_version_that_clients_read_and_requires_the_packages(
 @pytest.mark.parametrize(
     "name", ["transformer-engine", "transformer_engine_torch", "transformer-engine-cu13"]
 )
-def test_shim_refuses_to_hide_an_installed_original(
+def test_shim_does_not_hide_an_installed_original(
     name: str, built: tuple[Path, Path], python: Path, tmp_path: Path
 ):
     install_metadata(python, name, "2.20.2")

@@ -91,7 +91,7 @@ def test_a_file_may_repeat_itself_further_down():
         BODY.replace("if total > limit", "while total > limit or row"),
     ],
 )
-def test_fewer_than_six_lines_or_another_shape_are_no_pair(other):
+def test_fewer_than_six_lines_or_another_shape_are_not_a_pair(other):
     assert find_repeats({"a.py": BODY, "b.py": other}) == {}
 
 
@@ -100,6 +100,6 @@ def test_lines_in_more_than_eight_places_are_a_convention():
     assert find_repeats({f"{n}.py": BODY for n in range(9)}) == {}
 
 
-def test_field_lists_with_different_names_are_no_pair():
+def test_field_lists_with_different_names_are_not_a_pair():
     fields = "".join(f"    first_{n}: int,\n" for n in range(6))
     assert find_repeats({"a.py": fields, "b.py": fields.replace("first", "second")}) == {}

@@ -1,7 +1,7 @@
 """The package imports, trains a layer and runs `te` without the modules and functions that Windows lacks.
 
 Python's own modules choose their implementation by `os.name`, which therefore stays "posix" here: `store.py`, which
-reads it, has a test of its own. torch is imported first, because it loads DLLs under `sys.platform == "win32"`.
+reads it, has another test. torch is imported first, because it loads DLLs under `sys.platform == "win32"`.
 """
 
 from __future__ import annotations
