@@ -181,7 +181,8 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         fuser: Any = self.__dict__.get("_own_fuser")
         if fuser is None or fuser._basic_ops != members or fuser.channels != self._channels:
             fuser = type(self)._fuser([self], self._channels)
-            object.__setattr__(self, "_own_fuser", fuser)
+            if not torch.compiler.is_compiling():  # checkpoints in a graph forbid side effects
+                object.__setattr__(self, "_own_fuser", fuser)
         return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
     def connect(self, channels: frozenset[str]) -> None:
@@ -227,6 +228,8 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
 
     # Another number after each write to an attribute; parameters and `training` are compared by themselves.
     _revision: int = 0
+    # Whether a tracing compiler has executed `pre_first_fuser_forward`.
+    _initialized_while_tracing: bool = False
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)

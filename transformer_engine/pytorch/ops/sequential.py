@@ -159,7 +159,10 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                     op.connect(NO_CHANNELS)
                 module = OperationFuser(group, channels)
             parts.append(ChainPart(module, group_ops, channels))
-        self._cached_parts = _Parts(modules, operations, fusible, with_basic_operations(operations), parts)
+        if not torch.compiler.is_compiling():  # checkpoints in a graph forbid side effects
+            self._cached_parts = _Parts(
+                modules, operations, fusible, with_basic_operations(operations), parts
+            )
         return parts
 
     @property
