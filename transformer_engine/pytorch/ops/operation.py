@@ -241,15 +241,17 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._owned:
-            setattr(self._owner, name, value)
+            self._set_lent_parameter(name, value)
             return
         super().__setattr__(name, value)
         if name != "training" and not isinstance(value, Tensor):
             object.__setattr__(self, "_revision", next(_revisions))
 
     def __delattr__(self, name: str) -> None:
+        is_tensor = isinstance(self.__dict__.get(name), Tensor)
         super().__delattr__(name)
-        object.__setattr__(self, "_revision", next(_revisions))
+        if not is_tensor:
+            object.__setattr__(self, "_revision", next(_revisions))
 
     def own_tensors(self) -> list[Tensor]:
         """Return the tensors that the operation reads as its parameters, in gradient order.
