@@ -274,7 +274,7 @@ class OperationFuser:
             links=self._links,
             fused=(fusions.forward, fusions.backward),
             first=first,
-            parameters=list(map(len, parameters)),
+            parameter_shapes=[[tensor.shape for tensor in group] for group in parameters],
             options=options,
             state=state,
         )
