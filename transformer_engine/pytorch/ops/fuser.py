@@ -3,31 +3,31 @@
 A chain is a list of consecutive operations in a `Sequential`, or a single operation that is called by itself. There are
 two ways to run it:
 
-- **Prepared**: as one forward and one backward pass, in which a kernel may compute several operations or quantize its
-  result for the next one (`chain.py`, `passes/patterns.py`). The passes are prepared once per key, which describes the
-  shapes, dtypes and settings of a call (`call_key.py`); later calls with the same key reuse them (`prepared_chain.py`).
-- **In segments**: consecutive operations whose passes are this package's run as one segment. An operation whose methods
+- **Prepared** (`_find_chain`): one forward and one backward pass, in which a kernel may compute several operations or
+  quantize its result for the next one. The passes are built once per key, which describes the shapes, dtypes and
+  settings of a call (`call_key.py`); later calls with the same key reuse them (`prepared_chain.py`).
+- **In segments** (`_run_segments`): consecutive operations of this package form a segment. An operation whose methods
   a user wrote runs by these methods, as a segment of its own (`chain_run.py`).
 
 A call runs in segments if one of these conditions holds:
 
 - A user wrote the methods of an operation or a `FusedOperation` in the chain, or channels connect operations.
-- The call has keyword arguments, or `torch.compile` traces it. Tracing writes no attribute, because higher-order
-  operators such as checkpoints raise an error for side effects.
+- The call has keyword arguments.
+- `torch.compile` traces the call. Tracing writes no attribute, because higher-order operators such as checkpoints
+  raise an error for side effects.
 - The call repeats a forward pass under delayed scaling, as checkpoints do.
 - A backend is forced (`te.use_backend`), or an observer reads the choices (`te.explain`).
 
-This file does not decide what a kernel computes together. `passes/patterns.py` lists the pairs of operations that one
-kernel computes. `chain.py` decides which kernel quantizes its result for the next operation, from `input_request`,
-`gradient_request` and `casts_output` of `passes/*.py`.
+What a kernel computes together is decided elsewhere: `passes/patterns.py` lists pairs of operations, and `chain.py`
+chooses the kernel that quantizes a result for the next operation.
 
-Registered fusion functions replace operations by `FusedOperation`s. The `FusedOperation`s of this package
-(`fused/operations.py`) compute nothing: they describe these decisions to tests and other libraries, which read the
-attributes `_forward_ops` and `_backward_ops`. A `FusedOperation` that a user wrote runs by its own methods.
+Registered fusion functions replace operations by `FusedOperation`s. A `FusedOperation` that a user wrote runs by its
+own methods. Those of this package (`fused/operations.py`) compute nothing: they describe the fused kernels to tests and
+other libraries, which read `_forward_ops` and `_backward_ops`.
 
 `first`, in this file and others, is the index of the first basic operation that the backward pass reaches: the first
-one with an input or a parameter that requires a gradient. It is the number of basic operations if no tensor requires
-a gradient, or if gradients are disabled.
+one with an input or a parameter that requires a gradient. Without such an operation, or with gradients disabled, it is
+the number of basic operations.
 """
 
 from __future__ import annotations
@@ -101,50 +101,13 @@ class OperationFuser:
             has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
         )
         self._keys = CallKeys(self._basic_ops)
-        # Prepared chains by key, valid for the fusion functions `_registered`; None for calls that need segments.
+        # Prepared chains by key; None for calls that need segments.
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
+        # The registered fusion functions for which `_prepared` is valid.
         self._registered = self._copy_registrations()
         self._applied_recipe = NOT_APPLIED
         # Autocast state in the last call without gradients; see `_use_recipe`.
         self._state_without_gradients: AutocastState | None = None
-
-    def _copy_registrations(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
-        """Return the registered fusion functions: for both passes, which are applied first, forward and backward."""
-        return (
-            list(self.forward_backward_fusion_functions),
-            list(self.forward_fusion_functions),
-            list(self.backward_fusion_functions),
-        )
-
-    @property
-    def _forward_ops(self) -> Fused:
-        """Operations in the forward pass of the last call, after the registered fusion functions."""
-        return self._fusions.forward
-
-    @property
-    def _backward_ops(self) -> Fused:
-        """Operations in the backward pass of the last call, after the registered fusion functions."""
-        return self._fusions.backward
-
-    @property
-    def first_op_requiring_backward(self) -> int:
-        """`first` in the last call; see the header of this file."""
-        return self._fusions.first
-
-    @property
-    def recipe_type(self) -> type[Recipe] | None:
-        """Recipe class in the last call; None without a recipe."""
-        return self._fusions.recipe_type
-
-    @property
-    def _basic_op_params(self) -> list[list[Any]]:
-        """Parameters by basic operation."""
-        return [op.own_tensors() for op in self._basic_ops]
-
-    @property
-    def _flat_basic_op_params(self) -> list[Any]:
-        """All parameters in one list."""
-        return [parameter for parameters in self._basic_op_params for parameter in parameters]
 
     def __call__(
         self,
@@ -190,6 +153,7 @@ class OperationFuser:
     def _check_inputs(
         self, x: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]] | None
     ) -> None:
+        """Raise an error for a main input that is not a tensor, and for too few or too many other arguments."""
         if len(extra_inputs) != self.num_extra_inputs:
             raise extra_inputs_error(len(extra_inputs), self._basic_ops)
         if type(x) is not Tensor:
@@ -203,16 +167,16 @@ class OperationFuser:
     def _find_chain(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> tuple[PreparedChain | None, list[Any]]:
-        """Return the prepared chain for this call, and the chain's inputs.
+        """Prepared chain for this call, which the first call with a key builds, and the chain's inputs.
 
-        The chain is None if the call must run in segments. It is prepared here if no earlier call had the same key.
+        The chain is None if the call must run in segments.
         """
         thread = eager_thread_state()
         self._use_recipe(thread.state)
         recomputes = self._applied_recipe.stateful and (thread.recomputes or is_backward_pass())
         if recomputes or interventions:  # backends are forced or observed: their choice is not cached
             return None, []
-        registered = (
+        registered = (  # the lists themselves: each warm call compares them
             self.forward_backward_fusion_functions,
             self.forward_fusion_functions,
             self.backward_fusion_functions,
@@ -227,10 +191,7 @@ class OperationFuser:
         return chain, inputs
 
     def _use_recipe(self, state: AutocastState) -> None:
-        """Apply the active recipe to the operations, unless `_applied_recipe` records that it is applied already.
-
-        `_run_segments` applies the recipe without a record. The record stays correct, because `is_current` also
-        compares the recipes that the operations use.
+        """Apply the active recipe to the operations, unless `_applied_recipe` shows that they use it already.
 
         Raises:
             RuntimeError: A reentrant checkpoint of another library runs the chain again under
@@ -255,10 +216,31 @@ class OperationFuser:
             pools=delayed_scaling.registry.pools,
         )
 
+    def _build_chain(
+        self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
+    ) -> PreparedChain | None:
+        """Prepare a chain and store it under a key; None if a user's fused operation must run by its own methods."""
+        check_parameters(self._basic_ops)
+        parameters = self._basic_op_params
+        first = self._first_requiring_backward(x, parameters, extra_inputs)
+        chain = build_chain(
+            self._basic_ops,
+            self._find_fusions(first, state),
+            first,
+            x,
+            self._links.by_operation(extra_inputs),
+            parameters,
+            updates_scales=state.enabled and self._applied_recipe.stateful,
+        )
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        self._prepared[key] = chain
+        return chain
+
     def _run_segments(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
     ) -> Any:
-        """Run a call that cannot be prepared, for a reason listed in the header of this file."""
+        """Run a call that cannot be prepared; the header of this file lists the reasons."""
         options = [{} for _ in self._basic_ops] if basic_op_kwargs is None else basic_op_kwargs
         check_parameters(self._basic_ops)
         state = current()
@@ -286,31 +268,10 @@ class OperationFuser:
             results = call.forward(x, extra_inputs)[0]
         return results if len(results) > 1 else results[0]
 
-    def _build_chain(
-        self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
-    ) -> PreparedChain | None:
-        """Prepare a chain and store it under a key; None if a user's fused operation must run by its own methods."""
-        check_parameters(self._basic_ops)
-        parameters = self._basic_op_params
-        first = self._first_requiring_backward(x, parameters, extra_inputs)
-        chain = build_chain(
-            self._basic_ops,
-            self._find_fusions(first, state),
-            first,
-            x,
-            self._links.by_operation(extra_inputs),
-            parameters,
-            updates_scales=state.enabled and self._applied_recipe.stateful,
-        )
-        if len(self._prepared) >= _MAX_PREPARED:
-            self._prepared.clear()
-        self._prepared[key] = chain
-        return chain
-
     def _first_requiring_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
     ) -> int:
-        """Return `first`; see the header of this file."""
+        """Compute `first`; see the header of this file."""
         if not torch.is_grad_enabled():
             return self._num_basic_ops
         if x.requires_grad:
@@ -326,7 +287,7 @@ class OperationFuser:
         """Apply the registered fusion functions, unless recipe, functions and `first` are as in the last call.
 
         Recipes are equal here if their class, history length and backward override are equal: fusion functions may
-        read these. The results for operations of this package are descriptions; see the header of this file.
+        read these.
         """
         recipe = state.recipe if state.enabled else None
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
@@ -346,11 +307,47 @@ class OperationFuser:
             recipe_type=recipe_type,
             key=key,
         )
-        if (
-            not torch.compiler.is_compiling()
-        ):  # higher-order operators, such as checkpoints, forbid side effects
+        if not torch.compiler.is_compiling():  # a checkpoint in a graph forbids side effects
             self._fusions = fusions
         return fusions
+
+    def _copy_registrations(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
+        """Copies of the lists of fusion functions: for both passes, for forward and for backward passes."""
+        return (
+            list(self.forward_backward_fusion_functions),
+            list(self.forward_fusion_functions),
+            list(self.backward_fusion_functions),
+        )
+
+    @property
+    def _forward_ops(self) -> Fused:
+        """Operations in the forward pass of the last call, after the registered fusion functions."""
+        return self._fusions.forward
+
+    @property
+    def _backward_ops(self) -> Fused:
+        """Operations in the backward pass of the last call, after the registered fusion functions."""
+        return self._fusions.backward
+
+    @property
+    def first_op_requiring_backward(self) -> int:
+        """`first` in the last call; see the header of this file."""
+        return self._fusions.first
+
+    @property
+    def recipe_type(self) -> type[Recipe] | None:
+        """Recipe class in the last call; None without a recipe."""
+        return self._fusions.recipe_type
+
+    @property
+    def _basic_op_params(self) -> list[list[Any]]:
+        """Parameters by basic operation."""
+        return [op.own_tensors() for op in self._basic_ops]
+
+    @property
+    def _flat_basic_op_params(self) -> list[Any]:
+        """All parameters in one list."""
+        return [parameter for parameters in self._basic_op_params for parameter in parameters]
 
 
 def _initialize(ops: Sequence[FusibleOperation]) -> None:
