@@ -166,7 +166,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def _module_groups(self) -> list[OperationFuser | torch.nn.Module] | None:
         """The modules of the parts in order, for inspection, under the name in NVIDIA's Transformer Engine.
 
-        None before the first forward pass, and after a change of modules until the next forward pass.
+        None before the first forward pass in eager mode, and after a change of modules until the next one.
         """
         if self._cached_parts is None or self._cached_parts.modules != list(self._modules.values()):
             return None
