@@ -167,7 +167,7 @@ def check_compiled(described: list[Any], name: str, backend: str) -> None:
             for _ in range(3 if name == "delayed" else 1):
                 context = te.autocast(enabled=recipe is not None, recipe=recipe)
                 seen += gradients(run, chain, x, extra, context)
-            every = [op for group in chain._module_groups for op in group._basic_ops]
+            every = [op for module in chain for op in module.basic_operations()]
             metas = [op._save_fp8_metas() for op in every]
             seen.append(
                 [part for meta in metas for states in meta.values() for state in states for part in state]

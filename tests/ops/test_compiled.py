@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import transformer_engine.pytorch as te
 from tests.support.layers import RECIPES
@@ -190,3 +192,68 @@ def test_a_replayed_graph_equals_eager_calls(name, emulated, monkeypatch):
     assert rerun.recordings
     for ours, theirs in zip(actual, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Offset(ops.BasicOperation):
+    """A user's operation, which allocates its offset before its first forward pass."""
+
+    allocations = 0
+
+    def pre_first_fuser_forward(self) -> None:
+        self.allocations += 1
+        self.offset = torch.full((64,), float(self.allocations), device=PLACE["device"])
+
+    def op_forward(self, ctx, input_, **options):
+        return input_ + self.offset
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output, ()
+
+
+CHECKPOINTED = {
+    "chain": lambda: ops.Sequential(ops.LayerNorm(64, **PLACE), ops.Linear(64, 64, **PLACE), ops.GELU()),
+    "operation": lambda: ops.Linear(64, 64, **PLACE),
+    "parts": lambda: ops.Sequential(ops.Linear(64, 64, **PLACE), torch.nn.ReLU(), ops.Bias(64, **PLACE)),
+    "user": lambda: ops.Sequential(Offset(), ops.Linear(64, 64, **PLACE)),
+    "module": lambda: te.LayerNormLinear(64, 64, params_dtype=torch.float32, device=PLACE["device"]),
+}
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("name", list(CHECKPOINTED))
+def test_a_compiled_checkpoint_has_the_bits_of_eager_mode(name: str, called_before: bool):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = CHECKPOINTED[name]()
+    reference = copy.deepcopy(module)
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).to(PLACE["device"])
+    if called_before:
+        with torch.no_grad():  # the chain caches fusions without a backward pass
+            module(x)
+
+    def run(y: torch.Tensor) -> torch.Tensor:
+        return checkpoint(module, y, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+    seen: list[list[torch.Tensor]] = []
+    for call, owner in (
+        (torch.compile(run, backend="aot_eager", fullgraph=True), module),
+        (reference, reference),
+    ):
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        y.square().sum().backward()
+        assert leaf.grad is not None
+        seen.append([y.detach(), leaf.grad, *[p.grad for p in owner.parameters() if p.grad is not None]])
+    assert len(seen[0]) > 2
+    for compiled, eager in zip(*seen, strict=True):
+        assert torch.equal(compiled, eager)
+
+
+def test_tracing_runs_a_users_first_forward_method_once():
+    torch._dynamo.reset()
+    module = ops.Sequential(Offset(), ops.ReLU())
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 64, device=PLACE["device"])
+    outputs = [run(x) for run in (compiled, compiled, module)]
+    assert module[0].allocations == 1
+    assert all(torch.equal(y, (x + 1).relu()) for y in outputs)

@@ -355,3 +355,29 @@ def test_fully_sharded_1_saves_parameters_by_name(wrapped: tuple[type, ...], use
         {key.replace("._checkpoint", ""): value for key, value in state.items()}, strict=False
     )
     torch.testing.assert_close(source(x), expected)
+
+
+def test_functional_call_accepts_both_kinds_of_names():
+    chain = mlp()
+    parameters, x = dict(chain.named_parameters()), sample_input()
+    chain(x)
+    prepared = len(chain._module_groups[0]._prepared)  # pyright: ignore
+    seen: list[list[torch.Tensor]] = []
+    for values in (parameters, chain.state_dict()):
+        doubled = {
+            key: (2 * value).detach().requires_grad_() if value.is_floating_point() else value
+            for key, value in values.items()
+        }
+        for _ in range(2):
+            y = torch.func.functional_call(chain, doubled, (x,))
+            y.square().sum().backward()
+        gradients = [value.grad for value in doubled.values() if value.is_floating_point()]
+        assert all(gradient is not None for gradient in gradients)
+        seen.append([y.detach(), *gradients])  # pyright: ignore
+        after = dict(chain.named_parameters())
+        assert list(after) == list(parameters) and all(after[key] is parameters[key] for key in after)
+    assert len(seen[0]) == 1 + len(parameters)
+    for by_parameter, by_state in zip(*seen, strict=True):
+        assert torch.equal(by_parameter, by_state)
+    assert not torch.equal(seen[0][0], chain(x))
+    assert len(chain._module_groups[0]._prepared) == prepared + 1  # pyright: ignore

@@ -122,6 +122,64 @@ def test_wrong_operation_return_values_are_named(message):
         run(WRONG[message])
 
 
+class WithWeight(Returning):
+    """A user's operation with one parameter [32]."""
+
+    def __init__(self, backward: Any) -> None:
+        super().__init__(None, backward)
+        self.weight = torch.nn.Parameter(torch.ones(32))
+
+
+class Fused(ops.FusedOperation):
+    """A user's backward pass for a Linear of this package."""
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **options: Any) -> Any:
+        return grad_output[:1], [(None,), (None,)], [(), ()]
+
+
+WRONG_GRADIENTS = {
+    r"Returning.op_backward returned a tensor \[1, 32\] as the gradient of the input; return a tensor \[8, 32\]": (
+        Returning(None, lambda dy: (dy[:1], ()))
+    ),
+    r"WithWeight.op_backward returned a tensor \[16\] as the gradient of parameter 0 of WithWeight; return .* \[32\]": (
+        WithWeight(lambda dy: (dy, (dy[0, :16],)))
+    ),
+    r"ReturningExtra.fuser_backward returned a tensor \[3\] as the gradient of extra input 0 of ReturningExtra": (
+        ReturningExtra(None, lambda dy: (dy, [()], [(torch.ones(3),)]))
+    ),
+    r"op_backward returned a tensor of torch.int64 as the gradient of the input; return a floating-point tensor": (
+        Returning(None, lambda dy: (dy.long(), ()))
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_GRADIENTS)
+def test_gradients_of_wrong_shape_or_dtype_name_the_operation(message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        run(WRONG_GRADIENTS[message])
+
+
+def test_a_gradient_of_wrong_shape_from_a_fusion_of_the_backward_pass_is_named():
+    def fusion(given: list[Any], *, recipe: Any) -> list[Any]:
+        return [given[0], Fused(given[1:3])]
+
+    ops.register_backward_fusion(fusion)
+    try:
+        chain = ops.Sequential(ops.Bias(32), ops.Linear(32, 32, dtype=torch.float32))
+        with pytest.raises(
+            ValueError, match=r"Fused.fuser_backward returned a tensor \[1, 32\] .* the input"
+        ):
+            chain(sample()).sum().backward()
+    finally:
+        OperationFuser.backward_fusion_functions.remove(fusion)
+
+
+def test_autograd_sums_a_broadcast_gradient_of_a_parameter():
+    op = WithWeight(lambda dy: (dy, (dy,)))
+    ops.Sequential(ops.Bias(32), op)(sample()).sum().backward()
+    assert op.weight.grad is not None and torch.equal(op.weight.grad, torch.full_like(op.weight, 8.0))
+
+
 @pytest.mark.parametrize("value", [None, 3, [1, 2], [torch.nn.ReLU()]], ids=["None", "int", "ints", "module"])
 def test_wrong_fusion_return_values_are_named(value):
     def fusion(given, *, recipe):

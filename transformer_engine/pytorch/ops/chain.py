@@ -104,6 +104,7 @@ def build_passes(
             extra_tensors=tuple(extra_inputs[i]),
             options=options[i],
         )
+        ctx._input_shapes = (facts.shape, *[extra.shape for extra in call.extra])
         op_passes, facts = op.passes(facts, call)
         passes.append(op_passes)
         parameters.append(list(op.pass_parameters().values()))

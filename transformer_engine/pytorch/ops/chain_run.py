@@ -26,7 +26,7 @@ from .links import Links, share_memory
 from .operation import BasicOperation, FusibleOperation, OperationContext
 from .pass_operation import PassOperation, has_backward_pass, has_forward_pass
 from .shard_places import places_of_shards
-from .user_results import backward_results, forward_results
+from .user_results import backward_results, check_gradients, forward_results
 
 # Operations in order, each with the indices that its basic operations have in the chain.
 Fused = list[tuple[FusibleOperation, list[int]]]
@@ -56,7 +56,7 @@ class ChainRun:
         links: Their extra inputs and outputs.
         fused: The operations in the forward and in the backward pass, after the registered fusion functions.
         first: Index of the first operation that the backward pass reaches.
-        parameters: Parameter count by operation.
+        parameter_shapes: Shapes of the parameters by operation.
         options: Keyword arguments by operation.
         state: The autocast state.
 
@@ -70,7 +70,7 @@ class ChainRun:
         links: Links,
         fused: tuple[Fused, Fused],
         first: int,
-        parameters: list[int],
+        parameter_shapes: list[list[torch.Size]],
         options: Sequence[dict[str, Any]],
         state: AutocastState,
     ) -> None:
@@ -81,7 +81,8 @@ class ChainRun:
             )
         self.basic_ops, self.links = basic_ops, links
         self.forward_ops, self.backward_ops = fused
-        self.first, self.parameters, self.options, self.state = first, parameters, options, state
+        self.first, self.parameter_shapes = first, parameter_shapes
+        self.options, self.state = options, state
         self.contexts: list[OperationContext] = []
         # {operation index: user's fused operation that replaces it in the backward pass}
         self._own_backward = {
@@ -141,6 +142,12 @@ class ChainRun:
             *[tensor for extra in received for tensor in extra],
         ]
         _keep_storage(tensors)
+        for i, extra in zip(indices, received, strict=True):
+            of_input = tuple(x.shape) if i == indices[0] else None
+            self.contexts[i]._input_shapes = (
+                of_input,
+                *[None if y is None else tuple(y.shape) for y in extra],
+            )
         returned = op.fuser_forward(
             [self.contexts[i] for i in indices],
             x,
@@ -209,7 +216,7 @@ class ChainRun:
         count = len(self.basic_ops)
         contexts = _restore_contexts(self.contexts, saved)
         del saved  # the contexts own the tensors from here on
-        parameters: list[tuple[Any, ...]] = [(None,) * n for n in self.parameters]
+        parameters: list[tuple[Any, ...]] = [(None,) * len(shapes) for shapes in self.parameter_shapes]
         extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
         by_slot = dict(zip(self.links.public_outputs, grad_extra, strict=True))
         dy: Any = grad_output
@@ -231,12 +238,20 @@ class ChainRun:
                 returned = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=grads)
                 members = [self.basic_ops[i] for i in indices]
                 dy, parameter_grads, extra = backward_results(op, members, returned, indices[0] > self.first)
+                check_gradients(
+                    op,
+                    (dy, parameter_grads, extra),
+                    [ctx._input_shapes for ctx in ctxs],
+                    [self.parameter_shapes[i] for i in indices],
+                    is_first=indices[0] == 0,
+                )
             for i, of_parameters, of_inputs in zip(indices, parameter_grads, extra, strict=True):
                 parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(map(_return_result, of_inputs))
-                if len(parameters[i]) != self.parameters[i]:
+                expected_count = len(self.parameter_shapes[i])
+                if len(parameters[i]) != expected_count:
                     raise RuntimeError(
                         f"the backward pass of {type(self.basic_ops[i]).__name__} returned {len(parameters[i])} "
-                        f"parameter gradients for {self.parameters[i]} parameters; return one for each parameter, None "
+                        f"parameter gradients for {expected_count} parameters; return one for each parameter, None "
                         "where there is none"
                     )
                 contexts[i].saved_tensors = None
@@ -326,7 +341,7 @@ class SegmentedChain(Function):
 
     @staticmethod
     def forward(ctx, x, call, *tensors):
-        count = sum(call.parameters)
+        count = sum(map(len, call.parameter_shapes))
         results, saved = call.forward(x, tensors[count:])
         keep(ctx, saved)
         ctx.call = call

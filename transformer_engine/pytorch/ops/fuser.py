@@ -3,30 +3,31 @@
 A chain is a list of consecutive operations in a `Sequential`, or a single operation that is called by itself. There are
 two ways to run it:
 
-- **Prepared**: as one forward and one backward pass, in which a kernel may compute several operations or quantize its
-  result for the next one (`chain.py`, `passes/patterns.py`). The passes are prepared once per key, which describes the
-  shapes, dtypes and settings of a call (`call_key.py`); later calls with the same key reuse them (`prepared_chain.py`).
-- **In segments**: consecutive operations whose passes are this package's run as one segment. An operation whose methods
+- **Prepared** (`_find_chain`): one forward and one backward pass, in which a kernel may compute several operations or
+  quantize its result for the next one. The passes are built once per key, which describes the shapes, dtypes and
+  settings of a call (`call_key.py`); later calls with the same key reuse them (`prepared_chain.py`).
+- **In segments** (`_run_segments`): consecutive operations of this package form a segment. An operation whose methods
   a user wrote runs by these methods, as a segment of its own (`chain_run.py`).
 
 A call runs in segments if one of these conditions holds:
 
 - A user wrote the methods of an operation or a `FusedOperation` in the chain, or channels connect operations.
-- The call has keyword arguments, or `torch.compile` traces it.
+- The call has keyword arguments.
+- `torch.compile` traces the call. Tracing writes no attribute, because higher-order operators such as checkpoints
+  raise an error for side effects.
 - The call repeats a forward pass under delayed scaling, as checkpoints do.
 - A backend is forced (`te.use_backend`), or an observer reads the choices (`te.explain`).
 
-This file does not decide what a kernel computes together. `passes/patterns.py` lists the pairs of operations that one
-kernel computes. `chain.py` decides which kernel quantizes its result for the next operation, from `input_request`,
-`gradient_request` and `casts_output` of `passes/*.py`.
+What a kernel computes together is decided elsewhere: `passes/patterns.py` lists pairs of operations, and `chain.py`
+chooses the kernel that quantizes a result for the next operation.
 
-Registered fusion functions replace operations by `FusedOperation`s. The `FusedOperation`s of this package
-(`fused/operations.py`) compute nothing: they describe these decisions to tests and other libraries, which read the
-attributes `_forward_ops` and `_backward_ops`. A `FusedOperation` that a user wrote runs by its own methods.
+Registered fusion functions replace operations by `FusedOperation`s. A `FusedOperation` that a user wrote runs by its
+own methods. Those of this package (`fused/operations.py`) compute nothing: they describe the fused kernels to tests and
+other libraries, which read `_forward_ops` and `_backward_ops`.
 
 `first`, in this file and others, is the index of the first basic operation that the backward pass reaches: the first
-one with an input or a parameter that requires a gradient. It is the number of basic operations if no tensor requires
-a gradient, or if gradients are disabled.
+one with an input or a parameter that requires a gradient. Without such an operation, or with gradients disabled, it is
+the number of basic operations.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ from ..functions.scale_update import is_backward_pass
 from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.autograd import check_transforms
+from ..runtime.tracing import constant_while_tracing
 from .applied_recipe import NOT_APPLIED, AppliedRecipe, apply_recipe, distinct_while_tracing
 from .call_key import CallKeys
 from .chain_run import ChainRun, Fused, SegmentedChain
 from .lent_parameters import are_parametrized
 from .links import Links, check_tensor, extra_inputs_error
-from .operation import BasicOperation, FusibleOperation
+from .operation import BasicOperation, FusedOperation, FusibleOperation
 from .parts import NO_CHANNELS
-from .pass_operation import check_parameters, has_backward_pass, has_forward_pass
+from .pass_operation import PassOperation, check_parameters, has_backward_pass, has_forward_pass
 from .prepared_chain import Fusions, PreparedChain, build_chain
+from .recipe_slots import operations_by_name
 from .user_results import apply_fusions
 
 _MAX_PREPARED = 64  # prepared chains per fuser; a full cache is cleared, as shapes may vary
@@ -70,8 +73,6 @@ class OperationFuser:
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller passes.
-        first_op_requiring_backward: `first` in the last call.
-        recipe_type: Active recipe class; None without one.
         forward_fusion_functions: Functions from `register_forward_fusion`.
         backward_fusion_functions: Functions from `register_backward_fusion`.
         forward_backward_fusion_functions: Functions from `register_forward_backward_fusion`.
@@ -87,46 +88,26 @@ class OperationFuser:
         self.channels = channels
         self._links = Links(self._basic_ops, channels)
         self.num_extra_inputs: int = len(self._links.public_inputs)
-        for op in self._basic_ops:
-            # Not `op._captured_by_fuser = True`, which would change `_revision` and thereby the key of later calls.
-            object.__setattr__(op, "_captured_by_fuser", True)
+        if not torch.compiler.is_compiling():  # a fuser that is created in a graph ends with the trace
+            for op in self._basic_ops:
+                # Not `op._captured_by_fuser = True`, which would change `_revision` and thereby the key of later calls.
+                object.__setattr__(op, "_captured_by_fuser", True)
         # Operations whose `pre_first_fuser_forward` has not run yet.
         self._uninitialized: Sequence[FusibleOperation] = list(ops)
-        # Results from the fusion functions, and the key (`_apply_registered_fusions`) that they were computed for.
-        self._forward_ops: Fused = []
-        self._backward_ops: Fused = []
-        self.first_op_requiring_backward = 0
-        self.recipe_type: type[Recipe] | None = None
-        self._fusions_key: Any = None
+        # Results of the fusion functions in the last call.
+        self._fusions = Fusions([], [], 0, None, None)
         # Whether calls may be prepared: no channels, and all passes are this package's.
         self._can_prepare = not self._links.has_channels and all(
             has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
         )
         self._keys = CallKeys(self._basic_ops)
-        # Prepared chains by key, valid for the fusion functions `_registered`; None for calls that need segments.
+        # Prepared chains by key; None for calls that need segments.
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
+        # The registered fusion functions for which `_prepared` is valid.
         self._registered = self._copy_registrations()
         self._applied_recipe = NOT_APPLIED
         # Autocast state in the last call without gradients; see `_use_recipe`.
         self._state_without_gradients: AutocastState | None = None
-
-    def _copy_registrations(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
-        """Return the registered fusion functions: for both passes, which are applied first, forward and backward."""
-        return (
-            list(self.forward_backward_fusion_functions),
-            list(self.forward_fusion_functions),
-            list(self.backward_fusion_functions),
-        )
-
-    @property
-    def _basic_op_params(self) -> list[list[Any]]:
-        """Parameters by basic operation."""
-        return [op.own_tensors() for op in self._basic_ops]
-
-    @property
-    def _flat_basic_op_params(self) -> list[Any]:
-        """All parameters in one list."""
-        return [parameter for parameters in self._basic_op_params for parameter in parameters]
 
     def __call__(
         self,
@@ -156,13 +137,14 @@ class OperationFuser:
         self._check_inputs(input, extra_inputs, basic_op_kwargs)
         if extra_inputs:
             extra_inputs = self._links.check_inputs(input, extra_inputs)
-        for op in self._uninitialized:
-            op.pre_first_fuser_forward()
-        self._uninitialized = ()
+        if self._uninitialized:
+            _initialize(self._uninitialized)
+            if not torch.compiler.is_compiling():
+                self._uninitialized = ()
         if self._can_prepare and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
             chain, inputs = self._find_chain(input, extra_inputs)
             if chain is not None:
-                self._set_inspected_attributes(chain)
+                self._fusions = chain.fusions
                 for check in chain.checks:  # `pre_fuser_forward` for operations that override it
                     check()
                 return chain(inputs)
@@ -171,6 +153,7 @@ class OperationFuser:
     def _check_inputs(
         self, x: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]] | None
     ) -> None:
+        """Raise an error for a main input that is not a tensor, and for too few or too many other arguments."""
         if len(extra_inputs) != self.num_extra_inputs:
             raise extra_inputs_error(len(extra_inputs), self._basic_ops)
         if type(x) is not Tensor:
@@ -184,16 +167,16 @@ class OperationFuser:
     def _find_chain(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> tuple[PreparedChain | None, list[Any]]:
-        """Return the prepared chain for this call, and the chain's inputs.
+        """Prepared chain for this call, which the first call with a key builds, and the chain's inputs.
 
-        The chain is None if the call must run in segments. It is prepared here if no earlier call had the same key.
+        The chain is None if the call must run in segments.
         """
         thread = eager_thread_state()
         self._use_recipe(thread.state)
         recomputes = self._applied_recipe.stateful and (thread.recomputes or is_backward_pass())
         if recomputes or interventions:  # backends are forced or observed: their choice is not cached
             return None, []
-        registered = (
+        registered = (  # the lists themselves: each warm call compares them
             self.forward_backward_fusion_functions,
             self.forward_fusion_functions,
             self.backward_fusion_functions,
@@ -208,10 +191,7 @@ class OperationFuser:
         return chain, inputs
 
     def _use_recipe(self, state: AutocastState) -> None:
-        """Apply the active recipe to the operations, unless `_applied_recipe` records that it is applied already.
-
-        `_run_segments` applies the recipe without a record. The record stays correct, because `is_current` also
-        compares the recipes that the operations use.
+        """Apply the active recipe to the operations, unless `_applied_recipe` shows that they use it already.
 
         Raises:
             RuntimeError: A reentrant checkpoint of another library runs the chain again under
@@ -236,45 +216,6 @@ class OperationFuser:
             pools=delayed_scaling.registry.pools,
         )
 
-    def _set_inspected_attributes(self, chain: PreparedChain) -> None:
-        """Copy the prepared chain's fusions to the attributes that tests and other libraries read after a call."""
-        if chain.fusions.key is self._fusions_key:
-            return
-        self._forward_ops, self._backward_ops = chain.fusions.forward, chain.fusions.backward
-        self.recipe_type, self._fusions_key = chain.fusions.recipe_type, chain.fusions.key
-        self.first_op_requiring_backward = chain.first
-
-    def _run_segments(
-        self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
-    ) -> Any:
-        """Run a call that cannot be prepared, for a reason listed in the header of this file."""
-        options = [{} for _ in self._basic_ops] if basic_op_kwargs is None else basic_op_kwargs
-        check_parameters(self._basic_ops)
-        state = current()
-        apply_recipe(self._basic_ops, state)
-        parameters = self._basic_op_params
-        first = self._first_requiring_backward(x, parameters, extra_inputs)
-        self._apply_registered_fusions(first, state)
-        for op, indices in self._forward_ops:
-            op.pre_fuser_forward(requires_grad=indices[-1] >= first)
-        flat = [parameter for group in parameters for parameter in group]
-        call = ChainRun(
-            basic_ops=self._basic_ops,
-            links=self._links,
-            fused=(self._forward_ops, self._backward_ops),
-            first=first,
-            parameters=list(map(len, parameters)),
-            options=options,
-            state=state,
-        )
-        if first < self._num_basic_ops:
-            x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
-            results: Any = SegmentedChain.apply(x, call, *tensors)
-        else:
-            check_transforms(SegmentedChain.OPERATION, x, flat, extra_inputs)
-            results = call.forward(x, extra_inputs)[0]
-        return results if len(results) > 1 else results[0]
-
     def _build_chain(
         self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> PreparedChain | None:
@@ -282,10 +223,9 @@ class OperationFuser:
         check_parameters(self._basic_ops)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
-        self._apply_registered_fusions(first, state)
         chain = build_chain(
             self._basic_ops,
-            Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fusions_key),
+            self._find_fusions(first, state),
             first,
             x,
             self._links.by_operation(extra_inputs),
@@ -297,10 +237,41 @@ class OperationFuser:
         self._prepared[key] = chain
         return chain
 
+    def _run_segments(
+        self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
+    ) -> Any:
+        """Run a call that cannot be prepared; the header of this file lists the reasons."""
+        options = [{} for _ in self._basic_ops] if basic_op_kwargs is None else basic_op_kwargs
+        check_parameters(self._basic_ops)
+        state = current()
+        apply_recipe(self._basic_ops, state)
+        parameters = self._basic_op_params
+        first = self._first_requiring_backward(x, parameters, extra_inputs)
+        fusions = self._find_fusions(first, state)
+        for op, indices in fusions.forward:
+            op.pre_fuser_forward(requires_grad=indices[-1] >= first)
+        flat = [parameter for group in parameters for parameter in group]
+        call = ChainRun(
+            basic_ops=self._basic_ops,
+            links=self._links,
+            fused=(fusions.forward, fusions.backward),
+            first=first,
+            parameter_shapes=[[tensor.shape for tensor in group] for group in parameters],
+            options=options,
+            state=state,
+        )
+        if first < self._num_basic_ops:
+            x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
+            results: Any = SegmentedChain.apply(x, call, *tensors)
+        else:
+            check_transforms(SegmentedChain.OPERATION, x, flat, extra_inputs)
+            results = call.forward(x, extra_inputs)[0]
+        return results if len(results) > 1 else results[0]
+
     def _first_requiring_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
     ) -> int:
-        """Return `first`; see the header of this file."""
+        """Compute `first`; see the header of this file."""
         if not torch.is_grad_enabled():
             return self._num_basic_ops
         if x.requires_grad:
@@ -312,11 +283,11 @@ class OperationFuser:
                 return index
         return self._num_basic_ops
 
-    def _apply_registered_fusions(self, first: int, state: AutocastState) -> None:
+    def _find_fusions(self, first: int, state: AutocastState) -> Fusions:
         """Apply the registered fusion functions, unless recipe, functions and `first` are as in the last call.
 
         Recipes are equal here if their class, history length and backward override are equal: fusion functions may
-        read these. The results for operations of this package are descriptions; see the header of this file.
+        read these.
         """
         recipe = state.recipe if state.enabled else None
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
@@ -325,15 +296,85 @@ class OperationFuser:
         recipe_type = None if recipe is None else type(recipe)
         key = (length, override, first, *registered)
         # torch 2.11 can trace `is` between classes, but not == on tuples that contain classes.
-        if recipe_type is self.recipe_type and key == self._fusions_key:
-            return
+        if recipe_type is self.recipe_type and key == self._fusions.key:
+            return self._fusions
         of_both, of_forward, of_backward = registered
         both = apply_fusions(of_both, self._basic_ops, self._basic_ops, recipe)
-        self._forward_ops = _with_indices(apply_fusions(of_forward, both, self._basic_ops, recipe))
-        self._backward_ops = _with_indices(apply_fusions(of_backward, both, self._basic_ops, recipe))
-        self.first_op_requiring_backward = first
-        self.recipe_type = recipe_type
-        self._fusions_key = key
+        fusions = Fusions(
+            forward=_with_indices(apply_fusions(of_forward, both, self._basic_ops, recipe)),
+            backward=_with_indices(apply_fusions(of_backward, both, self._basic_ops, recipe)),
+            first=first,
+            recipe_type=recipe_type,
+            key=key,
+        )
+        if not torch.compiler.is_compiling():  # a checkpoint in a graph forbids side effects
+            self._fusions = fusions
+        return fusions
+
+    def _copy_registrations(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
+        """Copies of the lists of fusion functions: for both passes, for forward and for backward passes."""
+        return (
+            list(self.forward_backward_fusion_functions),
+            list(self.forward_fusion_functions),
+            list(self.backward_fusion_functions),
+        )
+
+    @property
+    def _forward_ops(self) -> Fused:
+        """Operations in the forward pass of the last call, after the registered fusion functions."""
+        return self._fusions.forward
+
+    @property
+    def _backward_ops(self) -> Fused:
+        """Operations in the backward pass of the last call, after the registered fusion functions."""
+        return self._fusions.backward
+
+    @property
+    def first_op_requiring_backward(self) -> int:
+        """`first` in the last call; see the header of this file."""
+        return self._fusions.first
+
+    @property
+    def recipe_type(self) -> type[Recipe] | None:
+        """Recipe class in the last call; None without a recipe."""
+        return self._fusions.recipe_type
+
+    @property
+    def _basic_op_params(self) -> list[list[Any]]:
+        """Parameters by basic operation."""
+        return [op.own_tensors() for op in self._basic_ops]
+
+    @property
+    def _flat_basic_op_params(self) -> list[Any]:
+        """All parameters in one list."""
+        return [parameter for parameters in self._basic_op_params for parameter in parameters]
+
+
+def _initialize(ops: Sequence[FusibleOperation]) -> None:
+    """Run `pre_first_fuser_forward` of each operation.
+
+    A user's method may assign attributes, which a checkpoint in a graph forbids. While a compiler traces, the method is
+    therefore executed instead of traced, once for all later fusers.
+    """
+    for op in ops:
+        method = type(op).pre_first_fuser_forward
+        if method is FusedOperation.pre_first_fuser_forward:
+            _initialize(op.basic_operations())
+        elif method in (FusibleOperation.pre_first_fuser_forward, PassOperation.pre_first_fuser_forward):
+            op.pre_first_fuser_forward()
+        elif torch.compiler.is_compiling() and isinstance(op, BasicOperation):
+            _initialize_while_tracing(op._traced_name)
+        elif not getattr(op, "_initialized_while_tracing", False):
+            op.pre_first_fuser_forward()
+
+
+@constant_while_tracing
+def _initialize_while_tracing(name: str) -> bool:
+    op: Any = operations_by_name[name]
+    if not op._initialized_while_tracing:
+        op.pre_first_fuser_forward()
+        object.__setattr__(op, "_initialized_while_tracing", True)  # not a setting (`_revision`)
+    return True
 
 
 def _with_indices(ops: Sequence[FusibleOperation]) -> Fused:

@@ -25,6 +25,17 @@ class LentParameters(torch.nn.Module):
         else:
             super().register_parameter(name, param)
 
+    def _set_lent_parameter(self, name: str, value: Any) -> None:
+        """Set the owner's parameter; like an entry of `_parameters`, it may be any tensor.
+
+        `torch.func.functional_call` with keys of a state dict, which name this module, sets the parameter here.
+        """
+        assert self._owner is not None
+        if isinstance(value, torch.Tensor) and name in self._owner._parameters:
+            self._owner._parameters[name] = value  # pyright: ignore[reportArgumentType]
+        else:
+            setattr(self._owner, name, value)
+
     def lend_parameters(self, owner: torch.nn.Module) -> None:
         """Move the parameters to a module, which owns them from now on; the operation reads them there.
 

@@ -49,6 +49,8 @@ class OperationContext:
     requires_grad: bool = True
     input_requires_grad: bool = True
     _saved_range: tuple[int, int] | None = field(default=None, repr=False)
+    # Shapes of the main input and of each extra input; None where unknown.
+    _input_shapes: tuple[tuple[int, ...] | None, ...] = field(default=(), repr=False)
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Save tensors for the backward pass; a second call replaces the first call's tensors."""
@@ -181,7 +183,8 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         fuser: Any = self.__dict__.get("_own_fuser")
         if fuser is None or fuser._basic_ops != members or fuser.channels != self._channels:
             fuser = type(self)._fuser([self], self._channels)
-            object.__setattr__(self, "_own_fuser", fuser)
+            if not torch.compiler.is_compiling():  # checkpoints in a graph forbid side effects
+                object.__setattr__(self, "_own_fuser", fuser)
         return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
     def connect(self, channels: frozenset[str]) -> None:
@@ -227,6 +230,8 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
 
     # Another number after each write to an attribute; parameters and `training` are compared by themselves.
     _revision: int = 0
+    # Whether a tracing compiler has executed `pre_first_fuser_forward`.
+    _initialized_while_tracing: bool = False
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
@@ -238,15 +243,17 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._owned:
-            setattr(self._owner, name, value)
+            self._set_lent_parameter(name, value)
             return
         super().__setattr__(name, value)
         if name != "training" and not isinstance(value, Tensor):
             object.__setattr__(self, "_revision", next(_revisions))
 
     def __delattr__(self, name: str) -> None:
+        is_tensor = isinstance(self.__dict__.get(name), Tensor)
         super().__delattr__(name)
-        object.__setattr__(self, "_revision", next(_revisions))
+        if not is_tensor:
+            object.__setattr__(self, "_revision", next(_revisions))
 
     def own_tensors(self) -> list[Tensor]:
         """Return the tensors that the operation reads as its parameters, in gradient order.

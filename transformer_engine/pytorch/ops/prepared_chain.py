@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...common.recipe import Recipe
 from ..distributed_weight import whole_weights
 from ..fast.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
@@ -32,11 +33,20 @@ from .shard_places import ShardPlaces, places_of_shards
 
 
 class Fusions(NamedTuple):
-    """The operations in both passes, as clients inspect them; the recipe class, and the fusion key."""
+    """Results of the registered fusion functions.
+
+    Attributes:
+        forward: Operations in the forward pass.
+        backward: Operations in the backward pass.
+        first: Index of the first basic operation that the backward pass reaches.
+        recipe_type: Recipe class; None without a recipe.
+        key: Everything else that the fusion functions depend on.
+    """
 
     forward: Fused
     backward: Fused
-    recipe_type: Any
+    first: int
+    recipe_type: type[Recipe] | None
     key: Any
 
 

@@ -39,19 +39,21 @@ from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 class _Parts(NamedTuple):
     """The modules of a Sequential, divided into parts.
 
+    The other attributes are what the division depends on. A later call compares them, to see whether it still holds.
+
     Attributes:
-        modules: The values of `_modules`, which later calls compare to detect changed modules.
-        operations: The modules that are operations.
-        fusible: The operations that may fuse, because nothing intercepts their calls (`are_unintercepted`).
-        called: The operations and the basic operations of the fused ones, which a user may also replace.
         parts: Fused chains and single modules, in order.
+        modules: The values of `_modules`.
+        operations: The modules that are operations.
+        fusible: The operations whose calls nothing intercepts (`are_unintercepted`), which may therefore fuse.
+        with_basic_operations: The operations, and the basic operations of the fused ones; a user may replace both.
     """
 
+    parts: list[ChainPart]
     modules: list[torch.nn.Module | None]
     operations: list[FusibleOperation]
     fusible: list[FusibleOperation]
-    called: list[FusibleOperation]
-    parts: list[ChainPart]
+    with_basic_operations: list[FusibleOperation]
 
 
 class Sequential(CheckedLoading, torch.nn.Sequential):
@@ -64,7 +66,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         *args: Modules in order, or one dict {name: module}.
     """
 
-    # Result of the last `_find_parts`; stale once modules or their hooks have changed.
+    # Written and checked by `_find_parts`.
     _cached_parts: _Parts | None = None
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
@@ -111,62 +113,60 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         return call_parts(parts, input, extra_inputs, self._kwargs_by_operation(op_kwargs))
 
     def _find_parts(self) -> list[ChainPart]:
-        """Divide the modules into fused chains and single modules.
+        """Fused chains and single modules for this call: the cached ones, unless modules or hooks have changed.
 
         An operation is a single module if something intercepts its calls (`intercepted_calls.py`): a hook,
         `compile()`, or another `forward` or `__call__`. A fused chain would skip it.
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
         cached = self._cached_parts
-        called: list[FusibleOperation] = []
         if cached is not None:
             called = with_basic_operations(cached.operations)
-            if cached.modules != modules or cached.called != called:
+            if cached.modules != modules or cached.with_basic_operations != called:
                 cached = None
-        # Fast path, taken by nearly every call: no module has changed, and all operations still fuse.
-        if cached and len(cached.fusible) == len(cached.operations) and calls_are_unintercepted(called):
-            return cached.parts
+            # Fast path, taken by nearly every call: no module has changed, and all operations still fuse.
+            elif len(cached.fusible) == len(cached.operations) and calls_are_unintercepted(called):
+                return cached.parts
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
         fusible = [operation for operation in operations if are_unintercepted([operation])]
         if is_explaining():
             self._note_unfused()
-        if cached and cached.fusible == fusible:
+        if cached is not None and cached.fusible == fusible:
             return cached.parts
-        part_modules: list[list[Any]] = []
+        parts = self._build_parts(fusible)
+        if not torch.compiler.is_compiling():  # checkpoints in a graph forbid side effects
+            self._cached_parts = _Parts(
+                parts, modules, operations, fusible, with_basic_operations(operations)
+            )
+        return parts
+
+    def _build_parts(self, fusible: list[FusibleOperation]) -> list[ChainPart]:
+        """Divide the modules into chains of consecutive fusible operations, and single modules."""
+        groups: list[list[Any]] = []
         for module in self:
-            if part_modules and module in fusible and part_modules[-1][-1] in fusible:
-                part_modules[-1].append(module)
+            if groups and module in fusible and groups[-1][-1] in fusible:
+                groups[-1].append(module)
             else:
-                part_modules.append([module])
+                groups.append([module])
         basic_ops = [
-            [
-                basic
-                for module in group
-                if module in operations
-                for basic in module.basic_operations()
-                if isinstance(basic, BasicOperation)  # not a module that replaces one
-            ]
-            for group in part_modules
+            [operation for module in group for operation in _basic_operations(module)] for group in groups
         ]
         parts: list[ChainPart] = []
-        for group, group_ops, channels in zip(
-            part_modules, basic_ops, connecting_channels(basic_ops), strict=True
-        ):
+        for group, group_ops, channels in zip(groups, basic_ops, connecting_channels(basic_ops), strict=True):
             module: Any = group[0]
             if module in fusible:
-                for op in group:
+                for operation in group:
                     # An operation that was a single module before is still connected to channels by `ChainPart.call`.
-                    op.connect(NO_CHANNELS)
+                    operation.connect(NO_CHANNELS)
                 module = OperationFuser(group, channels)
             parts.append(ChainPart(module, group_ops, channels))
-        self._cached_parts = _Parts(modules, operations, fusible, with_basic_operations(operations), parts)
         return parts
 
     @property
     def _module_groups(self) -> list[OperationFuser | torch.nn.Module] | None:
         """The modules of the parts in order, for inspection, under the name in NVIDIA's Transformer Engine.
 
-        None before the first forward pass, and after a change of modules until the next forward pass.
+        None before the first forward pass in eager mode, and after a change of modules until the next one.
         """
         if self._cached_parts is None or self._cached_parts.modules != list(self._modules.values()):
             return None
@@ -182,7 +182,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def _kwargs_by_operation(
         self, op_kwargs: Mapping[Any, dict[str, Any]] | None
     ) -> dict[int, dict[str, Any]]:
-        """Keyword arguments by id of the operation; indices are replaced by the operations.
+        """`op_kwargs` by id of the operation.
 
         Raises:
             TypeError: `op_kwargs`, or the value of a key, is not a dict.
@@ -276,6 +276,13 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         product = self[:]
         product *= count
         return product
+
+
+def _basic_operations(module: torch.nn.Module) -> list[BasicOperation]:
+    """Basic operations of a module: none for a module that is not an operation, or that replaces a basic one."""
+    if not isinstance(module, FusibleOperation):
+        return []
+    return [operation for operation in module.basic_operations() if isinstance(operation, BasicOperation)]
 
 
 def _check_module(module: Any) -> torch.nn.Module:

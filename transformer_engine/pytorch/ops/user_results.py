@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
@@ -83,6 +84,61 @@ def backward_results(
                 f"extra inputs of {type(member).__name__}; return one for each, None where there is none"
             )
     return grad_input, groups[0], groups[1]
+
+
+def check_gradients(
+    op: FusibleOperation,
+    gradients: tuple[Any, Sequence[Sequence[Any]], Sequence[Sequence[Any]]],
+    input_shapes: Sequence[Sequence[tuple[int, ...] | None]],
+    parameter_shapes: Sequence[Sequence[torch.Size]],
+    is_first: bool,
+) -> None:
+    """Check shapes and dtypes of the gradients that a user's backward pass returned.
+
+    Args:
+        op: The operation.
+        gradients: Results of `backward_results`.
+        input_shapes: Shapes of the main input and of each extra input, by basic operation; None where unknown.
+        parameter_shapes: Parameter shapes by basic operation.
+        is_first: The operation is the chain's first one, so that autograd receives its input gradient.
+
+    Raises:
+        TypeError: A gradient is not a floating-point tensor.
+        ValueError: A gradient has another shape than its tensor.
+    """
+    grad_input, parameter_gradients, extra_gradients = gradients
+    if input_shapes[0]:  # empty while a compiler traces
+        _check_gradient(op, grad_input, input_shapes[0][0], "the input", sums=is_first)
+    for i, member in enumerate(op.basic_operations()):
+        name = type(member).__name__
+        for j, (gradient, shape) in enumerate(zip(parameter_gradients[i], parameter_shapes[i], strict=False)):
+            _check_gradient(op, gradient, shape, f"parameter {j} of {name}", sums=True)
+        for j, (gradient, shape) in enumerate(zip(extra_gradients[i], input_shapes[i][1:], strict=False)):
+            _check_gradient(op, gradient, shape, f"extra input {j} of {name}", sums=True)
+
+
+def _check_gradient(
+    op: FusibleOperation, gradient: Any, shape: Sequence[int] | None, target: str, sums: bool
+) -> None:
+    """Check one gradient; autograd sums a gradient over broadcast dimensions where it receives it (`sums`)."""
+    if not isinstance(gradient, Tensor):
+        return
+    source = f"{type(op).__name__}.{method_name(op, 'backward')}"
+    if not (gradient.is_floating_point() or gradient.is_complex()):
+        raise TypeError(
+            f"{source} returned a tensor of {gradient.dtype} as the gradient of {target}; return a floating-point "
+            "tensor"
+        )
+    if shape is None or gradient.shape == tuple(shape):
+        return
+    if sums and gradient.dim() >= len(shape):
+        trailing = gradient.shape[gradient.dim() - len(shape) :]
+        if all(size in (1, length) for size, length in zip(shape, trailing, strict=True)):
+            return
+    raise ValueError(
+        f"{source} returned a tensor {list(gradient.shape)} as the gradient of {target}; return a tensor "
+        f"{list(shape)}, the shape of {target}"
+    )
 
 
 def _parts(op: FusibleOperation, method: str, returned: Any, count: int, expected: str) -> Sequence[Any]:
