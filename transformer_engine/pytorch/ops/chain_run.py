@@ -56,7 +56,7 @@ class ChainRun:
         links: Their extra inputs and outputs.
         fused: The operations in the forward and in the backward pass, after the registered fusion functions.
         first: Index of the first operation that the backward pass reaches.
-        parameter_shapes: Shapes of the parameters by operation.
+        parameter_shapes: Parameter shapes by operation.
         options: Keyword arguments by operation.
         state: The autocast state.
 

@@ -94,7 +94,7 @@ class OperationFuser:
                 object.__setattr__(op, "_captured_by_fuser", True)
         # Operations whose `pre_first_fuser_forward` has not run yet.
         self._uninitialized: Sequence[FusibleOperation] = list(ops)
-        # Results of the fusion functions in the last call.
+        # Fusion results from the last call.
         self._fusions = Fusions([], [], 0, None, None)
         # Whether calls may be prepared: no channels, and all passes are this package's.
         self._can_prepare = not self._links.has_channels and all(
@@ -312,7 +312,7 @@ class OperationFuser:
         return fusions
 
     def _copy_registrations(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
-        """Copies of the lists of fusion functions: for both passes, for forward and for backward passes."""
+        """Copied fusion functions: for both passes, for forward and for backward passes."""
         return (
             list(self.forward_backward_fusion_functions),
             list(self.forward_fusion_functions),
@@ -321,12 +321,12 @@ class OperationFuser:
 
     @property
     def _forward_ops(self) -> Fused:
-        """Operations in the forward pass of the last call, after the registered fusion functions."""
+        """Forward-pass operations in the last call, after the registered fusion functions."""
         return self._fusions.forward
 
     @property
     def _backward_ops(self) -> Fused:
-        """Operations in the backward pass of the last call, after the registered fusion functions."""
+        """Backward-pass operations in the last call, after the registered fusion functions."""
         return self._fusions.backward
 
     @property
@@ -351,7 +351,7 @@ class OperationFuser:
 
 
 def _initialize(ops: Sequence[FusibleOperation]) -> None:
-    """Run `pre_first_fuser_forward` of each operation.
+    """Run `pre_first_fuser_forward` for each operation.
 
     A user's method may assign attributes, which a checkpoint in a graph forbids. While a compiler traces, the method is
     therefore executed instead of traced, once for all later fusers.

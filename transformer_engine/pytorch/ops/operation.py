@@ -49,7 +49,7 @@ class OperationContext:
     requires_grad: bool = True
     input_requires_grad: bool = True
     _saved_range: tuple[int, int] | None = field(default=None, repr=False)
-    # Shapes of the main input and of each extra input; None where unknown.
+    # Main input shape, then extra input shapes; None where unknown.
     _input_shapes: tuple[tuple[int, ...] | None, ...] = field(default=(), repr=False)
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:

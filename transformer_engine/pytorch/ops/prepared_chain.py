@@ -33,7 +33,7 @@ from .shard_places import ShardPlaces, places_of_shards
 
 
 class Fusions(NamedTuple):
-    """Results of the registered fusion functions.
+    """Results from the registered fusion functions.
 
     Attributes:
         forward: Operations in the forward pass.

@@ -46,7 +46,7 @@ class _Parts(NamedTuple):
         modules: The values of `_modules`.
         operations: The modules that are operations.
         fusible: The operations whose calls nothing intercepts (`are_unintercepted`), which may therefore fuse.
-        with_basic_operations: The operations, and the basic operations of the fused ones; a user may replace both.
+        with_basic_operations: The operations, and basic operations in fused ones; a user may replace both.
     """
 
     parts: list[ChainPart]
@@ -279,7 +279,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
 
 def _basic_operations(module: torch.nn.Module) -> list[BasicOperation]:
-    """Basic operations of a module: none for a module that is not an operation, or that replaces a basic one."""
+    """Basic operations in a module: none for a module that is not an operation, or that replaces a basic one."""
     if not isinstance(module, FusibleOperation):
         return []
     return [operation for operation in module.basic_operations() if isinstance(operation, BasicOperation)]

@@ -93,12 +93,12 @@ def check_gradients(
     parameter_shapes: Sequence[Sequence[torch.Size]],
     is_first: bool,
 ) -> None:
-    """Check shapes and dtypes of the gradients that a user's backward pass returned.
+    """Check gradient shapes and dtypes that a user's backward pass returned.
 
     Args:
         op: The operation.
-        gradients: Results of `backward_results`.
-        input_shapes: Shapes of the main input and of each extra input, by basic operation; None where unknown.
+        gradients: `backward_results`.
+        input_shapes: Shapes by basic operation, for the main input and each extra input; None where unknown.
         parameter_shapes: Parameter shapes by basic operation.
         is_first: The operation is the chain's first one, so that autograd receives its input gradient.
 
