@@ -257,3 +257,43 @@ def test_tracing_runs_a_users_first_forward_method_once():
     outputs = [run(x) for run in (compiled, compiled, module)]
     assert module[0].allocations == 1
     assert all(torch.equal(y, (x + 1).relu()) for y in outputs)
+
+
+class Square(ops.BasicOperation):
+    """A user's operation that saves its input, which is the result of the operation before it."""
+
+    def op_forward(self, ctx, input_, **options):
+        ctx.save_for_backward(input_)
+        return input_ * input_
+
+    def op_backward(self, ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad_output, ()
+
+
+SAVING = {
+    "after a product": lambda: ops.Sequential(ops.Linear(64, 64, **PLACE), Square()),
+    "before a product": lambda: ops.Sequential(Square(), ops.Linear(64, 64, **PLACE)),
+    "after an activation": lambda: ops.Sequential(ops.Bias(64, **PLACE), ops.GELU(), Square()),
+    "twice": lambda: ops.Sequential(ops.Bias(64, **PLACE), Square(), Square()),
+}
+
+
+@pytest.mark.parametrize("name", list(SAVING))
+def test_a_compiled_user_operation_may_save_its_input(name: str):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = SAVING[name]()
+    reference = copy.deepcopy(module)
+    x = torch.randn(32, 64, device=PLACE["device"])
+    seen: list[list[torch.Tensor]] = []
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for call, owner in ((compiled, module), (reference, reference)):
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        y.sum().backward()
+        assert leaf.grad is not None
+        seen.append([y.detach(), leaf.grad, *[p.grad for p in owner.parameters() if p.grad is not None]])
+    assert len(seen[0]) > 2
+    for actual, expected in zip(*seen, strict=True):
+        assert torch.equal(actual, expected)

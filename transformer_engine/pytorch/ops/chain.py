@@ -308,14 +308,21 @@ def run_forward(
 def _save(ctx: Any, passes: OperationPasses, saved: Sequence[Any]) -> None:
     """Save values in a context: tensors by `save_for_backward`, forms and shapes in `pass_state`."""
     tensors, forms, shapes = pack_values(saved)
-    if torch.compiler.is_compiling():
-        # torch 2.13 cannot save a tensor of a traced function that shares memory with another one of its tensors.
-        tensors = [
-            tensor.clone() if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter else tensor
-            for tensor in tensors
-        ]
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*copy_in_traces(tensors))
     ctx.pass_state = PassState(passes, forms, shapes)
+
+
+def copy_in_traces(tensors: Sequence[Any]) -> Sequence[Any]:
+    """Clone tensors to save in a traced function; elsewhere return them.
+
+    torch 2.13 cannot save a tensor of a traced function that shares memory with another one of its tensors.
+    """
+    if not torch.compiler.is_compiling():
+        return tensors
+    return [
+        tensor.clone() if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter else tensor
+        for tensor in tensors
+    ]
 
 
 def pack_values(saved: Sequence[Any]) -> tuple[list[Any], list[Any], dict[int, Any]]:

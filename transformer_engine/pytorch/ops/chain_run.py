@@ -21,7 +21,7 @@ from ..runtime.autograd import Function
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from .applied_recipe import scale_update
-from .chain import run_backward, run_forward
+from .chain import copy_in_traces, run_backward, run_forward
 from .links import Links, share_memory
 from .operation import BasicOperation, FusibleOperation, OperationContext
 from .pass_operation import PassOperation, has_backward_pass, has_forward_pass
@@ -123,6 +123,8 @@ class ChainRun:
         saved: list[Any] = []
         for ctx in self.contexts:
             tensors = ctx.to_save or ()
+            if not hasattr(ctx, "pass_state"):  # saved by a user's operation
+                tensors = copy_in_traces(tensors)
             ctx._saved_range = (len(saved), len(saved) + len(tensors))
             ctx.to_save = None
             saved += tensors
