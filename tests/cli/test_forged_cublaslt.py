@@ -52,7 +52,7 @@ def properties():
     return values
 
 before = properties()
-os.environ[forged.VARIABLE] = forged.attributes_of("12.0")
+os.environ[forged.VARIABLE] = forged.row_attributes("12.0")
 answers = ctypes.c_int.in_dll(driver, "forged_answers")
 print(json.dumps([before, properties(), driver.cuLinkCreate_v2(), answers.value]))
 """

@@ -136,7 +136,7 @@ def test_kernels_belong_to_the_part_that_launched_them(monkeypatch):
         *(kernel(1, "earlier", 30, 9), kernel(2, "gemm", 40, 10), kernel(3, "cudnn_fmha", 45, 10)),
         kernel(4, "gemm", 60, 5),
     ]
-    monkeypatch.setattr(model_trace, "_profiled", lambda step, device: model_trace._last_step(events))
+    monkeypatch.setattr(model_trace, "_profile_step", lambda step, device: model_trace._last_step(events))
     monkeypatch.setattr(model_trace, "clocks", lambda step: "1500, 2619, 690.0")
     table = model_trace.trace(lambda: None, "cuda")
     assert (table["wall_us"], table["kernel_us"], table["gap_us"]) == (25, 25, 5)

@@ -70,7 +70,7 @@ def differences(callable_: Any, row: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_a_callable_has_the_parameters_of_the_original(name, table):
-    assert differences(table.resolved(name), SIGNATURES[name]) == []
+    assert differences(table.resolve_name(name), SIGNATURES[name]) == []
 
 
 def test_further_parameters_have_defaults(table):
@@ -78,7 +78,7 @@ def test_further_parameters_have_defaults(table):
         if "from" in row or "keywords" in row:
             continue
         listed = {parameter.name for parameter in parsed(row["parameters"])}
-        own = inspect.signature(table.resolved(name)).parameters
+        own = inspect.signature(table.resolve_name(name)).parameters
         last = row["parameters"].rpartition(",")[2]
         if "=" in last or "*" in row["parameters"]:  # the row is complete
             extra = [p for p in own.values() if p.name not in listed and p.default is p.empty]

@@ -33,27 +33,27 @@ def table() -> ModuleType:
 
 
 def test_the_file_states_the_status_of_each_name(table):
-    stale = [(row, table.status(row.name)) for row in table.listed() if table.status(row.name) != row.status]
+    stale = [(row, table.status(row.name)) for row in table.read_rows() if table.status(row.name) != row.status]
     assert not stale, f"run python docs/names_table.py: {stale}"
 
 
 def test_names_are_listed_once_in_order(table):
-    names = [row.name for row in table.listed()]
+    names = [row.name for row in table.read_rows()]
     assert names == sorted(set(names))
     assert len(names) > 1000
 
 
 def test_a_served_name_has_its_kind(table):
     wrong = [
-        (row.name, row.kind, table.installed_names.kind(table.resolved(row.name)))
-        for row in table.listed()
-        if row.status == "served" and table.installed_names.kind(table.resolved(row.name)) != row.kind
+        (row.name, row.kind, table.installed_names.kind(table.resolve_name(row.name)))
+        for row in table.read_rows()
+        if row.status == "served" and table.installed_names.kind(table.resolve_name(row.name)) != row.kind
     ]
     assert not wrong
 
 
 def test_used_names_are_served(table):
-    used = [row for row in table.listed() if row.source in table.USED]
+    used = [row for row in table.read_rows() if row.source in table.USED]
     served = [row for row in used if row.status == "served"]
     assert len(used) > 300 and len(served) >= 0.97 * len(used)
 
@@ -70,7 +70,7 @@ OF_OTHERS = {
 @pytest.mark.parametrize("client", json.loads(SURFACE.read_text()))
 def test_every_name_that_a_client_imports_is_listed(table, client):
     """bionemo-llm, megatron-bridge and the other clients of tests/clients/client_surface.json."""
-    listed = {row.name for row in table.listed()} | OF_OTHERS
+    listed = {row.name for row in table.read_rows()} | OF_OTHERS
     imported = json.loads(SURFACE.read_text())[client]["names"]
     begins = tuple(f"{name}." for name in OF_OTHERS)
     assert [name for name in imported if name not in listed and not name.startswith(begins)] == []
@@ -78,12 +78,12 @@ def test_every_name_that_a_client_imports_is_listed(table, client):
 
 @pytest.mark.parametrize("weight", ["A", "B"])
 def test_names_of_the_release_for_users_are_served(table, weight):
-    rows = [row for row in table.listed() if row.weight == weight]
+    rows = [row for row in table.read_rows() if row.weight == weight]
     assert rows and [row.name for row in rows if row.status != "served"] == []
 
 
 def test_names_of_the_release_for_authors_of_extensions_are_served(table):
-    rows = [row for row in table.listed() if row.weight == "C"]
+    rows = [row for row in table.read_rows() if row.weight == "C"]
     served = [row for row in rows if row.status == "served"]
     assert len(rows) > 70 and len(served) >= 0.95 * len(rows)
 
@@ -132,9 +132,9 @@ def test_an_installed_original_adds_its_names_and_differences(table, original, c
     assert found["transformer_engine.pytorch.brand_new"] == [
         "function", [["a", "POSITIONAL_OR_KEYWORD", None], ["b", "POSITIONAL_OR_KEYWORD", "1"]]
     ]  # fmt: skip
-    rows = {row.name: row for row in table.with_installed(table.listed(), found)}
+    rows = {row.name: row for row in table.with_installed(table.read_rows(), found)}
     assert rows["transformer_engine.pytorch.brand_new"].source == "installed"
-    assert len(rows) > len(table.listed())
+    assert len(rows) > len(table.read_rows())
     assert not any(name.startswith("transformer_engine.pytorch.Linear.") for name in rows)
     method, line = table.signature_differences(found).values()
     assert method.startswith(f"{FORWARD}[2]: ['first', 'POSITIONAL_OR_KEYWORD', 'None']")
@@ -234,12 +234,12 @@ def test_sections_may_be_empty_numbers_or_words(table):
 
 
 def test_sections_of_both_files_have_a_subject(table):
-    numbers = {row.section for row in table.listed() if row.section}
+    numbers = {row.section for row in table.read_rows() if row.section}
     numbers |= {str(row["section"]) for row in json.loads(table.SIGNATURES.read_text()).values()}
     assert numbers <= set(table.SECTIONS)
 
 
 def test_each_absent_name_has_its_reason_in_the_file(table):
-    rows = table.listed()
+    rows = table.read_rows()
     assert [row.name for row in rows if bool(row.reason) != (row.status in ("absent", "raises"))] == []
     assert not [row.name for row in rows if row.reason == table.NO_REASON]

@@ -16,13 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "transformer_engine",
-    "transformer_engine_jax",
-    "transformer_engine_tools",
-    "transformer_engine_torch",
-)
+from tests.architecture.source import PACKAGES, ROOT
+
 # Libraries whose types no program here needs, or that may be absent. mypy reads every file that torch imports, and two
 # thirds of them are these.
 UNREAD = (

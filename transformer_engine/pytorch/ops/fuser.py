@@ -319,15 +319,9 @@ class OperationFuser:
             list(self.backward_fusion_functions),
         )
 
-    @property
-    def _forward_ops(self) -> Fused:
-        """Forward-pass operations in the last call, after the registered fusion functions."""
-        return self._fusions.forward
-
-    @property
-    def _backward_ops(self) -> Fused:
-        """Backward-pass operations in the last call, after the registered fusion functions."""
-        return self._fusions.backward
+    # Operations of both passes in the last call, after the registered fusion functions.
+    _forward_ops = property(lambda self: self._fusions.forward)
+    _backward_ops = property(lambda self: self._fusions.backward)
 
     @property
     def first_op_requiring_backward(self) -> int:
