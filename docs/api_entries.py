@@ -66,7 +66,7 @@ FAMILIES: dict[str, Any] = json.loads((Path(__file__).parent / "api_arguments.js
 
 _SHAPE = re.compile(r"(?<![\w`\])\[])\[[\w ,.*+/()-]+\](?![(\[:`])")
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
-_AS_IN = r"[Oo]ther\s+arguments\s+are\s+(?:as\s+in|those\s+of)\s+((?:`[\w.]+`(?:,?\s+and\s+|,\s+)?)+)"
+_AS_IN = r"(?:[Oo]ther\s+)?arguments\s+are\s+(?:as\s+in|those\s+of)\s+((?:`[\w.]+`(?:,?\s+and\s+|,\s+)?)+)"
 _OTHERS = re.compile(_AS_IN)
 # A blank line after the sentence stays: it separates the next section.
 _OTHERS_SENTENCE = re.compile(rf" ?The\s+{_AS_IN}\.(?: (?=\S)|\n(?!\s*\n))?")

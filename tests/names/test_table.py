@@ -33,7 +33,9 @@ def table() -> ModuleType:
 
 
 def test_the_file_states_the_status_of_each_name(table):
-    stale = [(row, table.status(row.name)) for row in table.read_rows() if table.status(row.name) != row.status]
+    stale = [
+        (row, table.status(row.name)) for row in table.read_rows() if table.status(row.name) != row.status
+    ]
     assert not stale, f"run python docs/names_table.py: {stale}"
 
 

@@ -180,7 +180,9 @@ def test_an_operation_with_another_call_method_is_called_as_a_module():
     expected = nn.functional.silu(-nn.functional.linear(x, chain[0].weight, chain[0].bias).relu())
     torch.testing.assert_close(chain(x), expected)
     (note,) = te.explain(chain, x).notes
-    assert note.endswith("is not fused: Called.__call__ is not torch's own: a class or a tracer has replaced it")
+    assert note.endswith(
+        "is not fused: Called.__call__ is not torch's own: a class or a tracer has replaced it"
+    )
 
 
 def test_a_symbolic_trace_calls_each_operation():
