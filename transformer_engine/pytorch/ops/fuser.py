@@ -1,33 +1,42 @@
 """OperationFuser: runs an operation chain as one autograd function.
 
-A chain is a list of consecutive operations in a `Sequential`, or a single operation that is called by itself. There are
-two ways to run it:
+A chain is a list of consecutive operations in a `Sequential`, or a single operation that is called by itself.
+The fuser replaces each fused operation, such as `Linear`, by its basic operations. There are two ways to run
+a chain:
 
 - **Prepared** (`_find_chain`): one forward and one backward pass, in which a kernel may compute several operations or
   quantize its result for the next one. The passes are built once per key, which describes the shapes, dtypes and
   settings of a call (`call_key.py`); later calls with the same key reuse them (`prepared_chain.py`).
-- **In segments** (`_run_segments`): consecutive operations of this package form a segment. An operation whose methods
-  a user wrote runs by these methods, as a segment of its own (`chain_run.py`).
+- **In segments** (`_run_segments`): the chain is divided into segments anew in each call. Consecutive
+  operations of this package form a segment. An operation whose methods a user wrote is a segment that runs
+  these methods (`chain_run.py`).
 
 A call runs in segments if one of these conditions holds:
 
-- A user wrote the methods of an operation or a `FusedOperation` in the chain, or channels connect operations.
+- A user wrote the methods of an operation in the chain, or of a `FusedOperation` that a fusion function
+  inserted.
+- A channel connects two operations of the chain (`Links.has_channels`).
+- The passes of an operation read other parameters than its `own_tensors` returns.
 - The call has keyword arguments.
-- `torch.compile` traces the call. Tracing writes no attribute, because higher-order operators such as checkpoints
-  raise an error for side effects.
-- The call repeats a forward pass under delayed scaling, as checkpoints do.
+- `torch.compile` traces the call.
+- An operation has delayed-scaling state, and the call is part of a checkpointed function (in either of its
+  two runs) or of a backward pass.
 - A backend is forced (`te.use_backend`), or an observer reads the choices (`te.explain`).
 
-What a kernel computes together is decided elsewhere: `passes/patterns.py` lists pairs of operations, and `chain.py`
-chooses the kernel that quantizes a result for the next operation.
+While torch.compile traces, this file assigns no attributes of existing objects. Higher-order operators, such
+as checkpoints, raise an error for such side effects.
 
-Registered fusion functions replace operations by `FusedOperation`s. A `FusedOperation` that a user wrote runs by its
-own methods. Those of this package (`fused/operations.py`) compute nothing: they describe the fused kernels to tests and
-other libraries, which read `_forward_ops` and `_backward_ops`.
+Other files decide which operations a kernel computes together: `passes/patterns.py` lists pairs of
+operations, and `chain.py` chooses the kernel that quantizes a result for the next operation.
 
-`first`, in this file and others, is the index of the first basic operation that the backward pass reaches: the first
-one with an input or a parameter that requires a gradient. Without such an operation, or with gradients disabled, it is
-the number of basic operations.
+Registered fusion functions replace operations by `FusedOperation`s. A `FusedOperation` that a user wrote runs
+by its own methods. The `FusedOperation`s of this package (`fused/operations.py`) do not change the
+computation. They name the fused operations for tests and other libraries, which read `_forward_ops` and
+`_backward_ops`.
+
+`first`, in this file and others, is the index of the first basic operation that the backward pass reaches:
+the first operation with an input or a parameter that requires a gradient. If there is none, or if gradients
+are disabled, `first` is the number of basic operations.
 """
 
 from __future__ import annotations
@@ -59,8 +68,10 @@ from .prepared_chain import Fusions, PreparedChain, build_chain
 from .recipe_slots import operations_by_name
 from .user_results import apply_fusions
 
-_MAX_PREPARED = 64  # prepared chains per fuser; a full cache is cleared, as shapes may vary
+# Prepared chains per fuser. A full cache is cleared; it fills if the shapes vary from call to call.
+_MAX_PREPARED = 64
 
+# Fusion function: function(ops, recipe=recipe) -> ops.
 Fusion = Callable[..., list[FusibleOperation]]
 
 
@@ -68,8 +79,10 @@ class OperationFuser:
     """Runs consecutive operations as one differentiable function.
 
     Args:
-        ops: The operations in order; a fused operation stands for its basic operations.
-        channels: Channel names that connect these operations with others outside (see `Links`).
+        ops: The operations in order. Of a fused operation the fuser runs the basic operations, not its own
+            `fuser_forward` and `fuser_backward`.
+        channels: Channel names that connect these operations with other parts of the container. The caller
+            passes and receives the tensors of these channels as extra inputs and outputs (see `Links`).
 
     Attributes:
         num_extra_inputs: Number of extra inputs that the caller passes.
@@ -90,18 +103,21 @@ class OperationFuser:
         self.num_extra_inputs: int = len(self._links.public_inputs)
         if not torch.compiler.is_compiling():  # a fuser that is created in a graph ends with the trace
             for op in self._basic_ops:
-                # Not `op._captured_by_fuser = True`, which would change `_revision` and thereby the key of later calls.
+                # The flag makes later changes of the operation's channels an error (`channels.py`). An
+                # assignment `op._captured_by_fuser = True` would change `_revision` and thereby the key of
+                # later calls.
                 object.__setattr__(op, "_captured_by_fuser", True)
         # Operations whose `pre_first_fuser_forward` has not run yet.
         self._uninitialized: Sequence[FusibleOperation] = list(ops)
-        # Fusion results from the last call.
+        # Results of the fusion functions in the last call: a cache of one entry, and the value of
+        # `_forward_ops`.
         self._fusions = Fusions([], [], 0, None, None)
-        # Whether calls may be prepared: no channels, and all passes are this package's.
+        # Whether calls may be prepared: no channel within the chain, and no methods of a user.
         self._can_prepare = not self._links.has_channels and all(
             has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
         )
         self._keys = CallKeys(self._basic_ops)
-        # Prepared chains by key; None for calls that need segments.
+        # Prepared chains by key; None for a key whose calls must run in segments.
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
         # The registered fusion functions for which `_prepared` is valid.
         self._registered = self._copy_registrations()
@@ -121,7 +137,7 @@ class OperationFuser:
             input: The main input.
             *extra_inputs: Extra inputs that no channel provides, in order: tensors, or values that
                 `BasicOperation.accept_extra_input` converts, such as the split sizes for a `GroupedLinear` as a list.
-            basic_op_kwargs: Keyword arguments for each basic operation.
+            basic_op_kwargs: Keyword arguments: one dict, possibly empty, for each basic operation.
 
         Returns:
             The main output, or a tuple (main output, *extra outputs).
@@ -135,7 +151,7 @@ class OperationFuser:
             with parametrize.cached():
                 return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         self._check_inputs(input, extra_inputs, basic_op_kwargs)
-        if extra_inputs:
+        if extra_inputs:  # check and convert the values; clone a tensor that must not be written in place
             extra_inputs = self._links.check_inputs(input, extra_inputs)
         if self._uninitialized:
             _initialize(self._uninitialized)
@@ -153,7 +169,12 @@ class OperationFuser:
     def _check_inputs(
         self, x: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]] | None
     ) -> None:
-        """Raise an error for a main input that is not a tensor, and for too few or too many other arguments."""
+        """Check the argument counts, and that the main input is a tensor.
+
+        Raises:
+            TypeError: The main input is not a tensor.
+            ValueError: There are too few or too many extra inputs or keyword arguments.
+        """
         if len(extra_inputs) != self.num_extra_inputs:
             raise extra_inputs_error(len(extra_inputs), self._basic_ops)
         if type(x) is not Tensor:
@@ -167,16 +188,20 @@ class OperationFuser:
     def _find_chain(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> tuple[PreparedChain | None, list[Any]]:
-        """Prepared chain for this call, which the first call with a key builds, and the chain's inputs.
+        """Look up the prepared chain for this call; the first call with a key builds the chain.
 
-        The chain is None if the call must run in segments.
+        Returns:
+            The chain, or None if the call must run in segments; and the chain's inputs, in the order of
+            `CallKeys.key_and_inputs`.
         """
         thread = eager_thread_state()
         self._use_recipe(thread.state)
         recomputes = self._applied_recipe.stateful and (thread.recomputes or is_backward_pass())
-        if recomputes or interventions:  # backends are forced or observed: their choice is not cached
+        # `interventions` is not empty while a backend is forced or the choices are observed. A prepared chain
+        # would keep a forced backend, and would skip the choices that an observer reads.
+        if recomputes or interventions:
             return None, []
-        registered = (  # the lists themselves: each warm call compares them
+        registered = (  # the lists themselves, because a copy in each call would take time
             self.forward_backward_fusion_functions,
             self.forward_fusion_functions,
             self.backward_fusion_functions,
@@ -191,11 +216,11 @@ class OperationFuser:
         return chain, inputs
 
     def _use_recipe(self, state: AutocastState) -> None:
-        """Apply the active recipe to the operations, unless `_applied_recipe` shows that they use it already.
+        """Apply the recipe of an autocast state, unless the operations use it already (`_applied_recipe`).
 
         Raises:
-            RuntimeError: A reentrant checkpoint of another library runs the chain again under
-                another autocast state than in its first run.
+            RuntimeError: A reentrant checkpoint of another library runs the chain a second time, under
+                another autocast state than the first time.
         """
         # A reentrant checkpoint runs the chain twice: without gradients, then in the backward pass. A call without
         # gradients may be the first run, so its state is stored. A later call with another state may be the second run;
@@ -219,7 +244,7 @@ class OperationFuser:
     def _build_chain(
         self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> PreparedChain | None:
-        """Prepare a chain and store it under a key; None if a user's fused operation must run by its own methods."""
+        """Prepare a chain and cache it under a key; None, also cached, if calls must run in segments."""
         check_parameters(self._basic_ops)
         parameters = self._basic_op_params
         first = self._first_requiring_backward(x, parameters, extra_inputs)
@@ -240,7 +265,7 @@ class OperationFuser:
     def _run_segments(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
     ) -> Any:
-        """Run a call that cannot be prepared; the header of this file lists the reasons."""
+        """Run a call in segments; the module docstring lists the reasons."""
         options = [{} for _ in self._basic_ops] if basic_op_kwargs is None else basic_op_kwargs
         check_parameters(self._basic_ops)
         state = current()
@@ -271,7 +296,7 @@ class OperationFuser:
     def _first_requiring_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
     ) -> int:
-        """Compute `first`; see the header of this file."""
+        """Index of the first operation that the backward pass reaches (`first` in the module docstring)."""
         if not torch.is_grad_enabled():
             return self._num_basic_ops
         if x.requires_grad:
@@ -284,10 +309,11 @@ class OperationFuser:
         return self._num_basic_ops
 
     def _find_fusions(self, first: int, state: AutocastState) -> Fusions:
-        """Apply the registered fusion functions, unless recipe, functions and `first` are as in the last call.
+        """Apply the registered fusion functions, or reuse the results of the last call.
 
-        Recipes are equal here if their class, history length and backward override are equal: fusion functions may
-        read these.
+        Results are reused if the functions, `first`, and three properties of the recipe are equal: its class,
+        `amax_history_len` and `backward_override`. A change of another recipe field does not call the
+        functions again.
         """
         recipe = state.recipe if state.enabled else None
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
@@ -307,25 +333,26 @@ class OperationFuser:
             recipe_type=recipe_type,
             key=key,
         )
-        if not torch.compiler.is_compiling():  # a checkpoint in a graph forbids side effects
+        if not torch.compiler.is_compiling():  # no side effects while tracing
             self._fusions = fusions
         return fusions
 
     def _copy_registrations(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
-        """Copied fusion functions: for both passes, for forward and for backward passes."""
+        """Copies of the fusion function lists: for both passes, for forward and for backward passes."""
         return (
             list(self.forward_backward_fusion_functions),
             list(self.forward_fusion_functions),
             list(self.backward_fusion_functions),
         )
 
-    # Operations of both passes in the last call, after the registered fusion functions.
+    # Operations in the forward and in the backward pass of the last call, after the registered fusion
+    # functions. Each is paired with the indices of its basic operations.
     _forward_ops = property(lambda self: self._fusions.forward)
     _backward_ops = property(lambda self: self._fusions.backward)
 
     @property
     def first_op_requiring_backward(self) -> int:
-        """`first` in the last call; see the header of this file."""
+        """Index of the first operation that the backward pass of the last call reaches."""
         return self._fusions.first
 
     @property
@@ -347,8 +374,9 @@ class OperationFuser:
 def _initialize(ops: Sequence[FusibleOperation]) -> None:
     """Run `pre_first_fuser_forward` for each operation.
 
-    A user's method may assign attributes, which a checkpoint in a graph forbids. While a compiler traces, the method is
-    therefore executed instead of traced, once for all later fusers.
+    The base-class methods can be traced. An override, such as a user's, may assign attributes, which is an
+    error in a traced checkpoint. While torch.compile traces, an override is therefore executed instead of
+    traced, and `_initialized_while_tracing` keeps later fusers from running it again.
     """
     for op in ops:
         method = type(op).pre_first_fuser_forward
@@ -367,7 +395,7 @@ def _initialize_while_tracing(name: str) -> bool:
     op: Any = operations_by_name[name]
     if not op._initialized_while_tracing:
         op.pre_first_fuser_forward()
-        object.__setattr__(op, "_initialized_while_tracing", True)  # not a setting (`_revision`)
+        object.__setattr__(op, "_initialized_while_tracing", True)  # keeps `_revision`
     return True
 
 
@@ -386,9 +414,12 @@ def register_forward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> No
     """Register a function that replaces operations by fused ones in forward passes.
 
     Args:
-        op_fusion_func: function(ops, recipe=recipe) -> ops, operation lists in order. Each fused operation
-            that it introduces must represent exactly the basic operations that it replaces.
+        op_fusion_func: function(ops, recipe=recipe) -> ops. It receives and returns a list of operations in
+            order. A new `FusedOperation` must consist of exactly the basic operations that it replaces.
         prepend: Apply the function before those registered earlier.
+
+    Raises:
+        TypeError: The function is not callable.
     """
     _register(OperationFuser.forward_fusion_functions, op_fusion_func, prepend)
 
@@ -406,7 +437,7 @@ def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> N
 def register_forward_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
     """Register a function that replaces operations by fused ones in both passes.
 
-    It is applied before the functions for one pass.
+    Functions for both passes are applied before functions for one pass.
 
     Args:
         op_fusion_func: See `register_forward_fusion`.
@@ -423,5 +454,6 @@ def _register(functions: list[Fusion], function: Fusion, prepend: bool) -> None:
     functions.insert(0 if prepend else len(functions), function)
 
 
-# A single operation runs as a one-operation chain. The class is set here because operation.py cannot import this file.
+# `FusibleOperation.forward` runs a single operation as a chain. operation.py cannot import this file, which
+# imports it.
 FusibleOperation._fuser = OperationFuser

@@ -5,13 +5,16 @@
 | None, "column" | `BasicLinear`, `Bias` |
 | "row" | `BasicLinear`, `Bias`, `AllReduce`; with sequence parallelism `ReduceScatter` in place of `AllReduce` |
 
-The passes of these operations compute y and the gradients: `BasicLinear.passes` (`basic/basic_linear.py`) creates the
-passes of the product, `passes/linear.py` and `functions/linear.py` compute them, and a row of `passes/patterns.py` adds
-the bias in the epilogue of the product.
+This file contains parameters and state dicts only; the operations compute y and the gradients. The `passes`
+method of an operation returns an `OperationPasses`, which holds a forward and a backward function. For the
+product, `BasicLinear.passes` (`basic/basic_linear.py`) creates a `LinearPasses` (`passes/linear.py`), which
+calls `functions/linear.py`. The pair (linear, bias) in `passes/patterns.py` adds the bias in the epilogue of
+the product.
 
-`Linear` owns the parameters that these operations read, so that torch's tools find `weight` and
-`bias` as in torch.nn.Linear. State dicts have NVIDIA Transformer Engine's keys, which name the
-operations; torch.nn.Linear's keys load too.
+`Linear` owns the parameters that these operations read (`lent_parameters.py`), so that torch's tools find
+`weight` and `bias` as in torch.nn.Linear. State dicts use the keys of NVIDIA's Transformer Engine, which
+contain the index of the operation ("basic_ops.0.weight"). The keys of torch.nn.Linear ("weight", "bias") can
+be loaded too.
 """
 
 from __future__ import annotations
@@ -30,16 +33,17 @@ from .pass_operation import PassFusedOperation
 
 # {parameter name: (index of the operation that reads it, key in state dicts)}
 _SAVED_KEYS = {"weight": (0, "basic_ops.0.weight"), "bias": (1, "basic_ops.1.bias")}
-# Part of the prefix of modules below torch.distributed.fsdp.FullyShardedDataParallel.
+# FullyShardedDataParallel (FSDP1) inserts this text into the state-dict prefixes of the modules that it
+# wraps.
 _FSDP_PREFIX = "_fsdp_wrapped_module."
 
 
 class Linear(PassFusedOperation):
     """y = x @ weight.T + bias over the last dimension of x.
 
-    State dicts have the keys "basic_ops.0.weight" and "basic_ops.1.bias"; "weight" and "bias" are loaded too. Below
-    torch.distributed.fsdp.FullyShardedDataParallel, which looks parameters up by their names, the keys are "weight"
-    and "bias".
+    State dicts have the keys "basic_ops.0.weight" and "basic_ops.1.bias"; "weight" and "bias" can be loaded
+    too. Within torch.distributed.fsdp.FullyShardedDataParallel, which looks parameters up by their names, the
+    keys are "weight" and "bias".
 
     In a row-parallel layer each rank has a bias [out_features] and adds it before the reduction, so
     y contains the sum over all ranks' biases. `te.Linear` adds one bias, after the reduction.
@@ -48,8 +52,8 @@ class Linear(PassFusedOperation):
         in_features: Size of the last input dimension, over all ranks.
         out_features: Size of the last output dimension, over all ranks.
         bias: Add a bias.
-        device: Parameter device, by default the GPU if there is one; "meta" allocates them in the
-            first forward pass.
+        device: Parameter device, by default the GPU if there is one. With "meta" the first forward pass
+            allocates the parameters.
         dtype: Parameter dtype, by default torch's default dtype.
         tensor_parallel_mode: None, "column" (out_features are sharded) or "row" (in_features are sharded).
         tensor_parallel_group: The tensor-parallel process group, by default the world group.
@@ -113,7 +117,7 @@ class Linear(PassFusedOperation):
             reduction = ReduceScatter if boundary.sequence else AllReduce
             ops.append(reduction(boundary.group))
         super().__init__(ops)
-        # Pickled modules contain this tuple under this name.
+        # Do not rename: existing pickled modules contain this attribute.
         self._sizes = in_features, out_features
         self._has_bias = has_bias
         for op in ops:  # `self` owns `weight` and `bias` from here on, and the operations read them
@@ -132,7 +136,12 @@ class Linear(PassFusedOperation):
         return self._sizes[1]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a layer without a bias accepts none later, because it has no operation that adds it."""
+        """Set an attribute.
+
+        Raises:
+            ValueError: The layer was constructed without a bias, and the value is a bias. No operation would
+                add it.
+        """
         if name == "bias" and not self.__dict__.get("_has_bias", True):
             if value is None:
                 return
@@ -140,12 +149,13 @@ class Linear(PassFusedOperation):
         super().__setattr__(name, value)
 
     def _saved_keys(self, prefix: str) -> dict[str, str]:
-        """Keys {parameter name: key that names the basic operation} of parameters that the operations read here."""
+        """Keys {prefix + "weight": prefix + "basic_ops.0.weight", ..} of parameters that `Linear` owns."""
         operations = list(self.basic_ops)
         return {
             prefix + name: prefix + key
             for name, (index, key) in _SAVED_KEYS.items()
-            # An operation that replaces one of the constructor's has parameters of its own.
+            # A user may have replaced the operation by another one, which owns its parameters and saves them
+            # itself.
             if index < len(operations) and name not in operations[index]._parameters
         }
 
@@ -178,7 +188,8 @@ class Linear(PassFusedOperation):
             if key not in state_dict:
                 continue
             parameter = self._parameters.get(name.removeprefix(prefix))
-            # torch.distributed.checkpoint.state_dict adds each parameter itself under its name.
+            # Two entries are an error, unless the one under `name` is the parameter itself:
+            # torch.distributed.checkpoint.state_dict adds this entry.
             if name in state_dict and state_dict[name] is not parameter:
                 raise RuntimeError(
                     f"the state dict has {name} and {key}, which are the same parameter of Linear; remove one of them"
@@ -195,7 +206,11 @@ class Linear(PassFusedOperation):
 
 
 def _sharded_as(parameter: Any, value: Any) -> Any:
-    """Shard a full value as a DTensor parameter; torch does so only for values under the parameter's name."""
+    """Shard a full value like a DTensor parameter, without communication.
+
+    torch shards a value only if its key is the parameter's name. A value that is a DTensor already, or whose
+    parameter is a plain tensor, is returned unchanged.
+    """
     if not is_distributed(parameter) or is_distributed(value) or not isinstance(value, torch.Tensor):
         return value
     from torch.distributed.tensor import distribute_tensor

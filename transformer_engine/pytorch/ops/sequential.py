@@ -10,8 +10,10 @@ A container divides its modules into parts (`parts.py`) and calls the parts in o
 Besides the main input and output, operations may have extra inputs and outputs (`channels.py`). The caller passes an
 extra input, or an earlier operation provides it through a channel, a name that both operations set.
 
-The recipe of `autocast` applies to operations and to modules of this package; other modules do not quantize. Under
-torch.compile the parts are the same, and a fused chain runs in segments (`fuser.py`).
+Within `autocast`, operations and modules of this package use its recipe; other modules do not quantize.
+
+torch.compile sees the same parts. A traced fused chain runs in segments (`fuser.py`), and tracing assigns no
+attributes: higher-order operators such as checkpoints raise an error for a side effect inside a graph.
 """
 
 from __future__ import annotations
@@ -37,16 +39,17 @@ from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 
 
 class _Parts(NamedTuple):
-    """The modules of a Sequential, divided into parts.
+    """Cached division of a Sequential into parts, and the modules for which it is valid.
 
-    The other attributes are what the division depends on. A later call compares them, to see whether it still holds.
+    `_find_parts` divides again if any attribute other than `parts` has changed.
 
     Attributes:
         parts: Fused chains and single modules, in order.
-        modules: The values of `_modules`.
+        modules: All modules of the container, in order (the values of `_modules`).
         operations: The modules that are operations.
         fusible: The operations whose calls nothing intercepts (`are_unintercepted`), which may therefore fuse.
-        with_basic_operations: The operations, and basic operations in fused ones; a user may replace both.
+        with_basic_operations: The operations, followed by the basic operations of fused operations. A user
+            may replace a basic operation by another module.
     """
 
     parts: list[ChainPart]
@@ -59,8 +62,9 @@ class _Parts(NamedTuple):
 class Sequential(CheckedLoading, torch.nn.Sequential):
     """Runs modules one after another, as `torch.nn.Sequential`, and fuses consecutive operations.
 
-    Other modules may stand between operations; they separate fused chains. The container takes the extra inputs that
-    its operations read, and returns their extra outputs after the main output.
+    Modules that are not operations are allowed; each ends the fused chain before it. After the main input,
+    `forward` takes the extra inputs that no channel provides. After the main output, it returns the extra
+    outputs, except those that are set to `output_to_caller=False` (`set_extra_output_channel`).
 
     Args:
         *args: Modules in order, or one dict {name: module}.
@@ -79,7 +83,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                 self.append(module)  # pyright: ignore[reportArgumentType]
 
     if TYPE_CHECKING:
-
+        # Declared as Tensor, the usual result; with extra outputs it is a tuple (`forward`).
         def __call__(
             self,
             input: Tensor,
@@ -97,15 +101,16 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
         Args:
             input: The main input.
-            *extra_inputs: Extra inputs, in the order in which the operations read them.
-            op_kwargs: Keyword arguments for basic operations, by operation or by index in the container.
+            *extra_inputs: Extra inputs that no channel provides, in the order of the operations.
+            op_kwargs: {basic operation, or its index in the container: dict of keyword arguments}.
 
         Returns:
             The output, or a tuple (output, *extra outputs).
 
         Raises:
-            ValueError: There are too few or too many extra inputs, or a key of `op_kwargs` is not a basic operation in
-                this container.
+            TypeError: An input of an operation is not a tensor; `op_kwargs` or a value in it is not a dict.
+            ValueError: There are too few or too many extra inputs, or a key of `op_kwargs` is not a basic
+                operation in this container.
         """
         parts = self._find_parts()
         if len(parts) == 1 and parts[0].is_fused_chain and not op_kwargs:
@@ -113,10 +118,11 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         return call_parts(parts, input, extra_inputs, self._kwargs_by_operation(op_kwargs))
 
     def _find_parts(self) -> list[ChainPart]:
-        """Fused chains and single modules for this call: the cached ones, unless modules or hooks have changed.
+        """Parts for this call, from the cache unless the modules or the fusible operations have changed.
 
-        An operation is a single module if something intercepts its calls (`intercepted_calls.py`): a hook,
-        `compile()`, or another `forward` or `__call__`. A fused chain would skip it.
+        An operation fuses unless something intercepts its calls (`intercepted_calls.py`): a hook,
+        `compile()`, or a replaced `forward` or `__call__`. A fused chain calls no module, so it would skip
+        the interception.
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
         cached = self._cached_parts
@@ -124,7 +130,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             called = with_basic_operations(cached.operations)
             if cached.modules != modules or cached.with_basic_operations != called:
                 cached = None
-            # Fast path, taken by nearly every call: no module has changed, and all operations still fuse.
+            # Fast path for nearly every call: no module has changed, and all operations were and are fusible.
             elif len(cached.fusible) == len(cached.operations) and calls_are_unintercepted(called):
                 return cached.parts
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
@@ -134,14 +140,18 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         if cached is not None and cached.fusible == fusible:
             return cached.parts
         parts = self._build_parts(fusible)
-        if not torch.compiler.is_compiling():  # checkpoints in a graph forbid side effects
+        if not torch.compiler.is_compiling():  # no side effects while tracing
             self._cached_parts = _Parts(
                 parts, modules, operations, fusible, with_basic_operations(operations)
             )
         return parts
 
     def _build_parts(self, fusible: list[FusibleOperation]) -> list[ChainPart]:
-        """Divide the modules into chains of consecutive fusible operations, and single modules."""
+        """Divide the modules into chains of consecutive fusible operations, and single modules.
+
+        Raises:
+            ValueError: A channel has no producer, several, or one that is not earlier than its reader.
+        """
         groups: list[list[Any]] = []
         for module in self:
             if groups and module in fusible and groups[-1][-1] in fusible:
@@ -156,7 +166,8 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             module: Any = group[0]
             if module in fusible:
                 for operation in group:
-                    # An operation that was a single module before is still connected to channels by `ChainPart.call`.
+                    # `ChainPart.call` connected the operation to channels if it was a single module before.
+                    # The fuser connects it from now on.
                     operation.connect(NO_CHANNELS)
                 module = OperationFuser(group, channels)
             parts.append(ChainPart(module, group_ops, channels))
@@ -164,9 +175,10 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
     @property
     def _module_groups(self) -> list[OperationFuser | torch.nn.Module] | None:
-        """The modules of the parts in order, for inspection, under the name in NVIDIA's Transformer Engine.
+        """`OperationFuser` or single module of each part in order, for inspection.
 
-        None before the first forward pass in eager mode, and after a change of modules until the next one.
+        NVIDIA's Transformer Engine uses this name. The value is None until the first forward pass in eager
+        mode, and after a change of modules until the next forward pass.
         """
         if self._cached_parts is None or self._cached_parts.modules != list(self._modules.values()):
             return None
@@ -182,7 +194,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     def _kwargs_by_operation(
         self, op_kwargs: Mapping[Any, dict[str, Any]] | None
     ) -> dict[int, dict[str, Any]]:
-        """`op_kwargs` by id of the operation.
+        """Check `op_kwargs` and convert its keys: {id(operation): keyword arguments}.
 
         Raises:
             TypeError: `op_kwargs`, or the value of a key, is not a dict.
@@ -209,12 +221,13 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without the cached parts, which a copy computes in its first forward pass."""
+        """State for copies and pickles, without the cached parts; a copy computes its own."""
         return {name: value for name, value in self.__dict__.items() if name != "_cached_parts"}
 
-    # List methods. They differ from torch.nn.Sequential's in three ways: they accept any iterable, a removal does
-    # not rename the remaining modules, and `append` uses the name that follows the highest number. `insert`
-    # renumbers all modules, as in torch.nn.Sequential, because names must be in the order of the modules.
+    # List methods. They differ from torch.nn.Sequential's in three ways: `extend` and `+` accept any
+    # iterable, a removal does not rename the remaining modules, and `append` uses the number after the
+    # highest one as the name. `insert` renames all modules, as in torch.nn.Sequential, so that the numbers
+    # follow the order. `*` repeats the same modules, which share their parameters.
 
     def _module_name(self, index: int) -> str:
         keys = list(self._modules)
@@ -251,14 +264,14 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         return self
 
     def insert(self, idx: int, module: torch.nn.Module) -> Sequential:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Insert a module before an index, renumber the modules, and return the container."""
+        """Insert a module before an index, name all modules by their indices, and return the container."""
         modules = list(self)
         modules.insert(idx, _check_module(module))
         self._modules = {str(i): child for i, child in enumerate(modules)}
         return self
 
     def pop(self, idx: int | slice) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Remove modules and return them."""
+        """Remove and return the module at an index, or a Sequential of the modules in a slice."""
         removed = self[idx]
         del self[idx]
         return removed
@@ -279,7 +292,10 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
 
 def _basic_operations(module: torch.nn.Module) -> list[BasicOperation]:
-    """Basic operations in a module: none for a module that is not an operation, or that replaces a basic one."""
+    """Basic operations of a module; empty if the module is not an operation.
+
+    A user may replace a basic operation of a fused operation by another module, which is left out.
+    """
     if not isinstance(module, FusibleOperation):
         return []
     return [operation for operation in module.basic_operations() if isinstance(operation, BasicOperation)]
