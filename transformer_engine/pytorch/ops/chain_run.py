@@ -29,7 +29,7 @@ from .shard_places import places_of_shards
 from .user_results import backward_results, check_gradients, forward_results
 
 # Operations in order, each with the indices that its basic operations have in the chain.
-Fused = list[tuple[FusibleOperation, list[int]]]
+IndexedOperations = list[tuple[FusibleOperation, list[int]]]
 
 
 def create_contexts(count: int, first: int, x: Tensor) -> list[OperationContext]:
@@ -68,7 +68,7 @@ class ChainRun:
         self,
         basic_ops: Sequence[BasicOperation],
         links: Links,
-        fused: tuple[Fused, Fused],
+        fused: tuple[IndexedOperations, IndexedOperations],
         first: int,
         parameter_shapes: list[list[torch.Size]],
         options: Sequence[dict[str, Any]],
@@ -279,9 +279,11 @@ class ChainRun:
         return has_passes and self._have_states(indices) and not self._own_backward.keys() & set(indices)
 
 
-def _with_basic_operations(ops: Fused, of_passes: Callable[[FusibleOperation], bool]) -> Fused:
+def _with_basic_operations(
+    ops: IndexedOperations, of_passes: Callable[[FusibleOperation], bool]
+) -> IndexedOperations:
     """Replace fused operations with passes by their basic operations, which kernels compute together."""
-    results: Fused = []
+    results: IndexedOperations = []
     for op, indices in ops:
         if op.is_fused_op and of_passes(op):
             results += [(basic, [i]) for basic, i in zip(op.basic_operations(), indices, strict=True)]
@@ -290,9 +292,11 @@ def _with_basic_operations(ops: Fused, of_passes: Callable[[FusibleOperation], b
     return results
 
 
-def _segments(ops: Fused, joins: Callable[[Sequence[int], Sequence[int]], bool]) -> list[Fused]:
+def _segments(
+    ops: IndexedOperations, joins: Callable[[Sequence[int], Sequence[int]], bool]
+) -> list[IndexedOperations]:
     """Cut a chain into segments; joins(before, behind) tells whether two neighbors belong to one segment."""
-    segments: list[Fused] = []
+    segments: list[IndexedOperations] = []
     for op, indices in ops:
         before = [i for _, members in segments[-1] for i in members] if segments else []
         if before and joins(before, indices):

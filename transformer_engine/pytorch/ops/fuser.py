@@ -58,13 +58,13 @@ from ..runtime.autograd import check_transforms
 from ..runtime.tracing import constant_while_tracing
 from .applied_recipe import NOT_APPLIED, AppliedRecipe, apply_recipe, distinct_while_tracing
 from .call_key import CallKeys
-from .chain_run import ChainRun, Fused, SegmentedChain
+from .chain_run import ChainRun, IndexedOperations, SegmentedChain
 from .lent_parameters import are_parametrized
 from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusedOperation, FusibleOperation
 from .parts import NO_CHANNELS
 from .pass_operation import PassOperation, check_parameters, has_backward_pass, has_forward_pass
-from .prepared_chain import Fusions, PreparedChain, build_chain
+from .prepared_chain import FusionResults, PreparedChain, build_chain
 from .recipe_slots import operations_by_name
 from .user_results import apply_fusions
 
@@ -72,7 +72,7 @@ from .user_results import apply_fusions
 _MAX_PREPARED = 64
 
 # Fusion function: function(ops, recipe=recipe) -> ops.
-Fusion = Callable[..., list[FusibleOperation]]
+FusionFunction = Callable[..., list[FusibleOperation]]
 
 
 class OperationFuser:
@@ -91,9 +91,9 @@ class OperationFuser:
         forward_backward_fusion_functions: Functions from `register_forward_backward_fusion`.
     """
 
-    forward_fusion_functions: list[Fusion] = []
-    backward_fusion_functions: list[Fusion] = []
-    forward_backward_fusion_functions: list[Fusion] = []
+    forward_fusion_functions: list[FusionFunction] = []
+    backward_fusion_functions: list[FusionFunction] = []
+    forward_backward_fusion_functions: list[FusionFunction] = []
 
     def __init__(self, ops: Sequence[FusibleOperation], channels: frozenset[str] = NO_CHANNELS) -> None:
         self._basic_ops: list[BasicOperation] = [basic for op in ops for basic in op.basic_operations()]
@@ -111,7 +111,7 @@ class OperationFuser:
         self._uninitialized: Sequence[FusibleOperation] = list(ops)
         # Results of the fusion functions in the last call: a cache of one entry, and the value of
         # `_forward_ops`.
-        self._fusions = Fusions([], [], 0, None, None)
+        self._fusions = FusionResults([], [], 0, None, None)
         # Whether calls may be prepared: no channel within the chain, and no methods of a user.
         self._can_prepare = not self._links.has_channels and all(
             has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
@@ -120,7 +120,7 @@ class OperationFuser:
         # Prepared chains by key; None for a key whose calls must run in segments.
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
         # The registered fusion functions for which `_prepared` is valid.
-        self._registered = self._copy_registrations()
+        self._fusion_functions = self._copy_fusion_functions()
         self._applied_recipe = NOT_APPLIED
         # Autocast state in the last call without gradients; see `_use_recipe`.
         self._state_without_gradients: AutocastState | None = None
@@ -201,14 +201,14 @@ class OperationFuser:
         # would keep a forced backend, and would skip the choices that an observer reads.
         if recomputes or interventions:
             return None, []
-        registered = (  # the lists themselves, because a copy in each call would take time
+        fusion_functions = (  # the lists themselves, because a copy in each call would take time
             self.forward_backward_fusion_functions,
             self.forward_fusion_functions,
             self.backward_fusion_functions,
         )
-        if registered != self._registered:
+        if fusion_functions != self._fusion_functions:
             self._prepared.clear()
-            self._registered = self._copy_registrations()
+            self._fusion_functions = self._copy_fusion_functions()
         key, inputs = self._keys.key_and_inputs(thread.state, x, extra_inputs)
         chain = self._prepared.get(key)
         if chain is None and key not in self._prepared:
@@ -308,7 +308,7 @@ class OperationFuser:
                 return index
         return self._num_basic_ops
 
-    def _find_fusions(self, first: int, state: AutocastState) -> Fusions:
+    def _find_fusions(self, first: int, state: AutocastState) -> FusionResults:
         """Apply the registered fusion functions, or reuse the results of the last call.
 
         Results are reused if the functions, `first`, and three properties of the recipe are equal: its class,
@@ -318,17 +318,17 @@ class OperationFuser:
         recipe = state.recipe if state.enabled else None
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
         override = getattr(recipe, "backward_override", None)
-        registered = self._copy_registrations()
+        fusion_functions = self._copy_fusion_functions()
         recipe_type = None if recipe is None else type(recipe)
-        key = (length, override, first, *registered)
+        key = (length, override, first, *fusion_functions)
         # torch 2.11 can trace `is` between classes, but not == on tuples that contain classes.
         if recipe_type is self.recipe_type and key == self._fusions.key:
             return self._fusions
-        of_both, of_forward, of_backward = registered
-        both = apply_fusions(of_both, self._basic_ops, self._basic_ops, recipe)
-        fusions = Fusions(
-            forward=_with_indices(apply_fusions(of_forward, both, self._basic_ops, recipe)),
-            backward=_with_indices(apply_fusions(of_backward, both, self._basic_ops, recipe)),
+        both_functions, forward_functions, backward_functions = fusion_functions
+        both = apply_fusions(both_functions, self._basic_ops, self._basic_ops, recipe)
+        fusions = FusionResults(
+            forward=_with_indices(apply_fusions(forward_functions, both, self._basic_ops, recipe)),
+            backward=_with_indices(apply_fusions(backward_functions, both, self._basic_ops, recipe)),
             first=first,
             recipe_type=recipe_type,
             key=key,
@@ -337,7 +337,9 @@ class OperationFuser:
             self._fusions = fusions
         return fusions
 
-    def _copy_registrations(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
+    def _copy_fusion_functions(
+        self,
+    ) -> tuple[list[FusionFunction], list[FusionFunction], list[FusionFunction]]:
         """Copies of the fusion function lists: for both passes, for forward and for backward passes."""
         return (
             list(self.forward_backward_fusion_functions),
@@ -399,9 +401,9 @@ def _initialize_while_tracing(name: str) -> bool:
     return True
 
 
-def _with_indices(ops: Sequence[FusibleOperation]) -> Fused:
+def _with_indices(ops: Sequence[FusibleOperation]) -> IndexedOperations:
     """Pair each operation with the indices that its basic operations have in the chain."""
-    fused: Fused = []
+    fused: IndexedOperations = []
     offset = 0
     for op in ops:
         count = len(op.basic_operations())
@@ -410,7 +412,7 @@ def _with_indices(ops: Sequence[FusibleOperation]) -> Fused:
     return fused
 
 
-def register_forward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
+def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
     """Register a function that replaces operations by fused ones in forward passes.
 
     Args:
@@ -424,7 +426,7 @@ def register_forward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> No
     _register(OperationFuser.forward_fusion_functions, op_fusion_func, prepend)
 
 
-def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
+def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
     """Register a function that replaces operations by fused ones in backward passes.
 
     Args:
@@ -434,7 +436,7 @@ def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> N
     _register(OperationFuser.backward_fusion_functions, op_fusion_func, prepend)
 
 
-def register_forward_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
+def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
     """Register a function that replaces operations by fused ones in both passes.
 
     Functions for both passes are applied before functions for one pass.
@@ -446,7 +448,7 @@ def register_forward_backward_fusion(op_fusion_func: Fusion, prepend: bool = Fal
     _register(OperationFuser.forward_backward_fusion_functions, op_fusion_func, prepend)
 
 
-def _register(functions: list[Fusion], function: Fusion, prepend: bool) -> None:
+def _register(functions: list[FusionFunction], function: FusionFunction, prepend: bool) -> None:
     if not callable(function):
         raise TypeError(
             f"{function!r} is not callable; give a function(ops, recipe=recipe) that returns operations"

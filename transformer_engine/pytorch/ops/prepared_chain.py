@@ -25,14 +25,14 @@ from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import backward, build_passes, forward, fusion_enabled, pack_values, unpack_values
-from .chain_run import Fused, clone_shared_quantized, create_contexts, distinct
+from .chain_run import IndexedOperations, clone_shared_quantized, create_contexts, distinct
 from .operation import BasicOperation, FusibleOperation
 from .pass_operation import has_backward_pass, has_forward_pass
 from .passes.contract import OperationPasses, OpTensors
 from .shard_places import ShardPlaces, places_of_shards
 
 
-class Fusions(NamedTuple):
+class FusionResults(NamedTuple):
     """Results from the registered fusion functions.
 
     Attributes:
@@ -43,8 +43,8 @@ class Fusions(NamedTuple):
         key: Everything else that the fusion functions depend on.
     """
 
-    forward: Fused
-    backward: Fused
+    forward: IndexedOperations
+    backward: IndexedOperations
     first: int
     recipe_type: type[Recipe] | None
     key: Any
@@ -96,7 +96,7 @@ class PreparedChain:
         updates_scales: bool,
         device: torch.device,
         fuses: bool,
-        fusions: Fusions,
+        fusions: FusionResults,
         checks: tuple[Callable[[], None], ...],
         shards: ShardPlaces,
     ) -> None:
@@ -163,7 +163,7 @@ class PreparedChain:
 
 def build_chain(
     basic_ops: Sequence[BasicOperation],
-    fusions: Fusions,
+    fusions: FusionResults,
     first: int,
     x: Tensor,
     extra_inputs: Sequence[Sequence[Any]],
