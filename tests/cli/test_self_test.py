@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.support.command import te
-from transformer_engine.common.dispatch import Backend, Table, Unsupported, tables
+from tests.support.doubling import doubling_table
+from transformer_engine.common.dispatch import Backend, Unsupported
 from transformer_engine.common.self_test import EMULATING, SelfTest, SelfTestResult, SelfTestSizes
 from transformer_engine.pytorch.inspect import self_test as testing
 from transformer_engine.pytorch.inspect import self_test_compile as compiling
@@ -29,24 +30,16 @@ def cache(tmp_path, monkeypatch):
     self_tested._read_stored.cache_clear()
 
 
-def _raise(x):
-    raise RuntimeError("CUDA error: invalid argument")
-
-
 @pytest.fixture
 def doubling():
     """A table whose backends double a tensor: one correctly, one with a wrong last bit, one not at all."""
-    calls = {
-        "native": lambda x: x * 2,
-        "wrong": lambda x: torch.nextafter(x * 2, torch.full_like(x, 1e9)),
-        "raising": _raise,
-        "reference": lambda x: x + x,
-    }
-    backends = [Backend(name, bind=lambda request, call=call: call) for name, call in calls.items()]
-    other = Backend("other", unsupported_reason=lambda request: "it needs a GPU", bind=lambda request: _raise)
-    table = Table("doubling", (*backends[:3], other, backends[3]), describe=lambda size: size)
-    yield table
-    del tables["doubling"]
+    with doubling_table(
+        "doubling",
+        lambda y: torch.nextafter(y, torch.full_like(y, 1e9)),
+        "CUDA error: invalid argument",
+        describe=lambda size: size,
+    ) as table:
+        yield table
 
 
 def examined(monkeypatch, table, bound=None, seconds=60.0):

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import pytest
 
 from tests.support import forked
+from tests.support.doubling import doubling_table
 from tests.support.programs import ROOT, search_path
-from transformer_engine.common.dispatch import Backend, Table, tables, use_backend
+from transformer_engine.common.dispatch import tables, use_backend
 from transformer_engine.common.hardware import nvidia
 from transformer_engine.common.self_test import EMULATING, SelfTestSizes
-from transformer_engine.jax import platform
 from transformer_engine.jax import self_test as testing
 from transformer_engine.jax.primitives import launching, platforms
 from transformer_engine.jax.primitives.platforms import bind_by_platform
+from transformer_engine.jax.runtime import platform
 
 SIZES = SelfTestSizes(192, 16, 32)
 UNSUPPORTED = launching.kernels_unsupported_reason()
@@ -27,24 +28,11 @@ needs_bridge = pytest.mark.skipif(
 )
 
 
-def _raise(x):
-    raise RuntimeError("ptxas has failed")
-
-
 @pytest.fixture
 def doubling():
     """A table whose backends double an array: one correctly, one with a wrong last bit, one not at all."""
-    calls = {
-        "native": lambda x: x * 2,
-        "wrong": lambda x: jnp.nextafter(x * 2, 1e9),
-        "raising": _raise,
-        "reference": lambda x: x + x,
-    }
-    backends = [Backend(name, bind=lambda request, call=call: call) for name, call in calls.items()]
-    other = Backend("other", unsupported_reason=lambda request: "it needs a GPU", bind=lambda request: _raise)
-    table = Table("jax_doubling", (*backends[:3], other, backends[3]))
-    yield table
-    del tables["jax_doubling"]
+    with doubling_table("jax_doubling", lambda y: jnp.nextafter(y, 1e9), "ptxas has failed") as table:
+        yield table
 
 
 def double_by_platform(x):
