@@ -2,8 +2,8 @@
 
     python -m transformer_engine.jax.self_test SECONDS [LARGE SMALL TOKENS]
 
-Prints a JSON object with "machine" and "results" (`common.self_test`). The command line starts this module in a process
-of its own, because JAX otherwise allocates most of the memory of a GPU that PyTorch uses too.
+Prints a JSON object with "machine" and "results" (`common.self_test`). The command line starts this module in a
+separate process, because JAX otherwise allocates most of the memory of a GPU that PyTorch uses too.
 """
 
 from __future__ import annotations

@@ -36,9 +36,8 @@ def _place_of_rows(layout, place, GROUPS: tl.constexpr, COUNT: tl.constexpr, LAG
     C_1, .., M_last, C_last-1, C_last. COUNT is a power of two, at least GROUPS.
     """
     group = tl.arange(0, COUNT)
-    ends = (
-        layout + GROUPS + 1
-    )  # of tiles: the entry of group g is the number of tiles of all groups before it
+    # Entry g is the tile count of all groups before group g.
+    ends = layout + GROUPS + 1
     before = tl.load(ends + tl.minimum(group, GROUPS))
     tiles = tl.load(ends + tl.minimum(group + 1, GROUPS)) - before
     # Before M_g come the measurements of all earlier groups, and the casts of those before g - LAG.
@@ -84,9 +83,8 @@ def measured_cast_kernel(
     amax = state.to(tl.pointer_type(tl.int32))
     done = amax + GROUPS
     started = tl.atomic_add(done + GROUPS, 1, sem="relaxed")
-    program = tl.minimum(
-        tl.maximum(started, 0), tl.num_programs(0) - 1
-    )  # for the analysis of offsets: always equal
+    # Equal to `started`; the limits are for the analysis of offsets.
+    program = tl.minimum(tl.maximum(started, 0), tl.num_programs(0) - 1)
     place = program // TILES_K
     parts = tl.cdiv(M, BLOCK_M)
     if BY_ROWS:
@@ -139,7 +137,7 @@ def measured_cast_kernel(
 
 
 _TILE = (128, 64, 8)  # rows, columns, warps
-# Bytes between the first and the second read of a value. The codes written meanwhile are as many bytes.
+# Bytes between the first and the second read of a value. As many bytes of codes are written between them.
 _WINDOW = 12 << 20
 
 

@@ -388,7 +388,7 @@ def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence
     return gradients
 
 
-def _record(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequence[Any]:
+def _run_and_save(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequence[Any]:
     """Run the forward pass of a node and save the operands for its backward pass.
 
     With `checkpoint`, save the tensors and the quantizers' states instead, from which
@@ -417,7 +417,7 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
 class _NormMLP(Function):
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
-        y, norm_output = _record(ctx, spec, tensors)
+        y, norm_output = _run_and_save(ctx, spec, tensors)
         # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
@@ -432,7 +432,7 @@ class _NormMLPWithResidual(Function):
 
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
-        return _record(ctx, spec, tensors)[0], tensors[0]
+        return _run_and_save(ctx, spec, tensors)[0], tensors[0]
 
     @staticmethod
     @once_differentiable("LayerNormMLP")

@@ -84,7 +84,7 @@ def keep_if_captured(value: V, device: torch.device) -> V:
 def get_cached_ones_tensor(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an all-ones tensor [num_elements], the same object for the same arguments and stream; do not write to it.
 
-    During a capture without an earlier call, the graph gets a tensor of its own, which each replay fills.
+    During a capture without an earlier call, the graph gets a separate tensor, which each replay fills.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:

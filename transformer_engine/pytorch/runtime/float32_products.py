@@ -59,7 +59,7 @@ def _is_rounded(x: Tensor) -> bool:
 def _unrounded(device_type: str) -> Iterator[None]:
     """Turn the rounding of float32 operands off.
 
-    The setting is that of the process: other threads multiply without rounding meanwhile.
+    The setting is process-wide: until the end, other threads multiply without rounding too.
     """
     library = _LIBRARIES[device_type]
     with _lock:
