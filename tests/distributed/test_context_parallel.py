@@ -187,6 +187,25 @@ def test_processes_compute_full_sequence_attention(tmp_path):
             torch.testing.assert_close(actual.double(), wanted, **ATTENDED)
 
 
+def _run_on_four_processes(device: torch.device) -> list[torch.Tensor]:
+    found = []
+    for comm in (*SCHEMES, "a2a+p2p"):
+        case = Case(comm=comm, size=4, tokens=64, groups=4)
+        found += shared(case, dist.get_rank(), device).values()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_four_gpus_compute_full_sequence_attention(tmp_path):
+    alone = Case(size=4, tokens=64, groups=4)
+    whole = exact(alone)
+    for rank, found in enumerate(run_on_ranks(_run_on_four_processes, 4, tmp_path)):
+        expected = list(rank_results(alone, whole, rank).values()) * (len(SCHEMES) + 1)
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual.double(), wanted, **ATTENDED)
+
+
 # Layers
 
 
