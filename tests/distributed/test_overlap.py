@@ -29,7 +29,12 @@ from transformer_engine.pytorch.distributed.overlap import (
     unsupported_reason,
 )
 from transformer_engine.pytorch.distributed.overlap_measurement import Thresholds
-from transformer_engine.pytorch.distributed.overlapped_rows import GatheredRows, PeerBuffers, ScatteredRows
+from transformer_engine.pytorch.distributed.overlapped_rows import (
+    GatheredRows,
+    PeerBuffers,
+    ScatteredRows,
+    add_parts,
+)
 from transformer_engine.pytorch.functions import overlapped_products
 
 TOKENS, HIDDEN, INNER = 256, 128, 256  # per rank: two blocks with 128 rows
@@ -237,6 +242,21 @@ def test_buffers_used_in_inference_mode_are_used_in_training():
         with torch.inference_mode(inference):
             found = GatheredRows(buffers, [x], ((x.shape, x.dtype),), list).wait()
             assert torch.equal(found[0], x)
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("size", "parts"), [((7, 33), 3), ((64, 128), 2), ((512, 257), 7)], ids=str)
+def test_parts_are_added_in_order_in_float32_and_rounded_once(size, parts, dtype, device):
+    total = torch.randn(size, device=device).to(dtype)
+    numel = total.numel()
+    distance = -(-numel // 128) * 128
+    buffer = torch.randn(parts, distance, device=device).to(dtype)
+    received = [row[:numel].view(size) for row in buffer]
+    expected = total.float()
+    for part in received:
+        expected = expected + part.float()
+    assert torch.equal(add_parts(total.clone(), received), expected.to(dtype))
 
 
 REQUEST = Request("all_gather", "cuda", "cuda:nccl", 1 << 20, 1 << 24, 1 << 18, "")
