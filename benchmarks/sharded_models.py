@@ -6,6 +6,7 @@ A step is forward, backward and the optimizer on each rank's own tokens. The mod
 
 - te:{bf16,delayed,current,block}: this engine, or another release; FSDP2 gathers bfloat16 weights;
 - te:current+codes: weights are FP8 parameters, so FSDP2 gathers codes; FusedAdam keeps float32 master weights;
+- te:current+masters: bfloat16 weights are gathered; FusedAdam keeps float32 master weights;
 - pt:{bf16,tensorwise}: torch with compiled layers and torchao's float8 training; FSDP2 gathers bfloat16 weights;
 - pt:tensorwise+codes: torchao's FP8 all-gather, with all weight scales computed once per step.
 
@@ -38,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ARMS = (
-    *("te:bf16", "te:delayed", "te:current", "te:block", "te:current+codes"),
+    *("te:bf16", "te:delayed", "te:current", "te:block", "te:current+codes", "te:current+masters"),
     *("pt:bf16", "pt:tensorwise", "pt:tensorwise+codes"),
 )
 MODELS = {
@@ -47,7 +48,7 @@ MODELS = {
     "tiny": SIZES["tiny"],
 }
 WARM_UP, BLOCKS, BLOCK = 3, 3, 3
-CODES = "+codes"
+CODES, MASTERS = "+codes", "+masters"
 FORMATS = ("te:bf16", "te:current", "te:block", "te:mxfp8", "te:nvfp4", "pt:bf16", "pt:tensorwise")
 GATHERED_LAYERS, GATHER_TURNS = 8, 5
 LISTED_KERNELS = 40
@@ -74,8 +75,8 @@ class ShardedSteps:
     """One rank's training steps."""
 
     def __init__(self, arm: str, size: Size, device: torch.device, compiled: bool) -> None:
-        base = arm.removesuffix(CODES)
-        self.codes = arm.endswith(CODES)
+        base = arm.partition("+")[0]
+        self.codes, self.masters = arm.endswith(CODES), arm.endswith(MASTERS)
         self.precomputes_scales = self.codes and base.startswith("pt:")
         self.device = device
         torch.manual_seed(0)
@@ -108,7 +109,7 @@ class ShardedSteps:
         return model
 
     def _make_optimizer(self, arm: str) -> torch.optim.Optimizer:
-        if self.codes and arm.startswith("te:"):
+        if self.masters or (self.codes and arm.startswith("te:")):
             import transformer_engine.pytorch as te
 
             return te.optimizers.FusedAdam(self.model.parameters(), lr=1e-4, master_weights=True)
