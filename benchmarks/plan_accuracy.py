@@ -352,8 +352,9 @@ def ranks_cases(file: str) -> Iterator[Check]:
         ranks = int(name.rpartition("ranks")[2])
         used = machine(recipe, loaded=True, attention="cudnn")
         if family == "attention_cp_fb" and recipe == "bf16":
-            found = re.match(r"causal_s(\d+)_h32_8_d128_([a-z0-9_+]+)_ranks", name)
-            assert found is not None, name
+            found = re.match(r"causal_s(\d+)_h32_8_d128_(p2p|a2a|all_gather)_ranks", name)
+            if found is None:
+                continue  # a2a+p2p, which the simulator does not cover
             sequence, scheme = int(found[1]), found[2]
             group = f"context parallelism on {ranks} H200"
             group = f"{group}, all-gather" if scheme == "all_gather" else group
