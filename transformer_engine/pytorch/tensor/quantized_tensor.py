@@ -35,6 +35,7 @@ from .storage.fsdp import (
     ShardedBuffers,
     join_payload,
     list_derived,
+    rewrite_codes,
     sent_shard,
     write_gathered,
 )
@@ -362,6 +363,8 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
         assert isinstance(out, QuantizedTensor)
         columnwise = metadata.columnwise or (self.transposable and out.get_usages()["columnwise"])
         rewrites = columnwise and "codes" in metadata.fields and out.rewrites_columns()
+        if rewrites and rewrite_codes(out, all_gather_outputs, metadata):
+            return None
         storage = join_payload(all_gather_outputs, metadata, param_dtype, columnwise and not rewrites)
         write_gathered(out, storage, list_derived(storage, all_gather_outputs), rewrites)
         return None
