@@ -29,12 +29,8 @@ from .module.shared_settings import hand_down_settings
 from .quantization.resizable_state import CheckedLoading
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype, autocast_is_active
-from .runtime.tracing import export_mode
 from .runtime.warn_once import warn_once
 from .transformer_settings import FIXED, LAYER_RULES, WORKED_BY, TransformerLayerConfig, check_variant
-
-_attention = MultiheadAttention.forward
-_mlp = LayerNormMLP.forward
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
@@ -317,28 +313,28 @@ class TransformerLayer(CheckedLoading):
         if dtype is not None:  # torch.autocast's dtype, for all residual sums
             hidden_states = hidden_states.to(dtype)
         hidden_states = hidden_states.contiguous()
-        returns_residual = self._residual_is_norm_input()
-        attended = _attend(
-            self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes, returns_residual
+        # Attention and MLP of a parallel layer read the same input, which is also the residual of both.
+        uses_residual = not (self._config.parallel_attention_mlp or torch.compiler.is_compiling())
+        attended, residual = _attend(
+            self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes, uses_residual
         )
-        if self._config.parallel_attention_mlp:
-            transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
-            return self._output(self._add((attended + transformed, None), hidden_states))
-        hidden_states = self._add(attended, hidden_states)
-        del attended  # without a backward pass, this frees its memory
-        if self.inter_attention is not None:
-            attended = _attend(
-                self.inter_attention, hidden_states, of_cross, encoder_output, None, *modes, returns_residual
-            )
-            hidden_states = self._add(attended, hidden_states)
-            del attended
         mlp = self.layernorm_mlp
-        # A layer that a user has put here may return no bias; `_add` reads a third output as the residual.
-        if returns_residual and is_unintercepted(mlp, LayerNormMLP, _mlp) and mlp._config.return_bias:
-            transformed = mlp.forward_with_residual(hidden_states, is_first_microbatch)
-        else:
+        if self._config.parallel_attention_mlp:
             transformed = mlp(hidden_states, is_first_microbatch=is_first_microbatch)
-        return self._output(self._add(transformed, hidden_states))
+            return self._output(self._add((attended + transformed, None), hidden_states))
+        hidden_states = self._add(attended, residual)
+        del attended, residual  # without a backward pass, this frees their memory
+        if self.inter_attention is not None:
+            attended, residual = _attend(
+                self.inter_attention, hidden_states, of_cross, encoder_output, None, *modes, uses_residual
+            )
+            hidden_states = self._add(attended, residual)
+            del attended, residual
+        if uses_residual and is_unintercepted(mlp, LayerNormMLP):
+            transformed, residual = mlp.forward_with_residual(hidden_states, is_first_microbatch)
+        else:
+            transformed, residual = mlp(hidden_states, is_first_microbatch=is_first_microbatch), hidden_states
+        return self._output(self._add(transformed, residual))
 
     if TYPE_CHECKING:
 
@@ -373,23 +369,12 @@ class TransformerLayer(CheckedLoading):
             window("enc_dec_window_size", arguments.window_size)
             size_or_none("max_seqlen_kv", arguments.max_seqlen_kv, 0)
 
-    def _residual_is_norm_input(self) -> bool:
-        """Whether the residuals are the norms' inputs, so that norm kernels may add their gradients.
-
-        The layers test further conditions; see the paragraph Residual in `functions/norm_linear.py`.
-        """
-        config = self._config
-        residual_is_input = not (
-            config.apply_residual_connection_post_layernorm or config.parallel_attention_mlp
-        )
-        return residual_is_input and not (torch.compiler.is_compiling() or export_mode.onnx)
-
     def _add(self, branch: Tensor | tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
         """Compute residual + drop_path(dropout(x + bias)).
 
         Args:
-            branch: x, (x, bias), or (x, bias, residual) with the residual to use instead of the argument.
-            residual: Layer input.
+            branch: x, (x, bias), or (x, bias, norm(input)), in which the last one is the residual instead.
+            residual: Input of the branch.
         """
         x, bias, *normed = branch if isinstance(branch, tuple) else (branch, None)
         assert x is not None
@@ -400,7 +385,7 @@ class TransformerLayer(CheckedLoading):
         # With a rate of 0 the module is the identity. It is called only if a user has replaced it or added a
         # hook.
         drop_path: Any = self.drop_path
-        bare = is_unintercepted(drop_path, DropPath, DropPath.forward)
+        bare = is_unintercepted(drop_path, DropPath)
         drops_path = not bare or (self.training and drop_path.drop_prob > 0.0)
         if not drops_path and x.dtype == residual.dtype:
             return bias_dropout_add(x, bias, residual, p)
@@ -423,23 +408,17 @@ def _attend(
     is_first_microbatch: bool | None,
     checkpoint_core_attention: bool,
     fast_zero_fill: bool,
-    returns_residual: bool,
-) -> Any:
-    """Call an attention layer; `returns_residual`: append the residual to its outputs, if the layer has no hooks.
-
-    `_add` reads the residual from the third output, after the bias.
-    """
-    if (
-        returns_residual
-        and is_unintercepted(attention, MultiheadAttention, _attention)
-        and attention._config.return_bias
-    ):
+    uses_residual: bool,
+) -> tuple[Any, Tensor]:
+    """Call an attention layer; return its outputs, and hidden_states as the residual."""
+    if uses_residual and is_unintercepted(attention, MultiheadAttention):
         return attention.attend(
             hidden_states, arguments, encoder_output, rotary_pos_emb, is_first_microbatch,
-            checkpoint_core_attention, fast_zero_fill, returns_residual=True,
+            checkpoint_core_attention, fast_zero_fill, uses_residual,
         )  # fmt: skip
-    return attention(
+    outputs = attention(
         hidden_states, encoder_output=encoder_output, rotary_pos_emb=rotary_pos_emb,
         is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
         fast_zero_fill=fast_zero_fill, **arguments.as_keywords(),
     )  # fmt: skip
+    return outputs, hidden_states

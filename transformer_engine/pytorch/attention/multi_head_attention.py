@@ -45,9 +45,6 @@ from .layer_settings import (
 from .qk_norm import query_key_norm
 from .rotation import Rotation
 
-_attention = DotProductAttention.forward
-_norm_linear = LayerNormLinear.forward
-
 
 @configure_class(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
 class MultiheadAttention(CheckedLoading):
@@ -264,7 +261,7 @@ class MultiheadAttention(CheckedLoading):
             is_first_microbatch,
             checkpoint_core_attention,
             fast_zero_fill,
-        )
+        )[0]
 
     if TYPE_CHECKING:
 
@@ -272,6 +269,8 @@ class MultiheadAttention(CheckedLoading):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
         def fast_setattr(self, name: str, value: Any) -> None: ...
+
+    _own_forward = forward
 
     def attend(
         self,
@@ -282,15 +281,16 @@ class MultiheadAttention(CheckedLoading):
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         fast_zero_fill: bool = True,
-        returns_residual: bool = False,
-    ) -> Tensor | tuple[Tensor | None, ...]:
+        uses_residual: bool = False,
+    ) -> tuple[Any, Tensor]:
         """Compute `forward`, with the core attention's arguments as one record, for `TransformerLayer`.
 
         First the whole call is checked and planned, before it has effects. Then follow the first projection,
         its split into q, k and v, the core attention and the output projection.
 
-        With `returns_residual`, the last output is hidden_states, which the caller uses as the residual; see
-        `LayerNormLinear.forward_with_residual`.
+        Returns:
+            (outputs of `forward`, hidden_states). With `uses_residual`, the caller uses hidden_states as the
+            residual; see `LayerNormLinear.forward_with_residual`.
         """
         config = self._config
         if checkpoint_core_attention is not False:
@@ -314,12 +314,10 @@ class MultiheadAttention(CheckedLoading):
         )
         cached = arguments.inference_params is not None
         codes = state.enabled and not (cached or export_mode.onnx) and outputs_codes(state)
-        if checked is not None and (
-            not is_unintercepted(core, DotProductAttention, _attention) or core.score_mod
-        ):
+        if checked is not None and (not is_unintercepted(core, DotProductAttention) or core.score_mod):
             checked = None  # hooks and other classes see a module call
         mixed, norm_output, hidden_states = self._project(
-            config, hidden_states, is_first_microbatch, rotation, state if codes else None, returns_residual
+            config, hidden_states, is_first_microbatch, rotation, state if codes else None, uses_residual
         )
         q, k, v, projection = self._split_heads(
             config,
@@ -338,16 +336,14 @@ class MultiheadAttention(CheckedLoading):
             options = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}
             context = core(q, k, v, fast_zero_fill=fast_zero_fill, **options, **arguments.as_keywords())
         projected = modules["proj"](context, is_first_microbatch=is_first_microbatch)
-        if not (config.return_bias or config.returns_norm or returns_residual):
-            return projected
+        if not (config.return_bias or config.returns_norm):
+            return projected, hidden_states
         outputs: list[Any] = [projected]
         if config.return_bias:  # a module that replaces proj may have added its bias itself
             outputs = list(projected) if isinstance(projected, tuple) else [projected, None]
         if config.returns_norm:
             outputs.append(norm_output)
-        if returns_residual:
-            outputs.append(hidden_states)
-        return tuple(outputs)
+        return tuple(outputs), hidden_states
 
     def check_call(
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
@@ -363,7 +359,7 @@ class MultiheadAttention(CheckedLoading):
         is_first_microbatch: bool | None,
         rotation: Rotation | None,
         codes: AutocastState | None,
-        returns_residual: bool,
+        uses_residual: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Compute the first projection: of q, k and v in a self attention, of q in a cross attention.
 
@@ -372,7 +368,7 @@ class MultiheadAttention(CheckedLoading):
             codes: The autocast state if the core is an FP8 attention that reads codes, otherwise None. The
                 projection of a self attention then returns codes, unless a norm of the heads or a rotation
                 follows, which read values.
-            returns_residual: The caller uses hidden_states as the residual.
+            uses_residual: The caller uses hidden_states as the residual.
 
         Returns:
             (projection, normalized input or None, hidden_states as the residual).
@@ -383,14 +379,10 @@ class MultiheadAttention(CheckedLoading):
         assert projection is not None
         if codes is not None and rotation is None and get("key_value") is None and get("q_norm") is None:
             first["fp8_output"] = projects_codes(projection, codes, hidden_states)
-        if (
-            returns_residual
-            and not config.returns_norm
-            and is_unintercepted(projection, LayerNormLinear, _norm_linear)
-        ):
+        if uses_residual and is_unintercepted(projection, LayerNormLinear):
             mixed, hidden_states = projection.forward_with_residual(hidden_states, **first)
-            return mixed, None, hidden_states
-        mixed = projection(hidden_states, **first)
+        else:
+            mixed = projection(hidden_states, **first)
         mixed, norm_output = mixed if config.returns_norm else (mixed, None)
         return mixed, norm_output, hidden_states
 

@@ -342,21 +342,20 @@ NORM_MLP_FUNCTIONS = LayerFunctions(
 )
 
 
-def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
-    """Compute (y [.., H], norm(x) or None), differentiable in every tensor."""
+def norm_mlp(
+    tensors: NormMLPTensors, spec: NormMLPSpec, returns_residual: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Compute y [.., H], differentiable in every tensor.
+
+    Returns:
+        (y; norm(x) with `spec.returns_norm_output`, x with `returns_residual`, otherwise None). See `norm_linear`.
+    """
     if not spec.needs_grad:
         y, norm_output, *_ = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
         return y, norm_output
-    outputs = _NormMLP.apply(spec, *tensors)
-    return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
-
-
-def norm_mlp_with_residual(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor]:
-    """Compute y [.., H], and return it with x, the residual; see `norm_linear_with_residual`."""
-    assert not spec.returns_norm_output
-    if not (spec.needs_grad and tensors.x.requires_grad):
-        return norm_mlp(tensors, spec)[0], tensors.x
-    return _NormMLPWithResidual.apply(spec, *tensors)  # pyright: ignore[reportReturnType]
+    outputs = _NormMLP.apply(spec, returns_residual, *tensors)
+    # torch 2.11 cannot trace the backward for an output that is None.
+    return outputs if spec.returns_norm_output or returns_residual else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
 def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
@@ -403,38 +402,23 @@ def _run_and_save(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequen
     return results
 
 
-def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Run the backward pass of a node; return the gradients of its arguments."""
-    gradients = (
-        _checkpointed_backward(ctx, grads)
-        if ctx.spec.checkpoint
-        else run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
-    )
-    dx, dgamma, dbeta, *rest = gradients
-    return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
-
-
 class _NormMLP(Function):
     @staticmethod
-    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
+    def forward(ctx: Any, spec: NormMLPSpec, returns_residual: bool, *tensors: Any) -> Any:
+        ctx.returns_residual = returns_residual
         y, norm_output = _run_and_save(ctx, spec, tensors)
-        # torch 2.11 cannot trace the backward for an output that is None.
+        if returns_residual:
+            return y, tensors[0]
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gradients(ctx, (grad_output, grad_norm_output, None))
-
-
-class _NormMLPWithResidual(Function):
-    """`_NormMLP` with x as its second output, whose gradient `norm_backward` adds to dx."""
-
-    @staticmethod
-    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
-        return _run_and_save(ctx, spec, tensors)[0], tensors[0]
-
-    @staticmethod
-    @once_differentiable("LayerNormMLP")
-    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gradients(ctx, (grad_output, None, grad_residual))
+    def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # The gradients of norm(x) and of the residual; at most one of them is returned by a call.
+        others = (None, grad_second) if ctx.returns_residual else (grad_second, None)
+        grads = (grad_output, *others)
+        if ctx.spec.checkpoint:
+            dx, dgamma, dbeta, *rest = _checkpointed_backward(ctx, grads)
+        else:
+            dx, dgamma, dbeta, *rest = run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
+        return None, None, dx, dgamma, dbeta if ctx.needs_input_grad[4] else None, *rest

@@ -32,7 +32,7 @@ from ..functions.norm_linear import (
     NORM_LINEAR_FUNCTIONS,
     NormLinearSpec,
     norm_linear,
-    norm_linear_with_residual,
+    residual_unsupported_reason,
 )
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
@@ -204,6 +204,30 @@ class LayerNormLinear(ProductsModule):
 
         The arguments are as in `Linear.forward`.
         """
+        return self.forward_with_residual(inp, is_first_microbatch, fp8_output, fp8_grad, False)[0]
+
+    if TYPE_CHECKING:
+
+        @declare_call(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    _own_forward = forward
+
+    def forward_with_residual(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+        uses_residual: bool = True,
+    ) -> tuple[Any, Tensor]:
+        """Return the outputs of `forward`, and inp, which the caller uses as the residual.
+
+        The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that autograd
+        launches no kernel for the sum, unless `residual_unsupported_reason` (`functions/norm_linear.py`) has a
+        reason. A caller that calls this method instead of the module checks `is_unintercepted`
+        (`compat/replaceable.py`).
+        """
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         if fp8_output is not False or fp8_grad is not False:
@@ -215,7 +239,7 @@ class LayerNormLinear(ProductsModule):
                 "precision. Leave it False",
             )
         if export_mode.onnx:
-            return self.onnx_forward(inp, fp8_output)
+            return self.onnx_forward(inp, fp8_output), inp
         weight, bias = weight_and_bias(self)
         gamma, beta = (
             get_parameter_value(self, "layer_norm_weight"),
@@ -225,46 +249,18 @@ class LayerNormLinear(ProductsModule):
         plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
         if not plain and (is_distributed(weight) or is_distributed(inp)):
             norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
-            return output_of_shards(self, options, inp, weight, bias, norm=norm)
+            return output_of_shards(self, options, inp, weight, bias, norm=norm), inp
         if getattr(weight, "is_distributed_weight", False):
             fused = self._config.fuse_wgrad_accumulation
             with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
-                return self._compute_output(options, inp, full_weight, bias, gamma, beta)
-        return self._compute_output(options, inp, weight, bias, gamma, beta)
+                return self._compute_outputs(options, inp, full_weight, bias, gamma, beta, uses_residual)
+        return self._compute_outputs(options, inp, weight, bias, gamma, beta, uses_residual)
 
-    if TYPE_CHECKING:
+    def _compute_output(self, options: tuple[bool | None, ...], inp: Tensor, *parameters: Any) -> Any:
+        """Outputs of `forward` for local tensors, as `output_of_shards` calls it."""
+        return self._compute_outputs(options, inp, *parameters, uses_residual=False)[0]
 
-        @declare_call(forward)
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def forward_with_residual(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
-    ) -> tuple[Any, ...]:
-        """Return the outputs of `forward`, then inp, which the caller uses as the residual.
-
-        The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that
-        autograd launches no kernel for the sum. A call that does not support this returns inp unchanged. The
-        caller has checked that the module has no hooks (`compat.replaceable.is_unintercepted`).
-        """
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
-        weight, bias = weight_and_bias(self)
-        if (
-            self._config.return_layernorm_output
-            or type(weight) not in PLAIN_TENSORS
-            or type(inp) is not Tensor
-            or getattr(weight, "is_distributed_weight", False)
-        ):
-            outputs = self.forward(inp, is_first_microbatch, fp8_output)
-            return (*outputs, inp) if isinstance(outputs, tuple) else (outputs, inp)
-        gamma, beta = (
-            get_parameter_value(self, "layer_norm_weight"),
-            get_parameter_value(self, "layer_norm_bias"),
-        )
-        options = (is_first_microbatch, fp8_output, False)
-        return self._compute_output(options, inp, weight, bias, gamma, beta, returns_residual=True)
-
-    def _compute_output(
+    def _compute_outputs(
         self,
         options: tuple[bool | None, ...],
         inp: Tensor,
@@ -272,14 +268,14 @@ class LayerNormLinear(ProductsModule):
         bias: Tensor | None,
         gamma: Tensor,
         beta: Tensor | None,
-        returns_residual: bool = False,
-    ) -> Any:
-        """Compute `forward`, or with `returns_residual` `forward_with_residual`, for tensors of this rank.
+        uses_residual: bool,
+    ) -> tuple[Any, Tensor]:
+        """Compute `forward_with_residual` for tensors that are complete on this rank.
 
         Args:
             options: (is_first_microbatch, fp8_output, fp8_grad).
             inp, weight, bias, gamma, beta: Input and parameters.
-            returns_residual: Append inp to the outputs.
+            uses_residual: The caller uses the returned input as the residual.
         """
         config, is_first_microbatch = self._config, options[0]
         spec: NormLinearSpec = self.spec(inp, (weight, bias, gamma, beta), options)
@@ -291,22 +287,26 @@ class LayerNormLinear(ProductsModule):
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
         product_bias = None if config.return_bias else bias
-        replaced = _replaced.names or _common._replaced.names
         x = inp if inp.dtype == dtype else inp.to(dtype)
-        if returns_residual and x is inp and not replaced:
-            y, inp = norm_linear_with_residual(x, gamma, beta, weight, product_bias, spec)
-            return (y, bias, inp) if config.return_bias else (y, inp)
-        y, norm_output = (_run_by_name if replaced else norm_linear)(
-            x, gamma, beta, weight, product_bias, spec
+        tensors = (x, gamma, beta, weight, product_bias)
+        returns_norm_output = config.return_layernorm_output
+        replaced = bool(_replaced.names or _common._replaced.names)
+        returns_residual = uses_residual and not residual_unsupported_reason(
+            spec.linear, x, inp, returns_norm_output, replaced
         )
+        if replaced:
+            y, second = _run_by_name(*tensors, spec)
+        else:
+            y, second = norm_linear(*tensors, spec, returns_residual)
         if returns_residual:
-            return (y, bias, inp) if config.return_bias else (y, inp)
-        if not (config.return_bias or config.return_layernorm_output):
-            return y
+            assert second is not None
+            inp = second
+        if not (config.return_bias or returns_norm_output):
+            return y, inp
         outputs: tuple[Any, ...] = (y, bias) if config.return_bias else (y,)
-        if config.return_layernorm_output:
-            outputs += (self.gather_norm_output(norm_output),)
-        return outputs
+        if returns_norm_output:
+            outputs += (self.gather_norm_output(second),)
+        return outputs, inp
 
     def onnx_forward(self, inp: Tensor, fp8_output: bool | None = False) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""

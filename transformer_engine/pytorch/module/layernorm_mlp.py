@@ -27,12 +27,12 @@ from ..distributed.tensor_parallel import (
 from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear_spec import LinearSpec, replace_fields
+from ..functions.norm_linear import residual_unsupported_reason
 from ..functions.norm_mlp import (
     NORM_MLP_FUNCTIONS,
     NormMLPSpec,
     NormMLPTensors,
     norm_mlp,
-    norm_mlp_with_residual,
 )
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
@@ -296,10 +296,23 @@ class LayerNormMLP(ProductsModule):
             inp: Input [.., hidden_size].
             is_first_microbatch: See `Linear.forward`.
         """
+        return self.forward_with_residual(inp, is_first_microbatch, False)[0]
+
+    if TYPE_CHECKING:
+
+        @declare_call(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    _own_forward = forward
+
+    def forward_with_residual(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, uses_residual: bool = True
+    ) -> tuple[Any, Tensor]:
+        """Return the outputs of `forward`, and the residual inp; see `LayerNormLinear.forward_with_residual`."""
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         if export_mode.onnx:
-            return self.onnx_forward(inp)
+            return self.onnx_forward(inp), inp
         fc1_weight, fc2_weight = (
             get_parameter_value(self, "fc1_weight"),
             get_parameter_value(self, "fc2_weight"),
@@ -307,45 +320,19 @@ class LayerNormMLP(ProductsModule):
         of_fc1 = getattr(fc1_weight, "is_distributed_weight", False)
         if of_fc1 or getattr(fc2_weight, "is_distributed_weight", False):
             fused, groups = self._config.fuse_wgrad_accumulation, ((fc1_weight,), (fc2_weight,))
-            with whole_weights(groups, fused, self.wgrad_store) as wholes:
-                return self._compute_output(inp, is_first_microbatch, *wholes)
-        return self._compute_output(inp, is_first_microbatch, fc1_weight, fc2_weight)
+            with whole_weights(groups, fused, self.wgrad_store) as (whole_fc1, whole_fc2):
+                return self._compute_outputs(inp, is_first_microbatch, whole_fc1, whole_fc2, uses_residual)
+        return self._compute_outputs(inp, is_first_microbatch, fc1_weight, fc2_weight, uses_residual)
 
-    if TYPE_CHECKING:
-
-        @declare_call(forward)
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def forward_with_residual(
-        self, inp: Tensor, is_first_microbatch: bool | None = None
-    ) -> tuple[Tensor | None, ...]:
-        """Return the outputs of `forward` and the residual inp; see `LayerNormLinear.forward_with_residual`."""
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
-        fc1_weight, fc2_weight = (
-            get_parameter_value(self, "fc1_weight"),
-            get_parameter_value(self, "fc2_weight"),
-        )
-        if (
-            self._config.return_layernorm_output
-            or type(inp) is not Tensor
-            or getattr(fc1_weight, "is_distributed_weight", False)
-            or getattr(fc2_weight, "is_distributed_weight", False)
-        ):
-            outputs = self.forward(inp, is_first_microbatch)
-            return (*outputs, inp) if isinstance(outputs, tuple) else (outputs, inp)
-        return self._compute_output(inp, is_first_microbatch, fc1_weight, fc2_weight, returns_residual=True)  # pyright: ignore[reportReturnType]
-
-    def _compute_output(
+    def _compute_outputs(
         self,
         inp: Tensor,
         is_first_microbatch: bool | None,
         fc1_weight: Tensor,
         fc2_weight: Tensor,
-        *,
-        returns_residual: bool = False,
-    ) -> Tensor | tuple[Tensor | None, ...]:
-        """Compute `forward`, or with `returns_residual` `forward_with_residual`, with full weights."""
+        uses_residual: bool,
+    ) -> tuple[Any, Tensor]:
+        """Compute `forward_with_residual` with full weights."""
         config = self._config
         gamma, beta = (
             get_parameter_value(self, "layer_norm_weight"),
@@ -364,7 +351,8 @@ class LayerNormMLP(ProductsModule):
             spec = replace_fields(
                 spec, fc1=fc1, fc2=fc2, cached_tensors=fc1.cached_tensors + fc2.cached_tensors
             )
-        if _replaced.names or _common._replaced.names:
+        replaced = bool(_replaced.names or _common._replaced.names)
+        if replaced:
             # The norm is this module's apply_normalization, which another library has replaced.
             spec = spec.with_norm(NormByName(spec.norm, sys.modules[__name__]))
         dtype = spec.fc1.dtype
@@ -373,21 +361,22 @@ class LayerNormMLP(ProductsModule):
         product_bias = None if config.adds_bias_late else fc2_bias
         x = inp if inp.dtype == dtype else inp.to(dtype)
         tensors = NormMLPTensors(x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
-        norm_output = None
-        if returns_residual and x is inp and not (_replaced.names or _common._replaced.names):
-            y, inp = norm_mlp_with_residual(tensors, spec)
-        else:
-            y, norm_output = norm_mlp(tensors, spec)
+        returns_norm_output = config.return_layernorm_output
+        returns_residual = uses_residual and not residual_unsupported_reason(
+            spec.fc1, x, inp, returns_norm_output, replaced
+        )
+        y, second = norm_mlp(tensors, spec, returns_residual)
+        if returns_residual:
+            assert second is not None
+            inp = second
         if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
-        if returns_residual:
-            return (y, fc2_bias, inp) if config.return_bias else (y, inp)
-        if not (config.return_bias or config.return_layernorm_output):
-            return y
+        if not (config.return_bias or returns_norm_output):
+            return y, inp
         outputs: tuple[Any, ...] = (y, fc2_bias) if config.return_bias else (y,)
-        if config.return_layernorm_output:
-            outputs += (self.gather_norm_output(norm_output),)
-        return outputs
+        if returns_norm_output:
+            outputs += (self.gather_norm_output(second),)
+        return outputs, inp
 
     def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from ...common.explanation import is_explaining, note
 from ...common.numbers import to_int, with_article
+from ..compat.replaceable import are_unintercepted
 from ..quantization.resizable_state import CheckedLoading
 from .fuser import OperationFuser
 from .intercepted_calls import (
-    are_unintercepted,
-    calls_are_unintercepted,
+    may_fuse,
     unfused_reason,
     with_basic_operations,
 )
@@ -131,10 +131,10 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             if cached.modules != modules or cached.with_basic_operations != called:
                 cached = None
             # Fast path for nearly every call: no module has changed, and all operations were and are fusible.
-            elif len(cached.fusible) == len(cached.operations) and calls_are_unintercepted(called):
+            elif len(cached.fusible) == len(cached.operations) and are_unintercepted(called):
                 return cached.parts
         operations = [module for module in modules if isinstance(module, FusibleOperation)]
-        fusible = [operation for operation in operations if are_unintercepted([operation])]
+        fusible = [operation for operation in operations if may_fuse(operation)]
         if is_explaining():
             self._note_unfused()
         if cached is not None and cached.fusible == fusible:
