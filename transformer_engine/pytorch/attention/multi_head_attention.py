@@ -31,14 +31,14 @@ from .dot_product_attention.plan import AttentionPlan
 from .dot_product_attention.settings import NO_ARGUMENTS, AttentionArguments, pack_arguments
 from .heads import Heads, head_size
 from .inference import InferenceParams
-from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_variant, plan_layer
+from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_weight_fusion, plan_layer
 from .layer_settings import (
-    AS_GIVEN,
+    CHILD_ATTRIBUTES,
+    CORE_ARGUMENTS,
     FIXED,
-    OF_CORE,
-    OF_NORM,
-    OF_PROJECTIONS,
-    WORKED_BY,
+    NORM_ARGUMENTS,
+    PROJECTION_ARGUMENTS,
+    STORED_ARGUMENTS,
     MultiheadAttentionConfig,
     child_name,
 )
@@ -46,7 +46,7 @@ from .qk_norm import query_key_norm
 from .rotation import Rotation
 
 
-@configure_class(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
+@configure_class(MultiheadAttentionConfig, fixed=FIXED, handed_down=CHILD_ATTRIBUTES, rules=RULES)
 class MultiheadAttention(CheckedLoading):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
@@ -116,9 +116,11 @@ class MultiheadAttention(CheckedLoading):
         qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, seq_length: int | None = None,
         micro_batch_size: int | None = None, softmax_type: SoftmaxType = "vanilla",
     ) -> None:  # fmt: skip
-        given = dict(locals())
+        arguments = dict(locals())
         super().__init__()
-        check_variant(fuse_wgrad_accumulation, fuse_qkv_params, return_layernorm_output, input_layernorm)
+        check_weight_fusion(
+            fuse_wgrad_accumulation, fuse_qkv_params, return_layernorm_output, input_layernorm
+        )
         if tp_group is not None:
             tp_size = torch.distributed.get_world_size(tp_group)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -127,7 +129,7 @@ class MultiheadAttention(CheckedLoading):
         check_heads(num_attention_heads, groups, ranks)
         interleaved = qkv_weight_interleaved and fuse_qkv_params
         self._config = MultiheadAttentionConfig(
-            **{argument: given[argument] for argument in AS_GIVEN},
+            **{name: arguments[name] for name in STORED_ARGUMENTS},
             window_size=check_set_window_size(attn_mask_type, window_size),
             num_gqa_groups=groups,
             hidden_size_per_attention_head=size,
@@ -137,9 +139,9 @@ class MultiheadAttention(CheckedLoading):
             heads=Heads(num_attention_heads // ranks, groups // ranks, size, interleaved),
         )
         self._plans: Memory[tuple[Any, ...], AttentionPlan | None] = Memory(plan_layer, MAX_LAYER_PLANS)
-        projection = {argument: given[argument] for argument in OF_PROJECTIONS}
+        projection = {name: arguments[name] for name in PROJECTION_ARGUMENTS}
         projection |= {"sequence_parallel": self.sequence_parallel, "tp_size": tp_size}
-        norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in OF_NORM}}
+        norm = {"eps": layernorm_epsilon, **{name: arguments[name] for name in NORM_ARGUMENTS}}
         columns = {
             **projection,
             "init_method": init_method,
@@ -158,7 +160,7 @@ class MultiheadAttention(CheckedLoading):
             tp_size=ranks,
             tp_group=tp_group if set_parallel_mode else None,
             name=child_name(name, "core_attention"),
-            **{argument: given[argument] for argument in OF_CORE},
+            **{name: arguments[name] for name in CORE_ARGUMENTS},
         )
         if softmax_type == "learnable":  # the core's one tensor; its constructor has no argument `device`
             self.core_attention.make_softmax_offset(device)

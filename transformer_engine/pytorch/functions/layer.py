@@ -21,7 +21,7 @@ from ..runtime.autograd import check_transforms, disable_autocast
 from ..runtime.tracing import reshape_result
 from ..tensor.quantizer import Matrix, Quantizer
 from .linear_spec import RECOMPUTED, SAVED, LayerSpec, LinearSpec
-from .saving import keep, pack, take_saved, unpack
+from .saving import pack, save_tensors, take_saved, unpack
 
 
 class LayerFunctions(NamedTuple):
@@ -73,12 +73,12 @@ def run_and_save(
     ctx.spec, ctx.input_shape = spec, tensors[0].shape  # pyright: ignore
     if spec.compiled is not None:
         outputs, kind = spec.compiled.forward([*tensors], spec, spec.cached_tensors)
-        keep(ctx, outputs[functions.num_results :])
+        save_tensors(ctx, outputs[functions.num_results :])
         spec.compiled.save_kind(ctx, kind)
         return outputs[: functions.num_results]
     results, saved = forward_results(functions, spec, tensors)
     parts, ctx.forms = pack(*saved)
-    keep(ctx, parts)
+    save_tensors(ctx, parts)
     return results
 
 

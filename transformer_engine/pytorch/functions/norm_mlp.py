@@ -54,7 +54,7 @@ from .linear_operands import gradient_cast, input_cast, to_operand
 from .linear_spec import PRODUCED, RECOMPUTED, SAVED, LayerSpec, LinearSpec, replace_fields
 from .norm_linear import norm_backward, norm_columns, norm_forward
 from .normalization import Norm
-from .saving import keep, take_saved, wait_for_saved
+from .saving import save_tensors, take_saved, wait_for_saved
 
 
 class FusionModes(NamedTuple):
@@ -397,7 +397,7 @@ def _run_and_save(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequen
         return run_and_save(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
     states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
     results = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
-    keep(ctx, (*tensors, *states))
+    save_tensors(ctx, (*tensors, *states))
     ctx.spec, ctx.input_shape = spec, tensors[0].shape
     return results
 

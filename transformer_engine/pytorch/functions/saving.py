@@ -54,7 +54,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
+def save_tensors(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     """Call save_for_backward, for a backward pass that may unpack the tensors early."""
     if offloading.synchronizer is not None and not torch.compiler.is_compiling():
         tensors = [save_deferred(tensor) for tensor in tensors]

@@ -26,7 +26,7 @@ from ..functions.linear_spec import (
     UNQUANTIZED,
     LinearSpec,
     ProductQuantizers,
-    linear_spec,
+    build_linear_spec,
     replace_fields,
     with_gathering,
 )
@@ -355,7 +355,7 @@ def product_spec(
     if not call.traced and call.device.type == "cuda":
         run_backward_on_calling_thread()
     active, inp = call.active, call.input
-    spec = linear_spec(
+    spec = build_linear_spec(
         computing_dtype(call),
         quantizers,
         active.recipe if active.quantizes else None,

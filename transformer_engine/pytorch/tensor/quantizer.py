@@ -286,11 +286,10 @@ class Quantizer(EncodesGroups, DescribesTensors):
         """Return the reason why the format does not support a shape in these directions, or None."""
         return None
 
-    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        """Settings on which `operands` and `cast` depend, and their state tensors, for compiled passes.
+    def compile_key(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+        """Cache key of compiled passes: the settings on which `operands` and `cast` depend, and their state tensors.
 
-        The settings are a cache key. None if they are unknown, as for a custom quantizer: such passes are not
-        compiled.
+        None if the settings are unknown, as for a custom quantizer: such passes are not compiled.
         """
         return None
 
