@@ -315,11 +315,12 @@ class MultiheadAttention(CheckedLoading):
             tracing,
         )
         cached = arguments.inference_params is not None
-        codes = state.enabled and not (cached or export_mode.onnx) and outputs_codes(state)
+        # The core attention reads and returns FP8 codes.
+        uses_codes = state.enabled and not (cached or export_mode.onnx) and outputs_codes(state)
         if checked is not None and (not is_unintercepted(core, DotProductAttention) or core.score_mod):
             checked = None  # hooks and other classes see a module call
         mixed, norm_output, hidden_states = self._project(
-            config, hidden_states, is_first_microbatch, rotation, state if codes else None, uses_residual
+            config, hidden_states, is_first_microbatch, rotation, state if uses_codes else None, uses_residual
         )
         q, k, v, projection = self._split_heads(
             config,
@@ -331,11 +332,13 @@ class MultiheadAttention(CheckedLoading):
             checked is not None and not cached,
         )
         if checked is not None:
-            context = core.attend_checked((q, k, v), checked, checkpoint_core_attention, codes, projection)
-        elif arguments is NO_ARGUMENTS and not (checkpoint_core_attention or codes):
+            context = core.attend_checked(
+                (q, k, v), checked, checkpoint_core_attention, uses_codes, projection
+            )
+        elif arguments is NO_ARGUMENTS and not (checkpoint_core_attention or uses_codes):
             context = core(q, k, v)
         else:
-            options = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}
+            options = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": uses_codes}
             context = core(q, k, v, fast_zero_fill=fast_zero_fill, **options, **arguments.as_keywords())
         projected = modules["proj"](context, is_first_microbatch=is_first_microbatch)
         if not (config.return_bias or config.returns_norm):
@@ -360,14 +363,14 @@ class MultiheadAttention(CheckedLoading):
         hidden_states: Tensor,
         is_first_microbatch: bool | None,
         rotation: Rotation | None,
-        codes: AutocastState | None,
+        fp8_state: AutocastState | None,
         uses_residual: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Compute the first projection: of q, k and v in a self attention, of q in a cross attention.
 
         Args:
             config, hidden_states, is_first_microbatch, rotation: As in `attend`.
-            codes: The autocast state if the core is an FP8 attention that reads codes, otherwise None. The
+            fp8_state: The autocast state for a core attention that reads FP8 codes, otherwise None. The
                 projection of a self attention then returns codes, unless a norm of the heads or a rotation
                 follows, which read values.
             uses_residual: The caller uses hidden_states as the residual.
@@ -375,16 +378,16 @@ class MultiheadAttention(CheckedLoading):
         Returns:
             (projection, normalized input or None, hidden_states as the residual).
         """
-        first: dict[str, Any] = {"is_first_microbatch": is_first_microbatch}
+        switches: dict[str, Any] = {"is_first_microbatch": is_first_microbatch}
         get: Any = self._modules.get
         projection = get("layernorm_qkv") or get("qkv") or get("layernorm_query") or get("query_layer")
         assert projection is not None
-        if codes is not None and rotation is None and get("key_value") is None and get("q_norm") is None:
-            first["fp8_output"] = projects_codes(projection, codes, hidden_states)
+        if fp8_state is not None and rotation is None and get("key_value") is None and get("q_norm") is None:
+            switches["fp8_output"] = projects_codes(projection, fp8_state, hidden_states)
         if uses_residual and is_unintercepted(projection, LayerNormLinear):
-            mixed, hidden_states = projection.forward_with_residual(hidden_states, **first)
+            mixed, hidden_states = projection.forward_with_residual(hidden_states, **switches)
         else:
-            mixed = projection(hidden_states, **first)
+            mixed = projection(hidden_states, **switches)
         mixed, norm_output = mixed if config.returns_norm else (mixed, None)
         return mixed, norm_output, hidden_states
 

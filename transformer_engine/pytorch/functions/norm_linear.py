@@ -210,7 +210,7 @@ def norm_linear_forward(
         (y, h or None), then the saved values (x, gamma, mean, rstdev, h for dw, weight for dh),
         which `norm_linear_backward` reads in this order; None for one that no gradient needs. With sequence
         parallelism h has the rows on this rank; the module gathers them if requested
-        (`ProductsModule.gather_norm_output`).
+        (`ProductsModule.pack_outputs`).
     """
     # h [M, K] = norm(x [M, K])
     h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)

@@ -246,13 +246,13 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
             None, and the saved values. The list is emptied.
         spec: Norm, linear layers, activation and fusion modes for this call kind.
     """
-    grad_norm_output, grad_residual, *saved_by_norm = operands[1:7]
-    u, h, fc1_weight, a, fc2_weight = operands[7:]
+    dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev, u, h, fc1_weight, a, fc2_weight = operands
+    operands.clear()
+    saved_by_norm = (x, gamma, mean, rstdev)
     # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] =
     # dy.T @ a [M, F]. Where the columns of a are recomputed, du is computed before dfc2.
-    fc2_operands = [operands[0], a, fc2_weight]
-    operands.clear()
-    del fc2_weight
+    fc2_operands = [dy, a, fc2_weight]
+    del dy, fc2_weight
     if offloading.used:
         wait_for_saved(u)
     produce_input = None

@@ -220,7 +220,7 @@ class LayerNormLinear(ProductsModule):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
         uses_residual: bool = True,
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Any, Any]:
         """Return the outputs of `forward`, and inp, which the caller uses as the residual.
 
         The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that autograd
@@ -269,7 +269,7 @@ class LayerNormLinear(ProductsModule):
         gamma: Tensor,
         beta: Tensor | None,
         uses_residual: bool,
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Any, Any]:
         """Compute `forward_with_residual` for tensors that are complete on this rank.
 
         Args:
@@ -289,24 +289,15 @@ class LayerNormLinear(ProductsModule):
         product_bias = None if config.return_bias else bias
         x = inp if inp.dtype == dtype else inp.to(dtype)
         tensors = (x, gamma, beta, weight, product_bias)
-        returns_norm_output = config.return_layernorm_output
         replaced = bool(_replaced.names or _common._replaced.names)
         returns_residual = uses_residual and not residual_unsupported_reason(
-            spec.linear, x, inp, returns_norm_output, replaced
+            spec.linear, x, inp, spec.returns_norm_output, replaced
         )
         if replaced:
             y, second = _run_by_name(*tensors, spec)
         else:
             y, second = norm_linear(*tensors, spec, returns_residual)
-        if returns_residual:
-            assert second is not None
-            inp = second
-        if not (config.return_bias or returns_norm_output):
-            return y, inp
-        outputs: tuple[Any, ...] = (y, bias) if config.return_bias else (y,)
-        if returns_norm_output:
-            outputs += (self.gather_norm_output(second),)
-        return outputs, inp
+        return self.pack_outputs(y, bias, second), second if returns_residual else inp
 
     def onnx_forward(self, inp: Tensor, fp8_output: bool | None = False) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
@@ -322,12 +313,7 @@ class LayerNormLinear(ProductsModule):
         norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
         normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
         y = exported.linear(normalized, weight, None if config.return_bias else bias, quantizers)
-        outputs: tuple[Tensor | None, ...] = (y,)
-        if config.return_bias:
-            outputs += (None if bias is None else bias.to(dtype),)
-        if config.return_layernorm_output:
-            outputs += (normalized,)
-        return outputs if len(outputs) > 1 else y
+        return self.pack_outputs(y, None if bias is None else bias.to(dtype), normalized)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

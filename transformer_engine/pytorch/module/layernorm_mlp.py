@@ -307,7 +307,7 @@ class LayerNormMLP(ProductsModule):
 
     def forward_with_residual(
         self, inp: Tensor, is_first_microbatch: bool | None = None, uses_residual: bool = True
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Any, Any]:
         """Return the outputs of `forward`, and the residual inp; see `LayerNormLinear.forward_with_residual`."""
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
@@ -331,7 +331,7 @@ class LayerNormMLP(ProductsModule):
         fc1_weight: Tensor,
         fc2_weight: Tensor,
         uses_residual: bool,
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Any, Any]:
         """Compute `forward_with_residual` with full weights."""
         config = self._config
         gamma, beta = (
@@ -361,22 +361,13 @@ class LayerNormMLP(ProductsModule):
         product_bias = None if config.adds_bias_late else fc2_bias
         x = inp if inp.dtype == dtype else inp.to(dtype)
         tensors = NormMLPTensors(x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
-        returns_norm_output = config.return_layernorm_output
         returns_residual = uses_residual and not residual_unsupported_reason(
-            spec.fc1, x, inp, returns_norm_output, replaced
+            spec.fc1, x, inp, spec.returns_norm_output, replaced
         )
         y, second = norm_mlp(tensors, spec, returns_residual)
-        if returns_residual:
-            assert second is not None
-            inp = second
         if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
-        if not (config.return_bias or returns_norm_output):
-            return y, inp
-        outputs: tuple[Any, ...] = (y, fc2_bias) if config.return_bias else (y,)
-        if returns_norm_output:
-            outputs += (self.gather_norm_output(second),)
-        return outputs, inp
+        return self.pack_outputs(y, fc2_bias, second), second if returns_residual else inp
 
     def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
@@ -401,12 +392,7 @@ class LayerNormMLP(ProductsModule):
         hidden = exported.linear(normalized, fc1_weight, fc1_bias, fc1)
         hidden = exported.activate(config.activation, hidden, ActivationParams.of(config.activation_params))
         y = exported.linear(hidden, fc2_weight, None if config.return_bias else fc2_bias, fc2)
-        outputs: tuple[Tensor | None, ...] = (y,)
-        if config.return_bias:
-            outputs += (None if fc2_bias is None else fc2_bias.to(dtype),)
-        if config.return_layernorm_output:
-            outputs += (normalized,)
-        return outputs if len(outputs) > 1 else y
+        return self.pack_outputs(y, None if fc2_bias is None else fc2_bias.to(dtype), normalized)
 
 
 _replaced = watched(__name__, {"apply_normalization": apply_normalization})

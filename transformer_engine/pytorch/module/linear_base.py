@@ -387,12 +387,20 @@ class ProductsModule(TransformerEngineBaseModule):
             self._build_uncached_call(inp, (), (None,), self.numerics.of_call(self, state)), shapes
         )
 
-    def gather_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
-        """Return norm(x) from a fused layer: for the whole sequence if requested, otherwise for this rank's part."""
+    def pack_outputs(self, y: Tensor, bias: Tensor | None, norm_output: Tensor | None) -> Any:
+        """Outputs of a layer with a norm: y, or `(y[, bias][, norm(x)])` by the settings `return_*`.
+
+        norm(x) has the rows of this rank, or of the whole sequence with return_layernorm_output_gathered.
+        """
         config = self._config
-        if norm_output is None or not (config.return_layernorm_output_gathered and config.sequence_parallel):
-            return norm_output
-        return gather_sequence(norm_output, config.tp_group)
+        if not (config.return_bias or config.return_layernorm_output):
+            return y
+        outputs = (y, bias) if config.return_bias else (y,)
+        if not config.return_layernorm_output:
+            return outputs
+        if config.return_layernorm_output_gathered and config.sequence_parallel and norm_output is not None:
+            norm_output = gather_sequence(norm_output, config.tp_group)
+        return *outputs, norm_output
 
     def begin_microbatch(self, first: bool) -> None:
         """Let the first gradient of a step overwrite main_grad; the second run of a checkpoint begins no step."""
