@@ -31,7 +31,6 @@ from ..functions.norm_linear import residual_unsupported_reason
 from ..functions.norm_mlp import (
     NORM_MLP_FUNCTIONS,
     NormMLPSpec,
-    NormMLPTensors,
     norm_mlp,
 )
 from ..functions.normalization import Norm
@@ -360,7 +359,7 @@ class LayerNormMLP(ProductsModule):
             fc1_bias, fc2_bias = fc1_bias.to(dtype), fc2_bias.to(dtype)
         product_bias = None if config.adds_bias_late else fc2_bias
         x = inp if inp.dtype == dtype else inp.to(dtype)
-        tensors = NormMLPTensors(x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
+        tensors = (x, gamma, beta, fc1_weight, fc1_bias, fc2_weight, product_bias)
         returns_residual = uses_residual and not residual_unsupported_reason(
             spec.fc1, x, inp, spec.returns_norm_output, replaced
         )
