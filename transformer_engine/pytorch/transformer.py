@@ -320,33 +320,30 @@ class TransformerLayer(CheckedLoading):
             hidden_states = hidden_states.to(dtype)
         hidden_states = hidden_states.contiguous()
         # Attention and MLP of a parallel layer read the same input, which is also the residual of both.
-        uses_residual = not (self._config.parallel_attention_mlp or torch.compiler.is_compiling())
+        is_parallel = self._config.parallel_attention_mlp
+        uses_residual = not (is_parallel or torch.compiler.is_compiling())
         attended, residual = _attend(
             self.self_attention, hidden_states, self_inputs, None, rotary_pos_emb, *modes, uses_residual
         )
         mlp = self.layernorm_mlp
-        if self._config.parallel_attention_mlp:
-            transformed = mlp(hidden_states, is_first_microbatch=is_first_microbatch)
-            return self._output(self._add((attended + transformed, None), hidden_states))
-        hidden_states = self._add(attended, residual)
-        del attended, residual  # without a backward pass, this frees their memory
-        if self.inter_attention is not None:
-            attended, residual = _attend(
-                self.inter_attention,
-                hidden_states,
-                cross_inputs,
-                encoder_output,
-                None,
-                *modes,
-                uses_residual,
-            )
-            hidden_states = self._add(attended, residual)
-            del attended, residual
-        if uses_residual and is_unintercepted(mlp, LayerNormMLP):
-            transformed, residual = mlp.forward_with_residual(hidden_states, is_first_microbatch)
+        if is_parallel:
+            transformed = attended + mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         else:
-            transformed, residual = mlp(hidden_states, is_first_microbatch=is_first_microbatch), hidden_states
-        return self._output(self._add(transformed, residual))
+            hidden_states = self._add(attended, residual)
+            del attended, residual  # without a backward pass, this frees their memory
+            if self.inter_attention is not None:
+                attended, residual = _attend(
+                    self.inter_attention, hidden_states, cross_inputs, encoder_output, None, *modes, uses_residual
+                )  # fmt: skip
+                hidden_states = self._add(attended, residual)
+                del attended, residual
+            residual = hidden_states
+            if uses_residual and is_unintercepted(mlp, LayerNormMLP):
+                transformed, residual = mlp.forward_with_residual(hidden_states, is_first_microbatch)
+            else:
+                transformed = mlp(hidden_states, is_first_microbatch=is_first_microbatch)
+        hidden_states = self._add(transformed, residual)
+        return hidden_states if self.layernorm is None else self.layernorm(hidden_states)
 
     if TYPE_CHECKING:
 
@@ -406,9 +403,6 @@ class TransformerLayer(CheckedLoading):
         if p > 0.0:
             x = dropout(x, p)
         return residual + (drop_path(x) if drops_path else x)
-
-    def _output(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states if self.layernorm is None else self.layernorm(hidden_states)
 
 
 def _attend(

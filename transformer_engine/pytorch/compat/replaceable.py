@@ -95,13 +95,7 @@ def are_unintercepted(modules: Sequence[Any]) -> bool:
     Each class stores the `forward` that it defines as `_own_forward`. The function runs in each layer call and each
     chain call: a loop, because a generator would enter a function for each module.
     """
-    if (
-        everywhere._global_forward_hooks
-        or everywhere._global_forward_pre_hooks
-        or everywhere._global_backward_hooks
-        or everywhere._global_backward_pre_hooks
-        or nn.Module.__call__ is not MODULE_CALL
-    ):
+    if everywhere._has_any_global_hook() or nn.Module.__call__ is not MODULE_CALL:
         return False
     for module in modules:
         if (

@@ -376,14 +376,11 @@ def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence
     return gradients
 
 
-def _run_and_save(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Run the forward pass of a node and save the operands for its backward pass.
+def _run_and_save_inputs(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Run the forward pass of a node with `checkpoint`, and save its tensors and the states of its quantizers.
 
-    With `checkpoint`, save the tensors and the quantizers' states instead, from which
     `_checkpointed_backward` computes the operands again.
     """
-    if not spec.checkpoint:
-        return run_and_save(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
     states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
     results = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
     save_tensors(ctx, (*tensors, *states))
@@ -395,7 +392,10 @@ class _NormMLP(Function):
     @staticmethod
     def forward(ctx: Any, spec: NormMLPSpec, returns_residual: bool, *tensors: Any) -> Any:
         ctx.returns_residual = returns_residual
-        y, norm_output = _run_and_save(ctx, spec, tensors)
+        if spec.checkpoint:
+            y, norm_output = _run_and_save_inputs(ctx, spec, tensors)
+        else:
+            y, norm_output = run_and_save(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
         if returns_residual:
             return y, tensors[0]
         return y if norm_output is None else (y, norm_output)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...common.numbers import to_bool
 from ..compat.argument_orders import declare_call
 from ..compat.by_name import LayerNormLinearByName as _LayerNormLinear
 from ..compat.by_name import (
@@ -42,17 +41,20 @@ from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
-from .arguments import accepts, overlap_flags, warn_unless_reduced
+from .arguments import FLAG_TYPES, accepts, call_switches, overlap_flags, warn_unless_reduced
 from .config import configure_class, early
 from .exported import export_products
-from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
+from .linear_base import SIZES, LinearConfig, Options, ProductsModule, Tensors, check_ranks
 from .local_shards import output_of_shards
 from .normalization import mark_norm_parameters, register_norm_parameters
-from .parameters import InitMethod, create_parameters, get_parameter_value, mark_parameters, weight_and_bias
+from .parameters import InitMethod, create_parameters, get_parameter_values, mark_parameters, weight_and_bias
 from .specs import Call, check_call, product_spec, quantizers_of_call, scale_update, with_compiled_passes
 
 # Besides the layer: names from NVIDIA's Transformer Engine that other libraries import or monkey-patch here.
 __all__ = ["LayerNormLinear", "_LayerNormLinear", "apply_normalization", "general_gemm"]
+
+
+_NORM_PARAMETERS = ("layer_norm_weight", "layer_norm_bias")
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,57 +230,43 @@ class LayerNormLinear(ProductsModule):
         reason. A caller that calls this method instead of the module checks `is_unintercepted`
         (`compat/replaceable.py`).
         """
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
-        if fp8_output is not False or fp8_grad is not False:
-            fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)
-        if fp8_grad:
-            warn_once(
-                "fp8_grad of a norm",
-                f"fp8_grad={fp8_grad!r} has no effect on LayerNormLinear: the norm's gradient is returned in high "
-                "precision. Leave it False",
-            )
+        options: Options = (is_first_microbatch, fp8_output, fp8_grad)
+        if not (fp8_output is fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES):
+            options = call_switches(*options)
+            _warn_of_fp8_grad(options[2])
         if export_mode.onnx:
-            return self.onnx_forward(inp, fp8_output), inp
+            return self.onnx_forward(inp, options[1]), inp
         weight, bias = weight_and_bias(self)
-        gamma, beta = (
-            get_parameter_value(self, "layer_norm_weight"),
-            get_parameter_value(self, "layer_norm_bias"),
-        )
-        options = (is_first_microbatch, fp8_output, fp8_grad)
+        gamma, beta = get_parameter_values(self, _NORM_PARAMETERS)
         plain = type(weight) in PLAIN_TENSORS and type(inp) is Tensor
         if not plain and (is_distributed(weight) or is_distributed(inp)):
             norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
             return output_of_shards(self, options, inp, weight, bias, norm=norm), inp
-        if getattr(weight, "is_distributed_weight", False):
-            fused = self._config.fuse_wgrad_accumulation
-            with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
-                return self._compute_outputs(options, inp, full_weight, bias, gamma, beta, uses_residual)
-        return self._compute_outputs(options, inp, weight, bias, gamma, beta, uses_residual)
+        if not getattr(weight, "is_distributed_weight", False):
+            return self._compute_outputs(options, inp, (weight, bias, gamma, beta), uses_residual)
+        fused = self._config.fuse_wgrad_accumulation
+        with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
+            return self._compute_outputs(options, inp, (full_weight, bias, gamma, beta), uses_residual)
 
-    def _compute_output(self, options: tuple[bool | None, ...], inp: Tensor, *parameters: Any) -> Any:
+    def _compute_output(self, options: Options, inp: Tensor, *tensors: Tensor | None) -> Any:
         """Outputs of `forward` for local tensors, as `output_of_shards` calls it."""
-        return self._compute_outputs(options, inp, *parameters, uses_residual=False)[0]
+        return self._compute_outputs(options, inp, tensors, False)[0]
 
     def _compute_outputs(
-        self,
-        options: tuple[bool | None, ...],
-        inp: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gamma: Tensor,
-        beta: Tensor | None,
-        uses_residual: bool,
+        self, options: Options, inp: Tensor, tensors: Tensors, uses_residual: bool
     ) -> tuple[Any, Any]:
         """Compute `forward_with_residual` for tensors that are complete on this rank.
 
         Args:
             options: (is_first_microbatch, fp8_output, fp8_grad).
-            inp, weight, bias, gamma, beta: Input and parameters.
+            inp: Input [.., in_features].
+            tensors: (weight, bias, gamma, beta).
             uses_residual: The caller uses the returned input as the residual.
         """
         config, is_first_microbatch = self._config, options[0]
-        spec: NormLinearSpec = self.spec(inp, (weight, bias, gamma, beta), options)
+        weight, bias, gamma, beta = tensors
+        assert weight is not None and gamma is not None
+        spec: NormLinearSpec = self.spec(inp, tensors, options)
         if is_first_microbatch is not None:
             self.begin_microbatch(is_first_microbatch)
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
@@ -288,25 +276,21 @@ class LayerNormLinear(ProductsModule):
             bias = bias.to(dtype)
         product_bias = None if config.return_bias else bias
         x = inp if inp.dtype == dtype else inp.to(dtype)
-        tensors = (x, gamma, beta, weight, product_bias)
         replaced = bool(_replaced.names or _common._replaced.names)
         returns_residual = uses_residual and not residual_unsupported_reason(
             spec.linear, x, inp, spec.returns_norm_output, replaced
         )
         if replaced:
-            y, second = _run_by_name(*tensors, spec)
+            y, second = _run_by_name(x, gamma, beta, weight, product_bias, spec)
         else:
-            y, second = norm_linear(*tensors, spec, returns_residual)
+            y, second = norm_linear(x, gamma, beta, weight, product_bias, spec, returns_residual)
         return self.pack_outputs(y, bias, second), second if returns_residual else inp
 
     def onnx_forward(self, inp: Tensor, fp8_output: bool | None = False) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
         config = self._config
         weight, bias = weight_and_bias(self)
-        gamma, beta = (
-            get_parameter_value(self, "layer_norm_weight"),
-            get_parameter_value(self, "layer_norm_bias"),
-        )
+        gamma, beta = get_parameter_values(self, _NORM_PARAMETERS)
         shapes = ((self.in_features, weight.shape[0]),)
         options = (None, fp8_output, False)
         dtype, (quantizers,) = export_products(self, inp, (weight, bias, gamma, beta), options, shapes)
@@ -317,6 +301,16 @@ class LayerNormLinear(ProductsModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+def _warn_of_fp8_grad(fp8_grad: Any) -> None:
+    """Warn once that the input gradient is not quantized."""
+    if fp8_grad:
+        warn_once(
+            "fp8_grad of a norm",
+            f"fp8_grad={fp8_grad!r} has no effect on LayerNormLinear: the norm's gradient is returned in high "
+            "precision. Leave it False",
+        )
 
 
 def _run_by_name(

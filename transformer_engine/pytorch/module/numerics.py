@@ -156,8 +156,7 @@ class Numerics:
             arguments: Arguments to `ProductsModule.check_call_under`, so that a rejected call creates no quantizers.
         """
         if not (state.enabled or state.calibrating):
-            observed = self.observes_unquantized
-            return self.unquantized(owner.num_products) if observed else unquantized(owner.num_products)
+            return (self.unquantized if self.observes_unquantized else unquantized)(owner.num_products)
         recipe, active = state.recipe, self.cached.recipe
         assert recipe is not None
         unchanged = active is not None and active.recipe is recipe and active.group is state.group
