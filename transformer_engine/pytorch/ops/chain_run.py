@@ -17,19 +17,17 @@ from torch.torch_version import TorchVersion
 from ..functions.saving import keep, take_saved
 from ..functions.scale_update import ScaleUpdate
 from ..quantization.autocast import AutocastState
-from ..runtime.autograd import Function
+from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from .applied_recipe import scale_update
+from .applied_recipe import distinct_while_tracing, scale_update
 from .chain import copy_in_traces, run_backward, run_forward
+from .fusions import FusionResults, IndexedOperations
 from .links import Links, share_memory
 from .operation import BasicOperation, FusibleOperation, OperationContext
 from .pass_operation import PassOperation, has_backward_pass, has_forward_pass
 from .shard_places import places_of_shards
 from .user_results import backward_results, check_gradients, forward_results
-
-# Operations in order, each with the indices that its basic operations have in the chain.
-IndexedOperations = list[tuple[FusibleOperation, list[int]]]
 
 
 def create_contexts(count: int, first: int, x: Tensor) -> list[OperationContext]:
@@ -54,9 +52,8 @@ class ChainRun:
     Args:
         basic_ops: The chain's operations.
         links: Their extra inputs and outputs.
-        fused: The operations in the forward and in the backward pass, after the registered fusion functions.
-        first: Index of the first operation that the backward pass reaches.
-        parameter_shapes: Parameter shapes by operation.
+        fusions: The operations after the registered fusion functions.
+        parameters: Parameters by operation.
         options: Keyword arguments by operation.
         state: The autocast state.
 
@@ -68,9 +65,8 @@ class ChainRun:
         self,
         basic_ops: Sequence[BasicOperation],
         links: Links,
-        fused: tuple[IndexedOperations, IndexedOperations],
-        first: int,
-        parameter_shapes: list[list[torch.Size]],
+        fusions: FusionResults,
+        parameters: Sequence[Sequence[Any]],
         options: Sequence[dict[str, Any]],
         state: AutocastState,
     ) -> None:
@@ -80,8 +76,10 @@ class ChainRun:
                 "operations of a user, or in a checkpoint with delayed scaling; use layers such as te.Linear"
             )
         self.basic_ops, self.links = basic_ops, links
-        self.forward_ops, self.backward_ops = fused
-        self.first, self.parameter_shapes = first, parameter_shapes
+        self.forward_ops, self.backward_ops, self.first = fusions.forward, fusions.backward, fusions.first
+        self.parameter_shapes: list[list[torch.Size]] = [
+            [tensor.shape for tensor in group] for group in parameters
+        ]
         self.options, self.state = options, state
         self.contexts: list[OperationContext] = []
         # {operation index: user's fused operation that replaces it in the backward pass}
@@ -375,6 +373,30 @@ class SegmentedChain(Function):
             update.run()
         grad_input, *extra = clone_shared_quantized([grad_input, *extra], gradients)
         return grad_input, None, *parameters, *extra
+
+
+def run_segments(
+    call: ChainRun, x: Tensor, parameters: Sequence[Sequence[Any]], extra_inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Run a chain in segments, as an autograd function if a backward pass reaches it.
+
+    Args:
+        call: The call.
+        x: The main input.
+        parameters: Parameters by operation.
+        extra_inputs: The caller's extra inputs.
+
+    Returns:
+        (main output, *extra outputs for the caller).
+    """
+    for op, indices in call.forward_ops:
+        op.pre_fuser_forward(requires_grad=indices[-1] >= call.first)
+    flat = [parameter for group in parameters for parameter in group]
+    if call.first == len(call.basic_ops):
+        check_transforms(SegmentedChain.OPERATION, x, flat, extra_inputs)
+        return call.forward(x, extra_inputs)[0]
+    x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
+    return SegmentedChain.apply(x, call, *tensors)  # pyright: ignore[reportReturnType]
 
 
 def clone_shared_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:

@@ -65,8 +65,8 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         kwargs: `torch.nn.Module` keyword arguments.
     """
 
-    # Creates the `OperationFuser` for a chain; set by `fuser.py`, which is built on operations.
-    _fuser: ClassVar[Callable[[list[Any], frozenset[str]], Callable[..., Any]]]
+    # `OperationFuser`; set by `fuser.py`, which is built on operations.
+    _fuser: ClassVar[Any]
     # Channel names that connect the operation with others in its container, where it is called by itself.
     _channels: frozenset[str] = NO_CHANNELS
 

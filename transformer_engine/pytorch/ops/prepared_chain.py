@@ -1,7 +1,7 @@
 """PreparedChain: the passes of a whole chain for one call kind, and their autograd function.
 
 A chain of operations of this package runs as one forward and one backward pass. Everything about these passes that
-does not depend on tensor values is prepared once per call key (`OperationFuser`): specs, quantizers, dtypes. On a
+does not depend on tensor values is prepared once per call key (`call_key.py`): specs, quantizers, dtypes. On a
 GPU warm calls run the compiled passes in `fast/compiled.py`. Other chains go through `chain_run.py`.
 """
 
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.recipe import Recipe
 from ..distributed_weight import whole_weights
 from ..fast.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
@@ -25,29 +24,12 @@ from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import backward, build_passes, forward, fusion_enabled, pack_values, unpack_values
-from .chain_run import IndexedOperations, clone_shared_quantized, create_contexts, distinct
+from .chain_run import clone_shared_quantized, create_contexts, distinct
+from .fusions import FusionResults
 from .operation import BasicOperation, FusibleOperation
 from .pass_operation import has_backward_pass, has_forward_pass
 from .passes.contract import OperationPasses, OpTensors
 from .shard_places import ShardPlaces, places_of_shards
-
-
-class FusionResults(NamedTuple):
-    """Results from the registered fusion functions.
-
-    Attributes:
-        forward: Operations in the forward pass.
-        backward: Operations in the backward pass.
-        first: Index of the first basic operation that the backward pass reaches.
-        recipe_type: Recipe class; None without a recipe.
-        key: Everything else that the fusion functions depend on.
-    """
-
-    forward: IndexedOperations
-    backward: IndexedOperations
-    first: int
-    recipe_type: type[Recipe] | None
-    key: Any
 
 
 class TensorCounts(NamedTuple):
@@ -69,7 +51,7 @@ class PreparedChain:
         device: Tensor device.
         fuses: Kernels may compute several operations.
         fusions: The operations that the fuser shows after a call.
-        checks: Functions that check parameters before every call.
+        checks: Functions that check parameters in each call: `pre_fuser_forward` of operations that override it.
         shards: Places of distributed weights among the tensors of a call.
     """
 
@@ -136,8 +118,11 @@ class PreparedChain:
         Returns:
             The main output, or a tuple with the main output and the extra outputs.
         """
-        if self.shards.groups and not gathered:
-            return self._with_gathered_weights(list(inputs))
+        if not gathered:
+            for check in self.checks:
+                check()
+            if self.shards.groups:
+                return self._with_gathered_weights(list(inputs))
         passes = self.passes
         if self._binds:
             tensors = self.tensors_by_operation(inputs)
@@ -164,7 +149,6 @@ class PreparedChain:
 def build_chain(
     basic_ops: Sequence[BasicOperation],
     fusions: FusionResults,
-    first: int,
     x: Tensor,
     extra_inputs: Sequence[Sequence[Any]],
     parameters: Sequence[Sequence[Any]],
@@ -175,7 +159,6 @@ def build_chain(
     Args:
         basic_ops: The basic operations.
         fusions: The operations after the registered fusion functions.
-        first: Index of the first operation that the backward pass reaches.
         x: The main input.
         extra_inputs: Extra inputs by operation.
         parameters: Parameters by operation.
@@ -184,6 +167,7 @@ def build_chain(
     Returns:
         The chain; None if a user's fused operation must run by its own methods.
     """
+    first = fusions.first
     if not all(has_forward_pass(op) for op, _ in fusions.forward):
         return None
     if not all(has_backward_pass(op) for op, _ in fusions.backward):
