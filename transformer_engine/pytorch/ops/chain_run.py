@@ -30,17 +30,19 @@ from .shard_places import places_of_shards
 from .user_results import backward_results, check_gradients, forward_results
 
 
-def create_contexts(count: int, first: int, x: Tensor) -> list[OperationContext]:
+def create_contexts(count: int, first_with_backward: int, x: Tensor) -> list[OperationContext]:
     """Create the contexts for a call.
 
     Args:
         count: Operation count.
-        first: Index of the first operation that the backward pass reaches.
+        first_with_backward: Index of the first operation that the backward pass reaches.
         x: The main input.
     """
     return [
         OperationContext(
-            requires_grad=i >= first, input_requires_grad=i > first or (i == first == 0 and x.requires_grad)
+            requires_grad=i >= first_with_backward,
+            input_requires_grad=i > first_with_backward
+            or (i == first_with_backward == 0 and x.requires_grad),
         )
         for i in range(count)
     ]
@@ -76,7 +78,8 @@ class ChainRun:
                 "operations of a user, or in a checkpoint with delayed scaling; use layers such as te.Linear"
             )
         self.basic_ops, self.links = basic_ops, links
-        self.forward_ops, self.backward_ops, self.first = fusions.forward, fusions.backward, fusions.first
+        self.forward_ops, self.backward_ops = fusions.forward, fusions.backward
+        self.first_with_backward = fusions.first_with_backward
         self.parameter_shapes: list[list[torch.Size]] = [
             [tensor.shape for tensor in group] for group in parameters
         ]
@@ -94,8 +97,8 @@ class ChainRun:
     def forward(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Any]]:
         """Return (main output, extra outputs for the caller..), and the tensors to save."""
         count = len(self.basic_ops)
-        self.contexts = create_contexts(count, self.first, x)
-        records = torch.is_grad_enabled() or self.first < count
+        self.contexts = create_contexts(count, self.first_with_backward, x)
+        records = torch.is_grad_enabled() or self.first_with_backward < count
         extras = self.links.by_operation(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
         ops_of_passes = _with_basic_operations(self.forward_ops, has_forward_pass)
@@ -221,7 +224,7 @@ class ChainRun:
         by_slot = dict(zip(self.links.public_outputs, grad_extra, strict=True))
         dy: Any = grad_output
         parts = _with_basic_operations(self.backward_ops, self._backward_of_passes)
-        reached = [entry for entry in parts if entry[1][-1] >= self.first]
+        reached = [entry for entry in parts if entry[1][-1] >= self.first_with_backward]
 
         def joins(before: Sequence[int], after: Sequence[int]) -> bool:
             runs_passes = self._runs_passes(before) and self._runs_passes(after)
@@ -237,7 +240,9 @@ class ChainRun:
                 op = segment[0][0]
                 returned = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=grads)
                 members = [self.basic_ops[i] for i in indices]
-                dy, parameter_grads, extra = backward_results(op, members, returned, indices[0] > self.first)
+                dy, parameter_grads, extra = backward_results(
+                    op, members, returned, indices[0] > self.first_with_backward
+                )
                 check_gradients(
                     op,
                     (dy, parameter_grads, extra),
@@ -255,7 +260,7 @@ class ChainRun:
                         "where there is none"
                     )
                 contexts[i].saved_tensors = None
-        if count and self.first > 0:
+        if count and self.first_with_backward > 0:
             dy = None
         flat = [grad for group in parameters for grad in group]
         of_inputs = [extra_inputs[slot.op][slot.index] for slot in self.links.public_inputs]
@@ -264,7 +269,9 @@ class ChainRun:
     def _backward_of_passes(self, op: FusibleOperation) -> bool:
         """Whether an operation's backward pass and the forward passes before it are this package's."""
         members = [
-            i for i, basic in enumerate(self.basic_ops) if basic in op.basic_operations() and i >= self.first
+            i
+            for i, basic in enumerate(self.basic_ops)
+            if basic in op.basic_operations() and i >= self.first_with_backward
         ]
         return has_backward_pass(op) and self._have_states(members)
 
@@ -351,7 +358,7 @@ class SegmentedChain(Function):
         ctx.call = call
         ctx.scale_update = scale_update(call.basic_ops, call.state)
         outputs = distinct(results, (x, *tensors))
-        constant = sum(slot.op < call.first for slot in call.links.public_outputs)
+        constant = sum(slot.op < call.first_with_backward for slot in call.links.public_outputs)
         ctx.mark_non_differentiable(
             *[y for i, y in enumerate(outputs) if 0 < i <= constant or not y.is_floating_point()]
         )
@@ -390,9 +397,9 @@ def run_segments(
         (main output, *extra outputs for the caller).
     """
     for op, indices in call.forward_ops:
-        op.pre_fuser_forward(requires_grad=indices[-1] >= call.first)
+        op.pre_fuser_forward(requires_grad=indices[-1] >= call.first_with_backward)
     flat = [parameter for group in parameters for parameter in group]
-    if call.first == len(call.basic_ops):
+    if call.first_with_backward == len(call.basic_ops):
         check_transforms(SegmentedChain.OPERATION, x, flat, extra_inputs)
         return call.forward(x, extra_inputs)[0]
     x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))

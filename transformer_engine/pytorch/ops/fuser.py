@@ -37,9 +37,9 @@ Other chains run in segments in these calls:
 While torch.compile traces, this file assigns no attributes of existing objects. Higher-order operators, such as
 checkpoints, raise an error for such side effects.
 
-`first`, in this file and others, is the index of the first basic operation that the backward pass reaches: the first
-operation with an input or a parameter that requires a gradient. If there is none, or if gradients are disabled,
-`first` is the number of basic operations.
+`first_with_backward`, in this file and others, is the index of the first basic operation that the backward pass reaches:
+the first operation with an input or a parameter that requires a gradient. If there is none, or if gradients are
+disabled, the index is the number of basic operations.
 """
 
 from __future__ import annotations
@@ -261,18 +261,18 @@ class OperationFuser:
         """
         check_parameters(self._basic_ops)
         parameters = self._basic_op_params
-        first = self._first_requiring_backward(x, parameters, extra_inputs)
+        first_with_backward = self._find_first_with_backward(x, parameters, extra_inputs)
         recipe = state.recipe if state.enabled else None
         functions = _copy_lists(self._fusion_lists)
-        fusions = fuse_operations(self._basic_ops, functions, first, recipe, self._fusions)
+        fusions = fuse_operations(self._basic_ops, functions, first_with_backward, recipe, self._fusions)
         if not torch.compiler.is_compiling():  # no side effects while tracing
             self._fusions = fusions
         return parameters, fusions
 
-    def _first_requiring_backward(
+    def _find_first_with_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
     ) -> int:
-        """Index of the first operation that the backward pass reaches (`first` in the module docstring)."""
+        """Index of the first operation that the backward pass reaches; see `first_with_backward` in the module docstring."""
         if not torch.is_grad_enabled():
             return self._num_basic_ops
         if x.requires_grad:
@@ -303,7 +303,7 @@ class OperationFuser:
     @property
     def first_op_requiring_backward(self) -> int:
         """Index of the first operation that the backward pass of the last call reaches."""
-        return self._fusions.first
+        return self._fusions.first_with_backward
 
     @property
     def recipe_type(self) -> type[Recipe] | None:

@@ -74,14 +74,14 @@ class FusionResults(NamedTuple):
     Attributes:
         forward: Operations in the forward pass.
         backward: Operations in the backward pass.
-        first: Index of the first basic operation that the backward pass reaches.
+        first_with_backward: Index of the first basic operation that the backward pass reaches.
         recipe_type: Recipe class; None without a recipe.
         key: Everything else that the fusion functions depend on.
     """
 
     forward: IndexedOperations
     backward: IndexedOperations
-    first: int
+    first_with_backward: int
     recipe_type: type[Recipe] | None
     key: Any
 
@@ -89,26 +89,26 @@ class FusionResults(NamedTuple):
 def fuse_operations(
     basic_ops: Sequence[BasicOperation],
     functions: FusionLists,
-    first: int,
+    first_with_backward: int,
     recipe: Recipe | None,
     previous: FusionResults,
 ) -> FusionResults:
     """Apply fusion functions to a chain, or return the previous results if nothing has changed.
 
-    The previous results are returned if the functions, `first`, and three properties of the recipe are equal: its
-    class, `amax_history_len` and `backward_override`. A change of another recipe field does not call the functions
-    again.
+    The previous results are returned if the functions, `first_with_backward`, and three properties of the recipe are
+    equal: its class, `amax_history_len` and `backward_override`. A change of another recipe field does not call the
+    functions again.
 
     Args:
         basic_ops: The basic operations of the chain.
         functions: Copies of the registered functions.
-        first: Index of the first basic operation that the backward pass reaches.
+        first_with_backward: Index of the first basic operation that the backward pass reaches.
         recipe: The active recipe; None without one.
         previous: Results for an earlier call.
     """
     recipe_type = None if recipe is None else type(recipe)
     length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
-    key = (length, getattr(recipe, "backward_override", None), first, *functions)
+    key = (length, getattr(recipe, "backward_override", None), first_with_backward, *functions)
     # torch 2.11 can trace `is` between classes, but not == on tuples that contain classes.
     if recipe_type is previous.recipe_type and key == previous.key:
         return previous
@@ -117,7 +117,7 @@ def fuse_operations(
     return FusionResults(
         forward=_with_indices(_apply_functions(forward_functions, both, basic_ops, recipe)),
         backward=_with_indices(_apply_functions(backward_functions, both, basic_ops, recipe)),
-        first=first,
+        first_with_backward=first_with_backward,
         recipe_type=recipe_type,
         key=key,
     )
