@@ -37,9 +37,9 @@ Other chains run in segments in these calls:
 While torch.compile traces, this file assigns no attributes of existing objects. Higher-order operators, such as
 checkpoints, raise an error for such side effects.
 
-`first_with_backward`, in this file and others, is the index of the first basic operation that the backward pass reaches:
-the first operation with an input or a parameter that requires a gradient. If there is none, or if gradients are
-disabled, the index is the number of basic operations.
+`first_with_backward`, in this file and others, is the index of the first basic operation that the backward pass
+reaches: the first operation with an input or a parameter that requires a gradient. If there is none, or if gradients
+are disabled, the index is the number of basic operations.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class OperationFuser:
     def _find_first_with_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
     ) -> int:
-        """Index of the first operation that the backward pass reaches; see `first_with_backward` in the module docstring."""
+        """Index of the first operation that the backward pass reaches (see the module docstring)."""
         if not torch.is_grad_enabled():
             return self._num_basic_ops
         if x.requires_grad:
