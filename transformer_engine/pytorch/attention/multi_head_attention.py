@@ -272,7 +272,7 @@ class MultiheadAttention(CheckedLoading):
 
         def fast_setattr(self, name: str, value: Any) -> None: ...
 
-    _own_forward = forward
+    _layer_forward = forward
 
     def attend(
         self,

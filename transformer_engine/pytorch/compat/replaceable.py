@@ -84,16 +84,21 @@ def is_unintercepted(module: nn.Module, kind: type[nn.Module]) -> bool:
     return (
         type(module) is kind
         and kind.__call__ is MODULE_CALL
-        and are_unintercepted((module,))
+        and are_unintercepted((module,), "_layer_forward")
         and not torch._C._get_tracing_state()
     )
 
 
-def are_unintercepted(modules: Sequence[Any]) -> bool:
-    """Whether calls of modules run no hook, no `compile()` graph and no replaced `forward`.
+def are_unintercepted(modules: Sequence[Any], own_forward: str = "_own_forward") -> bool:
+    """Whether calls of modules run no hook, no `compile()` graph and no replaced method.
 
-    Each class stores the `forward` that it defines as `_own_forward`. The function runs in each layer call and each
-    chain call: a loop, because a generator would enter a function for each module.
+    The function runs in each layer call and each chain call: a loop, because a generator would enter a function for
+    each module.
+
+    Args:
+        modules: Layers, or operations with the basic operations of fused ones.
+        own_forward: Class attribute with the `forward` that the class defines: `_layer_forward` of layers,
+            `_own_forward` of operations. A layer in the place of a basic operation intercepts its calls.
     """
     if everywhere._has_any_global_hook() or nn.Module.__call__ is not MODULE_CALL:
         return False
@@ -105,7 +110,7 @@ def are_unintercepted(modules: Sequence[Any]) -> bool:
             or module._backward_pre_hooks
             or module._compiled_call_impl is not None
             or "forward" in module.__dict__
-            or type(module).forward is not getattr(type(module), "_own_forward", None)
+            or type(module).forward is not getattr(type(module), own_forward, None)
         ):
             return False
     return True

@@ -213,7 +213,7 @@ class LayerNormLinear(ProductsModule):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    _own_forward = forward
+    _layer_forward = forward
 
     def forward_with_residual(
         self,

@@ -305,7 +305,7 @@ class LayerNormMLP(ProductsModule):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    _own_forward = forward
+    _layer_forward = forward
 
     def forward_with_residual(
         self, inp: Tensor, is_first_microbatch: bool | None = None, uses_residual: bool = True

@@ -19,22 +19,14 @@ def with_basic_operations(operations: Sequence[Any]) -> list[Any]:
     return parts
 
 
-def may_fuse(operation: Any) -> bool:
-    """Whether nothing intercepts calls of an operation and of its basic operations.
-
-    A module that replaces a basic operation, such as a wrapper around it, intercepts its calls.
-    """
-    parts = with_basic_operations([operation])
-    return all(hasattr(part, "is_fused_op") for part in parts) and are_unintercepted(parts)
-
-
 def unfused_reason(operation: Any) -> str | None:
     """Reason why an operation is called as a module, for `te.explain`; None if it fuses."""
-    if may_fuse(operation):
+    parts = with_basic_operations([operation])
+    if are_unintercepted(parts):
         return None
-    for part in with_basic_operations([operation]):
+    for part in parts:
         name = "it" if part is operation else f"its {type(part).__name__}"
-        if not hasattr(part, "is_fused_op"):
+        if not hasattr(type(part), "_own_forward"):
             return f"{with_article(type(part))} replaces one of its operations"
         if type(part).__call__ is not MODULE_CALL:
             return f"{type(part).__name__}.__call__ is not torch's own: a class or a tracer has replaced it"

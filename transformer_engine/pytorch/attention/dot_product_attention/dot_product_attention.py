@@ -323,7 +323,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         @declare_call(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    _own_forward = forward
+    _layer_forward = forward
 
     def attend_checked(
         self,
