@@ -287,8 +287,12 @@ class MultiheadAttention(CheckedLoading):
     ) -> tuple[Any, Tensor]:
         """Compute `forward`, with the core attention's arguments as one record, for `TransformerLayer`.
 
-        First the whole call is checked and planned, before it has effects. Then follow the first projection,
-        its split into q, k and v, the core attention and the output projection.
+        The whole call is checked and planned before it has effects (`check_layer_call`). Then it computes
+
+            qkv = projection(norm(hidden_states))    `_project`; in a cross attention q, and k and v from encoder_output
+            q, k, v = split(qkv)                     `_split_heads`, with norms of the heads and the rotation
+            context = softmax(q k^T / sqrt(d)) v     the core attention
+            output = proj(context)
 
         Returns:
             (outputs of `forward`, hidden_states). With `uses_residual`, the caller uses hidden_states as the
@@ -303,7 +307,7 @@ class MultiheadAttention(CheckedLoading):
         state = current() if tracing else eager_thread_state().state
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
-        rotation, checked = check_layer_call(
+        rotation, checked_arguments = check_layer_call(
             self._plans,
             config,
             core,
@@ -314,41 +318,37 @@ class MultiheadAttention(CheckedLoading):
             state,
             tracing,
         )
-        cached = arguments.inference_params is not None
+        if checked_arguments is not None and (
+            not is_unintercepted(core, DotProductAttention) or core.score_mod
+        ):
+            checked_arguments = None  # hooks and other classes see a module call
+        uses_cache = arguments.inference_params is not None
         # The core attention reads and returns FP8 codes.
-        uses_codes = state.enabled and not (cached or export_mode.onnx) and outputs_codes(state)
-        if checked is not None and (not is_unintercepted(core, DotProductAttention) or core.score_mod):
-            checked = None  # hooks and other classes see a module call
-        mixed, norm_output, hidden_states = self._project(
+        uses_codes = state.enabled and not (uses_cache or export_mode.onnx) and outputs_codes(state)
+        qkv, norm_output, residual = self._project(
             config, hidden_states, is_first_microbatch, rotation, state if uses_codes else None, uses_residual
         )
-        q, k, v, projection = self._split_heads(
-            config,
-            mixed,
-            encoder_output,
-            is_first_microbatch,
-            rotation,
-            # An attention over a cache reads keys that the projection has not produced.
-            checked is not None and not cached,
+        # An attention over a cache reads keys that the projection has not produced.
+        joins_gradients = checked_arguments is not None and not uses_cache
+        q, k, v, joint_projection = self._split_heads(
+            config, qkv, encoder_output, is_first_microbatch, rotation, joins_gradients
         )
-        if checked is not None:
+        if checked_arguments is not None:
             context = core.attend_checked(
-                (q, k, v), checked, checkpoint_core_attention, uses_codes, projection
+                (q, k, v), checked_arguments, checkpoint_core_attention, uses_codes, joint_projection
             )
         elif arguments is NO_ARGUMENTS and not (checkpoint_core_attention or uses_codes):
             context = core(q, k, v)
         else:
             options = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": uses_codes}
             context = core(q, k, v, fast_zero_fill=fast_zero_fill, **options, **arguments.as_keywords())
-        projected = modules["proj"](context, is_first_microbatch=is_first_microbatch)
+        output = modules["proj"](context, is_first_microbatch=is_first_microbatch)
         if not (config.return_bias or config.returns_norm):
-            return projected, hidden_states
-        outputs: list[Any] = [projected]
+            return output, residual
+        outputs: tuple[Any, ...] = (output,)
         if config.return_bias:  # a module that replaces proj may have added its bias itself
-            outputs = list(projected) if isinstance(projected, tuple) else [projected, None]
-        if config.returns_norm:
-            outputs.append(norm_output)
-        return tuple(outputs), hidden_states
+            outputs = output if isinstance(output, tuple) else (output, None)
+        return ((*outputs, norm_output) if config.returns_norm else outputs), residual
 
     def check_call(
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
@@ -385,30 +385,30 @@ class MultiheadAttention(CheckedLoading):
         if fp8_state is not None and rotation is None and get("key_value") is None and get("q_norm") is None:
             switches["fp8_output"] = projects_codes(projection, fp8_state, hidden_states)
         if uses_residual and is_unintercepted(projection, LayerNormLinear):
-            mixed, hidden_states = projection.forward_with_residual(hidden_states, **switches)
+            qkv, hidden_states = projection.forward_with_residual(hidden_states, **switches)
         else:
-            mixed = projection(hidden_states, **switches)
-        mixed, norm_output = mixed if config.returns_norm else (mixed, None)
-        return mixed, norm_output, hidden_states
+            qkv = projection(hidden_states, **switches)
+        qkv, norm_output = qkv if config.returns_norm else (qkv, None)
+        return qkv, norm_output, hidden_states
 
     def _split_heads(
         self,
         config: MultiheadAttentionConfig,
-        mixed: Tensor,
+        qkv: Tensor,
         encoder_output: Tensor | None,
         is_first_microbatch: bool | None,
         rotation: Rotation | None,
-        joint: bool,
+        joins_gradients: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Projection | None]:
         """Split the first projection into heads, and normalize and rotate them.
 
         Args:
             config, encoder_output, is_first_microbatch, rotation: As in `attend`.
-            mixed: The first projection.
-            joint: The core's autograd node can also compute the gradient of the split.
+            qkv: The first projection.
+            joins_gradients: The core's autograd node can also compute the gradient of the split.
 
         Returns:
-            (q, k, v, projection). If the projection is not None, q, k and v are views of it without autograd
+            (q, k, v, joint projection or None). If it is not None, q, k and v are views of it without autograd
             history, and the core's node writes their gradients to one buffer (`_ProjectedAttention`).
         """
         get: Any = self._modules.get
@@ -417,22 +417,22 @@ class MultiheadAttention(CheckedLoading):
         norms_first = q_norm is not None and config.qk_norm_before_rope
         if key_value is not None:
             keys_values = key_value(encoder_output, is_first_microbatch=is_first_microbatch)
-            q = mixed.unflatten(-1, (heads.queries, heads.size))
+            q = qkv.unflatten(-1, (heads.queries, heads.size))
             k, v = heads.split_kv(keys_values)
         elif rotation is not None and not norms_first:
-            q, k, v = rotation.rotate_projection(mixed, heads)
+            q, k, v = rotation.rotate_projection(qkv, heads)
             if q_norm is not None:
                 q, k = q_norm(q), k_norm(k)
             return q, k, v, None
-        elif joint and rotation is None and q_norm is None and type(mixed) is Tensor:
-            whole = None
-            if mixed.requires_grad and torch.is_grad_enabled():
-                whole = Projection(mixed, heads.interleaved)
-            x = mixed if whole is None else mixed.detach()
-            views = split_views(x, heads.queries, heads.groups, heads.size, heads.interleaved)
-            return *views, whole
+        elif joins_gradients and rotation is None and q_norm is None and type(qkv) is Tensor:
+            projection = None
+            if qkv.requires_grad and torch.is_grad_enabled():
+                projection = Projection(qkv, heads.interleaved)
+                qkv = qkv.detach()
+            views = split_views(qkv, heads.queries, heads.groups, heads.size, heads.interleaved)
+            return *views, projection
         else:
-            q, k, v = heads.split_qkv(mixed)
+            q, k, v = heads.split_qkv(qkv)
         if q_norm is not None and norms_first:
             q, k = q_norm(q), k_norm(k)
         if rotation is not None:
