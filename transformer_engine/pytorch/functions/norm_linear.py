@@ -58,7 +58,7 @@ from .layer import LayerFunctions, run_and_save, run_backward, run_without_savin
 from .linear import linear_backward, linear_forward
 from .linear_operands import dense_values, input_cast
 from .linear_spec import PRODUCED, SAVED, LayerSpec, LinearSpec, replace_fields
-from .normalization import Norm, NormStatistics
+from .normalization import Norm
 from .saving import DeferredColumns, wait_for_saved
 
 
@@ -103,7 +103,7 @@ class NormLinearSpec(LayerSpec):
 
 def norm_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm, linear: LinearSpec, mode: str
-) -> tuple[Any, NormStatistics]:
+) -> tuple[Any, Tensor | None, Tensor]:
     """Compute h [M, K] = normalize(x [M, K]) * gamma [K] + beta [K].
 
     Args:
@@ -115,7 +115,7 @@ def norm_forward(
         mode: FUSED_CAST or SEPARATE.
 
     Returns:
-        (h, or its quantized `Operands` in the mode FUSED_CAST; mean and rstdev per row). If the
+        (h, or its quantized `Operands` in the mode FUSED_CAST; mean per row or None; rstdev per row). If the
         backward pass produces the columns of h (PRODUCED), the field `columnwise` of the `Operands` is
         instead the multiplier or amax with which the backward pass casts these columns.
     """
@@ -126,11 +126,11 @@ def norm_forward(
     # The cast describes row-wise codes, which y reads, and column-wise codes if dw is needed and reads them.
     cast = linear.input.cast(True, False) if produces else input_cast(linear)
     assert cast is not None, "fusions.choose_norm_mode returns FUSED_CAST only for layers with a cast"
-    codes, statistics = norm.forward(x, gamma, beta, cast)
+    codes, mean, rstdev = norm.forward(x, gamma, beta, cast)
     operands = linear.input.adopt(codes, x.dtype)
     if produces:
         operands = Operands(operands.rowwise, save_multiplier_or_amax(cast, codes, x))  # pyright: ignore[reportArgumentType]
-    return operands, statistics
+    return operands, mean, rstdev
 
 
 def norm_columns(
@@ -151,7 +151,7 @@ def norm_columns(
     def produce(dh: Any) -> tuple[Any, Any]:
         if offloading.used:
             wait_for_saved(x, gamma)
-        h, _ = norm.forward(as_matrix(dense_values(x)), gamma, None)
+        h, _, _ = norm.forward(as_matrix(dense_values(x)), gamma, None)
         return dh, cast_columns(DeferredColumns(h, multiplier_or_amax), linear.input)
 
     return produce
@@ -187,10 +187,10 @@ def norm_backward(
         wait_for_saved(x, gamma, mean, rstdev)
     if grad_norm_output is not None:
         dh = dh + grad_norm_output.reshape(dh.shape)
-    statistics = NormStatistics(mean, rstdev)
+    x = as_matrix(dense_values(x))
     if grad_residual is None:
-        return norm.backward(dh, as_matrix(dense_values(x)), statistics, gamma)
-    return norm.backward(dh, as_matrix(dense_values(x)), statistics, gamma, as_matrix(grad_residual), True)
+        return norm.backward(dh, x, mean, rstdev, gamma)
+    return norm.backward(dh, x, mean, rstdev, gamma, add=as_matrix(grad_residual), rounds_first=True)
 
 
 def norm_linear_forward(
@@ -213,10 +213,10 @@ def norm_linear_forward(
         (`ProductsModule.pack_outputs`).
     """
     # h [M, K] = norm(x [M, K])
-    h, statistics = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
+    h, mean, rstdev = norm_forward(x, gamma, beta, spec.norm, spec.linear, spec.norm_mode)
     # y [M, N] = h [M, K] @ weight [N, K].T + bias [N]
     y, *saved_by_linear = linear_forward(h, weight, bias, spec.linear)
-    saved_by_norm = [x, gamma, *statistics] if spec.linear.needs_grad_input else [None] * 4
+    saved_by_norm = [x, gamma, mean, rstdev] if spec.linear.needs_grad_input else [None] * 4
     return y, h if spec.returns_norm_output else None, *saved_by_norm, *saved_by_linear
 
 

@@ -147,7 +147,7 @@ def norm_mlp_forward(
     """
     fc1, fc2 = spec.fc1, spec.fc2
     saves = spec.needs_grad and (repeats or not spec.checkpoint)
-    h, statistics = norm_forward(x, gamma, beta, spec.norm, fc1, spec.norm_mode)
+    h, mean, rstdev = norm_forward(x, gamma, beta, spec.norm, fc1, spec.norm_mode)
     returned = h if spec.returns_norm_output else None
     if spec.activation_mode == IN_PRODUCT:
         # One product computes u = h @ fc1.T + b1 and a = gelu(u).
@@ -165,7 +165,7 @@ def norm_mlp_forward(
         u = _encode_output(u) if spec.input_mode == ENCODED else u
         if offloading.synchronizer is not None:
             mark_ready(u)
-        saved = [x, gamma, *statistics, u, *saved_by_fc1]
+        saved = [x, gamma, mean, rstdev, u, *saved_by_fc1]
     del u, saved_by_fc1
     if repeats:
         y, saved_by_fc2 = None, [quantize_input(a, fc2)[1], quantize_weight(fc2_weight, fc2)[1]]
