@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from ..runtime.device import canonical_device
+from ..runtime.tracing import constant_while_tracing
 from ..tensor.quantizer import Quantizer
 from .chain import run_backward, run_forward
 from .operation import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from .passes.contract import InputFacts, OperationCall, OperationPasses
+from .recipe_slots import operations_by_name
 
 
 class PassOperation(BasicOperation, metaclass=ABCMeta):
@@ -142,6 +144,34 @@ def check_parameters(ops: Iterable[BasicOperation]) -> None:
                     f"{type(op).__name__}.{name} is None; assign a torch.nn.Parameter, or construct the layer "
                     "without it"
                 )
+
+
+def initialize_operations(ops: Iterable[FusibleOperation]) -> None:
+    """Run `pre_first_fuser_forward` for each operation.
+
+    The base-class methods can be traced. An override, such as a user's, may assign attributes, which is an
+    error in a traced checkpoint. While torch.compile traces, an override is therefore executed instead of
+    traced, and `_initialized_while_tracing` keeps later fusers from running it again.
+    """
+    for op in ops:
+        method = type(op).pre_first_fuser_forward
+        if method is FusedOperation.pre_first_fuser_forward:
+            initialize_operations(op.basic_operations())
+        elif method in (FusibleOperation.pre_first_fuser_forward, PassOperation.pre_first_fuser_forward):
+            op.pre_first_fuser_forward()
+        elif torch.compiler.is_compiling() and isinstance(op, BasicOperation):
+            _initialize_while_tracing(op._traced_name)
+        elif not getattr(op, "_initialized_while_tracing", False):
+            op.pre_first_fuser_forward()
+
+
+@constant_while_tracing
+def _initialize_while_tracing(name: str) -> bool:
+    op: Any = operations_by_name[name]
+    if not op._initialized_while_tracing:
+        op.pre_first_fuser_forward()
+        object.__setattr__(op, "_initialized_while_tracing", True)  # keeps `_revision`
+    return True
 
 
 class PassFusedOperation(FusedOperation):
