@@ -320,12 +320,15 @@ def run_jobs(folder: Path, todo: list[Job], device: str, corpus: Corpus, seconds
 
 
 def _known_seconds(folder: Path, job: Job) -> float:
-    """Seconds of the same training with another seed, or 0."""
-    found = [
-        json.loads(path.read_text())["seconds"]
-        for path in folder.glob(f"{job.size}-{job.arm}-{job.steps}-*.json")
-    ]
-    return min(found, default=0.0)
+    """Seconds of the same training with another seed, else of the fastest other arm, or 0."""
+    for arm in (job.arm, "*"):
+        found = [
+            json.loads(path.read_text())["seconds"]
+            for path in folder.glob(f"{job.size}-{arm}-{job.steps}-?.json")
+        ]
+        if found:
+            return min(found)
+    return 0.0
 
 
 @contextmanager
