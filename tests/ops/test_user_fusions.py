@@ -130,7 +130,9 @@ FUSED_CHAINS: dict[str, tuple[int, list[tuple[Any, tuple[Any, ...], bool]]]] = {
     "bias of linear and bias": (1, [(ops.BasicLinear, (64, 64), True), (ops.Bias, (64,), True)]),
     "scale of linear and scale": (1, [(ops.BasicLinear, (64, 64), True), (ops.ConstantScale, (2.0,), False)]),
     "norm of extra output and norm": (1, [(ops.MakeExtraOutput, (), False), (ops.RMSNorm, (64,), True)]),
-    "bias of bias and activation": (1, [(ops.BasicLinear, (64, 64), True), (ops.Bias, (64,), True), (ops.GELU, (), False)]),
+    "bias of bias and activation": (
+        1, [(ops.BasicLinear, (64, 64), True), (ops.Bias, (64,), True), (ops.GELU, (), False)]
+    ),
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from .chain import copy_in_traces, run_backward, run_forward
 from .fusions import FusionResults, IndexedOperations
 from .links import Links, share_memory
 from .operation import BasicOperation, FusibleOperation, OperationContext
-from .pass_operation import PassOperation, has_backward_pass, has_forward_pass
+from .pass_operation import PassOperation, has_pass
 from .shard_places import places_of_shards
 from .user_results import backward_results, check_gradients, forward_results
 
@@ -89,7 +89,7 @@ class ChainRun:
         self._own_backward = {
             i: op
             for op, indices in self.backward_ops
-            if op.is_fused_op and not has_backward_pass(op)
+            if op.is_fused_op and not has_pass(op, "backward")
             for i in indices
         }
         self.override = getattr(state.recipe, "backward_override", None) if state.enabled else None
@@ -101,8 +101,8 @@ class ChainRun:
         records = torch.is_grad_enabled() or self.first_with_backward < count
         extras = self.links.by_operation(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
-        ops_of_passes = _with_basic_operations(self.forward_ops, has_forward_pass)
-        with_passes = {i for op, indices in ops_of_passes if has_forward_pass(op) for i in indices}
+        ops_of_passes = _with_basic_operations(self.forward_ops, lambda op: has_pass(op, "forward"))
+        with_passes = {i for op, indices in ops_of_passes if has_pass(op, "forward") for i in indices}
 
         def joins(before: Sequence[int], after: Sequence[int]) -> bool:
             return with_passes.issuperset((before[-1], after[0])) and not self.links.connects(before, after)
@@ -207,7 +207,7 @@ class ChainRun:
         call `fuser_backward` on its basic operations.
         """
         ctx = self.contexts[i]
-        if not ctx.requires_grad or hasattr(ctx, "pass_state") or not has_backward_pass(self.basic_ops[i]):
+        if not ctx.requires_grad or hasattr(ctx, "pass_state") or not has_pass(self.basic_ops[i], "backward"):
             return False
         reader = self._own_backward.get(i)
         return reader is None or (reader is not op and ctx.to_save is None)
@@ -273,24 +273,24 @@ class ChainRun:
             for i, basic in enumerate(self.basic_ops)
             if basic in op.basic_operations() and i >= self.first_with_backward
         ]
-        return has_backward_pass(op) and self._have_states(members)
+        return has_pass(op, "backward") and self._have_states(members)
 
     def _have_states(self, indices: Sequence[int]) -> bool:
         return all(hasattr(self.contexts[i], "pass_state") for i in indices)
 
     def _runs_passes(self, indices: Sequence[int]) -> bool:
         """Whether single operations run by their passes in the backward pass."""
-        has_passes = all(has_backward_pass(self.basic_ops[i]) for i in indices)
-        return has_passes and self._have_states(indices) and not self._own_backward.keys() & set(indices)
+        have_passes = all(has_pass(self.basic_ops[i], "backward") for i in indices)
+        return have_passes and self._have_states(indices) and not self._own_backward.keys() & set(indices)
 
 
 def _with_basic_operations(
-    ops: IndexedOperations, of_passes: Callable[[FusibleOperation], bool]
+    ops: IndexedOperations, runs_passes: Callable[[FusibleOperation], bool]
 ) -> IndexedOperations:
     """Replace fused operations with passes by their basic operations, which kernels compute together."""
     results: IndexedOperations = []
     for op, indices in ops:
-        if op.is_fused_op and of_passes(op):
+        if op.is_fused_op and runs_passes(op):
             results += [(basic, [i]) for basic, i in zip(op.basic_operations(), indices, strict=True)]
         else:
             results.append((op, indices))

@@ -71,12 +71,7 @@ from .lent_parameters import are_parametrized
 from .links import Links, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS
-from .pass_operation import (
-    check_parameters,
-    has_backward_pass,
-    has_forward_pass,
-    initialize_operations,
-)
+from .pass_operation import check_parameters, has_passes, initialize_operations
 from .prepared_chain import PreparedChain, build_chain
 
 # Beside the fuser, original names that other libraries import from here.
@@ -130,9 +125,7 @@ class OperationFuser:
         # `_forward_ops`.
         self._fusions = FusionResults([], [], 0, None, None)
         # Whether calls may be prepared: no channel within the chain, and no methods of a user.
-        self._can_prepare = not self._links.has_channels and all(
-            has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
-        )
+        self._can_prepare = not self._links.has_channels and all(map(has_passes, self._basic_ops))
         self._keys = CallKeys(self._basic_ops)
         # Prepared chains by key; None for a key whose calls must run in segments.
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}

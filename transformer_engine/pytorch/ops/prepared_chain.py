@@ -27,7 +27,7 @@ from .chain import backward, build_passes, forward, fusion_enabled, pack_values,
 from .chain_run import clone_shared_quantized, create_contexts, distinct
 from .fusions import FusionResults
 from .operation import BasicOperation, FusibleOperation
-from .pass_operation import has_backward_pass, has_forward_pass
+from .pass_operation import has_pass
 from .passes.contract import OperationPasses, OpTensors
 from .shard_places import ShardPlaces, places_of_shards
 
@@ -168,9 +168,9 @@ def build_chain(
         The chain; None if a user's fused operation must run by its own methods.
     """
     first_with_backward = fusions.first_with_backward
-    if not all(has_forward_pass(op) for op, _ in fusions.forward):
+    if not all(has_pass(op, "forward") for op, _ in fusions.forward):
         return None
-    if not all(has_backward_pass(op) for op, _ in fusions.backward):
+    if not all(has_pass(op, "backward") for op, _ in fusions.backward):
         return None
     for op, indices in fusions.forward:
         op.pre_fuser_forward(requires_grad=indices[-1] >= first_with_backward)

@@ -28,7 +28,7 @@ from ..basic import (
 )
 from ..fuser import register_backward_fusion, register_forward_fusion
 from ..operation import BasicOperation, FusibleOperation
-from ..pass_operation import PassFusedOperation, has_backward_pass, has_forward_pass
+from ..pass_operation import PassFusedOperation, has_passes
 
 Ops = list[FusibleOperation]
 
@@ -153,11 +153,6 @@ class UserbuffersBackwardLinear(UserbuffersForwardLinear):
     """The backward pass through the operations in `UserbuffersForwardLinear`, with the same arguments."""
 
 
-def _has_passes(op: FusibleOperation) -> bool:
-    """Whether both passes of an operation are this package's, not a user's methods, which a fusion would skip."""
-    return has_forward_pass(op) and has_backward_pass(op)
-
-
 class FusionRule(NamedTuple):
     """Consecutive operations that a fused operation replaces.
 
@@ -184,7 +179,8 @@ class FusionRule(NamedTuple):
         candidates: list[Any] = ops[: len(self.kinds)]
         if len(candidates) < len(self.kinds) or not all(map(isinstance, candidates, self.kinds)):
             return None
-        if not all(map(_has_passes, candidates)):
+        # A fused operation would skip methods that a user overrides.
+        if not all(map(has_passes, candidates)):
             return None
         for op in candidates:
             if isinstance(op, BasicLinear):
@@ -277,8 +273,8 @@ def fuse_backward_activation_bias(ops: Ops, *, recipe: Recipe | None) -> Ops:
         bias = ops[position]
         activation = ops[position + 1] if position + 1 < len(ops) else None
         quantizes = len(result) > 0 and result[-1].get_grad_output_quantizer() is not None
-        fits = isinstance(bias, Bias) and isinstance(activation, (GELU, ReLU))
-        if quantizes and fits and _has_passes(bias) and _has_passes(activation):
+        fits = has_passes(bias) and activation is not None and has_passes(activation)
+        if quantizes and fits and isinstance(bias, Bias) and isinstance(activation, (GELU, ReLU)):
             result.append(BackwardActivationBias(bias=bias, activation=activation))
             position += 2
         else:
