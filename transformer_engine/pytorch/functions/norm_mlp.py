@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -87,34 +87,26 @@ class NormMLPSpec(LayerSpec):
     returns_norm_output: bool = False
     checkpoint: bool = False
     caches_quantized_input: bool = False
-    norm_mode: str = SEPARATE
-    activation_mode: str = SEPARATE
-    gradient_mode: str = SEPARATE
-    columns_mode: str = SAVED
-    input_mode: str = VALUES
+    norm_mode: Literal["fused_cast", "separate"] = SEPARATE
+    activation_mode: Literal["fused_cast", "in_product", "separate"] = SEPARATE
+    gradient_mode: Literal["fused_cast", "in_product", "separate"] = SEPARATE
+    columns_mode: Literal["recomputed", "saved"] = SAVED
+    input_mode: Literal["quantized", "values"] = VALUES
 
     def with_modes(self) -> NormMLPSpec:
         """Return the spec with the modes that the tables in `fusions` choose."""
         norm_mode = fusions.choose_norm_mode(self.fc1, self.returns_norm_output)
         activation_mode = fusions.choose_activation_mode(self.activation, self.fc1, self.fc2)
-        gradient_mode, columns_mode, input_mode = SEPARATE, SAVED, VALUES
-        if self.needs_grad:
-            gradient_mode = fusions.choose_gradient_mode(self.activation, self.fc1, self.fc2)
-            columns_mode = fusions.choose_columns_mode(
-                activation_mode, gradient_mode, self.fc1, self.fc2, self.checkpoint
-            )
-            saved = fusions.CachedInput(self.caches_quantized_input, columns_mode, self.width)
-            input_mode = fusions.MLP_INPUT.choose(saved)
         recomputes = norm_mode == FUSED_CAST and self.norm.kind == "RMSNorm" and not self.checkpoint
-        return replace(
-            self,
-            fc1=with_norm_columns(self.fc1, recomputes),
-            norm_mode=norm_mode,
-            activation_mode=activation_mode,
-            gradient_mode=gradient_mode,
-            columns_mode=columns_mode,
-            input_mode=input_mode,
-        )
+        fc1 = with_norm_columns(self.fc1, recomputes)
+        spec = replace_fields(self, fc1=fc1, norm_mode=norm_mode, activation_mode=activation_mode)
+        if not self.needs_grad:
+            return spec
+        gradient = fusions.choose_gradient_mode(self.activation, self.fc1, self.fc2)
+        columns = fusions.choose_columns_mode(activation_mode, gradient, self.fc1, self.fc2, self.checkpoint)
+        saved = fusions.CachedInput(self.caches_quantized_input, columns, self.width)
+        input_mode = fusions.MLP_INPUT.choose(saved)
+        return replace_fields(spec, gradient_mode=gradient, columns_mode=columns, input_mode=input_mode)
 
     def with_norm(self, norm: Any) -> NormMLPSpec:
         """Return the spec with a monkey-patched norm, whose kernel cannot quantize."""

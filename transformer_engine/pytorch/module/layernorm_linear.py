@@ -216,13 +216,9 @@ class LayerNormLinear(ProductsModule):
     _layer_forward = forward
 
     def forward_with_residual(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
-        fp8_grad: bool | None = False,
-        uses_residual: bool = True,
-    ) -> tuple[Any, Any]:
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool | None = False,
+        fp8_grad: bool | None = False, uses_residual: bool = True,
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Return the outputs of `forward`, and inp, which the caller uses as the residual.
 
         The norm's backward kernel adds the gradient of the returned inp to the input gradient, so that autograd

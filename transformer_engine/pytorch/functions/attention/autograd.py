@@ -34,13 +34,9 @@ _QKV = 3
 
 
 def attention_backward(
-    passes: Passes,
-    call: AttentionCall,
-    inputs: AttentionInputs,
-    attended: Attended,
-    grad_output: Tensor,
+    passes: Passes, call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Compute the gradients of q, k, v, bias and sink.
 
     Args:
