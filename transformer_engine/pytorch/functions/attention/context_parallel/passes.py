@@ -19,7 +19,7 @@ from ....primitives.attention.call import Attended, AttentionCall, AttentionInpu
 from ....primitives.attention.operators import BIAS, SINK
 from ....runtime.autograd import Function
 from ....runtime.double_backward import once_differentiable
-from ..autograd import SavedAttention, attention_backward, attention_forward
+from ..autograd import attention_backward
 from .blocks import BlockPlan, BoundBlock, block_inputs, choose_rows, tokens_of
 from .groups import Ring, all_gather, reduce_scatter
 from .layout import TokenOrder
@@ -32,14 +32,13 @@ class BlockPasses:
 
     def forward(self, bound: BoundBlock, inputs: AttentionInputs) -> Attended:
         """Compute a block; the log-sum-exp is part of the result."""
-        return attention_forward(bound.call, inputs, bound.passes)[0]
+        return bound.passes.forward(bound.call, inputs)
 
     def backward(
         self, bound: BoundBlock, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
     ) -> Gradients:
         """Compute a block's share of the gradients; `attended` is the merged attention for its queries."""
-        saved = SavedAttention(bound.passes, inputs, attended)
-        return attention_backward(bound.call, saved, grad_output)
+        return attention_backward(bound.passes, bound.call, inputs, attended, grad_output)
 
 
 PLAIN = BlockPasses()
