@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import ceil_div
-from ...primitives.operand import COLUMNWISE
+from ...primitives.operand import ROWWISE
 from ...primitives.quantize import Quantized
 from .quantized_tensor_storage import QuantizedTensorStorage
 
@@ -269,7 +269,7 @@ def write_gathered(
         for mine, theirs in pairs:
             mine.copy_(theirs)
         if rewrites_columns:
-            out.write_columns(storage.contract(COLUMNWISE).codes.view(torch.uint8))
+            out.write_columns(storage.contract(ROWWISE).codes.view(torch.uint8))
 
 
 class ShardedBuffers:
