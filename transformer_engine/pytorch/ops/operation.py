@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ...common.checks import suggests_keywords
 from ...common.numbers import with_article
+from ..compat.replaceable import are_unintercepted
 from ..quantization.resizable_state import CheckedLoading
 from ..tensor.quantizer import Quantizer
 from .channels import Channels
-from .intercepted_calls import are_unintercepted, with_basic_operations
+from .intercepted_calls import with_basic_operations
 from .lent_parameters import LentParameters
 from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 from .recipe_slots import RecipeSlots

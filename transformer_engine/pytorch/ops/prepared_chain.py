@@ -18,7 +18,7 @@ from torch import Tensor
 from ..distributed_weight import whole_weights
 from ..fast.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
-from ..functions.saving import keep, take_saved
+from ..functions.saving import save_tensors, take_saved
 from ..functions.scale_update import update_at_end_of_pass
 from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
@@ -264,7 +264,7 @@ class _PreparedChain(Function):
         else:
             results, kind = chain.compiled.forward([*tensors], chain)
             chain.compiled.save_kind(ctx, kind)
-        keep(ctx, results[chain.outputs :])
+        save_tensors(ctx, results[chain.outputs :])
         outputs = distinct(results[: chain.outputs], tensors)
         constant = [
             y for i, y in enumerate(outputs) if 0 < i <= chain.constant_outputs or not y.is_floating_point()

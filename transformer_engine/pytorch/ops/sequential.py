@@ -26,9 +26,10 @@ from torch import Tensor
 
 from ...common.explanation import is_explaining, note
 from ...common.numbers import to_int, with_article
+from ..compat.replaceable import are_unintercepted
 from ..quantization.resizable_state import CheckedLoading
 from .fuser import OperationFuser
-from .intercepted_calls import are_unintercepted, unfused_reason, with_basic_operations
+from .intercepted_calls import unfused_reason, with_basic_operations
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 
