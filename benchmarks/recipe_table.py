@@ -448,7 +448,7 @@ def main() -> int:
     records = [json.loads(path.read_text()) for path in sorted(options.records.glob("*.json"))]
     rows = summarize(records)
     print(table(rows))
-    write(options.json, rows=rows, records=records)
+    write(options.json, about=records[0]["machine"] if records else None, rows=rows, records=records)
     return 0 if succeeded else 1
 
 
