@@ -20,6 +20,7 @@ from transformer_engine.pytorch.functions.split_heads import split_views
 from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.call import AttentionInputs
 
+pytestmark = pytest.mark.any_device
 HIDDEN, HEADS, TOKENS, BATCH = 32, 4, 12, 2
 JOINT = "_ProjectedAttentionBackward"
 SHAPES = {"sbhd": (TOKENS, BATCH), "bshd": (BATCH, TOKENS), "thd": (TOKENS * BATCH,)}

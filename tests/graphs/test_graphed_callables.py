@@ -349,6 +349,8 @@ _UNCAPTURED = {
 @pytest.mark.parametrize("records", [True, False], ids=["graph", "without a GPU"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_a_keyword_that_was_not_captured_raises_before_anything_runs(given, records, training, request):
+    if not records and torch.cuda.is_available():
+        pytest.skip("calls are captured on a machine with a GPU")
     log = request.getfixturevalue("rerun").log if records else []
     module = _Scaled().train(training)
     with warnings.catch_warnings():
