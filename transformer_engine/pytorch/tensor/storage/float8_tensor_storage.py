@@ -13,6 +13,7 @@ from ...constants import DType
 from ...primitives.gemm.cublaslt import reads_all_layouts
 from ...primitives.operand import COLUMNWISE, ROWWISE, Operand
 from ...primitives.quantize import Quantized, dequantize
+from ...primitives.transpose import write_transposed
 from ..elements import float8_dtype, float8_number, nominal_dtype
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
@@ -107,6 +108,14 @@ class Float8TensorStorage(QuantizedTensorStorage):
     @property
     def transposable(self) -> bool:
         return True
+
+    def rewrites_columns(self) -> bool:
+        return self._data is not None and self._transpose is not None
+
+    def write_columns(self, codes: Tensor) -> None:
+        assert self._transpose is not None
+        rows, depth = codes.shape
+        write_transposed(codes, self._transpose.view(depth, rows))
 
     def _create_transpose(self) -> None:
         """Create the column-wise codes; sharded data parallelism calls this name."""

@@ -218,6 +218,14 @@ class QuantizedTensorStorage:
         """Whether each direction is exactly the transpose of the other."""
         raise NotImplementedError
 
+    def rewrites_columns(self) -> bool:
+        """Whether `write_columns` can write this storage's column-wise codes from row-wise codes."""
+        return False
+
+    def write_columns(self, codes: Tensor) -> None:
+        """Write the existing column-wise codes from row-wise codes [M, K]; the scale is unchanged."""
+        raise NotImplementedError
+
     def _mirror(self, direction: str, usage: str) -> None:
         """Create the missing direction by transposing the other one."""
         if not self.transposable:
