@@ -189,13 +189,13 @@ def test_four_layers_need_less_memory_at_the_peak():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"read": False}, "not both computed"),
-        ({"repeated": True}, "repeats the forward pass"),
+        ({"needs_gradients": False}, "not both computed"),
+        ({"repeats_forward": True}, "repeats the forward pass"),
         ({"activation": "separate"}, "does not quantize its output"),
         ({"one_scale": False}, "only codes with one scale"),
-        ({"copied": False}, "read the codes by rows in both directions"),
+        ({"is_copy": False}, "read the codes by rows in both directions"),
         ({"gradient": "in_product"}, "a product computes"),
-        ({"summed": True}, "sums the columns for fc1's bias"),
+        ({"sums_bias_gradient": True}, "sums the columns for fc1's bias"),
         ({"communicates": True}, "exchanges values with other ranks"),
     ],
 )

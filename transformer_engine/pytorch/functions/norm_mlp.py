@@ -1,9 +1,28 @@
-"""LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2.
+"""LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2, a norm and two linear layers in one node.
 
-The linear products come from `linear.py`, the norm from `norm_linear.py`. Between them a kernel can
-do more than one step: a norm, an activation or its gradient can quantize its result (`FUSED_CAST`),
-and a product can compute GELU or its gradient in its epilogue (`IN_PRODUCT`). `fusions.py` decides
-this when a spec is built; the functions here read the decision from the spec.
+**Steps.** M is the number of rows of x [M, H], F the number of columns of the activation's output. A gated activation
+has the input u [M, 2F]: a = act(u[:, :F]) * u[:, F:].
+
+| step | forward pass | backward pass |
+| --- | --- | --- |
+| norm | h [M, H] = norm(x) | dx [M, H], dgamma [H] and dbeta [H] from dh |
+| fc1 | u [M, F or 2F] = h @ fc1.T + b1 | dh = du @ fc1, dfc1 = du.T @ h, db1 = sum of du over M |
+| activation | a [M, F] = act(u) | du = da * act'(u) |
+| fc2 | y [M, H] = a @ fc2.T + b2 | da = dy @ fc2, dfc2 = dy.T @ a, db2 = sum of dy over M |
+
+The passes of fc1 and fc2 come from `linear.py`, which explains quantization and the terms row-wise and column-wise;
+the norm's come from `norm_linear.py`, which also explains the residual.
+
+**Fusion.** A kernel can do more than one step. The kernels of the norm, of the activation and of its gradient can
+quantize their results for the next product (FUSED_CAST). The product of fc1 can compute a = gelu(u) in its epilogue,
+and the product for da can compute du (IN_PRODUCT). `fusions.py` chooses these modes once per call kind, with reasons.
+
+**Columns of a.** dfc2 reads the column-wise codes of a. In the mode SAVED the forward pass saves them. In the mode
+RECOMPUTED it saves u only, which the gradient of the activation needs anyway, and the kernel that computes du also
+writes the columns of a (`_gradient_and_columns`).
+
+**Recomputation.** With `checkpoint` the node saves x and the parameters. Its backward pass runs the forward function
+again, with the quantizer states of the first run, and then the backward function (`_checkpointed_backward`).
 """
 
 from __future__ import annotations
@@ -225,26 +244,27 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev, u, h, fc1_weight, a, fc2_weight = operands
     operands.clear()
     saved_by_norm = (x, gamma, mean, rstdev)
-    # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] =
-    # dy.T @ a [M, F]. Where the columns of a are recomputed, du is computed before dfc2.
     fc2_operands = [dy, a, fc2_weight]
     del dy, fc2_weight
     if offloading.used:
         wait_for_saved(u)
-    produce_input = None
-    is_du = spec.gradient_mode == IN_PRODUCT  # fc2's product computes du instead of da
-    if is_du:
+    produce_input, computes_du = None, True  # whether the backward pass of fc2 computes du instead of da
+    if spec.gradient_mode == IN_PRODUCT:  # du = da * gelu'(u) in the epilogue of the product
         fc2_operands.append(u)
         u = None
-    elif spec.columns_mode == RECOMPUTED:
+    elif spec.columns_mode == RECOMPUTED:  # one kernel computes du and the columns of a, before dfc2
         produce_input = _gradient_and_columns(u, a, spec)
-        is_du, u = True, None
+        u = None
+    else:
+        computes_du = False
     del a
+    # da [M, F] = dy [M, H] @ fc2 [H, F], or du; dfc2 [H, F] = dy.T @ a [M, F], db2 [H] = sum of dy over M.
     da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, produce_input=produce_input)
     del produce_input
     if isinstance(da, MeasuredGradient):
         da = _quantized_gradient(da, spec.fc1)
-    fc1_operands = [da if is_du else _activation_gradient(da, u, spec), h, fc1_weight]
+    # du [M, F or 2F] = da * act'(u)
+    fc1_operands = [da if computes_du else _activation_gradient(da, u, spec), h, fc1_weight]
     del da, u, h, fc1_weight
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
     produce_input = None
