@@ -440,7 +440,7 @@ def watch(name: str) -> Callable[[], str | bytes | None]:
     if not FAST:
         return lambda: os.environ.get(name)
     texts = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
-    key = os.environ.encodekey(name)  # pyright: ignore[reportAttributeAccessIssue]
+    key = os.environ.encodekey(name)
     return lambda: texts.get(key)  # no compiler traces a partial of texts.get
 
 
@@ -478,7 +478,7 @@ def _readers(fast: bool) -> tuple[frozenset[Any], Callable[..., bool], Callable[
     if not fast:
         return names, lambda names: names.isdisjoint(os.environ), os.environ.get
     data: dict[Any, Any] = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
-    stored = frozenset(map(os.environ.encodekey, names))  # pyright: ignore[reportAttributeAccessIssue]
+    stored = frozenset(map(os.environ.encodekey, names))
     return stored, data.keys().isdisjoint, data.get
 
 

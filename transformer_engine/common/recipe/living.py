@@ -95,7 +95,7 @@ def constant_while_tracing(cls: RecipeClass) -> RecipeClass:
     compiled function gets a copy, because its caller may assign the attributes.
     """
     initialize = cls.__init__
-    frozen: bool = cls.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+    frozen: bool = cls.__dataclass_params__.frozen
 
     @functools.wraps(initialize)  # `inspect` takes the signature of a class from __new__
     def __new__(new: type, *args: Any, **keywords: Any) -> Any:
@@ -212,7 +212,7 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
         enroll(self)
 
     cls.__init__ = __init__
-    cls._is_recipe_class = True  # pyright: ignore[reportAttributeAccessIssue]
+    cls._is_recipe_class = True
     return constant_while_tracing(cls)
 
 

@@ -127,7 +127,7 @@ class SequenceDescriptor:
         if all(is_known(ids) for ids in self.segment_ids):
             return self
         numbers = tuple(jnp.where((ids < 0) | (ids > most), 0, ids) for ids in self.segment_ids)
-        return replace(self, segment_ids=numbers)  # pyright: ignore[reportArgumentType]
+        return replace(self, segment_ids=numbers)
 
     def check_lengths(self, queries: int, keys: int) -> None:
         """Raise ValueError if a sequence is known to exceed its row; see `checks.is_known`."""
