@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from .. import tracing
 from ..checks import nearest
 from ..dispatch import is_tracing
 from ..warning import warn_of_unused
@@ -126,12 +127,14 @@ def _constructing() -> Iterator[None]:
             _construction.running = False
 
 
+@tracing.constant_while_tracing
 def _construct(cls: type, /, *args: Any, **keywords: Any) -> str:
     """Construct an object in eager mode, and return the name of the equal attribute in `_constructed`."""
     with _constructing():
         return _attribute_name(cls(*args, **keywords))
 
 
+@tracing.constant_while_tracing
 def _assign_field(description: str, field: str, value: Any) -> str:
     """Assign a field in a copy of the recipe with this description, as `_construct` constructs a recipe."""
     with _constructing():
@@ -141,11 +144,6 @@ def _assign_field(description: str, field: str, value: Any) -> str:
         for name in vars(result).keys() - {"_description", *(f.name for f in fields(result))}:
             del result.__dict__[name]
         return _attribute_name(result)
-
-
-# A tracing compiler treats the results as constants, as with torch.compiler.assume_constant_result.
-_construct._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-_assign_field._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _attribute_name(instance: Any) -> str:
@@ -159,13 +157,10 @@ def _attribute_name(instance: Any) -> str:
     return name
 
 
+@tracing.constant_while_tracing
 def _attribute_names(name: str) -> tuple[str, ...]:
     """List the attribute names of an object in `_constructed`."""
     return tuple(vars(getattr(_constructed, name)))
-
-
-# torch.compile evaluates a function with this mark while it traces, instead of tracing `vars`.
-_attribute_names._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _traced_copy(target: Any, name: str) -> Any:

@@ -41,7 +41,8 @@ def _pair(name: str, value: Any) -> Pair:
             raise TypeError(f"{name} holds {described(array)}; give arrays of integers")
         if array.ndim not in (1, 2):
             raise ValueError(f"{name} has shape {array.shape}; give [batch] or [batch, ..]")
-    return tuple(jnp.asarray(array, jnp.int32) for array in value)  # pyright: ignore[reportReturnType]
+    queries, keys = value
+    return jnp.asarray(queries, jnp.int32), jnp.asarray(keys, jnp.int32)
 
 
 @jax.tree_util.register_pytree_node_class
