@@ -127,11 +127,13 @@ def _constructing() -> Iterator[None]:
             _construction.running = False
 
 
-@tracing.constant_while_tracing
 def _construct(cls: type, /, *args: Any, **keywords: Any) -> str:
     """Construct an object in eager mode, and return the name of the equal attribute in `_constructed`."""
     with _constructing():
         return _attribute_name(cls(*args, **keywords))
+
+
+tracing.constant_while_tracing(_construct)  # a decorator's type would rename its parameter `cls`
 
 
 @tracing.constant_while_tracing
