@@ -40,7 +40,11 @@ def test_tracing_compiles_the_kernels_that_the_lowering_then_finds(ahead, monkey
     from transformer_engine.common.kernels import compiled as module
 
     compiling, compile_kernel = [], module._compile
-    record = lambda wanted: (compiling.append(threading.current_thread()), compile_kernel(wanted))[1]  # noqa: E731
+
+    def record(program):
+        compiling.append(threading.current_thread())
+        return compile_kernel(program)
+
     monkeypatch.setattr(module, "_compile", record)
     module._COMPILED.clear()
     step, x = gradient("swiglu")
