@@ -85,10 +85,12 @@ def measured(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("json", type=Path, help="where the rows are written")
-    made.add_argument("--quick", action="store_true", help="small sizes by the reference: shows that it runs")
-    chosen = made.parse_args()
+    instance = argparse.ArgumentParser(description=__doc__)
+    instance.add_argument("json", type=Path, help="where the rows are written")
+    instance.add_argument(
+        "--quick", action="store_true", help="small sizes by the reference: shows that it runs"
+    )
+    chosen = instance.parse_args()
     if not chosen.quick and jax.default_backend() == "cpu":
         raise SystemExit("these figures need a GPU, and jax finds none; --quick shows that the script runs")
     rows = []

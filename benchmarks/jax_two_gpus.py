@@ -91,12 +91,12 @@ def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any],
             boxed = jax.jit(lambda key, x: model.init(key, x, deterministic=True))(jax.random.key(2), x)
             specs = nn.logical_to_mesh(nn.get_partition_spec(boxed)["params"])
             state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
-            whole = NamedSharding(mesh, PartitionSpec())
+            full = NamedSharding(mesh, PartitionSpec())
             laid = jax.tree.map(
                 lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
             )
             params = jax.tree.map(jax.device_put, params, laid)
-            state = jax.device_put(state, whole)
+            state = jax.device_put(state, full)
 
             def step(state: Any, params: Any, x: Any, dy: Any) -> Any:
                 def run(state: Any, params: Any, x: Any) -> Any:
@@ -106,7 +106,7 @@ def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any],
                 state, *gradients = pullback(dy)
                 return state, (y, *gradients)
 
-            shardings = (jax.tree.map(lambda _: whole, state), (x.sharding, laid, x.sharding))
+            shardings = (jax.tree.map(lambda _: full, state), (x.sharding, laid, x.sharding))
             compiled = jax.jit(step, donate_argnums=0, out_shardings=shardings)
             return milliseconds(compiled, state, params, x, dy)
 

@@ -59,10 +59,10 @@ def planned(case: Model, recipe: recipes.Recipe | None) -> float:
     keywords = _keywords(model, "meta")
     plan = te.memory_plan(model, recipe, TOKENS, inputs=(x,), **keywords)  # pyright: ignore[reportArgumentType]
     gradients = sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes
-    given = (
+    argument = (
         x.nbytes + TOKENS * case.outputs * BF16.itemsize + sum(angles.nbytes for angles in keywords.values())
     )
-    return (plan.peak - plan.workspace - plan.parameters - given - gradients) / MIB
+    return (plan.peak - plan.workspace - plan.parameters - argument - gradients) / MIB
 
 
 def measured(case: Model, recipe: recipes.Recipe | None) -> tuple[float, float]:

@@ -149,10 +149,10 @@ def _pretend_library() -> None:
 
 def _pretend_requests(hardware: Hardware) -> None:
     request = _module("pytorch.primitives.gemm.request").GemmRequest
-    made = request.__init__
+    result = request.__init__
 
     def on_a_gpu(self: Any, *fields: Any, **named: Any) -> None:
-        made(self, *fields, **named)
+        result(self, *fields, **named)
         for name, value in {"device": "cuda", "hardware": hardware, "index": 0}.items():
             object.__setattr__(self, name, value)
 

@@ -99,19 +99,19 @@ def _runs(file: str, text: str) -> Iterator[tuple[tuple, Place]]:
     lines = extract_lines(text)
     for start in range(len(lines) - RUN + 1):
         run = lines[start : start + RUN]
-        place = Place(file, run[0].number, run[-1].number)
-        yield ("letter", *(line.text for line in run)), place
+        position = Place(file, run[0].number, run[-1].number)
+        yield ("letter", *(line.text for line in run)), position
         says = sum(len(line.shape) for line in run) >= FEWEST_TOKENS
         if says and sum(line.works for line in run) >= FEWEST_STATEMENTS:
-            yield ("shape", *(line.shape for line in run)), place
+            yield ("shape", *(line.shape for line in run)), position
 
 
 def find_repeats(sources: Mapping[str, str]) -> dict[tuple[str, str], tuple[Place, Place]]:
     """{(file, file): one shared run} over {file: text}; a file repeats itself at distinct places."""
     places: dict[tuple, list[Place]] = defaultdict(list)
     for file in sorted(sources):
-        for run, place in runs(file, sources[file]):
-            places[run].append(place)
+        for run, index in runs(file, sources[file]):
+            places[run].append(index)
     found: dict[tuple[str, str], tuple[Place, Place]] = {}
     for shared in places.values():
         if 1 < len(shared) <= MOST_PLACES:

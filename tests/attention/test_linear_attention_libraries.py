@@ -195,20 +195,20 @@ def _reference_cudnn_module() -> types.ModuleType:
     module = types.ModuleType(cudnn.MODULE)
 
     def function(rule, parameters):
-        def compute(**given):
-            assert set(given) == set(parameters.split())
-            assert given["q"].dim() == 3 and all(
-                given[name].is_contiguous() for name in ("q", "k", "v", "g", "beta")
+        def compute(**kwargs):
+            assert set(kwargs) == set(parameters.split())
+            assert kwargs["q"].dim() == 3 and all(
+                kwargs[name].is_contiguous() for name in ("q", "k", "v", "g", "beta")
             )
-            names = [name for name in DeltaInputs._fields[:6] if given.get(name) is not None]
-            tensors = {name: given[name].unsqueeze(0) for name in names}
-            others = {name: given.get(name) for name in ("a_log", "dt_bias", "initial_state", "cu_seqlens")}
-            options = [option for name, option in _CUDNN_OPTIONS.items() if given.get(name)]
-            if given.get("gate_domain") == "linear":
+            names = [name for name in DeltaInputs._fields[:6] if kwargs.get(name) is not None]
+            tensors = {name: kwargs[name].unsqueeze(0) for name in names}
+            rest = {name: kwargs.get(name) for name in ("a_log", "dt_bias", "initial_state", "cu_seqlens")}
+            options = [option for name, option in _CUDNN_OPTIONS.items() if kwargs.get(name)]
+            if kwargs.get("gate_domain") == "linear":
                 options.append(Option.LINEAR_GATE)
-            spec = DeltaSpec(rule, given["scale"].hex(), tuple(options))
+            spec = DeltaSpec(rule, kwargs["scale"].hex(), tuple(options))
             with use_backend(linear_attention="reference"):
-                output, state = linear_attention(operation_inputs(**tensors, **others), spec)
+                output, state = linear_attention(operation_inputs(**tensors, **rest), spec)
             return output.squeeze(0), output.new_empty(0) if state is None else state
 
         return compute

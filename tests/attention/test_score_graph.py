@@ -47,11 +47,11 @@ def oracle(q, k, v, change):
 
 def check(attention, leaves, change, **options):
     q, k, v = leaves[:3]
-    got, want = attention(q, k, v, **options), oracle(q, k, v, change)
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    got, expected = attention(q, k, v, **options), oracle(q, k, v, change)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(
         torch.autograd.grad(got.square().sum(), leaves),
-        torch.autograd.grad(want.square().sum(), leaves),
+        torch.autograd.grad(expected.square().sum(), leaves),
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=1e-4, atol=1e-5)
@@ -222,8 +222,8 @@ def test_a_graph_cannot_compute_an_unknown_operation():
 def test_unary_graph_operations(name: str):
     x = torch.linspace(0.1, 3.0, 7)
     plain = {"softplus": torch.nn.functional.softplus, "swish": torch.nn.functional.silu}
-    want = plain[name](x) if name in plain else getattr(torch, name)(x)
-    torch.testing.assert_close(getattr(ScoreGraph(torch, ()), name)(input=x), want)
+    expected = plain[name](x) if name in plain else getattr(torch, name)(x)
+    torch.testing.assert_close(getattr(ScoreGraph(torch, ()), name)(input=x), expected)
 
 
 def test_scores_may_broadcast_and_have_another_dtype():
@@ -233,8 +233,8 @@ def test_scores_may_broadcast_and_have_another_dtype():
     def positions(score, b, h, i, j):
         return (i - j).half()
 
-    want = torch.softmax((torch.arange(3)[:, None] - torch.arange(3)).float(), dim=-1) @ v.transpose(1, 2)
-    torch.testing.assert_close(layer(q, k, v, score_mod=positions), want.transpose(1, 2).flatten(2))
+    expected = torch.softmax((torch.arange(3)[:, None] - torch.arange(3)).float(), dim=-1) @ v.transpose(1, 2)
+    torch.testing.assert_close(layer(q, k, v, score_mod=positions), expected.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize(

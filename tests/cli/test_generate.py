@@ -54,10 +54,10 @@ def drawn(runs: Path, *options: str) -> str:
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_the_cache_and_its_pages_change_no_byte(temperature: str, runs: Path):
     options = ["--temperature", temperature, "--count", "40"]
-    whole = drawn(runs, *options, "--no-cache")
+    full = drawn(runs, *options, "--no-cache")
     for cached in (["--page-size", "16"], ["--page-size", "1"], ["--page-size", "0"], []):
-        assert drawn(runs, *options, *cached) == whole
-    assert len(set(whole[len(PROMPT) :])) > 1
+        assert drawn(runs, *options, *cached) == full
+    assert len(set(full[len(PROMPT) :])) > 1
 
 
 def test_the_seed_and_the_model_decide_the_text(runs: Path):

@@ -48,9 +48,9 @@ def saved(model: conversion.Decoder, folder: Path, name: str) -> Path:
 def test_only_linear_weights_change_and_by_less_than_a_rounding(
     name: str, model: conversion.Decoder, tmp_path: Path
 ):
-    given, values = weights(SETTINGS["llama"]), decoded(saved(model, tmp_path / "quantized", name))
-    assert set(values) == set(given)
-    for key, weight in given.items():
+    argument, values = weights(SETTINGS["llama"]), decoded(saved(model, tmp_path / "quantized", name))
+    assert set(values) == set(argument)
+    for key, weight in argument.items():
         # The 112 columns of down_proj are not a multiple of 32.
         if not is_linear(key) or weight.shape[1] % FORMATS[name].block:
             assert torch.equal(values[key], weight), key
@@ -110,8 +110,8 @@ def test_codes_equal_those_of_quantized_parameters(name: str, recipe, tmp_path: 
 @pytest.mark.parametrize("name", UNCALIBRATED)
 def test_second_round_trip_returns_the_same_values(name: str, model: conversion.Decoder, tmp_path: Path):
     first = saved(model, tmp_path / "first", name)
-    again = conversion.load_model(first, device="cpu", dtype=torch.float32)
-    second = saved(again, tmp_path / "second", name)
+    second_result = conversion.load_model(first, device="cpu", dtype=torch.float32)
+    second = saved(second_result, tmp_path / "second", name)
     values, repeated = decoded(first), decoded(second)
     exact = name != "nvfp4"  # block scales are rounded to E4M3, so the second quantization may choose others
     for key in values:
@@ -183,13 +183,13 @@ def test_transformers_decodes_blocks_to_the_same_weights(model: conversion.Decod
     import transformers
 
     folder = saved(model, tmp_path / "quantized", "fp8_block")
-    theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         output_loading_info=True,
         quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
     )
-    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert not report["missing_keys"] and not report["unexpected_keys"]
     state = theirs.state_dict()
     for key, value in decoded(folder).items():
         assert torch.equal(state[key].float(), value), key
@@ -214,13 +214,13 @@ def test_compressed_tensors_decodes_the_same_weights(
     conversion.save_quantized(model, folder, name, sample=tokens() if sampled else None)
     # The library decodes MXFP8 and NVFP4 to bfloat16, and rounds FP8 scales to the dtype of the model.
     dtype = torch.bfloat16 if name in ("mxfp8", "nvfp4") else torch.float32
-    theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         output_loading_info=True,
         quantization_config=transformers.CompressedTensorsConfig(run_compressed=False),
     )
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     state = theirs.state_dict()
     for key, value in decoded(folder).items():
         assert torch.equal(state[key], value.to(dtype)), key

@@ -66,11 +66,11 @@ def test_tensors_that_follow_from_the_settings_are_left_out(tmp_path: Path):
 
 
 def test_names_without_their_prefix_are_read(tmp_path: Path):
-    given = weights(SETTINGS["gpt2"])
-    bare: dict = dict.fromkeys(given)
-    bare |= {name.removeprefix("transformer."): value for name, value in given.items()}
+    argument = weights(SETTINGS["gpt2"])
+    bare: dict = dict.fromkeys(argument)
+    bare |= {name.removeprefix("transformer."): value for name, value in argument.items()}
     model = conversion.load_model(write_checkpoint(tmp_path / "theirs", "gpt2", **bare), device="cpu")
-    assert torch.equal(model.embedding.weight, given["transformer.wte.weight"])
+    assert torch.equal(model.embedding.weight, argument["transformer.wte.weight"])
 
 
 @pytest.mark.parametrize(
@@ -257,15 +257,15 @@ def test_a_file_holds_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int
 def test_its_own_library_reads_a_file_and_writes_one_that_is_read(tmp_path: Path):
     from safetensors.torch import load_file, save_file
 
-    given = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(2)}
-    save_file(given, tmp_path / "theirs.safetensors")
+    inputs = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(2)}
+    save_file(inputs, tmp_path / "theirs.safetensors")
     theirs = SafetensorsFile.open(tmp_path / "theirs.safetensors")
     write(
         tmp_path / "ours.safetensors",
-        {name: Described(value.dtype, tuple(value.shape)) for name, value in given.items()},
-        given.items(),
+        {name: Described(value.dtype, tuple(value.shape)) for name, value in inputs.items()},
+        inputs.items(),
     )
     ours = load_file(tmp_path / "ours.safetensors")
-    for name, value in given.items():
+    for name, value in inputs.items():
         assert torch.equal(theirs.read(name), value)
         assert torch.equal(ours[name], value)

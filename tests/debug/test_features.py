@@ -39,7 +39,7 @@ def test_statistics_of_all_tensors_are_those_of_float64_over_two_micro_batches(
     dtype: torch.dtype, recipe: str, tmp_path: Path
 ):
     layer = te.Linear(64, 96, params_dtype=dtype, device="cpu", name="layer")
-    seen: dict[str, list[torch.Tensor]] = {name: [] for name in TENSORS}
+    observed: dict[str, list[torch.Tensor]] = {name: [] for name in TENSORS}
     with session(tmp_path, {"LogTensorStats": {"tensors": TENSORS, "stats": VALUES}}) as log:
         for _ in range(2):
             x = torch.randn(32, 64, dtype=dtype, requires_grad=True)
@@ -51,9 +51,9 @@ def test_statistics_of_all_tensors_are_those_of_float64_over_two_micro_batches(
             for name, tensor in zip(
                 TENSORS, (x, layer.weight, dy, y, x.grad, layer.weight.grad), strict=True
             ):
-                seen[name].append(tensor)
+                observed[name].append(tensor)
         debug_api.step()
-    for tensor, parts in seen.items():
+    for tensor, parts in observed.items():
         for name, value in statistics(torch.stack(parts)).items():
             if tensor == "weight":  # the same in both micro-batches, counted once
                 value = statistics(parts[0])[name]

@@ -417,7 +417,7 @@ def run_all(processes: list) -> None:
 def test_a_rank_that_ends_or_waits_is_named_by_the_others(fault: str, tmp_path: Path):
     context = CONTEXT
     arguments = [(rank, 2, str(tmp_path), fault) for rank in range(2)]
-    processes = [context.Process(target=fail_during, args=given) for given in arguments]
+    processes = [context.Process(target=fail_during, args=argument) for argument in arguments]
     run_all(processes)
     message = (tmp_path / "0.message").read_text()
     assert "all_reduce of torch.float32 [16, 32] over ranks [0, 1] failed on rank 0" in message

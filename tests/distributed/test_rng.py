@@ -206,6 +206,6 @@ def test_torchs_checkpoint_repeats_draws_from_trackers(reentrant, nested, tracke
                 after.append(_draw(device))
         return [y.detach(), x.grad, *after], get_all_rng_states() is trackers[1].states_
 
-    (expected, registered), (actual, again) = trained(False), trained(True)
-    assert registered == again
+    (expected, registered), (actual, repeated) = trained(False), trained(True)
+    assert registered == repeated
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))

@@ -117,8 +117,8 @@ def test_each_argument_is_described(package: str):
             continue
         if package == f"{api_entries.JAX}.checkpoint_policies":  # closures that only JAX calls
             continue
-        known = api_entries.public_arguments(package, value)
-        missing += [f"{name}: {one}" for one in api_entries.parameter_names(value) if one not in known]
+        recognized = api_entries.public_arguments(package, value)
+        missing += [f"{name}: {one}" for one in api_entries.parameter_names(value) if one not in recognized]
     assert missing == []
 
 
@@ -128,20 +128,20 @@ def test_each_argument_of_a_forward_pass_is_described():
         for name, value in api_entries.public_names(package):
             forward = vars(value).get("forward") if inspect.isclass(value) else None
             if forward is not None:
-                known = api_entries.public_arguments(package, forward)
+                recognized = api_entries.public_arguments(package, forward)
                 names = api_entries.parameter_names(forward)
-                missing += [f"{name}.forward: {one}" for one in names if one not in {*known, "self"}]
+                missing += [f"{name}.forward: {one}" for one in names if one not in {*recognized, "self"}]
     assert missing == []
 
 
 @pytest.mark.parametrize("package", api_entries.PACKAGES)
 def test_completed_sections_of_arguments_are_tables(package: str):
     for name, value in api_entries.public_names(package):
-        known = api_entries.public_arguments(package, value) if callable(value) else {}
-        if known:
-            text = api_entries._with_arguments(inspect.getdoc(value) or "", known)
+        recognized = api_entries.public_arguments(package, value) if callable(value) else {}
+        if recognized:
+            text = api_entries._with_arguments(inspect.getdoc(value) or "", recognized)
             docstring = api_entries.griffe.Docstring(api_entries._OTHERS_SENTENCE.sub("", text))
-            assert set(api_entries.read_descriptions(docstring)) >= set(known), name
+            assert set(api_entries.read_descriptions(docstring)) >= set(recognized), name
 
 
 def test_each_shared_description_is_used():

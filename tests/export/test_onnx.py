@@ -90,8 +90,8 @@ def compare(
     for shape in shapes:
         x = torch.randn(*shape) * 3.0
         with torch.no_grad(), under(chosen):
-            want = layer(x).numpy()
-        error = np.abs(run(model, x) - want) / np.abs(want).max()
+            expected = layer(x).numpy()
+        error = np.abs(run(model, x) - expected) / np.abs(expected).max()
         if chosen is None:
             assert error.max() < 2e-6
         else:

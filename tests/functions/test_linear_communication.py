@@ -40,14 +40,14 @@ RECIPES = {
 @pytest.fixture
 def events(monkeypatch, emulated) -> list[str]:
     """The collectives that begin and end, in order."""
-    seen: list[str] = []
+    records: list[str] = []
 
     class Handle:
         def __init__(self, collective: str) -> None:
             self.collective = collective
 
         def wait(self) -> None:
-            seen.append(f"{self.collective} ends")
+            records.append(f"{self.collective} ends")
 
     def gathered(x: Any, axis: int) -> Any:
         if not isinstance(x, Operand):
@@ -56,22 +56,22 @@ def events(monkeypatch, emulated) -> list[str]:
         return x._replace(codes=torch.cat([x.codes] * RANKS, axis), scale=scale)
 
     def begun(collective: str, x: Any, parallel: TensorParallel, axis: int, overlaps: bool) -> Any:
-        seen.append(f"{collective} begins")
+        records.append(f"{collective} begins")
         result = gathered(x, axis) if collective == "all_gather" else x[: x.shape[0] // RANKS]
         return result, Handle(collective)
 
     monkeypatch.setattr(communication, "_begin_collective", begun)
     monkeypatch.setattr(linear_operands, "check_collective", lambda *arguments: None)
-    return seen
+    return records
 
 
 def passes(
     events: list[str], mode: str, way: str, device: torch.device, plain: bool, **options: Any
 ) -> tuple[list[str], list[str], Any]:
     """Collectives and products in the forward and backward pass, and the result node."""
-    made = {} if plain else dict(zip(("qx", "qw", "qg"), quantizers(RECIPES[way], device), strict=True))
+    result = {} if plain else dict(zip(("qx", "qw", "qg"), quantizers(RECIPES[way], device), strict=True))
     spec: Any = dataclasses.replace(
-        make_spec(torch.bfloat16, **made, plain=plain, **options),
+        make_spec(torch.bfloat16, **result, plain=plain, **options),
         parallel=TensorParallel(mode, None, RANKS, True),
     )
     rows = M // RANKS if mode == "column" else M

@@ -75,8 +75,8 @@ def _make_quantize_call(build: Callable[[], te.Quantizer]) -> Callable[[], Made]
 
 def _quantized(build: Callable[[], te.Quantizer]) -> Callable[[], Made]:
     def make() -> Made:
-        made = build().quantize(tensor(32, 32))
-        return Made(made.dequantize, {"dtype": torch.float32}, [made])
+        result = build().quantize(tensor(32, 32))
+        return Made(result.dequantize, {"dtype": torch.float32}, [result])
 
     return make
 

@@ -76,7 +76,7 @@ def check_cudnn_call() -> dict[str, float]:
     chosen, parts.attention_parts = parts.attention_parts, bound
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [normal(key, (2, 32, n, 16), jnp.bfloat16) for key, n in zip(keys, (4, 4, 2, 2), strict=True)]
-    want = jax.jit(functools.partial(step, attention))(*arrays)
+    expected = jax.jit(functools.partial(step, attention))(*arrays)
     mesh = create_mesh(dp=2, tp=2, cp=2)
     resource = te.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")
     laid = [api.reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1) for x in arrays]
@@ -92,7 +92,7 @@ def check_cudnn_call() -> dict[str, float]:
             text = program.as_text() or ""
             moved = set(re.findall(r" (all-gather|collective-permute|all-to-all)(?:-start)?\(", text))
             found[strategy.name] = {
-                "difference": float(np.max([difference(x, y) for x, y in zip(got, want, strict=True)])),
+                "difference": float(np.max([difference(x, y) for x, y in zip(got, expected, strict=True)])),
                 "moves": sorted(moved),
             }
     parts.attention_parts = chosen
@@ -164,10 +164,10 @@ def within() -> dict[str, float]:
             function, laid = functools.partial(sunk, strategy), PartitionSpec("dp")
             specs = (laid, laid, laid, PartitionSpec())
             mapped = jax.shard_map(function, in_specs=specs, out_specs=laid, axis_names={"dp"})
-            got, want = (
+            got, expected = (
                 jax.jit(functools.partial(step, one))(dy, q, k, k, sinks) for one in (mapped, function)
             )
-            found[strategy.name] = difference(got, want)
+            found[strategy.name] = difference(got, expected)
     return found
 
 

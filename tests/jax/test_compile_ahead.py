@@ -82,8 +82,8 @@ def test_threads_that_need_one_kernel_compile_it_once(monkeypatch):
 
     begun, finish, calls = threading.Event(), threading.Event(), []
 
-    def compile_slowly(wanted):
-        calls.append(wanted)
+    def compile_slowly(expected):
+        calls.append(expected)
         begun.set()
         assert finish.wait(60)
         return object()
@@ -127,8 +127,8 @@ def test_waiting_threads_receive_the_error_and_a_later_call_compiles_again(monke
 
     attempts = []
 
-    def fail_once(wanted):
-        attempts.append(wanted)
+    def fail_once(expected):
+        attempts.append(expected)
         if len(attempts) == 1:
             raise RuntimeError("no memory")
         return "kernel"

@@ -61,8 +61,8 @@ def test_a_function_of_scores_and_all_its_gradients():
         return attend(q, k, v, score_mod=capped, score_mod_tensors=tensors)
 
     found = values_and_gradients(ours, dy, q, k, v, tensors())
-    want = values_and_gradients(plain, dy, q, k, v, tensors())
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    reference = values_and_gradients(plain, dy, q, k, v, tensors())
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -80,9 +80,9 @@ def test_a_custom_score_gradient_replaces_jax_differentiation():
             ), dy, q,
         )[1]  # fmt: skip
 
-    want = values_and_gradients(lambda q: plain(q, k, v, tensors()), dy, q)[1]
-    np.testing.assert_allclose(gradients(1.0), want, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(gradients(0.5), want / 2, rtol=1e-4, atol=1e-5)
+    expected = values_and_gradients(lambda q: plain(q, k, v, tensors()), dy, q)[1]
+    np.testing.assert_allclose(gradients(1.0), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients(0.5), expected / 2, rtol=1e-4, atol=1e-5)
 
 
 def test_modules_pass_on_a_score_mod():
@@ -185,9 +185,9 @@ def test_graphs_and_functions_of_indices_equal_float64(function, dtype, toleranc
 
     cap = jnp.full((1, 1, 1, 1), 0.7)
     found = values_and_gradients(ours, dy, q, k, v, cap, slope)
-    for got, want in zip(found, float64_oracle(q, k, v, dy, cap, slope), strict=True):
+    for got, expected in zip(found, float64_oracle(q, k, v, dy, cap, slope), strict=True):
         np.testing.assert_allclose(
-            np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance * abs(want).max()
+            np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance * abs(expected).max()
         )
 
 
@@ -229,11 +229,11 @@ def test_user_score_gradients_replace_jax_differentiation(function, gradient):
         )  # fmt: skip
 
     found = values_and_gradients(ours, dy, q, k, v, jnp.asarray(0.7), jnp.asarray(0.5))
-    want = values_and_gradients(
+    reference = values_and_gradients(
         lambda q, k, v, cap: attend(q, k, v, score_mod=softcap_by_index, score_mod_tensors={"cap": cap}),
         dy, q, k, v, jnp.asarray(0.7),
     )  # fmt: skip
-    for got, expected, factor in zip(found, want[:4], (1.0, 0.5, 0.5, 1.0), strict=False):
+    for got, expected, factor in zip(found, reference[:4], (1.0, 0.5, 0.5, 1.0), strict=False):
         np.testing.assert_allclose(got, factor * expected, rtol=1e-4, atol=1e-6)
     assert found[4] == found[5] == 0.0  # with a user-defined gradient, a score_mod's arrays have no gradient
 

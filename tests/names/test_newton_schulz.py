@@ -42,8 +42,8 @@ def conditioned(rows: int, columns: int) -> torch.Tensor:
 def test_it_converges_to_the_orthogonal_factor(shape, kind, steps, tolerance):
     x = conditioned(*shape)
     expected = orthogonal_factor(x)
-    made = newton_schulz(x, None, steps, get_coefficients(steps, kind))
-    assert made is x
+    result = newton_schulz(x, None, steps, get_coefficients(steps, kind))
+    assert result is x
     assert (x.double() - expected).norm(2) <= tolerance * expected.norm(2)
 
 
@@ -86,8 +86,8 @@ ORTHOGONALITY = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "steps", "known"), ORTHOGONALITY)
-def test_sets_reach_their_known_orthogonality(kind, steps, known):
+@pytest.mark.parametrize(("kind", "steps", "is_known"), ORTHOGONALITY)
+def test_sets_reach_their_known_orthogonality(kind, steps, is_known):
     largest = []
     for seed in range(3):  # the figure depends on the singular vectors
         generator = torch.Generator().manual_seed(seed)
@@ -95,7 +95,7 @@ def test_sets_reach_their_known_orthogonality(kind, steps, known):
         x = ((left * torch.linspace(0.1, 0.9, 64, dtype=torch.float64)) @ right.T).float()
         newton_schulz(x, None, steps, get_coefficients(steps, kind))
         largest.append((x @ x.T - torch.eye(64)).abs().max().item())
-    assert known / 1.6 < sum(largest) / len(largest) < 1.6 * known
+    assert is_known / 1.6 < sum(largest) / len(largest) < 1.6 * is_known
 
 
 @pytest.mark.parametrize("shape", [(64, 33), (1, 7), (64, 64)])
@@ -147,21 +147,21 @@ def test_torch_autocast_changes_no_bit(dtype):
 
 def test_columns_sharded_over_ranks_give_the_shards_of_the_result():
     x = conditioned(6, 16)
-    whole = newton_schulz(x.clone(), None, 5)
+    full = newton_schulz(x.clone(), None, 5)
 
     def on_rank(rank: int) -> torch.Tensor:
         shard = x.chunk(2, dim=1)[rank].contiguous()
         context = CusolverMpCtx(torch.distributed.group.WORLD)
-        made = te.newton_schulz(shard, context, 5)
+        result = te.newton_schulz(shard, context, 5)
         with pytest.raises(ValueError, match=r"the whole matrix is \[9, 8\].*newton_schulz_tp"):
             te.newton_schulz(torch.ones(9, 4), context)
         context.destroy()
         with pytest.raises(RuntimeError, match="destroyed"):
             newton_schulz(shard, context)
-        return made
+        return result
 
     shards = run_on_threads(on_rank, 2)
-    torch.testing.assert_close(torch.cat(shards, dim=1), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(shards, dim=1), full, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,9 @@ def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(shape, partit
         if not fits:
             assert "shard the longer dimension" in str(found)
             continue
-        wanted = expected if partition_dim is None else expected.chunk(ranks, partition_dim)[rank]
+        reference = expected if partition_dim is None else expected.chunk(ranks, partition_dim)[rank]
         tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(found, reference, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6)])

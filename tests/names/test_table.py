@@ -167,7 +167,12 @@ def test_defaults_are_written_as_literals(table, original):
 
 
 def test_names_that_an_original_has_removed_are_reported(table, original):
-    here = ["transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.Linear", FORWARD]
+    current = [
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        "transformer_engine.pytorch.Linear",
+        FORWARD,
+    ]
     unknown = [  # of a package or in a module that cannot be imported
         "transformer_engine_jax.anything",
         "transformer_engine.broken.Thing",
@@ -181,7 +186,7 @@ def test_names_that_an_original_has_removed_are_reported(table, original):
         "transformer_engine.pytorch.Linear.reset",
         "transformer_engine.pytorch.module.linear",
     ]
-    assert table.installed(original, [*here, *unknown, *removed]).removed == removed
+    assert table.installed(original, [*current, *unknown, *removed]).removed == removed
 
 
 @pytest.fixture

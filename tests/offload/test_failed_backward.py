@@ -98,8 +98,10 @@ def expected(seed):
 
 
 def assert_gradients(layers, x, seed):
-    for found, wanted in zip([x.grad, *(p.grad for p in layers.parameters())], expected(seed), strict=True):
-        torch.testing.assert_close(found, wanted)
+    for found, reference in zip(
+        [x.grad, *(p.grad for p in layers.parameters())], expected(seed), strict=True
+    ):
+        torch.testing.assert_close(found, reference)
 
 
 def fail(loss, **options):

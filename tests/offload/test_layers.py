@@ -75,10 +75,10 @@ def test_two_steps_have_the_bits_of_a_model_that_offloads_nothing(kind, recipe):
 @pytest.mark.sampled
 def test_tensors_marked_as_ready_are_not_written_again(kind, recipe, monkeypatch):
     """A tensor may be copied once it is marked, while its layer still runs."""
-    seen = []
+    records = []
 
     def noted(saved):
-        seen.extend((values, values.clone()) for values in marks.list_tensors(saved))
+        records.extend((values, values.clone()) for values in marks.list_tensors(saved))
         marks.mark_ready(saved)
 
     for module in (layers, chain):
@@ -86,8 +86,8 @@ def test_tensors_marked_as_ready_are_not_written_again(kind, recipe, monkeypatch
     context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=RecordedLink()))
     x = torch.randn(TOKENS, BATCH, HIDDEN)
     _step(_model(kind), x, RECIPES[recipe], context, context.synchronize)
-    assert len(seen) >= LAYERS
-    assert all(torch.equal(_bytes(now), _bytes(then)) for now, then in seen)
+    assert len(records) >= LAYERS
+    assert all(torch.equal(_bytes(now), _bytes(then)) for now, then in records)
 
 
 def _bytes(values):

@@ -24,9 +24,9 @@ def clocked(monkeypatch):
     def of(link):
         def taking_time(product):
             def timed(*arguments, **options):
-                made = product(*arguments, **options)
+                result = product(*arguments, **options)
                 link.now += PRODUCT
-                return made
+                return result
 
             return timed
 

@@ -145,12 +145,12 @@ def test_equal_problems_share_one_plan_and_scales_may_move(library):
 def test_each_thread_that_runs_a_plan_uses_its_own_descriptors(library, monkeypatch):
     a, b = PAIRS["float8"]()
     epilogue = Epilogue(torch.float32)
-    together = threading.Barrier(2, timeout=60)
+    joint = threading.Barrier(2, timeout=60)
     used = []
 
     def matmul(handle, descriptor, *rest):
         used.append(descriptor)
-        together.wait()
+        joint.wait()
 
     monkeypatch.setattr(library, "matmul", matmul)  # a plan keeps the function found at its creation
     # CPU tensors are aligned to 16 bytes, some to 256, which would select another plan in one thread.

@@ -87,10 +87,10 @@ class TestShapes:
             quantize(view, spec, random=uniform(view)),
             quantize(view.contiguous(), spec, random=uniform(view)),
         )
-        turned = wide[:48].t()
+        transposed = wide[:48].t()
         assert_same(
-            quantize(turned, spec, random=uniform(turned)),
-            quantize(turned.contiguous(), spec, random=uniform(turned)),
+            quantize(transposed, spec, random=uniform(transposed)),
+            quantize(transposed.contiguous(), spec, random=uniform(transposed)),
         )
 
     @every_spec
@@ -274,8 +274,8 @@ class TestRejections:
 
     def test_an_odd_axis_is_accepted_if_it_is_not_packed(self, device):
         assert quantize(sample(15, 16, device), QuantizeSpec(NVFP4, E2M1)).codes is not None
-        turned = QuantizeSpec(NVFP4, E2M1, rowwise=False, columnwise=True)
-        assert quantize(sample(16, 15, device), turned).codes_t is not None
+        transposed = QuantizeSpec(NVFP4, E2M1, rowwise=False, columnwise=True)
+        assert quantize(sample(16, 15, device), transposed).codes_t is not None
 
     def test_stochastic_rounding_needs_one_random_number_an_element(self, device):
         x = sample(32, 48, device)

@@ -83,23 +83,23 @@ async def _in_a_worker():
 
 def test_tasks_of_one_thread_have_separate_blocks():
     recipes = DelayedScaling(), Float8CurrentScaling()
-    seen: list[tuple[int, object]] = []
+    records: list[tuple[int, object]] = []
 
     async def task(number: int):
         for _ in range(2):
             with te.autocast(recipe=recipes[number]):
                 await asyncio.sleep(0)
-                seen.append((number, current().recipe))
+                records.append((number, current().recipe))
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-            seen.append((number, current().enabled))
+            records.append((number, current().enabled))
 
     async def both():
         await asyncio.gather(task(0), task(1))
 
     asyncio.run(both())
     for number in (0, 1):
-        assert [what for n, what in seen if n == number] == [recipes[number], False] * 2
+        assert [what for n, what in records if n == number] == [recipes[number], False] * 2
     assert not current().enabled
 
 
