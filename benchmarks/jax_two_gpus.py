@@ -161,7 +161,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     one: dict[str, float] = {}
 
-    def measured(name: str, what: str, devices: int, work: int, run: Callable[[], float]) -> None:
+    def measure(name: str, what: str, devices: int, work: int, run: Callable[[], float]) -> None:
         try:
             row: dict[str, Any] = {"case": name, "layout": what, "eager_ms": round(run(), 3)}
             if devices == 1:
@@ -180,7 +180,7 @@ def main() -> None:
     for name in options.recipe or ("bf16", "delayed"):
         for layout in LAYOUTS:
             case = f"layer_fb/{name}/llama8b_s{tokens}"
-            measured(
+            measure(
                 case, layout.name, layout.devices, layout.sequences,
                 lambda n=name, at=layout: layer(at, RECIPES[n], sizes, tokens),
             )  # fmt: skip
@@ -188,7 +188,7 @@ def main() -> None:
         return
     case = f"dpa_fb/bf16/causal_b1_s{long}_h{heads[0]}_{heads[1]}_d128"
     for devices, strategy in ((1, "DEFAULT"), (2, "RING"), (2, "ALL_GATHER")):
-        measured(
+        measure(
             case, f"cp {devices} {strategy}".lower(), devices, 1,
             lambda d=devices, s=strategy: sequence(d, s, long, *heads),
         )  # fmt: skip

@@ -50,7 +50,7 @@ def read() -> str:
     return "\n".join(parts)
 
 
-def accepted() -> str:
+def no_effect_table() -> str:
     """Table with the variables that are accepted without effect."""
     saved = [row for rows in GROUPS.values() for row in rows if row.meaning.startswith(ACCEPTED)]
     lines = ["| variable | reason that it has no effect |", "| --- | --- |"]
@@ -59,4 +59,4 @@ def accepted() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write(__file__, {PAGE: {"variables": read(), "accepted": accepted()}}))
+    sys.exit(write(__file__, {PAGE: {"variables": read(), "accepted": no_effect_table()}}))

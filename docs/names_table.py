@@ -207,7 +207,7 @@ class Original(NamedTuple):
     removed: list[str]
 
 
-def installed(directory: Path, names: Iterable[str]) -> Original:
+def original_names(directory: Path, names: Iterable[str]) -> Original:
     """Public names in the original that is installed in a directory, and which of `names` it lacks.
 
     Modules that cannot be imported are reported on the error stream.
@@ -323,7 +323,7 @@ def main() -> int:
     options = parser.parse_args()
     names, signatures = read_rows(), SIGNATURES.read_text()
     if options.original is not None:
-        original = installed(options.original, [*(row.name for row in names), *json.loads(signatures)])
+        original = original_names(options.original, [*(row.name for row in names), *json.loads(signatures)])
         names = with_installed(names, original.found)
         different = signature_differences(original.found)
         lines = [*different.values(), *(f"{name}: absent here" for name in absent_methods(original.found))]

@@ -167,14 +167,16 @@ def tensor_facts(tensor: Recorded) -> tuple[Any, ...]:
 def bshd_strides(call, grad_output: bool = False) -> Strided:
     """Strides of contiguous bshd tensors."""
 
-    def of(heads: int, depth: int, tokens: int) -> tuple[int, ...]:
+    def select(heads: int, depth: int, tokens: int) -> tuple[int, ...]:
         return tokens * heads * depth, heads * depth, depth, 1
 
-    q = of(call.heads, call.head_dim_qk, call.seqlen_q)
-    k, v = (of(call.groups, d, call.seqlen_kv) for d in (call.head_dim_qk, call.head_dim_v))
+    q = select(call.heads, call.head_dim_qk, call.seqlen_q)
+    k, v = (select(call.groups, d, call.seqlen_kv) for d in (call.head_dim_qk, call.head_dim_v))
     found = Strided(q, k, v)
     return (
-        found._replace(grad_output=of(call.heads, call.head_dim_v, call.seqlen_q)) if grad_output else found
+        found._replace(grad_output=select(call.heads, call.head_dim_v, call.seqlen_q))
+        if grad_output
+        else found
     )
 
 

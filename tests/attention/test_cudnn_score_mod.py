@@ -25,7 +25,7 @@ from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudn
 from transformer_engine.pytorch.primitives.attention.backends.cudnn_score_mod import bound_tensors
 
 
-def unchanged(graph, score, tensors):
+def identity_score(graph, score, tensors):
     return score
 
 
@@ -115,7 +115,7 @@ def test_steps_without_a_reader_are_left_out():
 @pytest.mark.parametrize(
     ("function", "adds"),
     [
-        (unchanged, True),
+        (identity_score, True),
         (add_bias, True),
         (lambda g, s, t: g.sub(g.identity(s), t["bias"]), True),
         (lambda g, s, t: g.add(s, g.mul(t["bias"], g.gen_index(s, axis=3))), True),
@@ -215,7 +215,7 @@ def test_a_function_that_cannot_be_recorded_has_a_reason(function, words, instal
         (
             {
                 "score_mod": graph_score_mod(
-                    unchanged, {}, lambda g, d, t: t["zero"], {"zero": torch.zeros(1)}
+                    identity_score, {}, lambda g, d, t: t["zero"], {"zero": torch.zeros(1)}
                 )
             },
             "does not depend on the gradient",
@@ -388,7 +388,7 @@ def test_tensors_are_bound_contiguous_without_expanded_dimensions():
         "whole": full,
     }
     modifier, bound = bound_tensors(
-        request("no_mask", score_mod=graph_score_mod(unchanged, tensors)), torch.device("cpu")
+        request("no_mask", score_mod=graph_score_mod(identity_score, tensors)), torch.device("cpu")
     )
     assert modifier is not None
     shapes = [operand.shape for operand in modifier.operands]
@@ -435,7 +435,7 @@ def alibi(graph, score, tensors):
 def case(name: str, size: tuple[int, int]) -> tuple[dict[str, Any], Any]:
     """Arguments for a call on a GPU, and the same score function in plain PyTorch."""
     if name == "unchanged":
-        return {"score_mod": unchanged}, lambda s: s
+        return {"score_mod": identity_score}, lambda s: s
     if name == "softcap":
         capping = Softcap()
         options = {"score_mod": capping.forward, "score_mod_bprop": capping.backward}

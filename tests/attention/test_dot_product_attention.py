@@ -136,12 +136,12 @@ def test_windows_near_integer_limits_equal_the_loop(mask, window, backend, devic
 def test_backends_receive_windows_of_at_most_the_longest_sequence(device, monkeypatch):
     calls = []
 
-    def watched(*arguments, **options):
+    def watch(*arguments, **options):
         described = describe.describe_call(*arguments, **options)
         calls.append(described[0])
         return described
 
-    monkeypatch.setattr(plan, "describe_call", watched)
+    monkeypatch.setattr(plan, "describe_call", watch)
     q, k, v, _ = tensors(device)
     module = DotProductAttention(2, 4, attn_mask_type="no_mask", window_size=(2**40, 3))
     module(q, k, v, qkv_format="bshd")

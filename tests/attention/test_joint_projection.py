@@ -102,7 +102,7 @@ def test_gradients_written_into_one_buffer_equal_concatenated_ones_bitwise(form,
     rest = (lengths, lengths, starts, starts) if form == "thd" else ()
     written = []
 
-    def backward_into(request, inputs, attended, grad_output, into):
+    def write_backward(request, inputs, attended, grad_output, into):
         gradients = reference.backward(request, inputs, attended, grad_output)
         tokens = TOKENS * BATCH - 3 if request.packed else None  # nothing is written after the last sequence
         for target, gradient, part in zip(into, gradients[:3], inputs[:3], strict=True):
@@ -112,7 +112,7 @@ def test_gradients_written_into_one_buffer_equal_concatenated_ones_bitwise(form,
         return gradients._replace(q=into[0], k=into[1], v=into[2])
 
     found = []
-    for passes in (reference.PASSES, reference.PASSES._replace(backward_into=backward_into)):
+    for passes in (reference.PASSES, reference.PASSES._replace(backward_into=write_backward)):
         projection = x.clone().requires_grad_()
         parts = split_views(projection.detach(), HEADS, groups, 8, interleaved)
         inputs = AttentionInputs(*parts, *rest)
@@ -160,7 +160,7 @@ def test_observers_of_the_core_see_its_call(position, device, monkeypatch):
     core, records = layer.core_attention, []
     forward = DotProductAttention.forward
 
-    def watched(self, *args, **kwargs):
+    def watch(self, *args, **kwargs):
         records.append(len(args))
         return forward(self, *args, **kwargs)
 
@@ -170,9 +170,9 @@ def test_observers_of_the_core_see_its_call(position, device, monkeypatch):
     elif position == "hook behind":
         core.register_forward_hook(lambda _, args, out: records.append(len(args)))
     elif position == "forward of the object":
-        monkeypatch.setattr(core, "forward", lambda *args, **kwargs: watched(core, *args, **kwargs))
+        monkeypatch.setattr(core, "forward", lambda *args, **kwargs: watch(core, *args, **kwargs))
     elif position == "forward of the class":
-        monkeypatch.setattr(DotProductAttention, "forward", watched)
+        monkeypatch.setattr(DotProductAttention, "forward", watch)
     else:
         removed = torch.nn.modules.module.register_module_forward_pre_hook(
             lambda module, args: records.append(len(args)) if module is core else None

@@ -105,7 +105,7 @@ def test_a_state_continues_a_sequence_and_passes_gradients(rule, backend):
         pytest.skip("one recurrence serves all rules")
     case = replace(PLAIN[rule], lengths=(50, 50))
 
-    def in_two_calls(**tensors):
+    def run_in_halves(**tensors):
         state, outputs = tensors.pop("initial_state"), []
         for part in (slice(0, 17), slice(17, 50)):
             shares = {name: x[:, part] for name, x in tensors.items()}
@@ -114,7 +114,7 @@ def test_a_state_continues_a_sequence_and_passes_gradients(rule, backend):
         return torch.cat(outputs, 1), state
 
     with use_backend(linear_attention=backend):
-        compare(case, in_two_calls)
+        compare(case, run_in_halves)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -125,7 +125,7 @@ def test_states_continue_packed_sequences_over_several_calls(rule, backend):
     case = replace(PLAIN[rule], format="thd", lengths=tuple(map(sum, zip(*parts, strict=True))))
     starts = [0, *accumulate(case.lengths)]
 
-    def in_several_calls(**tensors):
+    def run_in_chunks(**tensors):
         state, outputs = tensors.pop("initial_state"), [[] for _ in case.lengths]
         begins = list(starts[:-1])
         for lengths in parts:
@@ -138,7 +138,7 @@ def test_states_continue_packed_sequences_over_several_calls(rule, backend):
         return torch.cat([row for rows in outputs for row in rows]), state
 
     with use_backend(linear_attention=backend):
-        compare(case, in_several_calls)
+        compare(case, run_in_chunks)
 
 
 @pytest.mark.parametrize("layout", ("sbhd", "bshd", "thd"))
@@ -376,14 +376,14 @@ def test_autocast_has_no_effect(rule):
     tensors = case.tensors()
     plain = run_with_gradients(case, tensors, module_call(case))
 
-    def in_contexts(**tensors):
+    def run_in_contexts(**tensors):
         with (
             torch.autocast("cpu", torch.bfloat16),
             te.autocast(enabled=True, recipe=Float8CurrentScaling()),
         ):
             return module_call(case)(**tensors)
 
-    cast = run_with_gradients(case, tensors, in_contexts)
+    cast = run_with_gradients(case, tensors, run_in_contexts)
     for found, exact in zip((*plain[0], *plain[1]), (*cast[0], *cast[1]), strict=True):
         assert torch.equal(found, exact)
 

@@ -272,11 +272,11 @@ def test_bounds_changed_in_place_do_not_reuse_cached_chunks(monkeypatch):
     index = pytest.importorskip("fla.ops.utils.index")
     chunks = []
 
-    def stand_in(inputs, options):
+    def fake_library(inputs, options):
         chunks.append(index.prepare_chunk_indices(options["cu_seqlens"], 64))
         return inputs.v.clone(), None
 
-    monkeypatch.setitem(fla._RULES, Rule.GDN, stand_in)
+    monkeypatch.setitem(fla._RULES, Rule.GDN, fake_library)
     tokens = torch.zeros(1, 200, 1, 16)
     bounds = torch.tensor([0, 200], dtype=torch.int32)
     inputs = operation_inputs(

@@ -36,18 +36,18 @@ class TemperedCall(AttentionCall):
         return (*AttentionCall.features.func(self), FEATURE)
 
 
-def tempered(call, inputs):
+def temper_inputs(call, inputs):
     """Inputs whose scores are multiplied by per-head temperatures."""
     factors = torch.tensor(call.temperatures, dtype=inputs.q.dtype, device=inputs.q.device)[:, None]
     return inputs._replace(q=inputs.q * factors), factors
 
 
 def forward(call, inputs):
-    return reference.forward(call, tempered(call, inputs)[0])
+    return reference.forward(call, temper_inputs(call, inputs)[0])
 
 
 def backward(call, inputs, attended, grad_output):
-    inputs, factors = tempered(call, inputs)
+    inputs, factors = temper_inputs(call, inputs)
     gradients = reference.backward(call, inputs, attended, grad_output)
     return gradients._replace(q=gradients.q * factors)
 

@@ -109,14 +109,14 @@ def absolute_terms(case: Case, inputs: list[Tensor], scores: Tensor, grad: Tenso
     dp = torch.einsum("bihd,bjhd->bhij", grad, v)
     ds = p * (dp + (p * dp).sum(-1, keepdim=True))  # from p (dp - sum p dp)
 
-    def of_groups(x: Tensor) -> Tensor:
+    def group_values(x: Tensor) -> Tensor:
         return x.unflatten(2, case.sizes[3:5]).sum(3)
 
     sums = {
         "output": torch.einsum("bhij,bjhd->bihd", p, v),
         "q": torch.einsum("bhij,bjhd->bihd", ds, k),
-        "k": of_groups(torch.einsum("bhij,bihd->bjhd", ds, q)),
-        "v": of_groups(torch.einsum("bhij,bihd->bjhd", p, grad)),
+        "k": group_values(torch.einsum("bhij,bihd->bjhd", ds, q)),
+        "v": group_values(torch.einsum("bhij,bihd->bjhd", p, grad)),
         "bias": ds.sum_to_size(inputs[3].shape) if len(inputs) > 3 else ds,
     }
     return {name: float(value.max()) for name, value in sums.items()}

@@ -162,18 +162,18 @@ def test_parameters_distinguish_the_two_contracts():
 
 
 def test_a_compiler_distinguishes_the_contracts_as_eager_mode_does():
-    def told(x):
+    def tell(x):
         def nested(graph, score, tensors, cap=1.0):
             return score
 
-        def of_indices(score, b, h, i, j, cap=1.0):
+        def index_values(score, b, h, i, j, cap=1.0):
             return score
 
-        return x, [builds_a_graph(f) for f in (softcap, clip_score, oracle, nested, of_indices)]
+        return x, [builds_a_graph(f) for f in (softcap, clip_score, oracle, nested, index_values)]
 
     torch._dynamo.reset()
-    compiled = torch.compile(told, fullgraph=True, backend="eager")
-    assert compiled(torch.ones(1))[1] == told(torch.ones(1))[1] == [True, True, False, True, False]
+    compiled = torch.compile(tell, fullgraph=True, backend="eager")
+    assert compiled(torch.ones(1))[1] == tell(torch.ones(1))[1] == [True, True, False, True, False]
 
 
 def test_signatures_are_inspected_once_per_function(monkeypatch):

@@ -176,20 +176,20 @@ def _tensors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v with three tokens after the last packed sequence, optionally as views into one buffer."""
 
-    def shaped(starts: Tensor, size: int, form: str, heads: int, width: int) -> Tensor:
+    def shape_like(starts: Tensor, size: int, form: str, heads: int, width: int) -> Tensor:
         if form == "thd":
             return normal(int(starts[-1]) + 3, heads, width).to(case.dtype)
         outer = (size, case.batch) if form == "sbhd" else (case.batch, size)
         return normal(*outer, heads, width).to(case.dtype)
 
     kv_form = "bshd" if case.page else case.form
-    q = shaped(starts_q, size_q, case.form, case.heads, case.head[0])
+    q = shape_like(starts_q, size_q, case.form, case.heads, case.head[0])
     if case.packed_buffer:
-        buffer = shaped(starts_q, size_q, case.form, case.heads + 2 * case.groups, case.head[0])
+        buffer = shape_like(starts_q, size_q, case.form, case.heads + 2 * case.groups, case.head[0])
         q, k, v = buffer.split((case.heads, case.groups, case.groups), dim=-2)
         return q, k, v
-    k = shaped(starts_kv, size_kv, kv_form, case.groups, case.head[0])
-    return q, k, shaped(starts_kv, size_kv, kv_form, case.groups, case.head[1])
+    k = shape_like(starts_kv, size_kv, kv_form, case.groups, case.head[0])
+    return q, k, shape_like(starts_kv, size_kv, kv_form, case.groups, case.head[1])
 
 
 def _paged(case: Case, k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

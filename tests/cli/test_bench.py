@@ -201,11 +201,11 @@ def test_the_command_writes_figures_machine_and_pictures(tmp_path: Path):
 
 
 def test_an_interrupt_prints_the_rows_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def interrupted(*arguments):
+    def interrupt(*arguments):
         yield Row("rope_fb/bf16/s1", "rope", "bf16", "te", eager_ms=1.5)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measurement, "run", interrupted)
+    monkeypatch.setattr(measurement, "run", interrupt)
     path = tmp_path / "figures.json"
     result = te("--quick", "--family", "rope", "--json", str(path))
     assert result.exit_code == 0, result.output

@@ -39,7 +39,7 @@ def tiny(data: Path | str, recipe: str = "delayed") -> RunConfig:
     return resolve("cpu", {**SIZES, "recipe": recipe, "data": str(data)})
 
 
-def text_in(folder: Path) -> Path:
+def file_text(folder: Path) -> Path:
     path = folder / "text.txt"
     path.write_text(TEXT)
     return path
@@ -66,7 +66,7 @@ class LossesOnRanks:
 
 
 def test_every_layout_has_the_losses_of_one_device(tmp_path: Path):
-    first, second = run_on_ranks(LossesOnRanks(str(text_in(tmp_path))), 2, tmp_path)
+    first, second = run_on_ranks(LossesOnRanks(str(file_text(tmp_path))), 2, tmp_path)
     assert first == second
     one = torch.tensor(first["one"])
     assert one[2] < one[0] - 0.05
@@ -105,7 +105,7 @@ class TrainedOnRanks:
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_losses_of_an_undisturbed_one(sizes: dict[str, int], tmp_path: Path):
-    body = TrainedOnRanks(str(text_in(tmp_path)), str(tmp_path / "runs"), sizes)
+    body = TrainedOnRanks(str(file_text(tmp_path)), str(tmp_path / "runs"), sizes)
     for full, resumed in run_on_ranks(body, 2, tmp_path):
         assert len(full) == SIZES["steps"]
         assert resumed == full
@@ -148,7 +148,7 @@ def test_an_attempt_does_not_see_the_store_of_the_one_before(monkeypatch: pytest
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the processes of Linux")
 def test_a_run_continues_after_a_rank_is_killed(tmp_path: Path):
-    data = text_in(tmp_path)
+    data = file_text(tmp_path)
     sizes = "--devices 2 --fsdp 2 --device cpu --steps 20 --batch 2 --seq 32 --layers 1 --hidden 32 --heads 2"
     command = [sys.executable, "-m", "transformer_engine", "train", *sizes.split(), "--recipe", "delayed"]
     command += ["--data", str(data), "--out", str(tmp_path)]

@@ -181,7 +181,7 @@ def fused_adam() -> list[float]:
     return train_model(model({}), te.optimizers.FusedAdam)
 
 
-def recomputed() -> bool:
+def count_recomputations() -> bool:
     """Gradients with and without recomputation under delayed scaling, bit for bit."""
     grads = []
     for settings in (TRAINED["delayed"], {**TRAINED["delayed"], **RECOMPUTED}):
@@ -374,7 +374,7 @@ CASES: dict[str, Callable[[], Any]] = {
         for name, settings in TRAINED.items()
     },
     "fused_adam": fused_adam,
-    "recomputed": recomputed,
+    "recomputed": count_recomputations,
     **{
         f"own attention {name}": lambda settings=TRAINED[name]: own_attention(settings)
         for name in ("float32", "llama", "qk_layernorm")

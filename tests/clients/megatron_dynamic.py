@@ -56,10 +56,10 @@ def read_on_host() -> Iterator[None]:
 
 def _ignore_pinning(make: Any) -> Any:
     @functools.wraps(make)
-    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+    def create(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         return make(*args, **kwargs)
 
-    return made
+    return create
 
 
 def worst_difference(gpt: Any, prompts: list[torch.Tensor]) -> float:

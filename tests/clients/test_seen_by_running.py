@@ -195,11 +195,11 @@ def test_a_monkey_patched_general_gemm_computes_every_product(name):
     arguments = ([6, 10],) if name == "GroupedLinear" else ()
     before, calls = gradients(layer, x, *arguments), []
 
-    def counted(*args, **kwargs):
+    def count_calls(*args, **kwargs):
         calls.append(kwargs["layout"])
         return cpp_extensions.general_gemm(*args, **kwargs)
 
-    with replace_function(file, "general_gemm", counted):
+    with replace_function(file, "general_gemm", count_calls):
         during = gradients(layer, x, *arguments)
         with torch.no_grad():
             layer(x, *arguments)
@@ -230,7 +230,7 @@ def test_a_monkey_patched_norm_is_used(name, position, chosen):
     layer, x = LAYERS[name](normalization="RMSNorm"), torch.randn(32, 32, device=DEVICE, requires_grad=True)
     calls, original = [], _common.apply_normalization
 
-    def counted(*args):
+    def count_calls(*args):
         calls.append(args[7])
         return original(*args)
 
@@ -238,7 +238,7 @@ def test_a_monkey_patched_norm_is_used(name, position, chosen):
         before = gradients(layer, x)
         with ExitStack() as stack:
             for each in files:
-                stack.enter_context(replace_function(each, "apply_normalization", counted))
+                stack.enter_context(replace_function(each, "apply_normalization", count_calls))
             during = gradients(layer, x)
         after = gradients(layer, x)
     assert calls == ["RMSNorm"]
@@ -258,12 +258,12 @@ def test_a_replaced_step_of_an_autograd_class_finds_input_and_weight(name, grad)
     step, saved = ("apply", "_apply") if grad else ("forward", "_forward")
     position = list(inspect.signature(owner.forward).parameters).index("inp") - (1 if grad else 0)
 
-    def doubled(*args):
+    def double(*args):
         args = list(args)
         args[position] = 2 * args[position]
         return getattr(owner, saved)(*args)
 
-    with torch.set_grad_enabled(grad), replace_function(owner, step, doubled):
+    with torch.set_grad_enabled(grad), replace_function(owner, step, double):
         y = layer(x, *arguments)
     assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
     assert not linear._replaced.names

@@ -225,22 +225,22 @@ def test_a_score_mod_gets_its_tensors_as_keywords(device):
     q, k, v = (torch.randn(2, 8, 2, 16, device=device, requires_grad=True) for _ in range(3))
     table = torch.randn(2, device=device, requires_grad=True)
 
-    def shifted(score, b, h, i, j, slope):
+    def shift(score, b, h, i, j, slope):
         return score + slope[h] * j
 
     attention = te.DotProductAttention(2, 16, qkv_format="bshd")
-    out = attention(q, k, v, score_mod=shifted, score_mod_tensors={"slope": table})
+    out = attention(q, k, v, score_mod=shift, score_mod_tensors={"slope": table})
     expected = attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h] * j)
     leaves = (q, k, v, table)
     got = torch.autograd.grad(out.square().sum(), leaves)
     for mine, theirs in zip(got, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
         torch.testing.assert_close(mine, theirs)
     assert torch.equal(out, expected)
-    other = attention(q, k, v, score_mod=shifted, score_mod_tensors={"slope": -table})
+    other = attention(q, k, v, score_mod=shift, score_mod_tensors={"slope": -table})
     assert not torch.allclose(other, out)
     for options, error, words in (
         ({"score_mod_tensors": {"slope": table}}, ValueError, "score_mod_tensors=.* without score_mod"),
-        ({"score_mod": shifted, "score_mod_tensors": {"slope": 1.0}}, TypeError, "no tensor under 'slope'"),
+        ({"score_mod": shift, "score_mod_tensors": {"slope": 1.0}}, TypeError, "no tensor under 'slope'"),
         ({"score_mod_bprop_tensors": {}}, ValueError, "without score_mod_bprop"),
     ):
         with pytest.raises(error, match=words):

@@ -70,10 +70,10 @@ def test_a_build_that_could_read_more_than_its_key_is_rejected():
         def build(self, key):
             return key
 
-    def defaulted(key, more=10):
+    def set_default(key, more=10):
         return key + more
 
-    for build in (lambda key: key + offset, Owner().build, partial(plus, 10), Owner, defaulted):
+    for build in (lambda key: key + offset, Owner().build, partial(plus, 10), Owner, set_default):
         with pytest.raises(TypeError, match="is not a plain function"):
             Memory(build, 8)
 

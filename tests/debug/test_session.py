@@ -19,7 +19,7 @@ from nvdlfw_inspect.registry import Registry
 
 import transformer_engine.debug
 import transformer_engine.pytorch as te
-from tests.debug.sessions import TENSORS, in_float8, session
+from tests.debug.sessions import TENSORS, quantize_float8, session
 from tests.distributed.ranks import run_on_ranks
 from tests.support.layers import RECIPES
 from transformer_engine.common.recipe import Float8CurrentScaling
@@ -89,7 +89,7 @@ def test_a_session_may_begin_after_the_layers_and_end_before_them(tmp_path: Path
         assert not TEDebugState.initialize()
 
 
-def calls_of(layer: torch.nn.Module, x: torch.Tensor) -> list[tuple[str, str]]:
+def python_calls(layer: torch.nn.Module, x: torch.Tensor) -> list[tuple[str, str]]:
     """Return file and name of every Python function that a warm forward and backward pass calls, in order."""
     calls: list[tuple[str, str]] = []
 
@@ -117,10 +117,10 @@ def calls_of(layer: torch.nn.Module, x: torch.Tensor) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("make", [te.Linear, te.LayerNormMLP])
 def test_warm_passes_make_the_same_calls_before_and_after_a_session(make: type, tmp_path: Path):
     layer, x = make(64, 96, device="cpu"), torch.randn(32, 64, requires_grad=True)
-    before = calls_of(layer, x)
+    before = python_calls(layer, x)
     with session(tmp_path, MAXIMA):
-        during = calls_of(layer, x)
-    assert calls_of(layer, x) == before
+        during = python_calls(layer, x)
+    assert python_calls(layer, x) == before
     hooks = [path for path, _ in before if re.search("transformer_engine/debug/|nvdlfw_inspect", path)]
     assert not hooks and len(during) > len(before) > 10
 
@@ -163,7 +163,10 @@ def test_cached_weights_follow_the_plan(tmp_path: Path):
             y.sum().backward()
         debug_api.step()
     assert log.values["layer_weight_mse_columnwise", 0] == pytest.approx(
-        (layer.weight.t() - in_float8(layer.weight.detach().t().contiguous(), 32)[0]).square().mean().item(),
+        (layer.weight.t() - quantize_float8(layer.weight.detach().t().contiguous(), 32)[0])
+        .square()
+        .mean()
+        .item(),
         rel=1e-5,
     )
 

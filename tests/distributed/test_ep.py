@@ -124,7 +124,7 @@ def test_mxfp8_dispatch_sends_codes_and_scales(capacity):
     case = Case((7, 5), dtype=torch.bfloat16, alignment=4, capacity=capacity)
     argument = inputs(case)
 
-    def received(rank: int) -> dict[str, Any]:
+    def record_received(rank: int) -> dict[str, Any]:
         ep.ep_bootstrap(None, 8, 7, HIDDEN, 2, capacity)
         buffers = [
             ep.EpBuffer(2, 7, HIDDEN, 4, alignment=4, dispatch_fwd_quant_recipe=result)
@@ -135,7 +135,7 @@ def test_mxfp8_dispatch_sends_codes_and_scales(capacity):
         ep.ep_finalize()
         return {"plain": rows[0], "quantized": rows[1]}
 
-    for of_rank in run_on_threads(received, 2):
+    for of_rank in run_on_threads(record_received, 2):
         expected = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)(of_rank["plain"])
         filled = of_rank["plain"].any(1)
         assert filled.any()

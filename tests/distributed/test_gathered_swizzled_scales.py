@@ -85,7 +85,7 @@ def test_gathered_tensors_have_the_bits_of_one_rank(name, rows, rowwise, columnw
     x = values(rows)
     expected = create_quantizer(name, rowwise, columnwise)(x)
 
-    def gathered(rank: int) -> Any:
+    def gather(rank: int) -> Any:
         quantizer = create_quantizer(name, rowwise, columnwise)
         shard = quantizer(x[rank * rows : (rank + 1) * rows])
         assert shard._with_gemm_swizzled_scales
@@ -98,7 +98,7 @@ def test_gathered_tensors_have_the_bits_of_one_rank(name, rows, rowwise, columnw
             handle.wait()
         return full_value
 
-    for full in run_on_threads(gathered, SIZE):
+    for full in run_on_threads(gather, SIZE):
         assert_equal_tensors(full, expected)
 
 
@@ -107,12 +107,12 @@ def test_gathered_tensors_have_the_bits_of_one_rank(name, rows, rowwise, columnw
 def test_scale_rows_are_sent_without_tile_padding(name, rows):
     x = values(rows)
 
-    def gathered(rank: int) -> None:
+    def gather(rank: int) -> None:
         quantizer = create_quantizer(name, columnwise=False)
         gather_along_first_dim(quantizer(x[rank * rows : (rank + 1) * rows]), None, quantizer=quantizer)
 
     with Gathered() as sent:
-        run_on_threads(gathered, SIZE)
+        run_on_threads(gather, SIZE)
     codes = rows * DEPTH // (2 if name == "nvfp4" else 1)
     scales = rows * DEPTH // LENGTH[name]
     tiles = -(-rows // 128) * 128 * (-(-DEPTH // LENGTH[name] // 4) * 4)

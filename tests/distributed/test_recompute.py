@@ -208,7 +208,7 @@ def test_an_exception_restores_the_recomputation_phase(reentrant, device):
 
 @BOTH
 def test_tracked_random_states_repeat_and_then_continue(reentrant, device):
-    def seeded():
+    def seed_generator():
         torch.manual_seed(3)
         tracker = CudaRNGStatesTracker()
         tracker.add("model-parallel-rng", 4)
@@ -226,8 +226,8 @@ def test_tracked_random_states_repeat_and_then_continue(reentrant, device):
         with tracker.fork():
             return [y.detach(), x.grad, torch.rand(4, device=device)]
 
-    expected = run(seeded(), lambda function, x: function(x))
-    tracker = seeded()
+    expected = run(seed_generator(), lambda function, x: function(x))
+    tracker = seed_generator()
     actual = run(
         tracker,
         lambda function, x: checkpoint(

@@ -68,7 +68,7 @@ def test_a_row_parallel_layer_sums_over_symmetric_memory_where_it_is_available(m
     memories: dict[Any, Memory] = {}
     lock = threading.Lock()
 
-    def allocated(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Any:
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Any:
         with lock:
             memory = memories.setdefault(numel, Memory(2))
         values = torch.zeros(numel, dtype=dtype)
@@ -79,7 +79,7 @@ def test_a_row_parallel_layer_sums_over_symmetric_memory_where_it_is_available(m
     def buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any) -> Any:
         recognized = vars(buffers).setdefault("made", {})
         if numel not in recognized:
-            recognized[numel] = symmetric_memory._SharedBuffer(*allocated(numel, dtype, device, group), group)
+            recognized[numel] = symmetric_memory._SharedBuffer(*allocate(numel, dtype, device, group), group)
         return recognized[numel]
 
     monkeypatch.setattr(symmetric_memory, "_buffer", buffer)
@@ -162,11 +162,11 @@ def test_a_vector_in_symmetric_memory_is_made_once_for_a_group(monkeypatch):
 
     outputs = []
 
-    def allocated(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Any:
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> Any:
         outputs.append(group)
         return torch.zeros(numel, dtype=dtype), None
 
-    monkeypatch.setattr(symmetric_memory, "allocate_together", allocated)
+    monkeypatch.setattr(symmetric_memory, "allocate_together", allocate)
     monkeypatch.setattr(symmetric_memory, "_buffers", {})
     group: Any = Group()
     device = torch.device("cuda")

@@ -88,7 +88,7 @@ def test_experts_sharded_over_ranks_equal_whole_experts():
         y.backward(dy)
         return y.detach(), x.grad, layer.weight0.grad, layer.weight1.grad  # pyright: ignore[reportReturnType]
 
-    def made(weights: torch.Tensor, **kwargs: Any) -> torch.nn.Module:
+    def create(weights: torch.Tensor, **kwargs: Any) -> torch.nn.Module:
         layer = te.GroupedLinear(2, HIDDEN, INNER, bias=False, **CPU, **kwargs)
         with torch.no_grad():
             for i, weight in enumerate(weights):
@@ -97,15 +97,15 @@ def test_experts_sharded_over_ranks_equal_whole_experts():
 
     def run(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         options: dict[str, Any] = {"tp_group": dist.group.WORLD, "sequence_parallel": True}
-        column = made(weights.chunk(SIZE, 1)[rank], parallel_mode="column", **options)
+        column = create(weights.chunk(SIZE, 1)[rank], parallel_mode="column", **options)
         by_columns = [*step(column, x, dy.chunk(SIZE, 1)[rank])]
         dist.all_reduce(by_columns[1])  # the layer does not communicate
-        row = made(weights.chunk(SIZE, 2)[rank], parallel_mode="row", **options)
+        row = create(weights.chunk(SIZE, 2)[rank], parallel_mode="row", **options)
         by_rows = [*step(row, x.chunk(SIZE, 1)[rank], dy)]
         dist.all_reduce(by_rows[0])
         return by_columns, by_rows
 
-    full = step(made(weights), x, dy)
+    full = step(create(weights), x, dy)
     for rank, (by_columns, by_rows) in enumerate(run_on_threads(run, SIZE)):
         shards = [full[0].chunk(SIZE, 1)[rank], full[1], *[w.chunk(SIZE, 0)[rank] for w in full[2:]]]
         torch.testing.assert_close(by_columns, shards)

@@ -188,7 +188,7 @@ def test_exchanged_shards_are_found_with_the_weights_of_the_model_of_one_device(
                 model[2].load_state_dict(full, strict=False)
         return nn.Sequential(model[2])
 
-    def report_of(error: str) -> te.Verification:
+    def rank_report(error: str) -> te.Verification:
         plan, x = (
             Plan(error=error),
             torch.randn(TOKENS, BATCH, INNER, generator=torch.Generator().manual_seed(1)),
@@ -204,17 +204,17 @@ def test_exchanged_shards_are_found_with_the_weights_of_the_model_of_one_device(
 
         return run_on_threads(run, 2)[0]
 
-    assert report_of("").equal, str(report_of(""))
-    first = report_of("exchanged weights").first
+    assert rank_report("").equal, str(rank_report(""))
+    first = rank_report("exchanged weights").first
     assert first is not None and (first.module, first.tensor) == ("0", "weight")
 
 
 def test_a_sum_in_place_of_an_average_is_found_in_every_gradient():
-    def summed(model: nn.Module, mesh: Any) -> None:
+    def sum_values(model: nn.Module, mesh: Any) -> None:
         for p in model.parameters():
             dist.all_reduce(p.grad, group=mesh.get_group("dp"))
 
-    report = verify_on_threads(Plan(("dp",)), reduce_fn=summed)
+    report = verify_on_threads(Plan(("dp",)), reduce_fn=sum_values)
     assert report.first is not None and report.first.tensor.endswith(".grad")
     gradients = [
         check for check in report.checks if check.tensor.endswith(".grad") and check.gain is not None
@@ -291,10 +291,10 @@ def test_parts_of_a_gated_matrix_are_sharded_one_by_one():
     shards = [shard_parts(full, 0, (rank, 2), (4, 4)) for rank in range(2)]
     assert shards[0][:, 0].tolist() == [0, 2, 8, 10] and shards[1][:, 0].tolist() == [4, 6, 12, 14]
 
-    def gathered(rank: int) -> torch.Tensor:
+    def gather(rank: int) -> torch.Tensor:
         return gather_parts(shards[rank], 0, dist.group.WORLD, (4, 4))[0]
 
-    assert all(torch.equal(value, full) for value in run_on_threads(gathered, 2))
+    assert all(torch.equal(value, full) for value in run_on_threads(gather, 2))
 
 
 def test_a_rank_holds_two_chunks_of_the_tokens_and_a_part_of_the_batch():

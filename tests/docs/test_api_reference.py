@@ -51,7 +51,7 @@ def entries(page: Path) -> list[str]:
     return re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
 
 
-def resolved(path: str) -> Any:
+def resolve_entry(path: str) -> Any:
     """Return the object of an entry."""
     module, name = path.rsplit(".", 1)
     return getattr(importlib.import_module(module), name)
@@ -78,7 +78,7 @@ def shown() -> dict[int, set[str]]:
     """{identity of a documented object: names that the examples of its page use, docstrings included}."""
     found: dict[int, set[str]] = {}
     for page in PAGES:
-        values = [resolved(path) for path in entries(page)]
+        values = [resolve_entry(path) for path in entries(page)]
         docstrings = [inspect.getdoc(value) or "" for value in values]
         used = names_used([block[1] for block in examples(page)] + docstrings)
         for value in values:
@@ -89,7 +89,7 @@ def shown() -> dict[int, set[str]]:
 @pytest.fixture(scope="module")
 def documented() -> set[int]:
     """The identities of all documented objects."""
-    return {id(resolved(path)) for page in PAGES for path in entries(page)}
+    return {id(resolve_entry(path)) for page in PAGES for path in entries(page)}
 
 
 @pytest.mark.parametrize("package", api_entries.PACKAGES)

@@ -73,14 +73,14 @@ def run(device, layout="BSHD_BSHD_BSHD", mask="no_mask", bias="no_bias", softmax
     sink = {"vanilla": None, "off-by-one": torch.zeros(HEADS).double(), "learnable": extra[-1:] and extra[-1]}
     slopes = [2.0 ** (-8.0 * (h + 1) / HEADS) for h in range(HEADS)]
 
-    def added(b, h, i, j):
+    def add_buffers(b, h, i, j):
         if bias == "alibi":
             shift = LENGTH - LENGTH if "padding" not in mask else lengths_kv[b] - lengths_q[b]
             return -slopes[h] * abs(j - i - (shift if "bottom" in mask or "causal" not in mask else 0))
         return extra[0][0, h, i, j] if table is not None else 0.0
 
     sees = visibility(mask, LENGTH, LENGTH, lengths_q, lengths_kv, window)
-    expected, _ = attend(*leaves, sees, None, added, bias == "pre_scale_bias", sink[softmax])
+    expected, _ = attend(*leaves, sees, None, add_buffers, bias == "pre_scale_bias", sink[softmax])
     want_gradients = torch.autograd.grad(expected, [*leaves, *extra], grad.double().flatten(-2))
 
     q, grad = (convert_layout(x, formats[0], lengths_q).to(device, dtype) for x in (q, grad))

@@ -901,15 +901,15 @@ def test_a_call_method_of_the_class_defines_the_capture(rerun):
 def test_modules_and_tensors_outside_the_gpu_are_rejected():
     """A graph neither records nor replays work outside the GPU."""
 
-    def asked(module, x):
+    def record_query(module, x):
         samples = arguments.list_samples((x,), None, True, 1, False)
         return arguments.CaptureRequest((module,), (0,), samples, (), None, (), None, (), True)
 
     module = _layer("Linear")
     with pytest.raises(ValueError, match=r"sample 0 holds a tensor on cpu; .* give samples on it"):
-        arguments.check_places(asked(module, _x()))
+        arguments.check_places(record_query(module, _x()))
     with pytest.raises(ValueError, match=r'Linear\.weight is on cpu; .* call module\.to\("cuda"\)'):
-        arguments.check_places(asked(module, torch.ones(1).as_subclass(_OnAGpu)))
+        arguments.check_places(record_query(module, torch.ones(1).as_subclass(_OnAGpu)))
 
 
 class _OnAGpu(torch.Tensor):

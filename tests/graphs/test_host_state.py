@@ -384,11 +384,11 @@ def test_a_memory_pool_is_freed_with_its_last_graph(capture, monkeypatch):
     pools = []
     record = capture.record
 
-    def recorded(body):
+    def record_values(body):
         pools.append(capture.pool)
         return record(body)
 
-    monkeypatch.setattr(capture, "record", recorded)
+    monkeypatch.setattr(capture, "record", record_values)
     for seed in range(6):
         call(*data(seed))
     for seed in range(6):

@@ -198,12 +198,12 @@ def test_a_t5_like_encoder_and_decoder_match_torch():
     cross = CrossAttention(config, cross_attention_submodules(config), 1, AttnMaskType.no_mask)
     source, target = hidden(length=7), hidden(length=4).requires_grad_()
 
-    def summed(result: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def sum_values(result: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return result[0] + result[1]
 
-    memory = source + summed(encoder(source, None))
-    state = target + summed(decoder(target, None))
-    y = state + summed(cross(state, None, key_value_states=memory))
+    memory = source + sum_values(encoder(source, None))
+    state = target + sum_values(decoder(target, None))
+    y = state + sum_values(cross(state, None, key_value_states=memory))
     q = F.linear(state, cross.linear_q.weight, cross.linear_q.bias).unflatten(-1, (HEADS, SIZE))
     kv = F.linear(memory, cross.linear_kv.weight, cross.linear_kv.bias).unflatten(-1, (HEADS, 2 * SIZE))
     k, v = kv.chunk(2, dim=-1)

@@ -122,7 +122,7 @@ def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=
     run = attention(layout, mask, softmax, window)
     order = ReorderStrategy.Striped if packed else ReorderStrategy.DualChunkSwap
 
-    def laid(x, undo=False):
+    def lay_out(x, undo=False):
         if not balanced:
             return x
         move = inverse_reorder_causal_load_balancing if undo else reorder_causal_load_balancing
@@ -136,17 +136,17 @@ def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=
     def plain(q, k, v, offset):
         return (run(q, k, v, offset, descriptor(lambda x: x)) * dy).sum()
 
-    def over_devices(q, k, v, offset):
+    def run_over_devices(q, k, v, offset):
         out = run(
-            laid(q), laid(k), laid(v), offset, descriptor(laid), context_parallel_axis="cp",
+            lay_out(q), lay_out(k), lay_out(v), offset, descriptor(lay_out), context_parallel_axis="cp",
             context_parallel_strategy=strategy, context_parallel_causal_load_balanced=balanced, stripe_size=stripe,
         )  # fmt: skip
-        return (laid(out, undo=True) * dy).sum()
+        return (lay_out(out, undo=True) * dy).sum()
 
     which = (0, 1, 2, 3) if learnt else (0, 1, 2)
     expected = jax.jit(jax.value_and_grad(plain, argnums=which))(q, k, v, offset)
     with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(cp_resource="cp")):
-        got = jax.jit(jax.value_and_grad(over_devices, argnums=which))(q, k, v, offset)
+        got = jax.jit(jax.value_and_grad(run_over_devices, argnums=which))(q, k, v, offset)
     return difference(got, expected)
 
 

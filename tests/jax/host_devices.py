@@ -83,7 +83,7 @@ def restore_checkpoint(mesh: Mesh, tree, placed):
         return checkpointer.restore(Path(folder) / "run", shapes)
 
 
-def reduced(mesh: Mesh) -> dict[str, list[float]]:
+def collective_results(mesh: Mesh) -> dict[str, list[float]]:
     """First results from te.sharding's collectives on the numbers 0 to 7, one per device in a 4 x 2 mesh."""
 
     def body(x):
@@ -143,7 +143,7 @@ def main() -> None:
     devices = np.asarray(jax.devices()).reshape(4, 2)
     kinds = (AxisType.Auto,) * 2
     mesh = Mesh(devices, ("dp", "tp"), axis_types=kinds)
-    found: dict[str, Any] = {"reduced": reduced(mesh)}
+    found: dict[str, Any] = {"reduced": collective_results(mesh)}
     with te.autocast(True, RECIPE):
         found["shard_map"] = shared_in_shard_map(mesh)
     for name, entered in (("with mesh", lambda: mesh), ("set_mesh", lambda: jax.set_mesh(mesh))):

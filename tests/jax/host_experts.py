@@ -127,7 +127,7 @@ def codes_case(name: str, member: str) -> dict[str, int]:
     )  # scales, not histories
     over = ("dp",)
 
-    def encoded(quantizer, x, sizes, over):
+    def encode(quantizer, x, sizes, over):
         tensor, amax = quantizer.encode(x, sizes, over=over)
         directions = tensor.rowwise_tensor, tensor.colwise_tensor
         values = directions[0].data.astype(jnp.float32), *(one.dequantize() for one in directions)
@@ -135,11 +135,11 @@ def codes_case(name: str, member: str) -> dict[str, int]:
 
     def local(quantizer, x):
         separate = GroupedQuantizer(quantizer.quantizer, 2)
-        values, following = encoded(separate, x.reshape(-1, 64), jnp.full(2, 128, jnp.int32), over)
+        values, following = encode(separate, x.reshape(-1, 64), jnp.full(2, 128, jnp.int32), over)
         return [value.reshape(x.shape) for value in values], following
 
     with te.autocast(True, RECIPES[name]):
-        expected = jax.jit(lambda q, x: encoded(q, x, jnp.full(4, 256, jnp.int32), ()))(quantizer, full)
+        expected = jax.jit(lambda q, x: encode(q, x, jnp.full(4, 256, jnp.int32), ()))(quantizer, full)
     of_experts, of_rows = PartitionSpec("ep"), PartitionSpec("dp", "ep")
     mapped = jax.shard_map(
         local, mesh=create_mesh(dp=2, ep=2), in_specs=(of_experts, of_rows), out_specs=(of_rows, of_experts),

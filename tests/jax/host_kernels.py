@@ -207,7 +207,7 @@ def experts_there_and_back(x):
     return mapped(x, jnp.concatenate((first, (first + 3) % 8), axis=1))
 
 
-def misnamed(mesh: Mesh) -> int:
+def misnamed_count(mesh: Mesh) -> int:
     """Number of arrays sharded over mesh axes for which `named` finds another sharding."""
     specs = [
         (), ("dp",), (None, "tp"), ("tp", None, "dp"), (("dp", "tp"),), (None, ("tp", "dp")), (None, "tp", "dp"),
@@ -293,7 +293,7 @@ def main() -> None:
     start_on_host_devices()
     mlir.register_lowering(kernels._kernel, kernels._lower_kernel, platform="cpu")
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    found = {"misnamed": misnamed(mesh)} | products_of_codes(mesh)
+    found = {"misnamed": misnamed_count(mesh)} | products_of_codes(mesh)
     expected = jax.jit(lambda cases: {name: CASES[name][0].run(*arrays) for name, arrays in cases.items()})(
         {name: arrays for name, (_, arrays, _) in CASES.items()}
     )

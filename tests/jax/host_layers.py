@@ -100,7 +100,7 @@ def as_on_cuda() -> None:
     mlir.register_lowering(kernels._kernel, kernels._lower_kernel, platform="cpu")
 
 
-def exchanged(text: str) -> list[tuple[str, str, list[int]]]:
+def exchange(text: str) -> list[tuple[str, str, list[int]]]:
     """(collective, dtype, shape) for every array that devices exchange."""
     found = []
     for line in text.splitlines():
@@ -163,7 +163,7 @@ def facts(kind: str, name: str, axes: dict[str, int]) -> dict[str, Any]:
     parts = ("output", "gradients", "state")
     kernels = [leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1]
     return {
-        "exchanged": exchanged(compiled.as_text() or ""),
+        "exchanged": exchange(compiled.as_text() or ""),
         "tokens": x.shape[1],
         "width": x.shape[2],
         "in blocks": name in BLOCKS,

@@ -130,7 +130,7 @@ def lower_attention() -> dict[str, dict[str, int]]:
     return found
 
 
-def explained() -> dict[str, str]:
+def explanations() -> dict[str, str]:
     """Output from te.explain for supported and unsupported attention."""
     q, k, longer = (zeros((1, n, 4, 64), jnp.bfloat16) for n in (16, 16, 32))
     causal, no_mask = api.AttnMaskType.CAUSAL_MASK, api.AttnMaskType.NO_MASK
@@ -150,7 +150,7 @@ def explained() -> dict[str, str]:
         }
 
 
-def within() -> dict[str, float]:
+def shard_map_gradients() -> dict[str, float]:
     """Gradients, of shared sinks too, inside a shard_map that counts what varies over its axis."""
     q, k, dy = (normal(jax.random.key(n), (2, 16, n, 16)) for n in (4, 2, 4))
     sinks, found = jnp.linspace(-1, 1, 4).reshape(1, 4, 1, 1), {}
@@ -177,8 +177,8 @@ def main() -> None:
         json.dumps(
             {
                 "cuda": lower_attention(),
-                "explained": explained(),
-                "within": within(),
+                "explained": explanations(),
+                "within": shard_map_gradients(),
                 "cudnn": check_cudnn_call(),
             }
         )

@@ -58,7 +58,7 @@ def dealt(mesh: Mesh, strategy: attention.CPStrategy, stripe: int, arrays) -> fl
         seq_dim=1, stripe_size=stripe,
     )  # fmt: skip
 
-    def over_devices(*arrays):
+    def run_over_devices(*arrays):
         out = attend(
             *(deal(x) for x in arrays), context_parallel_axis="cp", context_parallel_strategy=strategy,
             context_parallel_causal_load_balanced=True, stripe_size=stripe,
@@ -70,7 +70,7 @@ def dealt(mesh: Mesh, strategy: attention.CPStrategy, stripe: int, arrays) -> fl
 
     expected = jax.jit(partial(with_gradients, attend))(*arrays)
     with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")):
-        got = jax.jit(partial(with_gradients, over_devices))(*arrays)
+        got = jax.jit(partial(with_gradients, run_over_devices))(*arrays)
     return float(np.max([*map(difference, jax.tree.leaves(got), jax.tree.leaves(expected))]))
 
 
@@ -115,7 +115,7 @@ def dispatch_errors(mesh: Mesh, choices) -> dict[str, object]:
     cfg = ep.ep_bootstrap(2, 0, EXPERTS, TOKENS, capacity, WIDTH, jnp.float32)
     specs = PartitionSpec("ep")
 
-    def on_a_device(choices, tokens, weights):
+    def run_on_device(choices, tokens, weights):
         rows, of_rows, handle, counts, total = ep.ep_dispatch(cfg, choices, tokens, weights, capacity)
         local = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(capacity), side="right")
         scale = jax.lax.axis_index("ep") * cfg.local_experts + local + 1
@@ -123,7 +123,7 @@ def dispatch_errors(mesh: Mesh, choices) -> dict[str, object]:
         return ep.ep_combine(cfg, handle, counts, result, TOKENS), total[None]
 
     mapped = jax.shard_map(
-        on_a_device, mesh=mesh, in_specs=(specs,) * 3, out_specs=(specs, specs), check_vma=False
+        run_on_device, mesh=mesh, in_specs=(specs,) * 3, out_specs=(specs, specs), check_vma=False
     )
     with jax.set_mesh(mesh):
         out, total = jax.jit(mapped)(choices, tokens, weights)
@@ -147,7 +147,7 @@ def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
     cfg = ep.EpLayerConfig(2, alignment)
     specs = PartitionSpec("ep")
 
-    def of_jax(choices, tokens, weights, factors, dout):
+    def jax_results(choices, tokens, weights, factors, dout):
         def there(tokens, weights):
             rows, of_rows, *rest = ep.ep_dispatch(cfg, choices, tokens, weights, capacity)
             return (rows, of_rows), rest
@@ -156,7 +156,7 @@ def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
         y, pull_combine = jax.vjp(lambda rows: ep.ep_combine(cfg, handle, counts, rows, TOKENS), factors)
         return *received, *pull_dispatch((factors, factors[:, 0])), y, *pull_combine(dout)
 
-    def of_passes(choices, tokens, weights, factors, dout):
+    def pass_results(choices, tokens, weights, factors, dout):
         counts, _, handle = ep_passes.ep_prepare(cfg, choices)
         return (
             *ep_passes.ep_dispatch_fwd(cfg, handle, choices, tokens, weights, capacity),
@@ -165,14 +165,14 @@ def passes(mesh: Mesh, capacity: int, alignment: int) -> dict[str, float]:
             ep_passes.ep_combine_bwd(cfg, handle, counts, dout, capacity),
         )
 
-    def mapped(function):
+    def map_axes(function):
         return jax.jit(
             jax.shard_map(function, mesh=mesh, in_specs=(specs,) * 5, out_specs=specs, check_vma=False)
         )
 
     arrays = choices, tokens, weights, factors, dout
     with jax.set_mesh(mesh):
-        pairs = zip(mapped(of_passes)(*arrays), mapped(of_jax)(*arrays), strict=True)
+        pairs = zip(map_axes(pass_results)(*arrays), map_axes(jax_results)(*arrays), strict=True)
         return dict(zip(PASSES, (difference(ours, jaxs) for ours, jaxs in pairs), strict=True))
 
 

@@ -360,11 +360,11 @@ class Experts(nn.Module):
         of, (_, _, width) = self.fields.get, x.shape
         count, inner, init = of("num_experts"), of("intermediate_size"), of("kernel_init") or fan_in()
 
-        def by_expert(key, shape, dtype=jnp.float32):
+        def expert_rows(key, shape, dtype=jnp.float32):
             return jnp.stack([init(one, shape[1:], dtype) for one in jax.random.split(key, count)])
 
         def affine(name, rows, columns):
-            kernel = self.param(name, by_expert, (count, rows, columns))
+            kernel = self.param(name, expert_rows, (count, rows, columns))
             biased = of("use_ffn_bias", False)
             bias = self.param(f"{name}_bias", of("bias_init", zeros), (count, columns)) if biased else 0.0
             return lambda x: jnp.einsum("te...k,ekn->te...n", x, kernel) + bias

@@ -80,7 +80,7 @@ def literal(query, key, value, observed, scale, bias=None, before=False, sink=No
 def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
     """Visibility function seen(b, i, j) for a mask name, written independently from the package."""
 
-    def seen(b, i, j):
+    def record_call(b, i, j):
         n_q, n_k = (lengths_q[b], lengths_k[b]) if "padding" in mask else (queries, keys)
         if i >= n_q or j >= n_k:
             return False
@@ -90,7 +90,7 @@ def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
         left, right = window
         return (left < 0 or j >= center - left) and (right < 0 or j <= center + right)
 
-    return seen
+    return record_call
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
             softmax_offset=None if offset is None else offset.reshape(1, 4, 1, 1),
         )  # fmt: skip
 
-    def expected(qkv, bias, offset):
+    def expect(qkv, bias, offset):
         return literal(
             *qkv,
             rule("causal", None, None),
@@ -161,7 +161,7 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
             sink if offset is None else offset,
         )
 
-    np.testing.assert_allclose(ours(qkv, bias, offset), expected(qkv, bias, offset), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(ours(qkv, bias, offset), expect(qkv, bias, offset), rtol=1e-4, atol=1e-5)
     dy = np.asarray(normal(jax.random.key(5), (2, 7, 4, 6)))
     grads = jax.grad(lambda *a: (ours(*a) * dy).sum(), argnums=(0, 1, 2))(qkv, bias, offset)
     arguments = (qkv, bias, offset)
@@ -171,7 +171,7 @@ def test_biases_and_sinks_and_their_gradients(bias_type, kind):
     step = 1e-4
     ends = [
         (
-            expected(
+            expect(
                 *jax.tree.map(
                     lambda a, d, s=sign: np.asarray(a, np.float64) + s * step * d, arguments, direction
                 )
@@ -203,10 +203,10 @@ def test_packed_sequences_match_separate_sequences_in_every_layout():
             AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True, max_segments_per_seq=3,
         )  # fmt: skip
 
-    def seen(b, i, j):
+    def record_call(b, i, j):
         return int(ids[b, i]) == int(ids[b, j]) != 0 and j <= i
 
-    expected = literal(query, key, value, seen, 0.3)
+    expected = literal(query, key, value, record_call, 0.3)
     np.testing.assert_allclose(attend(by_ids), expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(attend(by_offsets), attend(by_ids))
     packed = jnp.stack((key, value), axis=2)

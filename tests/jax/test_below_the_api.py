@@ -225,27 +225,27 @@ def test_fused_attention_is_unavailable_where_the_reference_runs(monkeypatch):
         tex_enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
     )
 
-    def asked(dtype, layout, bias=tex_enums.NVTE_Bias_Type.NVTE_NO_BIAS, mask=causal, softmax=vanilla):
+    def record_query(dtype, layout, bias=tex_enums.NVTE_Bias_Type.NVTE_NO_BIAS, mask=causal, softmax=vanilla):
         return tex_enums.get_fused_attn_backend(
             True, dtype, dtype, layout, bias, mask, softmax, 0.0, 8, 8, 128, 128, 64, 64
         ).name
 
     monkeypatch.setattr(availability, "has_gpu", lambda: False)
     half, full = tex_enums.DType.kBFloat16, tex_enums.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
-    assert asked(half, full) == asked(tex_enums.DType.kByte, full) == "NVTE_No_Backend"
+    assert record_query(half, full) == record_query(tex_enums.DType.kByte, full) == "NVTE_No_Backend"
     with pytest.raises(ValueError, match="choose one of NVTE_BS3HD"):
-        asked(half, tex_enums.NVTE_QKV_Layout.NVTE_SBH3D)
+        record_query(half, tex_enums.NVTE_QKV_Layout.NVTE_SBH3D)
     for kinds, name in (
         ((7, causal), "bias_type=7"),
         ((0, 6), "attn_mask_type=6"),
         ((0, 2, "x"), "softmax_type='x'"),
     ):
         with pytest.raises(ValueError, match=f"{name}; choose one of NVTE_"):
-            asked(half, full, *kinds)
+            record_query(half, full, *kinds)
     selection = lambda self: True  # noqa: E731
     monkeypatch.setattr(tex.FusedAttnHelper, "is_fused_attn_kernel_available", selection)
-    assert asked(half, full) == "NVTE_F16_arbitrary_seqlen"
-    assert asked(half, full, tex_enums.NVTE_Bias_Type.NVTE_ALIBI) == "NVTE_No_Backend"
+    assert record_query(half, full) == "NVTE_F16_arbitrary_seqlen"
+    assert record_query(half, full, tex_enums.NVTE_Bias_Type.NVTE_ALIBI) == "NVTE_No_Backend"
 
 
 def test_score_mod_config_equals_separate_score_mod_arguments():

@@ -61,11 +61,11 @@ def test_a_rejected_context_is_rejected_again_and_changes_nothing():
 
 
 def test_overlapping_contexts_each_exit_their_own_entry():
-    def suspended():
+    def suspend():
         with sharding.global_shard_guard(te.MeshResource(dp_resource="a")):
             yield
 
-    generator = suspended()
+    generator = suspend()
     next(generator)
     with te.autocast(True, DELAYED):
         generator.close()

@@ -72,10 +72,10 @@ def test_fused_norm_codes_equal_quantized_norm_output(name, centered):
     x = jnp.asarray(matrix("normal", (48, 256), "bfloat16")).reshape(4, 12, 256)
     gamma, beta = jnp.linspace(0.5, 1.5, 256), jnp.linspace(-1, 1, 256) if centered else None
 
-    def made(x, gamma, beta):
+    def create(x, gamma, beta):
         return norm_codes(x, gamma, beta, create_cast(name), centered, centered, 1e-5)
 
-    assert_equal(both_ways("jax_norm_codes", made, x, gamma, beta), name)
+    assert_equal(both_ways("jax_norm_codes", create, x, gamma, beta), name)
 
 
 @pytest.mark.parametrize("names", [("gelu",), ("silu", "linear")])
@@ -130,13 +130,13 @@ def test_a_stack_has_the_codes_of_its_matrices(dtype, directions):
 def test_a_multiplier_of_0_is_read_as_1(directions):
     x, spec = jnp.asarray(matrix("normal", (144, 80), "bfloat16")), QuantizeSpec(FLOAT8, E4M3, *directions)
 
-    def made(backend: str, multiplier: float):
+    def create(backend: str, multiplier: float):
         with use_backend(jax_quantize=backend):
             return jax.jit(lambda x: quantize(x, spec, multiplier=jnp.full(1, multiplier)))(x)
 
-    expected = made("reference", 1.0)
+    expected = create("reference", 1.0)
     for backend in ("triton", "reference"):
-        assert_equal(zip(*map(jax.tree.leaves, (made(backend, 0.0), expected)), strict=True), backend)
+        assert_equal(zip(*map(jax.tree.leaves, (create(backend, 0.0), expected)), strict=True), backend)
 
 
 def test_a_state_of_0_without_a_maximum_advances_to_1():
@@ -268,11 +268,11 @@ def test_stacked_group_states_advance_as_separate_group_states(algorithm):
     states = [ScaleState(*one) for one in zip(histories, scales, amaxes, strict=True)]
     maxima, margin = (448.0, 57344.0), 1.0
 
-    def of_group(state, group):
+    def group_codes(state, group):
         return ScaleState(state.history[group], state.scale[group : group + 1], state.amax[group : group + 1])
 
     alone = [
-        advance_states([of_group(state, group) for state in states], algorithm, maxima, margin)
+        advance_states([group_codes(state, group) for state in states], algorithm, maxima, margin)
         for group in range(5)
     ]
     expected = [tuple(jnp.stack([one[index][part] for one in alone]) for part in (0, 1)) for index in (0, 1)]

@@ -76,7 +76,7 @@ def test_the_products_are_those_of_the_dequantized_tensors(name):
         return dense(x, kernel, contracting_dims=((2,), (0,)), quantizer_set=quantizers)
 
     @jax.jit
-    def of_dequantized(x, kernel, dy):
+    def dequantized_product(x, kernel, dy):
         result = (
             quantizers.x.encode(x, flatten_axis=2)[0],
             quantizers.kernel.encode(kernel, flatten_axis=1)[0],
@@ -89,7 +89,7 @@ def test_the_products_are_those_of_the_dequantized_tensors(name):
         return x_rows @ kernel_columns, dy_rows @ kernel_rows.T, dkernel
 
     found = values_and_gradients(ours, dy, x, kernel)
-    exact = of_dequantized(x, kernel, dy)
+    exact = dequantized_product(x, kernel, dy)
     plain = x @ kernel, dy @ kernel.T, jnp.einsum("bsk,bsn->kn", x, dy)
     tolerances = TOLERANCES[name], GRADIENT_TOLERANCES[name], GRADIENT_TOLERANCES[name]
     # Tensor cores align code products before the addition and keep 13 bits.

@@ -149,12 +149,12 @@ def test_a_packed_rotation_equals_rotations_of_the_parts(heads, sequence_first, 
     packed, dy = draw_input(*shape), draw_input(3, *shape[:2], heads, 16, seed=1)
     angles = jnp.arange(6.0)[:, None] * jnp.linspace(0.1, 1, 8)
 
-    def at_once(x):
+    def run_at_once(x):
         return jnp.stack(rope.rotate_packed(x, angles, heads, interleaved, sequence_first))
 
     def part_by_part(x):
         q, k, v = (x[:, :, i].reshape(*shape[:2], heads, 16) for i in range(3))
         return jnp.stack([*(rope.rotate(x, angles, interleaved, sequence_first) for x in (q, k)), v])
 
-    found, expected = (values_and_gradients(function, dy, packed) for function in (at_once, part_by_part))
+    found, expected = (values_and_gradients(function, dy, packed) for function in (run_at_once, part_by_part))
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -143,13 +143,13 @@ def test_the_first_expert_may_be_a_traced_number():
     """As in a shard_map in which every device starts at its own experts, by lax.axis_index."""
     inputs, experts = jnp.arange(20.0).reshape(5, 4), jnp.asarray([[0], [3], [1], [2], [3]])
 
-    def dispatched(first):
+    def record_dispatch(first):
         rows, _, counts = permutation.pure_jax_token_dispatch(inputs, experts, 4, 1, roll_to_expert_id=first)
         return rows, counts
 
-    expected = dispatched(2)
+    expected = record_dispatch(2)
     assert expected[1].tolist() == [1, 2, 1, 1]
-    for first in (jax.jit(dispatched)(2), dispatched(jnp.asarray(2)), dispatched(np.int64(2))):
+    for first in (jax.jit(record_dispatch)(2), record_dispatch(jnp.asarray(2)), record_dispatch(np.int64(2))):
         jax.tree.map(np.testing.assert_array_equal, first, expected)
 
 

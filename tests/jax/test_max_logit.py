@@ -101,10 +101,10 @@ def test_max_logits_of_packed_rows_exclude_other_sequences():
     )  # fmt: skip
     numbers = np.asarray(ids)
 
-    def seen(b, i, j):
+    def record_call(b, i, j):
         return numbers[b, i] == numbers[b, j] > 0 and j <= i
 
-    np.testing.assert_allclose(found, largest(*qkv[:2], seen), rtol=1e-5)
+    np.testing.assert_allclose(found, largest(*qkv[:2], record_call), rtol=1e-5)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -380,22 +380,22 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     )
     places = tuple(differentiable(arguments))
 
-    def values_of(one, params, argument):
+    def unwrapped_values(one, params, argument):
         output = one.apply({"params": params}, *call_module(cls, argument), rngs=keys(4), **options)
         return [leaf for leaf in jax.tree.leaves(output) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
     # The plain module returns as many results, with a norm's output if it is requested.
-    results = jax.eval_shape(lambda *args: values_of(model, params, args), *arguments)
+    results = jax.eval_shape(lambda *args: unwrapped_values(model, params, args), *arguments)
 
-    def loss_of(one):
+    def loss_value(one):
         def loss(params, *args):
-            output = values_of(one, params, args)[: len(results)]
+            output = unwrapped_values(one, params, args)[: len(results)]
             return sum((y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum() for y in output), output
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, *(1 + p for p in places)), has_aux=True))
 
-    (_, result), found = loss_of(model)(params, *arguments)
-    (_, reference), expected_value = loss_of(plain)(params, *arguments)
+    (_, result), found = loss_value(model)(params, *arguments)
+    (_, reference), expected_value = loss_value(plain)(params, *arguments)
     for index, (one, other) in enumerate(zip(result, reference, strict=True)):
         near(one, other, 0.0, f"result {index}")
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected_value))

@@ -94,19 +94,19 @@ def test_the_sum_of_residual_and_norm_gradient_is_rounded_once(kind):
     gamma, beta = jnp.linspace(0.5, 1.5, 24), jnp.linspace(-1, 1, 24) if kind == "layernorm" else None
 
     @jax.jit
-    def of_both(x):
-        def joined(x):
+    def join_both(x):
+        def join_parts(x):
             with bypass(x, True) as residual:
                 y = layernorm(x, gamma, beta, kind)
             return y, residual.value
 
-        return jax.vjp(joined, x)[1]((dy, add))[0]
+        return jax.vjp(join_parts, x)[1]((dy, add))[0]
 
     wide = jax.jit(
         lambda x: jax.vjp(lambda x: layernorm(x, gamma, beta, kind), x)[1](dy.astype(jnp.float32))[0]
     )
     expected = (wide(x.astype(jnp.float32)) + add.astype(jnp.float32)).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(of_both(x), np.float32), np.asarray(expected, np.float32))
+    np.testing.assert_array_equal(np.asarray(join_both(x), np.float32), np.asarray(expected, np.float32))
 
 
 @pytest.mark.parametrize("settings", [None, recipe.DelayedScaling()])

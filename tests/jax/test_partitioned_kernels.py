@@ -228,13 +228,13 @@ def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch
     x = ones((128, 256), jnp.bfloat16)
     random = (zeros(x.shape), zeros(x.shape[::-1])) if spec.stochastic else None
 
-    def made(x):
+    def create(x):
         return quantize(x, spec, multiplier=ones(1) if scaled else None, random=random)
 
-    assert lower_for_cuda(made, x) == kernels
+    assert lower_for_cuda(create, x) == kernels
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     full = PartitionSpec()
-    mapped = jax.shard_map(made, mesh=mesh, in_specs=full, out_specs=full, check_vma=False)
+    mapped = jax.shard_map(create, mesh=mesh, in_specs=full, out_specs=full, check_vma=False)
     assert lower_for_cuda(mapped, x) == kernels
 
 
@@ -249,15 +249,15 @@ def test_block_codes_over_several_axes_equal_the_matrix_codes(name, shape, axis,
     rows, columns = prod(shape[:axis]), prod(shape[axis:])
     random = [jax.random.uniform(jax.random.key(1), one) for one in ((rows, columns), (columns, rows))]
 
-    def made(x, axis):
+    def create(x, axis):
         return quantize(x, spec, random=tuple(random) if spec.stochastic else None, axis=axis)
 
-    def of_matrix(x):
-        return made(x.reshape(rows, columns), 1)
+    def matrix_codes(x):
+        return create(x.reshape(rows, columns), 1)
 
-    for got, expected in zip(*map(jax.tree.leaves, (made(x, axis), of_matrix(x))), strict=True):
+    for got, expected in zip(*map(jax.tree.leaves, (create(x, axis), matrix_codes(x))), strict=True):
         assert np.asarray(got).tobytes() == np.asarray(expected).tobytes()
-    assert lower_for_cuda(lambda x: made(x, axis), x) == lower_for_cuda(of_matrix, x)
+    assert lower_for_cuda(lambda x: create(x, axis), x) == lower_for_cuda(matrix_codes, x)
 
 
 def operand(form, rows, depth):

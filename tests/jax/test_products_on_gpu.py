@@ -265,7 +265,7 @@ def values(quantizer, *arguments):
         )
 
 
-def advanced(quantizer, *arguments):
+def advance(quantizer, *arguments):
     return jax.tree.leaves(quantizer.advanced(quantizer.encode(*arguments)[1]))
 
 
@@ -284,7 +284,7 @@ def test_a_dense_layer_and_its_gradients_are_exact_products_of_the_codes(name):
     assert_product(dx, dy_rows, kernel_rows.T, "dx")
     assert_product(dkernel, x_columns.T, dy_columns, "dkernel")
     pairs = zip((result.x, result.kernel, result.dgrad), (x, kernel, dy), strict=True)
-    reference = [leaf for quantizer, array in pairs for leaf in advanced(quantizer, array)]
+    reference = [leaf for quantizer, array in pairs for leaf in advance(quantizer, array)]
     for got, expected in zip(jax.tree.leaves(following), reference, strict=True):
         np.testing.assert_array_equal(got, expected, "state")
 

@@ -100,13 +100,13 @@ def test_a_second_derivative_through_a_quantizer_behind_a_function_is_rejected(f
         scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn
     )
 
-    def y_of(x):
+    def output_value(x):
         if function is layernorm:
             return layernorm(x, gamma, None, "rmsnorm", quantizer=quantizer)
         return activation(x[:, None], ("gelu",), quantizer)
 
     with pytest.raises(NotImplementedError, match="codes have no derivative"):
-        jax.eval_shape(jax.grad(penalty(y_of)), x)
+        jax.eval_shape(jax.grad(penalty(output_value)), x)
 
 
 @pytest.mark.parametrize("operation", ["layernorm_dense", "layernorm_mlp", "grouped_dense"])
@@ -152,14 +152,14 @@ def test_codes_have_no_derivative_and_straight_through_values_do(mode):
         scaling_mode=mode, q_dtype=dtype, q_layout=quantize.QuantizeLayout.ROWWISE
     )
 
-    def rounded(x):
+    def round_values(x):
         return quantizer.quantize(x).dequantize()
 
     with pytest.raises(NotImplementedError, match=r"codes, of \[32, 128\] float32, .*stop_gradient"):
-        jax.grad(lambda x: (1e-4 * rounded(x)).sum())(x)
+        jax.grad(lambda x: (1e-4 * round_values(x)).sum())(x)
 
     def straight(x):
-        y = x + jax.lax.stop_gradient(rounded(x) - x)
+        y = x + jax.lax.stop_gradient(round_values(x) - x)
         return (1e-4 * y).sum()
 
     np.testing.assert_array_equal(jax.jit(jax.grad(straight))(x), np.full(x.shape, 1e-4, np.float32))

@@ -401,19 +401,19 @@ def test_a_recipe_that_cannot_be_followed_is_rejected_without_autocast():
 
 
 def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
-    def made(settings):
+    def create(settings):
         with te.autocast(True, settings):
             init = te_flax.DenseGeneral(features=8).init
             return jax.eval_shape(init, jax.random.key(0), ones((2, 4)))
 
-    state = made(recipe.DelayedScaling(amax_history_len=16))["fp8_metas"]
+    state = create(recipe.DelayedScaling(amax_history_len=16))["fp8_metas"]
     assert {name: (leaf.shape, leaf.dtype) for name, leaf in state.items()} == {
         f"{tensor}_{leaf}": (shape, jnp.float32)
         for tensor in ("x", "kernel", "grad")
         for leaf, shape in (("scale", (1,)), ("amax_history", (16,)))
     }
     for settings in (recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()):
-        assert set(made(settings)) == {"params"}
+        assert set(create(settings)) == {"params"}
 
 
 def test_a_model_without_its_state_is_rejected_with_the_remedy():

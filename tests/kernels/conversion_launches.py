@@ -215,7 +215,7 @@ def groups() -> Iterator[tuple[str, Results]]:
             )
 
 
-def measured() -> Iterator[tuple[str, Results]]:
+def measure() -> Iterator[tuple[str, Results]]:
     """Code statistics."""
     x = values((130, 256), special=False)
     for name, spec in {
@@ -288,7 +288,7 @@ def main() -> None:
     facts: dict[str, tuple[str, bool]] = {}
     produced: list[Iterator[tuple[str, Results]]] = []
     if everything:
-        produced = [groups(), measured()]
+        produced = [groups(), measure()]
         for element in (E4M3, E5M2):
             shapes = ((128, 128), (130, 66), (2048, 2560))[: 1 if ON_CPU or element == E5M2 else 3]
             produced += [*[activations(shape, element) for shape in shapes], norms(element), others(element)]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.kernels.compile_cases import count, ptx_of
+from tests.kernels.compile_cases import compile_ptx, count
 from transformer_engine.common.formats import E4M3, FLOAT32_MAX
 from transformer_engine.common.kernels import (
     activation_cast,
@@ -158,7 +158,7 @@ def main() -> None:
     of_80, of_100 = (some if all_launches else one_per_kernel(some) for some in (plain, casting))
     for capability, launches in ((80, of_80), (90, plain + casting), (100, of_100)):
         for name, launch, pointers in launches:
-            ptx, shared = ptx_of(launch, pointers, capability)
+            ptx, shared = compile_ptx(launch, pointers, capability)
             facts[f"sm{capability}-{name}"] = {
                 "shared": shared,
                 "casts": count(r"\bcvt\.\S*e4m3x2\.f", ptx),

@@ -105,7 +105,7 @@ def test_no_torch_dynamo_splits_the_graph_where_the_condition_holds():
     inside = []
 
     @jit.no_torch_dynamo()
-    def excluded(x):
+    def exclude(x):
         inside.append(torch.compiler.is_compiling())
         return x + 1
 
@@ -113,7 +113,7 @@ def test_no_torch_dynamo_splits_the_graph_where_the_condition_holds():
     def sometimes(x):
         return x * 2
 
-    compiled = torch.compile(lambda x: sometimes(excluded(x)), backend="eager")
+    compiled = torch.compile(lambda x: sometimes(exclude(x)), backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0))
     assert inside == [False]
     assert torch.equal(

@@ -22,7 +22,7 @@ def orthogonal_factor(x: torch.Tensor) -> torch.Tensor:
     return u @ v
 
 
-def conditioned(rows: int, columns: int) -> torch.Tensor:
+def regular_matrix(rows: int, columns: int) -> torch.Tensor:
     """A matrix with singular values between 0.2 and 0.9."""
     u, s, v = torch.linalg.svd(torch.randn(rows, columns, dtype=torch.float64), full_matrices=False)
     return ((u * torch.linspace(0.2, 0.9, len(s), dtype=torch.float64)) @ v).float()
@@ -40,7 +40,7 @@ def conditioned(rows: int, columns: int) -> torch.Tensor:
     ],
 )
 def test_it_converges_to_the_orthogonal_factor(shape, kind, steps, tolerance):
-    x = conditioned(*shape)
+    x = regular_matrix(*shape)
     expected = orthogonal_factor(x)
     result = newton_schulz(x, None, steps, get_coefficients(steps, kind))
     assert result is x
@@ -138,7 +138,7 @@ def test_first_coefficients_of_each_set_are_the_published_ones():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_autocast_changes_no_bit(dtype):
-    x = conditioned(8, 20).to(dtype)
+    x = regular_matrix(8, 20).to(dtype)
     expected = newton_schulz(x.clone())
     with torch.autocast("cpu", torch.bfloat16):
         result = newton_schulz(x.clone())
@@ -146,10 +146,10 @@ def test_torch_autocast_changes_no_bit(dtype):
 
 
 def test_columns_sharded_over_ranks_give_the_shards_of_the_result():
-    x = conditioned(6, 16)
+    x = regular_matrix(6, 16)
     full = newton_schulz(x.clone(), None, 5)
 
-    def on_rank(rank: int) -> torch.Tensor:
+    def run_rank(rank: int) -> torch.Tensor:
         shard = x.chunk(2, dim=1)[rank].contiguous()
         context = CusolverMpCtx(torch.distributed.group.WORLD)
         result = te.newton_schulz(shard, context, 5)
@@ -160,7 +160,7 @@ def test_columns_sharded_over_ranks_give_the_shards_of_the_result():
             newton_schulz(shard, context)
         return result
 
-    shards = run_on_threads(on_rank, 2)
+    shards = run_on_threads(run_rank, 2)
     torch.testing.assert_close(torch.cat(shards, dim=1), full, rtol=1e-4, atol=1e-5)
 
 
@@ -194,7 +194,7 @@ def test_unknown_set_lists_the_known_ones():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(shape, partition_dim, tp_mode, dtype):
     ranks = 2
-    matrix = conditioned(*shape).to(dtype)
+    matrix = regular_matrix(*shape).to(dtype)
     expected = newton_schulz(matrix.clone())
     fits = partition_dim is None or tp_mode == "duplicated" or shape[partition_dim] == max(shape)
 
@@ -225,14 +225,14 @@ def test_tensor_parallel_ranks_have_the_factor_of_the_whole_matrix(shape, partit
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6)])
 @pytest.mark.parametrize("settings", [(None, "duplicated"), (0, "duplicated"), (1, "duplicated")])
 def test_one_device_needs_no_context(shape, settings):
-    x = conditioned(*shape)
+    x = regular_matrix(*shape)
     expected = orthogonal_factor(x)
     newton_schulz_tp(x, None, 12, get_coefficients(12, "polar_express"), *settings)
     torch.testing.assert_close(x.double(), expected, rtol=0, atol=1e-5)
 
 
 def test_tensor_parallel_arguments_are_checked():
-    ctx, x = CusolverMpCtx(), conditioned(4, 8)
+    ctx, x = CusolverMpCtx(), regular_matrix(4, 8)
     assert (ctx.nranks, ctx.rank) == (1, 0)
     with pytest.raises(ValueError, match="partition_dim=2; give 0, 1 or None"):
         newton_schulz_tp(x, ctx, partition_dim=2)

@@ -20,7 +20,7 @@ SIGNATURES: dict[str, dict[str, Any]] = json.loads(
 _KINDS = inspect.Parameter
 
 
-def parsed(text: str) -> list[inspect.Parameter]:
+def parse_parameters(text: str) -> list[inspect.Parameter]:
     """Parameters of a text such as "a, b=1, *, c=None"."""
     arguments = ast.parse(f"def f({text}): pass").body[0].args  # pyright: ignore[reportAttributeAccessIssue]
     found = []
@@ -51,7 +51,7 @@ def differences(callable_: Any, row: dict[str, Any]) -> list[str]:
     local = inspect.signature(callable_).parameters
     positional = [name for name, p in local.items() if p.kind is not _KINDS.KEYWORD_ONLY]
     wrong = []
-    for index, expected in enumerate(parsed(row.get("parameters", "")), row.get("from", 0)):
+    for index, expected in enumerate(parse_parameters(row.get("parameters", "")), row.get("from", 0)):
         found = local.get(expected.name)
         if found is None:
             wrong.append(f"{expected.name} is missing")
@@ -62,7 +62,7 @@ def differences(callable_: Any, row: dict[str, Any]) -> list[str]:
             wrong.append(f"{expected.name} is at {positional.index(expected.name)}, not at {index}")
         if expected.default is not _KINDS.empty and plain(found.default) != expected.default:
             wrong.append(f"{expected.name}={found.default!r}, not {expected.default!r}")
-    for expected in parsed(f"*, {row['keywords']}" if "keywords" in row else ""):
+    for expected in parse_parameters(f"*, {row['keywords']}" if "keywords" in row else ""):
         if expected.name not in local or plain(local[expected.name].default) != expected.default:
             wrong.append(f"{expected.name}={expected.default!r} is missing")
     return wrong
@@ -77,7 +77,7 @@ def test_further_parameters_have_defaults(table):
     for name, row in SIGNATURES.items():
         if "from" in row or "keywords" in row:
             continue
-        listed = {parameter.name for parameter in parsed(row["parameters"])}
+        listed = {parameter.name for parameter in parse_parameters(row["parameters"])}
         local = inspect.signature(table.resolve_name(name)).parameters
         last = row["parameters"].rpartition(",")[2]
         if "=" in last or "*" in row["parameters"]:  # the row is complete

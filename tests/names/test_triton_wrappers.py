@@ -95,7 +95,7 @@ def test_column_scales_are_padded_to_tiles():
         pad.pad_columnwise_scale_inv(scales.float())
 
 
-def mixed(x, phi, alpha, beta, weight):
+def mix_streams(x, phi, alpha, beta, weight):
     """Hyper-connections in float64: layer input, H_post, H_res."""
     s, b, c, n = x.shape
     flat = x.reshape(s * b, c * n)
@@ -125,7 +125,7 @@ def test_hyper_connections_equal_float64_forward_and_backward(n):
     expected = run(
         *values,
         (
-            mixed,
+            mix_streams,
             lambda f, bias, p, x, r: (f + bias)[..., None] * p[..., None, :] + x @ r,
         ),
     )

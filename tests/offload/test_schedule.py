@@ -245,7 +245,7 @@ def test_four_layers_of_which_two_are_offloaded_follow_the_drawing(link):
 def test_at_no_time_are_more_layers_on_the_device_than_are_not_offloaded(layers, offloaded, link):
     synchronizer = DefaultOffloadSynchronizer(layers, offloaded, link=link)
 
-    def on_device():
+    def run_on_device():
         groups = [
             state.fwd_gpu_tensor_group.tensor_list + state.bwd_gpu_tensor_group.tensor_list
             for state in synchronizer.layer_states.values()
@@ -259,11 +259,11 @@ def test_at_no_time_are_more_layers_on_the_device_than_are_not_offloaded(layers,
         pushed = synchronizer.push_tensor(torch.randn(LARGE))
         if isinstance(pushed, torch.Tensor):
             contents[layer] = pushed
-        peak = max(peak, on_device() + len(contents))
+        peak = max(peak, run_on_device() + len(contents))
     for layer in reversed(range(layers)):
         contents.pop(layer + 1, None)
         synchronizer.bwd_step(layer)
-        peak = max(peak, on_device() + len(contents))
+        peak = max(peak, run_on_device() + len(contents))
     assert peak == layers - offloaded
 
 

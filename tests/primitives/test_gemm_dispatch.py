@@ -17,12 +17,12 @@ def described(monkeypatch):
     records = []
     describe = TABLE.describe
 
-    def noted(*key):
+    def note(*key):
         request = describe(*key)
         records.append(request)
         return request
 
-    monkeypatch.setattr(TABLE, "describe", noted)
+    monkeypatch.setattr(TABLE, "describe", note)
     TABLE.forget()
     yield records
     TABLE.forget()

@@ -64,14 +64,14 @@ SQUARED = record("squared", 1, Output((8, 16), "float32"))
 ADDED = record("added", 2, Output((8, 16), "float32"), Output((8,), "float32"))
 
 
-def added(x, y):
+def add_squares(x, y):
     (squared,) = run(SQUARED, (x.view(-1, 16),))
     total, sums = run(ADDED, (squared, y))
     return total.view(2, 4, 16), None, x, sums
 
 
 def test_a_generated_pass_launches_the_same_kernels_on_its_inputs(started):
-    generated = generate_pass(added, tensors(2))
+    generated = generate_pass(add_squares, tensors(2))
     assert started == []
     x, y = tensors(2)
     inputs = [x, y]
@@ -85,13 +85,13 @@ def test_a_generated_pass_launches_the_same_kernels_on_its_inputs(started):
 
 
 def test_every_call_allocates_new_tensors(started):
-    generated = generate_pass(added, tensors(2))
+    generated = generate_pass(add_squares, tensors(2))
     first, second = generated(tensors(2)), generated(tensors(2))
     assert first[0].data_ptr() != second[0].data_ptr()
 
 
 def test_a_generated_pass_returns_none_for_tensors_that_are_not_aligned(started):
-    generated = generate_pass(added, tensors(2))
+    generated = generate_pass(add_squares, tensors(2))
     started.clear()
     inputs = [torch.zeros(129)[1:].view(8, 16), *tensors(1)]
     assert generated(inputs) is None

@@ -211,11 +211,11 @@ def test_the_kernels_reject_unsupported_requests(changes, reason):
 
 @pytest.mark.skipif(INTERPRETED, reason="the compiler needs no interpreter")
 def test_the_reference_compiles():
-    def moved(x, mask, weights):
+    def move(x, mask, weights):
         routes = Routes(reference.map_of_mask(mask), MASK, *mask.shape)
         return reference.collect(reference.send(x, routes, 12, None)[0], routes, 12, weights, None)[0]
 
     mask = sample_mask(9, 4, 2)
     arguments = (torch.randn(9, 5), mask, torch.rand(9, 4))
-    compiled = torch.compile(moved, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*arguments), moved(*arguments))
+    compiled = torch.compile(move, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*arguments), move(*arguments))

@@ -166,15 +166,15 @@ class TestChoices:
         spec = QuantizeSpec(NVFP4, E2M1, stochastic=True)
         generator = torch.Generator().manual_seed(2)
 
-        def decoded(q: Quantized) -> torch.Tensor:
+        def decode(q: Quantized) -> torch.Tensor:
             assert q.codes is not None
             return dequantize(Operand(q.codes, q.scale, NVFP4, q.amax))
 
         total = torch.zeros_like(x)
         for _ in range(64):
             u = torch.rand(x.shape, generator=generator).to(device)
-            total += decoded(quantize(x, spec, random=(u, u)))
-        nearest_error = (decoded(quantize(x, QuantizeSpec(NVFP4, E2M1))) - x).norm()
+            total += decode(quantize(x, spec, random=(u, u)))
+        nearest_error = (decode(quantize(x, QuantizeSpec(NVFP4, E2M1))) - x).norm()
         assert (total / 64 - x).norm() < 0.5 * nearest_error
 
     def test_columnwise_hadamard_alone_measures_only_the_transformed(self, device):

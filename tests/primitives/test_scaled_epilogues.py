@@ -128,12 +128,12 @@ def gpu_request(a, b, epilogue: Epilogue) -> GemmRequest:
 def test_a_bias_without_an_algorithm_is_added_to_the_float32_product(library, monkeypatch, pair, accumulates):
     heuristic = library.matmul_algo_get_heuristic
 
-    def without_bias(handle, descriptor, *rest):
+    def drop_bias(handle, descriptor, *rest):
         if "BIAS_POINTER" in library.alive[descriptor]:
             raise library.cuBLASLtError("NOT_SUPPORTED")
         heuristic(handle, descriptor, *rest)
 
-    monkeypatch.setattr(library, "matmul_algo_get_heuristic", without_bias)
+    monkeypatch.setattr(library, "matmul_algo_get_heuristic", drop_bias)
     a, b = PAIRS[pair]()
     out = torch.full((a.rows, b.rows), 2.0) if accumulates else None
     bias = torch.randn(b.rows)

@@ -68,7 +68,7 @@ def test_a_thread_or_call_in_a_copied_context_is_in_the_block():
     recipe = Float8CurrentScaling()
     with te.autocast(recipe=recipe):
         context = contextvars.copy_context()
-        assert asyncio.run(_in_a_worker()) is recipe
+        assert asyncio.run(_run_in_worker()) is recipe
     assert run_in_thread(lambda: context.run(lambda: current().recipe)) is recipe
     assert not current().enabled
     with ThreadPoolExecutor(1) as pool:
@@ -77,7 +77,7 @@ def test_a_thread_or_call_in_a_copied_context_is_in_the_block():
         assert not pool.submit(lambda: current().enabled).result()
 
 
-async def _in_a_worker():
+async def _run_in_worker():
     return await asyncio.to_thread(lambda: current().recipe)
 
 

@@ -287,24 +287,24 @@ def split_pairs() -> Iterator[Pair]:
     """Yield group row counts in other forms, for the three modules that take them."""
     for name, splits in SPLITS.items():
 
-        def given(splits: Any = splits) -> Any:
+        def make_argument(splits: Any = splits) -> Any:
             return (rows for rows in (5, 3)) if splits is None else splits
 
         yield Pair(
             f"GroupedLinear m_splits {name}",
-            lambda argument=given: outcome(
+            lambda argument=make_argument: outcome(
                 lambda: te.GroupedLinear(2, 16, 32, device="cpu"), sample(8, 16), argument()
             ),
             lambda: outcome(lambda: te.GroupedLinear(2, 16, 32, device="cpu"), sample(8, 16), [5, 3]),
         )
         yield Pair(
             f"Fp8Padding m_splits {name}",
-            lambda argument=given: te.Fp8Padding(2, 16.0)(sample(8, 16), argument()),
+            lambda argument=make_argument: te.Fp8Padding(2, 16.0)(sample(8, 16), argument()),
             lambda: te.Fp8Padding(2, 16)(sample(8, 16), [5, 3]),
         )
         yield Pair(
             f"Fp8Unpadding m_splits {name}",
-            lambda argument=given: te.Fp8Unpadding(2, numpy.int64(16))(sample(32, 16), argument()),
+            lambda argument=make_argument: te.Fp8Unpadding(2, numpy.int64(16))(sample(32, 16), argument()),
             lambda: te.Fp8Unpadding(2, 16)(sample(32, 16), [5, 3]),
         )
 
