@@ -99,7 +99,7 @@ def measured(only: str) -> dict[str, dict[str, float]]:
 
 def measure_checkout(tree: Path, only: str) -> dict[str, dict[str, float]]:
     """Measure another checkout in a separate process."""
-    script = f"import json, host_calls_attention as h; print(json.dumps(h.measured({only!r})))"
+    script = f"import json, host_calls_attention as h; print(json.dumps(h.measure({only!r})))"
     paths = os.pathsep.join((str(tree), str(Path(__file__).parent)))
     done = subprocess.run(
         [sys.executable, "-c", script],
