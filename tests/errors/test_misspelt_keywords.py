@@ -101,9 +101,9 @@ def test_a_jax_recipe_without_enabled_warns_that_nothing_is_quantized():
 
 def test_users_operations_receive_their_own_keywords():
     class Scaled(te.ops.GELU):
-        def __init__(self, scale: float = 1.0, **others: Any) -> None:
+        def __init__(self, scale: float = 1.0, **kwargs: Any) -> None:
             super().__init__()
-            self.others = others
+            self.others = kwargs
 
     assert Scaled(scael=2.0).others == {"scael": 2.0}
     assert list(inspect.signature(te.ops.Linear).parameters)[:2] == ["in_features", "out_features"]

@@ -54,7 +54,7 @@ def test_recomputed_columns_are_bitwise_equal_to_saved_columns(recipe, activatio
 def test_recomputed_columns_work_with_other_options(recipe, way, device):
     """Checkpointed, partly frozen and delayed backward passes are bitwise equal to saved columns."""
 
-    def measured() -> list[Tensor]:
+    def measure() -> list[Tensor]:
         options = {"checkpoint": way == "option", "delay_wgrad_compute": way == "delay_wgrad"}
         layer = mlp("swiglu", device, **options)
         if way.startswith("frozen"):
@@ -72,9 +72,9 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
         return found
 
     with te.emulate():
-        ours = measured()
+        ours = measure()
         with use_backend(mlp_columns="saved"):
-            theirs = measured()
+            theirs = measure()
     assert same(ours, theirs)
 
 
@@ -82,7 +82,7 @@ def test_recomputed_columns_work_with_other_options(recipe, way, device):
 def test_microbatches_and_retained_graphs_equal_saved_columns_bitwise(recipe, device):
     """Two forward passes precede their backward passes, and one graph is used twice."""
 
-    def measured() -> list[Tensor]:
+    def measure() -> list[Tensor]:
         layer = mlp("swiglu", device)
         torch.manual_seed(1)
         inputs = [torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2)]
@@ -98,9 +98,9 @@ def test_microbatches_and_retained_graphs_equal_saved_columns_bitwise(recipe, de
         return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
     with te.emulate():
-        ours = measured()
+        ours = measure()
         with use_backend(mlp_columns="saved"):
-            theirs = measured()
+            theirs = measure()
     assert same(ours, theirs)
 
 

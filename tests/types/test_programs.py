@@ -39,9 +39,9 @@ OF_NAMES = ("reportUnusedImport", "reportPrivateUsage", "reportDuplicateImport",
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
     """{checker: reports} of all programs; each checker runs once."""
     folder = tmp_path_factory.mktemp("types")
-    python = checkers.installed(folder / "environment")
+    python = checkers.create_environment(folder / "environment")
     texts = (
-        programs.documented()
+        programs.page_programs()
         | programs.examples()
         | {NAMES: programs.names(), "results": programs.RESULTS}
         | RIGHT
@@ -97,8 +97,8 @@ def test_each_wrong_program_is_reported_at_its_line(of_checker: list[Report]):
 
 def test_programs_cover_the_readme_the_quickstart_and_all_examples():
     assert len(WRONG) >= 80 and len(RIGHT) >= 15
-    assert {name.partition("_")[0] for name in programs.documented()} == {"readme", "quickstart"}
-    assert len(programs.documented()) == 3
+    assert {name.partition("_")[0] for name in programs.page_programs()} == {"readme", "quickstart"}
+    assert len(programs.page_programs()) == 3
     folder = Path(__file__).resolve().parents[2] / "examples"
     assert len(programs.examples()) == len(list(folder.glob("*.py"))) >= 10
 

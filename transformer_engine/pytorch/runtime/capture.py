@@ -231,7 +231,7 @@ def _disable_collection() -> Iterator[None]:
 
 def alias_unowned(values: Tensor) -> Tensor:
     """Return a tensor on the same memory that does not keep it alive, for memory from a pool with another owner."""
-    storage = torch._C._construct_storage_from_data_pointer(  # pyright: ignore[reportAttributeAccessIssue]
+    storage = torch._C._construct_storage_from_data_pointer(
         values.untyped_storage().data_ptr(), values.device, values.untyped_storage().nbytes()
     )
     result = torch.empty(0, dtype=values.dtype, device=values.device)
