@@ -164,9 +164,9 @@ def test_the_examples_of_the_quickstart_in_torch_run(capsys):
         exec(compile(example, "quickstart.md", "exec"), names)
     assert len(in_torch) == len(examples) - 1
     if not torch.cuda.is_available():
-        shapes, _, backends = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+        shapes, losses, _, backends = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
         printed = capsys.readouterr().out
-        assert shapes in printed and backends in printed
+        assert shapes in printed and losses in printed and backends in printed
 
 
 @pytest.mark.parametrize("page", PAGES)
