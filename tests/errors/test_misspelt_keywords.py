@@ -14,6 +14,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
+from transformer_engine.common.checks import nearest
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer
 
 # Arguments that these pass on: to the model, the checkpointed function, the explained function or `ModelShape`; and
@@ -74,6 +75,12 @@ def test_misspelt_keywords_raise_with_the_correct_name(function: Callable[..., A
 def test_keywords_without_a_similar_parameter_get_no_suggestion():
     with pytest.raises(TypeError, match=r"Linear\(\) takes no zzz=; leave it out"):
         te.Linear(16, 16, zzz=1)
+
+
+def test_the_first_word_of_a_parameter_suggests_it_unless_several_begin_with_it():
+    names = ("dp_resource", "tp_resource", "tp_resource_size")
+    assert nearest("dp", names) == "dp_resource"
+    assert nearest("tp", names) is None
 
 
 def test_recipes_name_the_field_that_an_ignored_argument_resembles():

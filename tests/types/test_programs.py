@@ -36,6 +36,7 @@ OF_LIBRARIES = (
     "FrozenDict[str, Mapping[str, Any]]",
     "FrozenVariableDict",
     'Class cannot subclass "LightningModule"',
+    "Base class type is unknown",
 )
 # Functions on the pages have no annotations, and the programs of the quickstart import the same modules.
 OF_PAGES = ("no-untyped-def", "reportMissingParameterType", "reportDuplicateImport", "reportMissingImports")

@@ -20,7 +20,7 @@ def _normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
 
 
 def _canonicalize_tuple(value: int | Iterable[int]) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, Iterable) else (value,)
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 def _apply_low_rank_adaptation(
