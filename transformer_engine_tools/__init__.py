@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(_completion(options.completion))
         return
     command = COMMANDS[name]
-    parser = Parser(f"{program()} {name}", command.summary, command.examples)
+    parser = Parser(f"{program()} {name}", command.summary, command.examples, argv[1:])
     module = import_module(command.module, __package__)
     module.add_arguments(parser)
     options = parser.parse_args(argv[1:])  # --help works without torch

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,19 +34,22 @@ class Parser(argparse.ArgumentParser):
         prog: The command, as a user types it.
         description: First paragraph in the help.
         examples: Arguments of calls that the help ends with.
+        words: The arguments that will be parsed, for errors.
         **settings: Further settings of argparse.
     """
 
-    def __init__(self, prog: str, description: str, examples: Sequence[str] = (), **settings: Any):
+    def __init__(
+        self,
+        prog: str,
+        description: str,
+        examples: Sequence[str] = (),
+        words: Sequence[str] = (),
+        **settings: Any,
+    ):
         shared: dict[str, Any] = {"allow_abbrev": False, "formatter_class": TypedHelp}
         super().__init__(prog=prog, description=description, **shared, **settings)
         self._examples = examples
-        self._words: list[str] = []
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments, and record them for `error`."""
-        self._words = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(self._words, namespace)
+        self._words = words
 
     def format_help(self) -> str:
         """Format the help with one line of usage: the positional arguments, and "[options]" for all options."""

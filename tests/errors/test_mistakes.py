@@ -390,7 +390,7 @@ def test_there_are_fifty_mistakes():
 @pytest.mark.parametrize(
     ("features", "dtype", "message"),
     [
-        ("64", "jax", "features='64' must be a whole number; give an int of at least 1"),
+        ("64", "jax", "'64' must be a whole number or several; give an int or a tuple of ints"),
         (8, "torch", "inputs is a Tensor of shape [4, 4] and torch.float32, which JAX does not read"),
     ],
 )

@@ -20,7 +20,9 @@ def _normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
 
 
 def _canonicalize_tuple(value: int | Iterable[int]) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    if isinstance(value, str):  # whose letters would be the numbers
+        raise TypeError(f"{value!r} must be a whole number or several; give an int or a tuple of ints")
+    return tuple(value) if isinstance(value, Iterable) else (value,)
 
 
 def _apply_low_rank_adaptation(
