@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ...common.formats import round_up
+from ..runtime.launching import run, unsupported_elementwise
 from .symmetric_memory import Peers
 
 _ALIGNMENT = 256  # of the parts of a message, in bytes
@@ -294,7 +295,23 @@ class ScatteredRows:
     def _add_parts(self) -> Tensor:
         if len(self._received) == 1:
             return self._own.add_(self._received[0])
-        total = self._own.to(torch.float32, copy=True)
-        for other in self._received:
-            total += other
-        return total.to(self._own.dtype)
+        return add_parts(self._own, self._received)
+
+
+def add_parts(total: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Add parts to a tensor, in order, in float32, and round the sum once; the tensor may be overwritten.
+
+    Args:
+        total: First summand.
+        parts: The other summands, with total's shape and dtype, at equal distances in one buffer.
+    """
+    if total.is_cuda and unsupported_elementwise(total.device) is None:
+        from ...common.kernels.part_sums import part_sums  # it imports triton
+
+        stride = (parts[1].data_ptr() - parts[0].data_ptr()) // total.itemsize
+        run(part_sums(total.numel(), stride, len(parts)), (total, parts[0]))
+        return total
+    wide = total.to(torch.float32, copy=True)
+    for other in parts:
+        wide += other
+    return wide.to(total.dtype)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...common.numbers import to_bool, to_ints
+from ...common.numbers import to_ints
 from ..compat.argument_orders import declare_call
 from ..compat.by_name import GroupedLinearByName as _GroupedLinear
 from ..compat.by_name import call_by_name, check_unquantized, general_gemm
@@ -36,7 +36,7 @@ from ..primitives.grouped_gemm import Matrices, make_groups
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..tensor.grouped_tensor import plain_stack
-from .arguments import accepts, switch
+from .arguments import FLAG_TYPES, accepts, switch
 from .config import configure_class
 from .grouped_parameters import (
     check_device_splits,
@@ -52,7 +52,7 @@ from .grouped_parameters import (
 )
 from .grouped_spec import build, fitting_groups, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
-from .parameters import InitMethod, ParameterInit, default_init_method
+from .parameters import InitMethod, ParameterInit, default_init_method, get_parameter_values
 from .row_groups import check_dense
 
 # Beside the layer, original names that other libraries import from here.
@@ -214,8 +214,8 @@ class GroupedLinear(ProductsModule):
             ValueError: The splits do not fit the groups and rows, or a buffer does not fit or shares memory.
         """
         m_splits = self._accept_splits(inp, m_splits)
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
+        if type(is_first_microbatch) not in FLAG_TYPES:
+            is_first_microbatch = switch("is_first_microbatch", is_first_microbatch)
         tensors: tuple[Any, ...] = self._tensors()
         if not getattr(tensors[0], "is_distributed_weight", False):
             return self._compute_output(inp, m_splits, is_first_microbatch, (out, dgrad_out), tensors)
@@ -339,16 +339,13 @@ class GroupedLinear(ProductsModule):
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
         """Return all weights, then all biases."""
-        config, params = self._config, self._parameters
+        config = self._config
         names = config._tensors if config.use_bias else config.weight_names
         single = config.single_grouped_weight or config.single_grouped_bias
-        try:
-            found = map(params.__getitem__, names)
-            found = map(plain_stack, found) if single else found
-            return (*found,) if config.use_bias else (*found, *[None] * len(config.bias_names))
-        except KeyError:  # a parametrization or another attribute replaces a parameter
-            found = [getattr(self, name) for name in names]
-            return (*found, *[None] * (len(config._tensors) - len(names)))
+        tensors: Any = get_parameter_values(self, names)
+        if single:
+            tensors = map(plain_stack, tensors)
+        return (*tensors,) if config.use_bias else (*tensors, *[None] * len(config.bias_names))
 
     def _accept_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
         """Return the rows per group as checked ints, or a tensor that the host does not read unchanged."""

@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...common.numbers import to_bool
 from ..compat.argument_orders import declare_call
 from ..compat.by_name import LinearByName as _Linear
 from ..compat.by_name import call_by_name, check_unquantized, general_gemm
@@ -51,10 +50,10 @@ from ..primitives.gemm.cublaslt_library import get_workspace
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import is_meta
 from ..runtime.tracing import export_mode
-from .arguments import accepts, overlap_flags, warn_unless_reduced
+from .arguments import FLAG_TYPES, accepts, call_switches, overlap_flags, warn_unless_reduced
 from .config import configure_class
 from .exported import export_products
-from .linear_base import SIZES, LinearConfig, ProductsModule, check_ranks
+from .linear_base import SIZES, LinearConfig, Options, ProductsModule, check_ranks
 from .local_shards import output_of_shards
 from .parameters import InitMethod, create_parameters, mark_parameters, weight_and_bias
 from .specs import (
@@ -253,15 +252,13 @@ class Linear(ProductsModule):
             RuntimeError: A parameter is on the meta device.
             NotImplementedError: The DTensor placements are unsupported.
         """
-        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
-            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
-        if fp8_output is not False or fp8_grad is not False:
-            fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)
+        options: Options = (is_first_microbatch, fp8_output, fp8_grad)
+        if not (fp8_output is fp8_grad is False and type(is_first_microbatch) in FLAG_TYPES):
+            options = call_switches(*options)
         if export_mode.onnx:
-            return self.onnx_forward(inp, fp8_output, fp8_grad)
+            return self.onnx_forward(inp, *options[1:])
         # The parameters, or several parameters joined (`parameters_split`).
         weight, bias = weight_and_bias(self)
-        options = (is_first_microbatch, fp8_output, fp8_grad)
         is_subclass = type(weight) not in PLAIN_TENSORS or type(inp) is not Tensor
         if is_subclass or getattr(weight, "is_distributed_weight", False):
             return self._output_of_subclasses(options, inp, weight, bias)
@@ -273,7 +270,7 @@ class Linear(ProductsModule):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _output_of_subclasses(
-        self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
+        self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
         """Call `_compute_output` for an input or weight that is a DTensor, a quantized tensor, or a shard to gather."""
         if is_distributed(weight) or is_distributed(inp):
@@ -284,9 +281,7 @@ class Linear(ProductsModule):
         with whole_weights(((weight,),), fused, self.wgrad_store) as (full_weight,):
             return self._compute_output(options, inp, full_weight, bias)
 
-    def _compute_output(
-        self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Any:
+    def _compute_output(self, options: Options, inp: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         """Compute `forward` for tensors that are complete on this rank, unquantized or quantized.
 
         Args:

@@ -102,13 +102,18 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Compute the function, as a node in autograd's graph; see `check_transforms`."""
-        transformed = _transforms_are_active()
-        if transformed or forward_ad._current_level >= 0:
-            check_transforms(cls.OPERATION, args)
-        if transformed:  # no argument is transformed, but torch's apply would raise an error
-            with enable_single_level_autograd_function():
-                return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+        if _transforms_are_active() or forward_ad._current_level >= 0:
+            return cls._apply_inside_transform(args)
         return super().apply(*args)
+
+    @classmethod
+    def _apply_inside_transform(cls, args: tuple[Any, ...]) -> Any:
+        """Compute `apply` while a transform is active that transforms none of the arguments."""
+        check_transforms(cls.OPERATION, args)
+        if not _transforms_are_active():
+            return super().apply(*args)
+        with enable_single_level_autograd_function():  # torch's apply would raise an error
+            return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_forward_mode() -> bool:

@@ -361,8 +361,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
             return full, derived
         assert isinstance(out, QuantizedTensor)
         columnwise = metadata.columnwise or (self.transposable and out.get_usages()["columnwise"])
-        storage = join_payload(all_gather_outputs, metadata, param_dtype, columnwise)
-        write_gathered(out, storage, list_derived(storage, all_gather_outputs))
+        rewrites = columnwise and "codes" in metadata.fields and out.rewrites_columns()
+        storage = join_payload(all_gather_outputs, metadata, param_dtype, columnwise and not rewrites)
+        write_gathered(out, storage, list_derived(storage, all_gather_outputs), rewrites)
         return None
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
