@@ -33,7 +33,7 @@ COMMANDS = {
     "train": Command(
         ".train",
         "Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses.",
-        ("--recipe mxfp8 --steps 200", "--data my_text/ --name mine", "--name mine --steps 400 --resume"),
+        ("--recipe current --steps 200", "--data my_text/ --name mine", "--name mine --steps 400 --resume"),
         without_torch=True,
     ),
     "generate": Command(
@@ -49,7 +49,7 @@ COMMANDS = {
     "verify": Command(
         ".verify",
         "Compare a parallel, quantized model in a Python file with the same model on one device in float32.",
-        ("my_model.py --recipe mxfp8", "--casts"),
+        ("my_model.py --recipe current", "--casts"),
     ),
     "plan": Command(
         ".plan",
