@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -106,6 +107,12 @@ def test_every_module_can_be_imported_first(of_megatron: bool):
     # The modules that implement the command are not public, and most of them import a framework each.
     public = [name for name in modules() if not name.startswith("transformer_engine_tools.")]
     names = [name for name in public if name.startswith(MEGATRON) == of_megatron]
+    if importlib.util.find_spec("flax") is None:  # no release supports Python 3.10
+        names = [
+            name
+            for name in names
+            if not name.startswith(("transformer_engine.jax", "transformer_engine_jax"))
+        ]
     assert names
     listing = subprocess.run(
         [sys.executable, str(program), *names], capture_output=True, text=True, check=True

@@ -23,9 +23,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
-    """The most similar of several names, or None if none is similar."""
+    """The most similar of several names, the only one that begins with this word, or None."""
     found = difflib.get_close_matches(name, names, 1)
-    return found[0] if found else None
+    if found:
+        return found[0]
+    longer = [known for known in names if known.startswith(f"{name}_")]
+    return longer[0] if len(longer) == 1 else None
 
 
 def suggestion(name: str, names: Collection[str]) -> str:

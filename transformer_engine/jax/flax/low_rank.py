@@ -20,6 +20,8 @@ def _normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
 
 
 def _canonicalize_tuple(value: int | Iterable[int]) -> tuple[int, ...]:
+    if isinstance(value, str):  # whose letters would be the numbers
+        raise TypeError(f"{value!r} must be a whole number or several; give an int or a tuple of ints")
     return tuple(value) if isinstance(value, Iterable) else (value,)
 
 
