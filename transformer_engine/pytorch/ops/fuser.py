@@ -172,7 +172,7 @@ class OperationFuser:
         return self._run_segments(input, extra_inputs, basic_op_kwargs)
 
     def _check_inputs(
-        self, x: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]] | None
+        self, x: Any, extra_inputs: Sequence[Any], options: list[dict[str, Any]] | None
     ) -> None:
         """Check the argument counts, and that the main input is a tensor.
 
@@ -184,9 +184,9 @@ class OperationFuser:
             raise extra_inputs_error(len(extra_inputs), self._basic_ops)
         if type(x) is not Tensor:
             check_tensor(f"the main input of {type(self._basic_ops[0]).__name__} (operation 0)", x)
-        if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
+        if options is not None and len(options) != self._num_basic_ops:
             raise ValueError(
-                f"basic_op_kwargs has {len(basic_op_kwargs)} entries for {self._num_basic_ops} basic operations; give "
+                f"basic_op_kwargs has {len(options)} entries for {self._num_basic_ops} basic operations; give "
                 "one dict for each"
             )
 
@@ -233,13 +233,13 @@ class OperationFuser:
         )
 
     def _run_segments(
-        self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
+        self, x: Tensor, extra_inputs: tuple[Tensor, ...], options: list[dict[str, Any]] | None
     ) -> Any:
         """Run a call in segments; the module docstring lists the reasons."""
         state = current()
         apply_recipe(self._basic_ops, state)
         parameters, fusions = self._analyze_call(state, x, extra_inputs)
-        options = [{} for _ in self._basic_ops] if basic_op_kwargs is None else basic_op_kwargs
+        options = [{} for _ in self._basic_ops] if options is None else options
         call = ChainRun(self._basic_ops, self._links, fusions, parameters, options, state)
         outputs: Any = run_segments(call, x, parameters, extra_inputs)
         return outputs if len(outputs) > 1 else outputs[0]

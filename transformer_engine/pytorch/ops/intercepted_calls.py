@@ -15,7 +15,7 @@ from ..runtime.checks import MODULE_HOOKS
 _MODULE_CALL = torch.nn.Module.__call__
 
 
-def with_basic_operations(operations: Sequence[Any]) -> list[Any]:
+def list_interceptable(operations: Sequence[Any]) -> list[Any]:
     """Operations, and the basic operations of the fused ones or the modules that replace them."""
     parts = list(operations)
     for operation in operations:
@@ -31,7 +31,7 @@ def are_unintercepted(operations: Sequence[Any]) -> bool:
     function runs in each chain call: a loop, because a generator would enter a function for each operation.
 
     Args:
-        operations: Operations, with the basic operations of fused ones (`with_basic_operations`).
+        operations: Operations, with the basic operations of fused ones (`list_interceptable`).
     """
     if (
         every_module._global_forward_hooks
@@ -57,7 +57,7 @@ def are_unintercepted(operations: Sequence[Any]) -> bool:
 
 def unfused_reason(operation: Any) -> str | None:
     """Reason why an operation is called as a module, for `te.explain`; None if it fuses."""
-    parts = with_basic_operations([operation])
+    parts = list_interceptable([operation])
     if are_unintercepted(parts):
         return None
     for part in parts:

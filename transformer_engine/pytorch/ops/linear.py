@@ -27,7 +27,7 @@ import torch
 from ...common.numbers import to_bool
 from ..runtime.checks import is_distributed
 from .basic import AllReduce, BasicLinear, Bias, ReduceScatter
-from .basic.basic_linear import tensor_parallel_boundary
+from .basic.basic_linear import create_tensor_parallel
 from .operation import BasicOperation
 from .pass_operation import PassFusedOperation
 
@@ -80,7 +80,7 @@ class Linear(PassFusedOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
-        boundary = tensor_parallel_boundary(
+        parallel = create_tensor_parallel(
             tensor_parallel_mode,
             tensor_parallel_group,
             to_bool("sequence_parallel", sequence_parallel),
@@ -88,11 +88,11 @@ class Linear(PassFusedOperation):
             out_features,
         )
         has_bias = to_bool("bias", bias)
-        is_row_parallel = boundary.mode == "row"
+        is_row_parallel = parallel.mode == "row"
         # A row-parallel BasicLinear would reduce its result itself, before the bias is added. Here it is an
         # unsharded layer over this rank's input features, and a separate operation reduces after the bias.
         linear = BasicLinear(
-            in_features // boundary.size if is_row_parallel else in_features,
+            in_features // parallel.size if is_row_parallel else in_features,
             out_features,
             device=device,
             dtype=dtype,
@@ -106,16 +106,16 @@ class Linear(PassFusedOperation):
         if has_bias:
             # Bias divides its size by the number of ranks, but each rank of a row-parallel layer has all out_features.
             bias_op = Bias(
-                out_features * (boundary.size if is_row_parallel else 1),
+                out_features * (parallel.size if is_row_parallel else 1),
                 device=device,
                 dtype=linear.weight.dtype,
-                tensor_parallel=boundary.mode is not None,
+                tensor_parallel=parallel.mode is not None,
                 tensor_parallel_group=tensor_parallel_group,
             )
             ops.append(bias_op)
         if is_row_parallel:
-            reduction = ReduceScatter if boundary.sequence else AllReduce
-            ops.append(reduction(boundary.group))
+            reduction = ReduceScatter if parallel.sequence else AllReduce
+            ops.append(reduction(parallel.group))
         super().__init__(ops)
         # Do not rename: existing pickled modules contain this attribute.
         self._sizes = in_features, out_features

@@ -23,9 +23,9 @@ from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
 from ..tensor.quantizer import Quantizer
 from .channels import Channels
-from .intercepted_calls import are_unintercepted, with_basic_operations
+from .intercepted_calls import are_unintercepted, list_interceptable
 from .lent_parameters import LentParameters
-from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
+from .parts import NO_CHANNELS, ContainerPart, call_parts, connecting_channels
 from .recipe_slots import RecipeSlots
 
 _revisions = itertools.count(1)
@@ -170,11 +170,11 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
                 f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but "
                 f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
-        if self.is_fused_op and not are_unintercepted(with_basic_operations(members)):
+        if self.is_fused_op and not are_unintercepted(list_interceptable(members)):
             # A module that replaces a basic operation has no extra tensors.
             groups = [[member] if isinstance(member, BasicOperation) else [] for member in members]
             parts = [
-                ChainPart(member, group, names)
+                ContainerPart(member, group, names)
                 for member, group, names in zip(
                     members, groups, connecting_channels(groups, self._channels), strict=True
                 )

@@ -28,12 +28,12 @@ from ...common.explanation import is_explaining, note
 from ...common.numbers import to_int, with_article
 from ..quantization.resizable_state import CheckedLoading
 from .fuser import OperationFuser
-from .intercepted_calls import are_unintercepted, unfused_reason, with_basic_operations
+from .intercepted_calls import are_unintercepted, list_interceptable, unfused_reason
 from .operation import BasicOperation, FusibleOperation
-from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
+from .parts import NO_CHANNELS, ContainerPart, call_parts, connecting_channels
 
 
-class _Parts(NamedTuple):
+class _CachedParts(NamedTuple):
     """Cached division of a Sequential into parts, and the modules for which it is valid.
 
     `_find_parts` divides again if any attribute other than `parts` has changed.
@@ -41,7 +41,7 @@ class _Parts(NamedTuple):
     Attributes:
         modules: All modules of the container, in order (the values of `_modules`).
         operations: The modules that are operations.
-        with_basic_operations: The operations, followed by the basic operations of fused operations. A user
+        interceptable: The operations, followed by the basic operations of fused operations. A user
             may replace a basic operation by another module.
         fusible: The operations whose calls nothing intercepts (`are_unintercepted`), which may therefore fuse.
         parts: Fused chains and single modules, in order.
@@ -49,9 +49,9 @@ class _Parts(NamedTuple):
 
     modules: list[torch.nn.Module | None]
     operations: list[FusibleOperation]
-    with_basic_operations: list[FusibleOperation]
+    interceptable: list[FusibleOperation]
     fusible: list[FusibleOperation]
-    parts: list[ChainPart]
+    parts: list[ContainerPart]
 
 
 class Sequential(CheckedLoading, torch.nn.Sequential):
@@ -66,7 +66,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
     """
 
     # Written and checked by `_find_parts`.
-    _cached_parts: _Parts | None = None
+    _cached_parts: _CachedParts | None = None
 
     def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         super().__init__()
@@ -110,9 +110,9 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         parts = self._find_parts()
         if len(parts) == 1 and parts[0].is_fused_chain and not op_kwargs:
             return parts[0].module(input, *extra_inputs)
-        return call_parts(parts, input, extra_inputs, self._kwargs_by_operation(op_kwargs))
+        return call_parts(parts, input, extra_inputs, self._options_by_operation(op_kwargs))
 
-    def _find_parts(self) -> list[ChainPart]:
+    def _find_parts(self) -> list[ContainerPart]:
         """Parts for this call, from the cache unless the modules or the fusible operations have changed.
 
         An operation fuses unless something intercepts its calls (`intercepted_calls.py`): a hook,
@@ -125,20 +125,20 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             operations = cached.operations  # isinstance with an abstract class takes time in each call
         else:
             operations = [module for module in modules if isinstance(module, FusibleOperation)]
-        called = with_basic_operations(operations)
+        interceptable = list_interceptable(operations)
         fusible = operations
-        if not are_unintercepted(called):
-            fusible = [op for op in operations if are_unintercepted(with_basic_operations([op]))]
+        if not are_unintercepted(interceptable):
+            fusible = [op for op in operations if are_unintercepted(list_interceptable([op]))]
         if is_explaining():
             self._note_unfused()
-        if cached is not None and cached[:-1] == (modules, operations, called, fusible):
+        if cached is not None and cached[:-1] == (modules, operations, interceptable, fusible):
             return cached.parts
         parts = self._build_parts(fusible)
         if not torch.compiler.is_compiling():  # no side effects while tracing
-            self._cached_parts = _Parts(modules, operations, called, fusible, parts)
+            self._cached_parts = _CachedParts(modules, operations, interceptable, fusible, parts)
         return parts
 
-    def _build_parts(self, fusible: list[FusibleOperation]) -> list[ChainPart]:
+    def _build_parts(self, fusible: list[FusibleOperation]) -> list[ContainerPart]:
         """Divide the modules into chains of consecutive fusible operations, and single modules.
 
         Raises:
@@ -153,16 +153,16 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         basic_ops = [
             [operation for module in group for operation in _basic_operations(module)] for group in groups
         ]
-        parts: list[ChainPart] = []
+        parts: list[ContainerPart] = []
         for group, group_ops, channels in zip(groups, basic_ops, connecting_channels(basic_ops), strict=True):
             module: Any = group[0]
             if module in fusible:
                 for operation in group:
-                    # `ChainPart.call` connected the operation to channels if it was a single module before.
+                    # `ContainerPart.call` connected the operation to channels if it was a single module before.
                     # The fuser connects it from now on.
                     operation.connect(NO_CHANNELS)
                 module = OperationFuser(group, channels)
-            parts.append(ChainPart(module, group_ops, channels))
+            parts.append(ContainerPart(module, group_ops, channels))
         return parts
 
     @property
@@ -183,7 +183,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
             if reason is not None:
                 note(f"{type(module).__name__} ({name} of {type(self).__name__}) is not fused: {reason}")
 
-    def _kwargs_by_operation(
+    def _options_by_operation(
         self, op_kwargs: Mapping[Any, dict[str, Any]] | None
     ) -> dict[int, dict[str, Any]]:
         """Check `op_kwargs` and convert its keys: {id(operation): keyword arguments}.
