@@ -24,14 +24,14 @@ def list_interceptable(operations: Sequence[Any]) -> list[Any]:
     return parts
 
 
-def are_unintercepted(operations: Sequence[Any]) -> bool:
-    """Whether calls of operations run no hook, no `compile()` graph and no replaced method.
+def any_intercepted(modules: Sequence[Any]) -> bool:
+    """Whether a call of any of the modules would run a hook, a `compile()` graph or a replaced method.
 
     A module that replaces a basic operation of a fused one, such as a wrapper around it, intercepts its calls. The
     function runs in each chain call: a loop, because a generator would enter a function for each operation.
 
     Args:
-        operations: Operations, with the basic operations of fused ones (`list_interceptable`).
+        modules: Operations, with the basic operations of fused ones (`list_interceptable`).
     """
     if (
         every_module._global_forward_hooks
@@ -40,25 +40,25 @@ def are_unintercepted(operations: Sequence[Any]) -> bool:
         or every_module._global_backward_pre_hooks
         or torch.nn.Module.__call__ is not _MODULE_CALL
     ):
-        return False
-    for operation in operations:
+        return True
+    for module in modules:
         if (
-            operation._forward_hooks
-            or operation._forward_pre_hooks
-            or operation._backward_hooks
-            or operation._backward_pre_hooks
-            or operation._compiled_call_impl is not None
-            or "forward" in operation.__dict__
-            or type(operation).forward is not getattr(type(operation), "_own_forward", None)
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or module._compiled_call_impl is not None
+            or "forward" in module.__dict__
+            or type(module).forward is not getattr(type(module), "_own_forward", None)
         ):
-            return False
-    return True
+            return True
+    return False
 
 
 def unfused_reason(operation: Any) -> str | None:
     """Reason why an operation is called as a module, for `te.explain`; None if it fuses."""
     parts = list_interceptable([operation])
-    if are_unintercepted(parts):
+    if not any_intercepted(parts):
         return None
     for part in parts:
         name = "it" if part is operation else f"its {type(part).__name__}"

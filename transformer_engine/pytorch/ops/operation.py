@@ -23,7 +23,7 @@ from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
 from ..tensor.quantizer import Quantizer
 from .channels import Channels
-from .intercepted_calls import are_unintercepted, list_interceptable
+from .intercepted_calls import any_intercepted, list_interceptable
 from .lent_parameters import LentParameters
 from .parts import NO_CHANNELS, ContainerPart, call_parts, connecting_channels
 from .recipe_slots import RecipeSlots
@@ -170,7 +170,7 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
                 f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but "
                 f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
-        if self.is_fused_op and not are_unintercepted(list_interceptable(members)):
+        if self.is_fused_op and any_intercepted(list_interceptable(members)):
             # A module that replaces a basic operation has no extra tensors.
             groups = [[member] if isinstance(member, BasicOperation) else [] for member in members]
             parts = [
@@ -190,13 +190,14 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
     def connect(self, channels: frozenset[str]) -> None:
         """Make separate calls to the operation read and return channel tensors.
 
+        Only `parts.py` calls this method: `ContainerPart.call` and `disconnect`.
+
         Args:
             channels: Channel names that connect the operation with others in its container.
         """
         if channels != self._channels:
-            object.__setattr__(
-                self, "_channels", channels
-            )  # no change to the operation's settings (`_revision`)
+            # Not a change to the operation's settings, which `_revision` counts.
+            object.__setattr__(self, "_channels", channels)
 
     # The `forward` of this class that computes the same as a fused chain; a user's class may have another one.
     _own_forward: ClassVar[Callable[..., Any] | None] = forward

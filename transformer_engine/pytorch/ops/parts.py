@@ -57,9 +57,23 @@ class ContainerPart:
             return self.module(x)
         if self.is_fused_chain:
             return self.module(x, *extra_inputs, basic_op_kwargs=options if any(options) else None)
+        # The connection outlives the call, because a checkpoint repeats `forward` in the backward pass. `disconnect`
+        # ends it.
         self.module.connect(self.channels)
         own_options = options[0] if len(options) == 1 else {}  # a fused operation takes none
         return self.module(x, *extra_inputs, **own_options)
+
+
+def disconnect(operations: Sequence[Any]) -> None:
+    """End the connections from `ContainerPart.call`, for operations that join a fused chain.
+
+    The chain connects its operations itself. A separate call to one of them then reads and returns no channel tensors.
+
+    Args:
+        operations: The operations; basic operations of fused ones, which may have been called by themselves, included.
+    """
+    for operation in operations:
+        operation.connect(NO_CHANNELS)
 
 
 def connecting_channels(

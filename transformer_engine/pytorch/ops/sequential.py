@@ -10,10 +10,11 @@ A container divides its modules into parts (`parts.py`) and calls the parts in o
 Besides the main input and output, operations may have extra inputs and outputs (`channels.py`). The caller passes an
 extra input, or an earlier operation provides it through a channel, a name that both operations set.
 
-Within `autocast`, operations and modules of this package use its recipe; other modules do not quantize.
+Within `autocast`, operations and modules of this package use its recipe.
 
 torch.compile sees the same parts. A traced fused chain runs in segments (`fuser.py`), and tracing assigns no
-attributes: higher-order operators such as checkpoints raise an error for a side effect inside a graph.
+attributes: higher-order operators such as checkpoints raise an error for a side effect inside a graph. The exception is
+an operation with channels that becomes a single module, or ceases to be one (`ContainerPart.call`, `disconnect`).
 """
 
 from __future__ import annotations
@@ -28,29 +29,37 @@ from ...common.explanation import is_explaining, note
 from ...common.numbers import to_int, with_article
 from ..quantization.resizable_state import CheckedLoading
 from .fuser import OperationFuser
-from .intercepted_calls import are_unintercepted, list_interceptable, unfused_reason
+from .intercepted_calls import any_intercepted, list_interceptable, unfused_reason
 from .operation import BasicOperation, FusibleOperation
-from .parts import NO_CHANNELS, ContainerPart, call_parts, connecting_channels
+from .parts import ContainerPart, call_parts, connecting_channels, disconnect
 
 
-class _CachedParts(NamedTuple):
-    """Cached division of a Sequential into parts, and the modules for which it is valid.
-
-    `_find_parts` divides again if any attribute other than `parts` has changed.
+class _CacheKey(NamedTuple):
+    """Everything that the division of a Sequential into parts depends on.
 
     Attributes:
         modules: All modules of the container, in order (the values of `_modules`).
-        operations: The modules that are operations.
-        interceptable: The operations, followed by the basic operations of fused operations. A user
-            may replace a basic operation by another module.
-        fusible: The operations whose calls nothing intercepts (`are_unintercepted`), which may therefore fuse.
-        parts: Fused chains and single modules, in order.
+        interceptable: The operations and the basic operations of the fused ones. The latter are included so that
+            replacing one (`linear.basic_ops[0] = wrapper`) divides the container again.
+        fusible: The operations whose calls nothing intercepts (`any_intercepted`), which may therefore fuse.
     """
 
     modules: list[torch.nn.Module | None]
-    operations: list[FusibleOperation]
     interceptable: list[FusibleOperation]
     fusible: list[FusibleOperation]
+
+
+class _CachedParts(NamedTuple):
+    """Division of a Sequential into parts, valid while the key is equal.
+
+    Attributes:
+        key: The key.
+        operations: The modules that are operations.
+        parts: Fused chains and single modules, in order.
+    """
+
+    key: _CacheKey
+    operations: list[FusibleOperation]
     parts: list[ContainerPart]
 
 
@@ -121,21 +130,22 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
         cached = self._cached_parts
-        if cached is not None and cached.modules == modules:
+        if cached is not None and cached.key.modules == modules:
             operations = cached.operations  # isinstance with an abstract class takes time in each call
         else:
             operations = [module for module in modules if isinstance(module, FusibleOperation)]
         interceptable = list_interceptable(operations)
         fusible = operations
-        if not are_unintercepted(interceptable):
-            fusible = [op for op in operations if are_unintercepted(list_interceptable([op]))]
+        if any_intercepted(interceptable):
+            fusible = [op for op in operations if not any_intercepted(list_interceptable([op]))]
         if is_explaining():
             self._note_unfused()
-        if cached is not None and cached[:-1] == (modules, operations, interceptable, fusible):
+        key = _CacheKey(modules, interceptable, fusible)
+        if cached is not None and cached.key == key:
             return cached.parts
         parts = self._build_parts(fusible)
         if not torch.compiler.is_compiling():  # no side effects while tracing
-            self._cached_parts = _CachedParts(modules, operations, interceptable, fusible, parts)
+            self._cached_parts = _CachedParts(key, operations, parts)
         return parts
 
     def _build_parts(self, fusible: list[FusibleOperation]) -> list[ContainerPart]:
@@ -155,14 +165,11 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         ]
         parts: list[ContainerPart] = []
         for group, group_ops, channels in zip(groups, basic_ops, connecting_channels(basic_ops), strict=True):
-            module: Any = group[0]
-            if module in fusible:
-                for operation in group:
-                    # `ContainerPart.call` connected the operation to channels if it was a single module before.
-                    # The fuser connects it from now on.
-                    operation.connect(NO_CHANNELS)
-                module = OperationFuser(group, channels)
-            parts.append(ContainerPart(module, group_ops, channels))
+            runs: OperationFuser | torch.nn.Module = group[0]
+            if group[0] in fusible:
+                disconnect([*group, *group_ops])
+                runs = OperationFuser(group, channels)
+            parts.append(ContainerPart(runs, group_ops, channels))
         return parts
 
     @property
@@ -172,7 +179,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         NVIDIA's Transformer Engine uses this name. The value is None until the first forward pass in eager
         mode, and after a change of modules until the next forward pass.
         """
-        if self._cached_parts is None or self._cached_parts.modules != list(self._modules.values()):
+        if self._cached_parts is None or self._cached_parts.key.modules != list(self._modules.values()):
             return None
         return [part.module for part in self._cached_parts.parts]
 
