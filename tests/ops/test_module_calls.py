@@ -216,3 +216,23 @@ def test_a_channel_without_a_producer_names_the_channel_in_a_divided_chain():
     chain[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="channel 'r' has no producer"):
         chain(torch.randn(2, 16))
+
+
+class Pair(ops.FusedOperation):
+    """Two operations as one."""
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_operation_that_fuses_again_returns_no_channel_tensors_by_itself(fused: bool):
+    copy = ops.MakeExtraOutput()
+    copy.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add = ops.AddExtraInput()
+    add.set_extra_input_channel(0, "residual")
+    chain = ops.Sequential(Pair([copy, ops.ReLU()]) if fused else copy, add)
+    x = torch.randn(4, 32)
+    handle = copy.register_forward_hook(lambda *_: None)
+    expected = x.relu() + x if fused else 2 * x
+    assert torch.equal(chain(x), expected) and len(chain._module_groups or ()) == 2
+    handle.remove()
+    assert torch.equal(chain(x), expected) and len(chain._module_groups or ()) == 1
+    assert isinstance(copy(x), torch.Tensor) and isinstance(chain[0](x), torch.Tensor)

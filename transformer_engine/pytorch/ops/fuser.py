@@ -68,7 +68,7 @@ from .fusions import (
     register_forward_fusion,
 )
 from .lent_parameters import are_parametrized
-from .links import Links, check_tensor, extra_inputs_error
+from .links import Links, check_options_count, check_tensor, extra_inputs_error
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS
 from .pass_operation import check_parameters, has_passes, initialize_operations
@@ -184,11 +184,8 @@ class OperationFuser:
             raise extra_inputs_error(len(extra_inputs), self._basic_ops)
         if type(x) is not Tensor:
             check_tensor(f"the main input of {type(self._basic_ops[0]).__name__} (operation 0)", x)
-        if options is not None and len(options) != self._num_basic_ops:
-            raise ValueError(
-                f"basic_op_kwargs has {len(options)} entries for {self._num_basic_ops} basic operations; give "
-                "one dict for each"
-            )
+        if options is not None:
+            check_options_count(options, self._num_basic_ops)
 
     def _find_prepared(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +25,7 @@ from ..tensor.quantizer import Quantizer
 from .channels import Channels
 from .intercepted_calls import any_intercepted, list_interceptable
 from .lent_parameters import LentParameters
+from .links import check_options_count
 from .parts import NO_CHANNELS, ContainerPart, call_parts, connecting_channels
 from .recipe_slots import RecipeSlots
 
@@ -159,33 +160,62 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         Args:
             input: The main input.
             *extra_inputs: The extra inputs.
-            **kwargs: Operation keyword arguments.
+            **kwargs: Keyword arguments, if the operation is, or consists of, one basic operation. A fused operation
+                accepts `basic_op_kwargs`: one dict, possibly empty, for each of its basic operations.
 
         Returns:
             The output, or a tuple with the output and the extra outputs.
+
+        Raises:
+            ValueError: There are too few or too many extra inputs or entries in `basic_op_kwargs`, or the operation
+                does not accept a keyword argument.
         """
         members = self.basic_operations()
-        if kwargs and len(members) != 1:
+        options: list[dict[str, Any]] | None = (
+            kwargs.pop("basic_op_kwargs", None) if self.is_fused_op else None
+        )
+        if kwargs and (options is not None or len(members) != 1):
             raise ValueError(
-                f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but "
-                f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
+                f"{type(self).__name__} stands for {len(members)} basic operations and does not accept the keyword "
+                f"argument {sorted(kwargs)[0]!r}; pass basic_op_kwargs, one dict for each of them"
             )
+        if kwargs:
+            options = [kwargs]
         if self.is_fused_op and any_intercepted(list_interceptable(members)):
-            # A module that replaces a basic operation has no extra tensors.
-            groups = [[member] if isinstance(member, BasicOperation) else [] for member in members]
-            parts = [
-                ContainerPart(member, group, names)
-                for member, group, names in zip(
-                    members, groups, connecting_channels(groups, self._channels), strict=True
-                )
-            ]
-            return call_parts(parts, input, extra_inputs, {}, self._channels)
+            return self._call_members(members, input, extra_inputs, options)
         fuser: Any = self.__dict__.get("_own_fuser")
         if fuser is None or fuser._basic_ops != members or fuser.channels != self._channels:
             fuser = type(self)._fuser([self], self._channels)
             if not torch.compiler.is_compiling():  # checkpoints in a graph forbid side effects
                 object.__setattr__(self, "_own_fuser", fuser)
-        return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+        return fuser(input, *extra_inputs, basic_op_kwargs=options)
+
+    def _call_members(
+        self,
+        members: Sequence[Any],
+        input: Tensor,
+        extra_inputs: Sequence[Tensor],
+        options: list[dict[str, Any]] | None,
+    ) -> Any:
+        """Call the basic operations of a fused operation one after another as modules, so that their hooks run.
+
+        Args:
+            members: The basic operations, or modules that replace them, which have no extra tensors and options.
+            input: The main input.
+            extra_inputs: The extra inputs.
+            options: Keyword arguments by basic operation.
+        """
+        groups = [[member] if isinstance(member, BasicOperation) else [] for member in members]
+        basic_ops = [operation for group in groups for operation in group]
+        if options is not None:
+            check_options_count(options, len(basic_ops))
+        channels = connecting_channels(groups, self._channels)
+        parts = [
+            ContainerPart(member, group, names)
+            for member, group, names in zip(members, groups, channels, strict=True)
+        ]
+        options_by_id = {id(op): kwargs for op, kwargs in zip(basic_ops, options or (), strict=False)}
+        return call_parts(parts, input, extra_inputs, options_by_id, self._channels)
 
     def connect(self, channels: frozenset[str]) -> None:
         """Make separate calls to the operation read and return channel tensors.

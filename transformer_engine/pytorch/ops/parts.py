@@ -60,8 +60,10 @@ class ContainerPart:
         # The connection outlives the call, because a checkpoint repeats `forward` in the backward pass. `disconnect`
         # ends it.
         self.module.connect(self.channels)
-        own_options = options[0] if len(options) == 1 else {}  # a fused operation takes none
-        return self.module(x, *extra_inputs, **own_options)
+        if not any(options):
+            return self.module(x, *extra_inputs)
+        keywords = {"basic_op_kwargs": options} if self.module.is_fused_op else options[0]
+        return self.module(x, *extra_inputs, **keywords)
 
 
 def disconnect(operations: Sequence[Any]) -> None:

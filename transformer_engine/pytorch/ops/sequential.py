@@ -30,7 +30,7 @@ from ...common.numbers import to_int, with_article
 from ..quantization.resizable_state import CheckedLoading
 from .fuser import OperationFuser
 from .intercepted_calls import any_intercepted, list_interceptable, unfused_reason
-from .operation import BasicOperation, FusibleOperation
+from .operation import BasicOperation, FusedOperation, FusibleOperation
 from .parts import ContainerPart, call_parts, connecting_channels, disconnect
 
 
@@ -106,15 +106,16 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         Args:
             input: The main input.
             *extra_inputs: Extra inputs that no channel provides, in the order of the operations.
-            op_kwargs: {basic operation, or its index in the container: dict of keyword arguments}.
+            op_kwargs: {basic operation: dict of keyword arguments}. The operation is a child of the container or
+                one of the `basic_ops` of a child. The index of a child that is a basic operation may replace it.
 
         Returns:
             The output, or a tuple (output, *extra outputs).
 
         Raises:
             TypeError: An input of an operation is not a tensor; `op_kwargs` or a value in it is not a dict.
-            ValueError: There are too few or too many extra inputs, or a key of `op_kwargs` is not a basic
-                operation in this container.
+            ValueError: There are too few or too many extra inputs, or a key of `op_kwargs` names no basic
+                operation in this container, or the operation does not accept a keyword argument.
         """
         parts = self._find_parts()
         if len(parts) == 1 and parts[0].is_fused_chain and not op_kwargs:
@@ -197,25 +198,37 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
 
         Raises:
             TypeError: `op_kwargs`, or the value of a key, is not a dict.
-            ValueError: A key is not a basic operation in this container.
+            ValueError: A key names no basic operation that is a child or a basic operation of a child.
         """
-        for value in (op_kwargs or {}, *(op_kwargs.values() if isinstance(op_kwargs, Mapping) else ())):
-            if not isinstance(value, Mapping):
-                raise TypeError(
-                    f"op_kwargs contains {value!r}; give a dict {{operation or its index: dict of keyword arguments}}"
-                )
+        if op_kwargs is None:
+            return {}
+        if not isinstance(op_kwargs, Mapping):
+            raise TypeError(
+                f"op_kwargs={op_kwargs!r} is {with_article(type(op_kwargs))}; give a dict {{basic operation, or the "
+                "index of one: dict of keyword arguments}"
+            )
+        basic_ids = {id(operation) for module in self for operation in _basic_operations(module)}
         result: dict[int, dict[str, Any]] = {}
-        module_ids = {id(module) for module in self}
-        for target, kwargs in (op_kwargs or {}).items():
+        for target, kwargs in op_kwargs.items():
+            if not isinstance(kwargs, Mapping):
+                raise TypeError(
+                    f"op_kwargs contains {kwargs!r}, which is {with_article(type(kwargs))}; give a dict of keyword "
+                    "arguments"
+                )
             if isinstance(target, int) and not -len(self) <= target < len(self):
                 raise ValueError(f"op_kwargs names operation {target} of a Sequential of {len(self)} modules")
             op = self[target] if isinstance(target, int) else target
             if not isinstance(op, BasicOperation):
+                remedy = "; use one of its basic_ops as the key" if isinstance(op, FusedOperation) else ""
                 raise ValueError(
-                    f"op_kwargs names {with_article(type(op))}; only basic operations take keyword arguments"
+                    f"op_kwargs names {with_article(type(op))}, but only basic operations take keyword arguments"
+                    f"{remedy}"
                 )
-            if id(op) not in module_ids:
-                raise ValueError(f"op_kwargs names {with_article(type(op))} that is not in this Sequential")
+            if id(op) not in basic_ids:
+                raise ValueError(
+                    f"op_kwargs names {with_article(type(op))} that is neither in this Sequential nor in one of its "
+                    "fused operations"
+                )
             result[id(op)] = dict(kwargs)
         return result
 
