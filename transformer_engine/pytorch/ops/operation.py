@@ -27,7 +27,7 @@ from .intercepted_calls import any_intercepted, list_interceptable
 from .lent_parameters import LentParameters
 from .links import check_options_count
 from .parts import NO_CHANNELS, ContainerPart, call_parts, connecting_channels
-from .recipe_slots import RecipeSlots
+from .recipe_slots import RECIPE_ATTRIBUTES, RecipeSlots
 
 _revisions = itertools.count(1)
 
@@ -259,7 +259,8 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
     # Attributes that the representation shows, by argument name.
     _shown: ClassVar[dict[str, str]] = {}
 
-    # Another number after each write to an attribute; parameters and `training` are compared by themselves.
+    # Another number after each write to an attribute. Keys (`call_key.py`) contain parameters, `training` and the
+    # version of the quantizers apart from this number.
     _revision: int = 0
     # Whether a tracing compiler has executed `pre_first_fuser_forward`.
     _initialized_while_tracing: bool = False
@@ -277,7 +278,7 @@ class BasicOperation(LentParameters, Channels, RecipeSlots, FusibleOperation, me
             self._set_lent_parameter(name, value)
             return
         super().__setattr__(name, value)
-        if name != "training" and not isinstance(value, Tensor):
+        if name != "training" and name not in RECIPE_ATTRIBUTES and not isinstance(value, Tensor):
             object.__setattr__(self, "_revision", next(_revisions))
 
     def __delattr__(self, name: str) -> None:

@@ -142,8 +142,7 @@ class BasicLinear(PassOperation):
         tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
         return [QuantizerRole("linear", tensor, "") for tensor in tensors]
 
-    def _set_recipe(self, recipe: Any, group: Any) -> None:
-        super()._set_recipe(recipe, group)
+    def _connect_parameters(self) -> None:
         self.connect_parameter(self.weight, 1)
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
