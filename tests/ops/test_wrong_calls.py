@@ -48,10 +48,11 @@ def test_extra_inputs_that_no_operation_reads_are_named():
     ("op_kwargs", "message"),
     [
         (3, r"op_kwargs=3 is an int; give a dict \{basic operation"),
+        (0, r"op_kwargs=0 is an int; give a dict \{basic operation"),
         ({0: 3}, "op_kwargs contains 3, which is an int; give a dict of keyword"),
         ({0: None}, "op_kwargs contains None, which is a NoneType; give a dict of keyword"),
     ],
-    ids=["int", "value", "None"],
+    ids=["int", "zero", "value", "None"],
 )
 def test_op_kwargs_that_are_not_dicts_are_named(op_kwargs: Any, message: str):
     with pytest.raises(TypeError, match=message):

@@ -118,7 +118,7 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
                 operation in this container, or the operation does not accept a keyword argument.
         """
         parts = self._find_parts()
-        if len(parts) == 1 and parts[0].is_fused_chain and not op_kwargs:
+        if len(parts) == 1 and parts[0].is_fused_chain and op_kwargs is None:
             return parts[0].module(input, *extra_inputs)
         return call_parts(parts, input, extra_inputs, self._options_by_operation(op_kwargs))
 
@@ -236,10 +236,14 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """State for copies and pickles, without the cached parts; a copy computes its own."""
         return {name: value for name, value in self.__dict__.items() if name != "_cached_parts"}
 
-    # List methods. They differ from torch.nn.Sequential's in three ways: `extend` and `+` accept any
-    # iterable, a removal does not rename the remaining modules, and `append` uses the number after the
-    # highest one as the name. `insert` renames all modules, as in torch.nn.Sequential, so that the numbers
-    # follow the order. `*` repeats the same modules, which share their parameters.
+    # List methods. They differ from torch.nn.Sequential's in three ways:
+    #
+    # - `extend` and `+` accept any iterable.
+    # - A removal does not rename the remaining modules.
+    # - `append` uses the number after the highest one as the name.
+    #
+    # `*` repeats the same modules, which share their parameters. A child is None after `chain.name = None` or
+    # `add_module(name, None)`: iteration and calls skip it, indices and `len` count it as in torch.nn.Sequential.
 
     def _module_name(self, index: int) -> str:
         keys = list(self._modules)
@@ -276,8 +280,12 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         return self
 
     def insert(self, idx: int, module: torch.nn.Module) -> Sequential:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Insert a module before an index, name all modules by their indices, and return the container."""
-        modules = list(self)
+        """Insert a module before an index, and return the container.
+
+        All modules are named by their indices afterwards, so that the numbers follow the order. Names from a dict
+        are lost, and the keys of state dicts change with the names.
+        """
+        modules = list(self._modules.values())
         modules.insert(idx, _check_module(module))
         self._modules = {str(i): child for i, child in enumerate(modules)}
         return self
