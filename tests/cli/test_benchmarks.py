@@ -73,7 +73,12 @@ def test_no_script_times_by_itself():
     folder = Path(record.__file__).parent
     timing = {
         *("convergence", "convert", "model_step", "recipe_table", "train_switches"),  # training runs
-        *("context_parallel", "jax_ranks", "sharded_models", "expert_ranks"),  # steps on several devices at once
+        *(
+            "context_parallel",
+            "jax_ranks",
+            "sharded_models",
+            "expert_ranks",
+        ),  # steps on several devices at once
         "jax_memory",  # tracing, lowering and compiling one program
         "shortest",
     }
