@@ -355,8 +355,7 @@ def norm_mlp(
     if not spec.needs_grad:
         y, norm_output = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
         return y, norm_output
-    outputs = _NormMLP.apply(spec, returns_residual, *tensors)
-    # torch 2.11 cannot trace the backward for an output that is None.
+    outputs = (_NormMLPWithResidual if returns_residual else _NormMLP).apply(spec, *tensors)
     return outputs if spec.returns_norm_output or returns_residual else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
@@ -388,11 +387,14 @@ def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence
     return gradients
 
 
-def _run_and_save_inputs(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Run the forward pass of a node with `checkpoint`, and save its tensors and the states of its quantizers.
+def _run_and_save(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Run the forward pass of a node and save the operands for its backward pass.
 
+    With `checkpoint`, save the tensors and the quantizers' states instead, from which
     `_checkpointed_backward` computes the operands again.
     """
+    if not spec.checkpoint:
+        return run_and_save(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
     states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
     results = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
     save_tensors(ctx, (*tensors, *states))
@@ -402,24 +404,27 @@ def _run_and_save_inputs(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) ->
 
 class _NormMLP(Function):
     @staticmethod
-    def forward(ctx: Any, spec: NormMLPSpec, returns_residual: bool, *tensors: Any) -> Any:
-        ctx.returns_residual = returns_residual
-        if spec.checkpoint:
-            y, norm_output = _run_and_save_inputs(ctx, spec, tensors)
-        else:
-            y, norm_output = run_and_save(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
-        if returns_residual:
-            return y, tensors[0]
+    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
+        y, norm_output = _run_and_save(ctx, spec, tensors)
+        # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @once_differentiable("LayerNormMLP")
     def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # The gradients of norm(x) and of the residual; at most one of them is returned by a call.
-        others = (None, grad_second) if ctx.returns_residual else (grad_second, None)
+        # The second output is norm(x), or the residual in a subclass.
+        others = (grad_second, None) if ctx.spec.returns_norm_output else (None, grad_second)
         grads = (grad_output, *others)
         if ctx.spec.checkpoint:
             dx, dgamma, dbeta, *rest = _checkpointed_backward(ctx, grads)
         else:
             dx, dgamma, dbeta, *rest = run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
-        return None, None, dx, dgamma, dbeta if ctx.needs_input_grad[4] else None, *rest
+        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
+
+
+class _NormMLPWithResidual(_NormMLP):
+    """`_NormMLP` that returns x as its second output, the residual."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
+        return _run_and_save(ctx, spec, tensors)[0], tensors[0]

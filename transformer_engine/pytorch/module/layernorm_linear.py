@@ -255,7 +255,9 @@ class LayerNormLinear(ProductsModule):
             y, second = _run_by_name(x, gamma, beta, weight, product_bias, spec)
         else:
             y, second = norm_linear(x, gamma, beta, weight, product_bias, spec, returns_residual)
-        return self.pack_outputs(y, bias, second), second if returns_residual else inp
+        if config.return_bias or config.return_layernorm_output:
+            y = self.pack_outputs(y, bias, second)
+        return y, second if returns_residual else inp
 
     def onnx_forward(self, inp: Tensor, fp8_output: bool | None = False) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""

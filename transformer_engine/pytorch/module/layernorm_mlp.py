@@ -336,7 +336,9 @@ class LayerNormMLP(ProductsModule):
         y, second = norm_mlp(inputs, spec, returns_residual)
         if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
-        return self.pack_outputs(y, fc2_bias, second), second if returns_residual else inp
+        if config.return_bias or config.return_layernorm_output:
+            y = self.pack_outputs(y, fc2_bias, second)
+        return y, second if returns_residual else inp
 
     def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
