@@ -6,6 +6,7 @@ The wrapper presents the nominal shape and dtype; `aten` defines its operations.
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -392,3 +393,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):  # 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return aten.dispatch(func, args, kwargs or {})
+
+
+# fully_shard reads this signature before each gather, which takes longer than the call if it is not stored.
+vars(QuantizedTensor.fsdp_pre_all_gather)["__signature__"] = inspect.signature(
+    QuantizedTensor.fsdp_pre_all_gather
+)
