@@ -47,11 +47,11 @@ def trace_code(call: Callable[[], Any]) -> tuple[set[CodeType], int]:
 
 def lines_of_code(codes: set[CodeType]) -> dict[str, int]:
     """{file: code lines in these functions}, without docstrings, comments and blank lines."""
-    wanted: dict[str, set[int]] = {}
+    expected: dict[str, set[int]] = {}
     for code in codes:
-        wanted.setdefault(code.co_filename, set()).add(code.co_firstlineno)
+        expected.setdefault(code.co_filename, set()).add(code.co_firstlineno)
     found: dict[str, int] = {}
-    for file, first_lines in wanted.items():
+    for file, first_lines in expected.items():
         if not Path(file).exists():  # generated code
             continue
         source = Path(file).read_text(encoding="utf-8")
@@ -106,12 +106,12 @@ def main() -> None:
             transformer(sequence)
 
     figures: dict[str, Any] = {"calls of TransformerLayer's first call": trace_code(first_call)[1]}
-    for name, layer, given in (
+    for name, layer, argument in (
         ("Linear", te.Linear(64, 64, **bfloat16), x),
         ("LayerNormMLP", te.LayerNormMLP(64, 128, **bfloat16), x),
         ("TransformerLayer", transformer, sequence),
     ):
-        files = warm_pass(layer, given, recipe)
+        files = warm_pass(layer, argument, recipe)
         figures[name] = {"files": len(files), "lines": sum(files.values())}
         if options.files:
             figures[name]["lines by file"] = dict(sorted(files.items(), key=lambda item: -item[1]))

@@ -95,12 +95,12 @@ def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any],
             boxed = jax.jit(lambda key, x: model.init(key, x, deterministic=True))(jax.random.key(2), x)
             specs = nn.logical_to_mesh(nn.get_partition_spec(boxed)["params"])
             state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
-            whole = NamedSharding(mesh, PartitionSpec())
+            full = NamedSharding(mesh, PartitionSpec())
             laid = jax.tree.map(
                 lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
             )
             params = jax.tree.map(jax.device_put, params, laid)
-            state = jax.device_put(state, whole)
+            state = jax.device_put(state, full)
 
             def step(state: Any, params: Any, x: Any, dy: Any) -> Any:
                 def run(state: Any, params: Any, x: Any) -> Any:
@@ -110,7 +110,7 @@ def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any],
                 state, *gradients = pullback(dy)
                 return state, (y, *gradients)
 
-            shardings = (jax.tree.map(lambda _: whole, state), (x.sharding, laid, x.sharding))
+            shardings = (jax.tree.map(lambda _: full, state), (x.sharding, laid, x.sharding))
             compiled = jax.jit(step, donate_argnums=0, out_shardings=shardings)
             return milliseconds(compiled, state, params, x, dy)
 
@@ -201,7 +201,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     one: dict[str, float] = {}
 
-    def measured(name: str, what: str, devices: int, work: int, run: Callable[[], float]) -> None:
+    def measure(name: str, what: str, devices: int, work: int, run: Callable[[], float]) -> None:
         try:
             row: dict[str, Any] = {"case": name, "layout": what, "eager_ms": round(run(), 3)}
             if devices == 1:
@@ -220,7 +220,7 @@ def main() -> None:
     for name in options.recipe or ("bf16", "delayed"):
         for layout in layouts(devices):
             case = f"layer_fb/{name}/llama8b_s{tokens}"
-            measured(
+            measure(
                 case, layout.name, layout.devices, layout.sequences,
                 lambda n=name, at=layout: layer(at, RECIPES[n], sizes, tokens),
             )  # fmt: skip
@@ -229,13 +229,13 @@ def main() -> None:
     for name in options.recipe or ("bf16", "delayed"):
         case = f"experts_fb/{name}/qwen3_30b_a3b_t{tokens}"
         for count in (1, devices):
-            measured(
+            measure(
                 case, f"ep {count}", count, count,
                 lambda n=name, d=count: experts(d, RECIPES[n], mixture, tokens),
             )  # fmt: skip
     case = f"dpa_fb/bf16/causal_b1_s{long}_h{heads[0]}_{heads[1]}_d128"
     for count, strategy in ((1, "DEFAULT"), (devices, "RING"), (devices, "ALL_GATHER")):
-        measured(
+        measure(
             case, f"cp {count} {strategy}".lower(), count, 1,
             lambda d=count, s=strategy: sequence(d, s, long, *heads),
         )  # fmt: skip

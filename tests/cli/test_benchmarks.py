@@ -37,6 +37,8 @@ class Case(NamedTuple):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_imports(name):
+    if name.startswith("jax_"):
+        pytest.importorskip("jax")
     assert importlib.import_module(name).__doc__
 
 

@@ -15,9 +15,9 @@ DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_transposing_moves_codes_without_changing_them(shape, dtype, device):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(dtype)
-    turned = transposed_codes(codes)
-    assert turned.dtype == dtype and turned.is_contiguous()
-    assert torch.equal(turned.view(torch.uint8), codes.view(torch.uint8).t())
+    transposed = transposed_codes(codes)
+    assert transposed.dtype == dtype and transposed.is_contiguous()
+    assert torch.equal(transposed.view(torch.uint8), codes.view(torch.uint8).t())
 
 
 @pytest.mark.any_device

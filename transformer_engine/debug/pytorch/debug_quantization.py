@@ -238,7 +238,7 @@ class DebugQuantizer(Observing):
 
     def quantize(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None
-    ) -> DebugQuantizedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    ) -> DebugQuantizedTensor:
         """Quantize both directions of a tensor, as far as the usages request them; `out` and `dtype` have no effect."""
         with torch.no_grad():
             directions = self._directions(tensor.detach(), self.rowwise_usage, self.columnwise_usage)

@@ -287,12 +287,12 @@ class MultiheadAttention(CheckedLoading):
     ) -> tuple[Any, Tensor]:
         """Compute `forward`, with the core attention's arguments as one record, for `TransformerLayer`.
 
-        The whole call is checked and planned before it has effects (`check_layer_call`). Then it computes
+        The whole call is checked and planned before it has effects (`check_layer_call`). The steps are:
 
-            qkv = projection(norm(hidden_states))    `_project`; in a cross attention q, and k and v from encoder_output
-            q, k, v = split(qkv)                     `_split_heads`, with norms of the heads and the rotation
-            context = softmax(q k^T / sqrt(d)) v     the core attention
-            output = proj(context)
+        1. `_project`: qkv = projection(norm(hidden_states)); in a cross attention k and v come from encoder_output.
+        2. `_split_heads`: q, k and v with the norms of their heads and the rotation.
+        3. The core attention: context = softmax(q k^T / sqrt(d)) v.
+        4. The output projection: proj(context).
 
         Returns:
             (outputs of `forward`, hidden_states). With `uses_residual`, the caller uses hidden_states as the

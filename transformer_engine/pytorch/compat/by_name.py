@@ -122,7 +122,7 @@ class LinearByName(Function, metaclass=ReplaceableFunction):
 
     @staticmethod
     @once_differentiable("Linear")
-    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_output):
         inp, weight = ctx.saved_tensors
         dy = grad_output.reshape(-1, grad_output.shape[-1])
         grads = _gradients(dy, inp, weight, ctx.spec, ctx.file, ctx.dtypes)
@@ -152,7 +152,7 @@ class LayerNormLinearByName(Function, metaclass=ReplaceableFunction):
 
     @staticmethod
     @once_differentiable("LayerNormLinear")
-    def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_output, grad_norm_output=None):
         inp, gamma, mean, rstdev, normed, weight = ctx.saved_tensors
         spec: NormLinearSpec = ctx.spec
         dy = grad_output.reshape(-1, grad_output.shape[-1])
@@ -185,7 +185,7 @@ class GroupedLinearByName(Function, metaclass=ReplaceableFunction):
 
     @staticmethod
     @once_differentiable("GroupedLinear")
-    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_output):
         inp, *weights = ctx.saved_tensors
         spec = ctx.spec
         parts = zip(grad_output.split(spec.rows), inp.split(spec.rows), weights, spec.groups, strict=True)

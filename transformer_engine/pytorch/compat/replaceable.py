@@ -84,13 +84,13 @@ def is_unintercepted(module: nn.Module, kind: type[nn.Module]) -> bool:
     return (
         type(module) is kind
         and kind.__call__ is MODULE_CALL
-        and are_unintercepted((module,), "_layer_forward")
+        and not any_intercepted((module,), "_layer_forward")
         and not torch._C._get_tracing_state()
     )
 
 
-def are_unintercepted(modules: Sequence[Any], own_forward: str = "_own_forward") -> bool:
-    """Whether calls of modules run no hook, no `compile()` graph and no replaced method.
+def any_intercepted(modules: Sequence[Any], own_forward: str = "_own_forward") -> bool:
+    """Whether a call of any of the modules runs a hook, a `compile()` graph or a replaced method.
 
     The function runs in each layer call and each chain call: a loop, because a generator would enter a function for
     each module.
@@ -101,7 +101,7 @@ def are_unintercepted(modules: Sequence[Any], own_forward: str = "_own_forward")
             `_own_forward` of operations. A layer in the place of a basic operation intercepts its calls.
     """
     if everywhere._has_any_global_hook() or nn.Module.__call__ is not MODULE_CALL:
-        return False
+        return True
     for module in modules:
         if (
             module._forward_hooks
@@ -112,5 +112,5 @@ def are_unintercepted(modules: Sequence[Any], own_forward: str = "_own_forward")
             or "forward" in module.__dict__
             or type(module).forward is not getattr(type(module), own_forward, None)
         ):
-            return False
-    return True
+            return True
+    return False

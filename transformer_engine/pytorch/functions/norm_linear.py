@@ -293,8 +293,8 @@ def norm_linear(
     if not spec.needs_grad:
         y, norm_output = run_without_saving(NORM_LINEAR_FUNCTIONS, spec, (x, gamma, beta, weight, bias))
         return y, norm_output
-    outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec, returns_residual)
-    # torch 2.11 cannot trace the backward for an output that is None.
+    node = _NormLinearWithResidual if returns_residual else _NormLinear
+    outputs = node.apply(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output or returns_residual else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
@@ -302,20 +302,24 @@ class _NormLinear(Function):
     """Node in autograd's graph: `run_and_save` runs the forward function, `run_backward` the backward function."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec, residual: bool
-    ) -> Any:
-        ctx.returns_residual = residual
+    def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
         y, norm_output = run_and_save(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))
-        if residual:
-            return y, x
+        # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @once_differentiable("LayerNormLinear")
     def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # The gradients of norm(x) and of the residual; at most one of them is returned by a call.
-        others = (None, grad_second) if ctx.returns_residual else (grad_second, None)
+        # The second output is norm(x), or the residual in a subclass.
+        others = (grad_second, None) if ctx.spec.returns_norm_output else (None, grad_second)
         dx, dgamma, dbeta, dw, db = run_backward(NORM_LINEAR_FUNCTIONS, ctx, (grad_output, *others))
-        # beta is None in an RMSNorm; the spec and the flag have no gradients.
-        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None, None
+        # beta is None in an RMSNorm; the spec has no gradient.
+        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, dw, db, None
+
+
+class _NormLinearWithResidual(_NormLinear):
+    """`_NormLinear` that returns x as its second output, the residual."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
+        return run_and_save(NORM_LINEAR_FUNCTIONS, ctx, spec, (x, gamma, beta, weight, bias))[0], x

@@ -1,9 +1,28 @@
-"""LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2.
+"""LayerNormMLP: y = act(norm(x) @ fc1.T + b1) @ fc2.T + b2, a norm and two linear layers in one node.
 
-The linear products come from `linear.py`, the norm from `norm_linear.py`. Between them a kernel can
-do more than one step: a norm, an activation or its gradient can quantize its result (`FUSED_CAST`),
-and a product can compute GELU or its gradient in its epilogue (`IN_PRODUCT`). `fusions.py` decides
-this when a spec is built; the functions here read the decision from the spec.
+**Steps.** M is the number of rows of x [M, H], F the number of columns of the activation's output. A gated activation
+has the input u [M, 2F]: a = act(u[:, :F]) * u[:, F:].
+
+| step | forward pass | backward pass |
+| --- | --- | --- |
+| norm | h [M, H] = norm(x) | dx [M, H], dgamma [H] and dbeta [H] from dh |
+| fc1 | u [M, F or 2F] = h @ fc1.T + b1 | dh = du @ fc1, dfc1 = du.T @ h, db1 = sum of du over M |
+| activation | a [M, F] = act(u) | du = da * act'(u) |
+| fc2 | y [M, H] = a @ fc2.T + b2 | da = dy @ fc2, dfc2 = dy.T @ a, db2 = sum of dy over M |
+
+The passes of fc1 and fc2 come from `linear.py`, which explains quantization and the terms row-wise and column-wise;
+the norm's come from `norm_linear.py`, which also explains the residual.
+
+**Fusion.** A kernel can do more than one step. The kernels of the norm, of the activation and of its gradient can
+quantize their results for the next product (FUSED_CAST). The product of fc1 can compute a = gelu(u) in its epilogue,
+and the product for da can compute du (IN_PRODUCT). `fusions.py` chooses these modes once per call kind, with reasons.
+
+**Columns of a.** dfc2 reads the column-wise codes of a. In the mode SAVED the forward pass saves them. In the mode
+RECOMPUTED it saves u only, which the gradient of the activation needs anyway, and the kernel that computes du also
+writes the columns of a (`_gradient_and_columns`).
+
+**Recomputation.** With `checkpoint` the node saves x and the parameters. Its backward pass runs the forward function
+again, with the quantizer states of the first run, and then the backward function (`_checkpointed_backward`).
 """
 
 from __future__ import annotations
@@ -225,26 +244,27 @@ def norm_mlp_backward(operands: list[Any], spec: NormMLPSpec) -> list[Any]:
     dy, grad_norm_output, grad_residual, x, gamma, mean, rstdev, u, h, fc1_weight, a, fc2_weight = operands
     operands.clear()
     saved_by_norm = (x, gamma, mean, rstdev)
-    # da [M, F] = dy [M, H] @ fc2 [H, F], or du = da * gelu'(u) in the same product; dfc2 [H, F] =
-    # dy.T @ a [M, F]. Where the columns of a are recomputed, du is computed before dfc2.
     fc2_operands = [dy, a, fc2_weight]
     del dy, fc2_weight
     if offloading.used:
         wait_for_saved(u)
-    produce_input = None
-    is_du = spec.gradient_mode == IN_PRODUCT  # fc2's product computes du instead of da
-    if is_du:
+    produce_input, computes_du = None, True  # whether the backward pass of fc2 computes du instead of da
+    if spec.gradient_mode == IN_PRODUCT:  # du = da * gelu'(u) in the epilogue of the product
         fc2_operands.append(u)
         u = None
-    elif spec.columns_mode == RECOMPUTED:
+    elif spec.columns_mode == RECOMPUTED:  # one kernel computes du and the columns of a, before dfc2
         produce_input = _gradient_and_columns(u, a, spec)
-        is_du, u = True, None
+        u = None
+    else:
+        computes_du = False
     del a
+    # da [M, F] = dy [M, H] @ fc2 [H, F], or du; dfc2 [H, F] = dy.T @ a [M, F], db2 [H] = sum of dy over M.
     da, dw2, db2 = linear_backward(fc2_operands, spec.fc2, produce_input=produce_input)
     del produce_input
     if isinstance(da, MeasuredGradient):
         da = _quantized_gradient(da, spec.fc1)
-    fc1_operands = [da if is_du else _activation_gradient(da, u, spec), h, fc1_weight]
+    # du [M, F or 2F] = da * act'(u)
+    fc1_operands = [da if computes_du else _activation_gradient(da, u, spec), h, fc1_weight]
     del da, u, h, fc1_weight
     # dh [M, H] = du [M, F or 2F] @ fc1 [F or 2F, H]; dfc1 [F or 2F, H] = du.T @ h [M, H], db1 = sum of du over M.
     produce_input = None
@@ -335,8 +355,7 @@ def norm_mlp(
     if not spec.needs_grad:
         y, norm_output = run_without_saving(NORM_MLP_FUNCTIONS, spec, tensors)
         return y, norm_output
-    outputs = _NormMLP.apply(spec, returns_residual, *tensors)
-    # torch 2.11 cannot trace the backward for an output that is None.
+    outputs = (_NormMLPWithResidual if returns_residual else _NormMLP).apply(spec, *tensors)
     return outputs if spec.returns_norm_output or returns_residual else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
@@ -368,11 +387,14 @@ def _checkpointed_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence
     return gradients
 
 
-def _run_and_save_inputs(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Run the forward pass of a node with `checkpoint`, and save its tensors and the states of its quantizers.
+def _run_and_save(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Run the forward pass of a node and save the operands for its backward pass.
 
+    With `checkpoint`, save the tensors and the quantizers' states instead, from which
     `_checkpointed_backward` computes the operands again.
     """
+    if not spec.checkpoint:
+        return run_and_save(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
     states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
     results = forward_results(NORM_MLP_FUNCTIONS, spec, tensors)[0]
     save_tensors(ctx, (*tensors, *states))
@@ -382,24 +404,27 @@ def _run_and_save_inputs(ctx: Any, spec: NormMLPSpec, tensors: Sequence[Any]) ->
 
 class _NormMLP(Function):
     @staticmethod
-    def forward(ctx: Any, spec: NormMLPSpec, returns_residual: bool, *tensors: Any) -> Any:
-        ctx.returns_residual = returns_residual
-        if spec.checkpoint:
-            y, norm_output = _run_and_save_inputs(ctx, spec, tensors)
-        else:
-            y, norm_output = run_and_save(NORM_MLP_FUNCTIONS, ctx, spec, tensors)
-        if returns_residual:
-            return y, tensors[0]
+    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
+        y, norm_output = _run_and_save(ctx, spec, tensors)
+        # torch 2.11 cannot trace the backward for an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @once_differentiable("LayerNormMLP")
     def backward(ctx: Any, grad_output: Tensor, grad_second: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # The gradients of norm(x) and of the residual; at most one of them is returned by a call.
-        others = (None, grad_second) if ctx.returns_residual else (grad_second, None)
+        # The second output is norm(x), or the residual in a subclass.
+        others = (grad_second, None) if ctx.spec.returns_norm_output else (None, grad_second)
         grads = (grad_output, *others)
         if ctx.spec.checkpoint:
             dx, dgamma, dbeta, *rest = _checkpointed_backward(ctx, grads)
         else:
             dx, dgamma, dbeta, *rest = run_backward(NORM_MLP_FUNCTIONS, ctx, grads)
-        return None, None, dx, dgamma, dbeta if ctx.needs_input_grad[4] else None, *rest
+        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
+
+
+class _NormMLPWithResidual(_NormMLP):
+    """`_NormMLP` that returns x as its second output, the residual."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
+        return _run_and_save(ctx, spec, tensors)[0], tensors[0]

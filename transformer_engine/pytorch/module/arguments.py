@@ -161,7 +161,7 @@ def overlap_flags(applies: bool, *flags: bool) -> OverlapFlags:
     if applies or not any(flags):
         return OverlapFlags(*flags)
     names = ", ".join([name for name, flag in zip(OverlapFlags._fields, flags, strict=False) if flag])
-    warn_of_unused_overlap(f"{names}=True", stacklevel=5)
+    warn_of_unused_overlap(f"{names}=True", stacklevel=7)
     return NO_FLAGS
 
 

@@ -31,7 +31,6 @@ from ..functions.grouped_request import (
     are_regular,
     runs_together,
 )
-from ..functions.weight_gradient import WeightGradStore
 from ..primitives.grouped_gemm import Matrices, make_groups
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
@@ -128,18 +127,13 @@ class GroupedLinear(ProductsModule):
         single = single_parameters(
             single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias
         )
-        self._configure(
-            num_gemms=num_gemms,
+        self._configure_from(
+            dict(locals()),  # arguments that have the name of a setting are stored
+            tp_size,
+            parallel_mode is not None,
             use_grouped_tensor=uses_grouped_tensor(use_grouped_tensor),
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
-            parallel_mode=parallel_mode,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel and tp_size > 1,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            save_original_input=save_original_input,
-            use_bias=bias,
-            return_bias=return_bias,
             weight_names=parameter_names("weight", num_gemms, single["single_grouped_weight"]),
             bias_names=parameter_names("bias", num_gemms, single["single_grouped_bias"]),
             **single,
@@ -150,10 +144,6 @@ class GroupedLinear(ProductsModule):
             _weights=tuple(weights * num_gemms if config.single_grouped_weight else weights),
         )
         self.ub_name = ub_name
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
-        if delay_wgrad_compute:
-            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         options = {"dtype": params_dtype or torch.get_default_dtype(), "device": canonical_device(device)}
         fill = ParameterInit(init_method or default_init_method, get_rng_state_tracker, rng_tracker_name)
         create_parameters(self, fill, options)

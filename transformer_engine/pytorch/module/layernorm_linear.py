@@ -34,14 +34,13 @@ from ..functions.norm_linear import (
     residual_unsupported_reason,
 )
 from ..functions.normalization import Norm
-from ..functions.weight_gradient import WeightGradStore
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
-from .arguments import FLAG_TYPES, accepts, call_switches, overlap_flags, warn_unless_reduced
+from .arguments import FLAG_TYPES, accepts, call_switches, warn_unless_reduced
 from .config import configure_class, early
 from .exported import export_products
 from .linear_base import SIZES, LinearConfig, Options, ProductsModule, Tensors, check_ranks
@@ -149,39 +148,15 @@ class LayerNormLinear(ProductsModule):
             )
         tp_size = check_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
         warn_unless_reduced(symmetric_ar_type, False)
-        self._configure(
-            in_features=in_features,
+        self._configure_from(
+            dict(locals()),  # arguments that have the name of a setting are stored
+            tp_size,
+            parallel_mode is not None,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
-            eps=eps,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
-            parallel_mode=parallel_mode,
-            sequence_parallel=sequence_parallel and tp_size > 1,
-            tp_size=tp_size,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            symmetric_ar_type=symmetric_ar_type,
-            _overlap=overlap_flags(
-                parallel_mode is not None and sequence_parallel and tp_size > 1,
-                ub_overlap_ag,
-                ub_overlap_rs,
-                ub_overlap_rs_dgrad,
-                ub_bulk_dgrad,
-                ub_bulk_wgrad,
-            ),
-            use_bias=bias,
-            return_bias=return_bias,
-            return_layernorm_output=return_layernorm_output,
-            return_layernorm_output_gathered=return_layernorm_output_gathered,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
             _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias", "layer_norm_weight", "layer_norm_bias"),
         )
         self.ub_name = ub_name
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
-        if delay_wgrad_compute:
-            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         dtype = params_dtype or torch.get_default_dtype()
         register_norm_parameters(
             self, in_features, normalization, zero_centered_gamma, dtype, canonical_device(device)
@@ -280,7 +255,9 @@ class LayerNormLinear(ProductsModule):
             y, second = _run_by_name(x, gamma, beta, weight, product_bias, spec)
         else:
             y, second = norm_linear(x, gamma, beta, weight, product_bias, spec, returns_residual)
-        return self.pack_outputs(y, bias, second), second if returns_residual else inp
+        if config.return_bias or config.return_layernorm_output:
+            y = self.pack_outputs(y, bias, second)
+        return y, second if returns_residual else inp
 
     def onnx_forward(self, inp: Tensor, fp8_output: bool | None = False) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""

@@ -34,13 +34,12 @@ from ..functions.norm_mlp import (
     norm_mlp,
 )
 from ..functions.normalization import Norm
-from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.tracing import export_mode
 from . import _common
 from ._common import apply_normalization
-from .arguments import FLAG_TYPES, accepts, overlap_flags, warn_unless_reduced
+from .arguments import FLAG_TYPES, accepts, warn_unless_reduced
 from .config import configure_class
 from .exported import export_products
 from .linear_base import ProductsConfig, ProductsModule
@@ -217,42 +216,17 @@ class LayerNormMLP(ProductsModule):
         shards = tp_size if set_parallel_mode else 1
         if ffn_hidden_size % shards:
             raise ValueError(f"tp_size={tp_size} does not divide ffn_hidden_size={ffn_hidden_size}; pad it")
-        self._configure(
-            hidden_size=hidden_size,
+        self._configure_from(
+            dict(locals()),  # arguments that have the name of a setting are stored
+            tp_size,
+            set_parallel_mode,
             ffn_shard=ffn_hidden_size // shards,
-            eps=eps,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
-            activation=activation,
             activation_params=ActivationParams.from_mapping(activation_params),
-            use_bias=bias,
-            return_bias=return_bias,
-            return_layernorm_output=return_layernorm_output,
-            return_layernorm_output_gathered=return_layernorm_output_gathered,
-            checkpoint=checkpoint,
-            cache_quantized_activation_input=cache_quantized_activation_input,
-            set_parallel_mode=set_parallel_mode,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel and tp_size > 1,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            symmetric_ar_type=symmetric_ar_type,
-            _overlap=overlap_flags(
-                set_parallel_mode and sequence_parallel and tp_size > 1,
-                ub_overlap_ag,
-                ub_overlap_rs,
-                ub_overlap_rs_dgrad,
-                ub_bulk_dgrad,
-                ub_bulk_wgrad,
-            ),
             _tensors=(
                 "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias", "layer_norm_weight", "layer_norm_bias",
             ),
             _weights=(("fc1_weight",), ("fc2_weight",)),
         )  # fmt: skip
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
-        if delay_wgrad_compute:
-            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         dtype, on = params_dtype or torch.get_default_dtype(), canonical_device(device)
         register_norm_parameters(self, hidden_size, normalization, zero_centered_gamma, dtype, on)
         self._create_weights(
@@ -362,7 +336,9 @@ class LayerNormMLP(ProductsModule):
         y, second = norm_mlp(inputs, spec, returns_residual)
         if product_bias is None and fc2_bias is not None and not config.return_bias:
             y = y + fc2_bias
-        return self.pack_outputs(y, fc2_bias, second), second if returns_residual else inp
+        if config.return_bias or config.return_layernorm_output:
+            y = self.pack_outputs(y, fc2_bias, second)
+        return y, second if returns_residual else inp
 
     def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""

@@ -21,7 +21,7 @@ their casts.
 
 **Settings.** `@configure_class` defines `layer.in_features`, `layer.return_bias` and the other settings as
 properties over the frozen record `layer._config`. Assigning one replaces the record, so that the next call has
-another spec. `_configure` creates the record, and `@accepts` checks and converts the constructor's arguments.
+another spec. `_configure_from` creates the record, and `@accepts` checks and converts the constructor's arguments.
 
 **Monkey-patching.** Other libraries assign functions to `_Linear` and `general_gemm` in this file. `_replaced.names`
 contains the assigned names; it is empty in other programs. If it is not, `_linear_by_name` replaces `linear`.
@@ -45,12 +45,11 @@ from ..distributed_weight import whole_weights
 from ..functions import exported
 from ..functions.linear import LINEAR_FUNCTIONS, linear
 from ..functions.linear_spec import LinearSpec
-from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace
 from ..runtime.checks import PLAIN_TENSORS, is_distributed
 from ..runtime.device import is_meta
 from ..runtime.tracing import export_mode
-from .arguments import FLAG_TYPES, accepts, call_switches, overlap_flags, warn_unless_reduced
+from .arguments import FLAG_TYPES, accepts, call_switches, warn_unless_reduced
 from .config import configure_class
 from .exported import export_products
 from .linear_base import SIZES, LinearConfig, Options, ProductsModule, check_ranks
@@ -184,37 +183,18 @@ class Linear(ProductsModule):
         warn_unless_reduced(
             symmetric_ar_type, parallel_mode == "row" and tp_size > 1 and not sequence_parallel
         )
-        self._configure(
+        self._configure_from(
+            dict(locals()),  # arguments that have the name of a setting are stored
+            tp_size,
+            parallel_mode is not None,
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
-            parallel_mode=parallel_mode,
-            sequence_parallel=sequence_parallel and tp_size > 1,
-            tp_size=tp_size,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            symmetric_ar_type=symmetric_ar_type,
-            _overlap=overlap_flags(
-                parallel_mode is not None and sequence_parallel and tp_size > 1,
-                ub_overlap_ag,
-                ub_overlap_rs,
-                ub_overlap_rs_dgrad,
-                ub_bulk_dgrad,
-                ub_bulk_wgrad,
-            ),
-            use_bias=bias,
-            return_bias=return_bias,
-            save_original_input=save_original_input,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
             # Names of the values in a `Call`, in order, for checks and messages: the switches of `forward`,
             # and the tensors that it reads in addition to the input.
             _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias"),
         )
         self.ub_name = ub_name
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
-        if delay_wgrad_compute:
-            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         create_parameters(self, parameters_split, params_dtype, device, init_method)
         self.reset_parameters(defer_init=is_meta(device))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..distributed.tensor_parallel import (
 from ..functions.communication import gather_sequence
 from ..functions.linear_spec import LinearSpec, ProductQuantizers, replace_fields
 from ..functions.scale_update import is_backward_pass, update_at_end_of_pass
-from ..functions.weight_gradient import begin_first_microbatch
+from ..functions.weight_gradient import WeightGradStore, begin_first_microbatch
 from ..quantization import QuantizerRole
 from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
@@ -34,6 +34,7 @@ from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype, autocast_is_active
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
+from .arguments import overlap_flags
 from .base import ModuleConfig, TransformerEngineBaseModule
 from .config import configure_class
 from .numerics import trace_call, traced_update
@@ -203,6 +204,31 @@ class ProductsModule(TransformerEngineBaseModule):
         super().__init__(name)
         if self.build is not None:
             self._specs: Memory[tuple[Any, ...], Any] = Memory(built, _MAX_SPECS, type(self).build)
+
+    def _configure_from(
+        self, arguments: Mapping[str, Any], tp_size: int, sharded: bool, **settings: Any
+    ) -> None:
+        """Store a layer's settings, and apply the other arguments that all layers have, for the constructor.
+
+        Args:
+            arguments: The constructor's arguments by name; those that are fields of the config are stored.
+            tp_size: Rank count.
+            sharded: The parameters are sharded over the ranks.
+            settings: Fields whose value is not that of the argument with the same name.
+        """
+        sequence_parallel = arguments["sequence_parallel"] and tp_size > 1
+        flags = [arguments.get(flag, False) for flag in OverlapFlags._fields]
+        stored = {
+            field.name: arguments[field.name] for field in fields(self._config) if field.name in arguments
+        }
+        stored |= {"tp_size": tp_size, "sequence_parallel": sequence_parallel, "use_bias": arguments["bias"]}
+        self._configure(
+            **{**stored, **settings}, _overlap=overlap_flags(sharded and sequence_parallel, *flags)
+        )
+        if arguments["tp_group"] is not None:
+            self.set_tensor_parallel_group(arguments["tp_group"])
+        if arguments["delay_wgrad_compute"]:
+            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
         """Return the slot roles; roles at the module's boundaries are settable, see `output_quantizer_role`."""

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...common.numbers import with_article
-from ..compat.replaceable import MODULE_CALL, are_unintercepted
+from ..compat.replaceable import MODULE_CALL, any_intercepted
 from ..runtime.checks import MODULE_HOOKS
 
 
-def with_basic_operations(operations: Sequence[Any]) -> list[Any]:
+def list_interceptable(operations: Sequence[Any]) -> list[Any]:
     """Operations, and the basic operations of the fused ones or the modules that replace them."""
     parts = list(operations)
     for operation in operations:
@@ -21,8 +21,8 @@ def with_basic_operations(operations: Sequence[Any]) -> list[Any]:
 
 def unfused_reason(operation: Any) -> str | None:
     """Reason why an operation is called as a module, for `te.explain`; None if it fuses."""
-    parts = with_basic_operations([operation])
-    if are_unintercepted(parts):
+    parts = list_interceptable([operation])
+    if not any_intercepted(parts):
         return None
     for part in parts:
         name = "it" if part is operation else f"its {type(part).__name__}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def disable_autocast(function: F) -> F:
         with torch._C._DisableAutocast():
             return function(*args, **kwargs)
 
-    return run  # pyright: ignore[reportReturnType]
+    return cast(F, run)
 
 
 def matrix_product(a: Tensor, b: Tensor) -> Tensor:
@@ -78,7 +78,28 @@ def check_transforms(operation: str, *values: Any) -> None:
             )
 
 
-class Function(torch.autograd.Function):
+if TYPE_CHECKING:
+
+    class TorchFunction(torch.autograd.Function):
+        """torch.autograd.Function, typed so that subclasses name their arguments and gradients."""
+
+        @staticmethod
+        def forward(*args: Any, **kwargs: Any) -> Any: ...
+
+        @staticmethod
+        def backward(*args: Any, **kwargs: Any) -> Any: ...
+
+        @staticmethod
+        def jvp(*args: Any, **kwargs: Any) -> Any: ...
+
+        @classmethod
+        def apply(cls, *args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    TorchFunction = torch.autograd.Function
+
+
+class Function(TorchFunction):
     """Base class for this package's autograd functions, whose passes run with torch.autocast off.
 
     Attributes:
@@ -137,7 +158,7 @@ class _Product(Function):
         return a @ b
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:

@@ -70,7 +70,7 @@ def _reject_derivative(operation: str, gradients: Any, ctx: Any, grads: Sequence
     places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
     if links and places:
         guarded_results = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
-        for i, result in zip(places, guarded_results, strict=True):  # pyright: ignore[reportArgumentType]
+        for i, result in zip(places, guarded_results, strict=True):
             results[i] = result
     return tuple(results) if isinstance(gradients, tuple) else results[0]
 
@@ -123,7 +123,7 @@ def reject_second_derivative(operation: str, node: Any, *inputs: Tensor) -> None
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
         results = list(gradients)
         guarded_results = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
-        for i, result in zip(places, guarded_results, strict=True):  # pyright: ignore[reportArgumentType]
+        for i, result in zip(places, guarded_results, strict=True):
             results[i] = result
         return tuple(results)
 

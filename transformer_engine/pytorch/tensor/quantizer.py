@@ -167,7 +167,7 @@ class Quantizer(EncodesGroups, DescribesTensors):
         if dtype is not None:
             values_dtype("dtype", dtype)
         if tensor.requires_grad and not self.internal and is_grad_enabled():
-            return StraightThroughQuantize.apply(tensor, self, dtype)  # pyright: ignore[reportReturnType]
+            return StraightThroughQuantize.apply(tensor, self, dtype)
         check_transforms(StraightThroughQuantize.OPERATION, tensor)
         return self._quantize(tensor, dtype)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import ceil_div
-from ...primitives.operand import COLUMNWISE
+from ...primitives.operand import ROWWISE
 from ...primitives.quantize import Quantized
 from .quantized_tensor_storage import QuantizedTensorStorage
 
@@ -213,6 +213,26 @@ def list_derived(storage: QuantizedTensorStorage, gathered: Sequence[Tensor]) ->
     return derived
 
 
+def rewrite_codes(out: Any, gathered: Sequence[Tensor], payload: GatheredPayload) -> bool:
+    """Write the scale and the column-wise codes of a parameter whose row-wise codes are the gathered bytes.
+
+    Returns:
+        Whether the parameter has one scale and the gathered bytes are its codes; if not, nothing is written.
+    """
+    scale = payload.whole.get("scale")
+    if payload.fields != ("codes",) or scale is None or out._scale_inv.data_ptr() == scale.data_ptr():
+        return False
+    codes = gathered[0].view(torch.uint8)
+    if codes.data_ptr() != out._data.data_ptr() or codes.dim() != 2:
+        return False
+    written = (out._scale_inv, *[getattr(out, name) for name in out.COLUMNWISE])
+    counted = tuple(tensor for tensor in written if not tensor.is_inference())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):
+        out._scale_inv.copy_(scale)
+        out.write_columns(codes[: payload.rows])
+    return True
+
+
 def write_gathered(
     out: Any, storage: QuantizedTensorStorage, derived: DerivedTensors, rewrites_columns: bool
 ) -> None:
@@ -249,7 +269,7 @@ def write_gathered(
         for mine, theirs in pairs:
             mine.copy_(theirs)
         if rewrites_columns:
-            out.write_columns(storage.contract(COLUMNWISE).codes.view(torch.uint8))
+            out.write_columns(storage.contract(ROWWISE).codes.view(torch.uint8))
 
 
 class ShardedBuffers:

@@ -179,7 +179,7 @@ class QuantizedTensorStorage:
             RuntimeError: Scales or directions do not allow the shape.
         """
         extents = tuple(shape) if isinstance(shape, Sequence) else (shape, *extents)
-        dims = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
+        dims = torch.empty(self.shape, device="meta").view(extents).shape
         result = self.with_shape(dims)
         if result is None:
             raise RuntimeError(
