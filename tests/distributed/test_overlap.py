@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -19,7 +21,7 @@ from tests.support.cases import cross_cases
 from tests.support.layers import RECIPES
 from transformer_engine.common.warning import forget_issued
 from transformer_engine.pytorch import ops
-from transformer_engine.pytorch.distributed import overlap
+from transformer_engine.pytorch.distributed import overlap, overlapped_rows
 from transformer_engine.pytorch.distributed.overlap import (
     OVERLAP,
     PROCESS_GROUP,
@@ -221,6 +223,78 @@ def test_rows_arrive_and_leave_in_many_uses_of_two_buffers(ranks):
                 expected = whole[rank * rows : (rank + 1) * rows] * (ranks * (ranks + 1) / 2)
                 for result in pending:
                     assert torch.equal(result.wait(), expected)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=90)
+    assert not errors, errors
+    assert not any(thread.is_alive() for thread in threads), "a rank waits for another one"
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """Thread-local number of the capture in which collectives believe to be; None outside."""
+    state = threading.local()
+    monkeypatch.setattr(overlapped_rows, "is_captured", lambda _: getattr(state, "number", None) is not None)
+    monkeypatch.setattr(overlapped_rows, "capture_number", lambda _: state.number)
+    return state
+
+
+def test_the_first_collective_of_a_graph_and_all_outside_of_graphs_begin_with_a_barrier(capture):
+    memories = [Memory(1), Memory(1)]
+    values = [torch.zeros(1 << 10, dtype=torch.uint8) for _ in memories]
+    buffers = PeerBuffers([(b, memory.peers(0, b)) for b, memory in zip(values, memories, strict=True)], None)
+    barriers: list[int] = []
+    wait = buffers.barrier
+    buffers.barrier = lambda *given: (barriers.append(1), wait(*given))[0]  # pyright: ignore
+    counts = []
+    x = torch.ones(2, 2)
+    for number in (None, None, 7, 7, 7, 8, 8, None, None):
+        capture.number = number
+        before = len(barriers)
+        GatheredRows(buffers, [x], ((x.shape, x.dtype),), list).wait()
+        counts.append(len(barriers) - before)
+    assert counts == [1, 1, 2, 1, 1, 2, 1, 2, 2]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replays_and_other_collectives_use_the_same_buffers(ranks, capture):
+    """A replay always begins with the buffer of its capture; ranks wait at random."""
+    memories = [Memory(ranks), Memory(ranks)]
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            common, own = random.Random(0), random.Random(1 + rank)
+            values = [torch.zeros(1 << 12, dtype=torch.uint8) for _ in memories]
+            buffers = PeerBuffers(
+                [(b, memory.peers(rank, b)) for b, memory in zip(values, memories, strict=True)], None
+            )
+            for turn in range(60):
+                replays = common.random() < 0.5
+                capture.number = turn if replays or not turn else None
+                if replays:
+                    buffers._turn = common.randrange(2)
+                for part in range(common.randrange(1, 4)):
+                    time.sleep(own.random() * 1e-3)
+                    whole = torch.arange(ranks * 6.0).view(-1, 2) + 100 * turn + 10 * part
+                    mine = whole[3 * rank : 3 * rank + 3]
+                    if common.random() < 0.5:
+                        gathered = GatheredRows(buffers, [mine], ((mine.shape, mine.dtype),), list)
+                        assert torch.equal(gathered.wait()[0], whole)
+                        continue
+
+                    def multiply(other: int, out: torch.Tensor, whole: torch.Tensor = whole) -> None:
+                        time.sleep(own.random() * 1e-3)
+                        out.copy_(whole[3 * other : 3 * other + 3] * (rank + 1))
+
+                    layout = ((mine.shape, mine.dtype),) * (ranks - 1)
+                    found = ScatteredRows(buffers, layout, multiply).wait()
+                    assert torch.equal(found, mine * (ranks * (ranks + 1) / 2))
         except BaseException as error:
             errors.append(error)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from tests.distributed.test_other_checkpoints import ForeignCheckpoint
 from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -203,6 +204,22 @@ def test_offloaded_activations_give_the_same_gradients():
 
     actual = step(chain, x, run=run)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("in_segments", [False, True])
+def test_a_checkpoint_that_loses_the_autocast_raises(in_segments, emulated):
+    copy, add = ops.MakeExtraOutput(), ops.AddExtraInput()
+    if in_segments:
+        copy.set_extra_output_channel(0, "residual", output_to_caller=False)
+        add.set_extra_input_channel(0, "residual")
+    chain = ops.Sequential(copy, ops.BasicLinear(64, 64, **PLACE), add) if in_segments else ops.Linear(64, 64)
+    x = torch.randn(32, 64, device=PLACE["device"], requires_grad=True)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        y = ForeignCheckpoint.apply(chain, x)
+    with pytest.raises(
+        RuntimeError, match=r"under no autocast, its first run was under Float8CurrentScaling"
+    ):
+        y.sum().backward()  # pyright: ignore
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
