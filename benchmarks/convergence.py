@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +38,7 @@ from transformer_engine_tools.demo.config import (
     learning_rate,
     resolve,
 )
-from transformer_engine_tools.demo.data import Corpus, load_corpus
+from transformer_engine_tools.demo.data import Batch, Corpus, load_corpus
 from transformer_engine_tools.demo.plot import smooth
 from transformer_engine_tools.demo.trainer import EVALUATION_BATCHES, ModelRun, framework_runs
 
@@ -107,17 +107,22 @@ def train(name: str, config: RunConfig, corpus: Corpus) -> Curve:
     start = time.perf_counter()
     curve: list[float] = []
     times: list[float] = []
-    for first in range(0, config.steps, CHUNK):
+    for batches, rates in chunks(config, corpus):
         begin = time.perf_counter()
-        steps = range(first, min(first + CHUNK, config.steps))
-        batches = [corpus.batch(config.seed, step, config.batch, config.sequence) for step in steps]
-        rates = [learning_rate(step, config.steps, config.learning_rate) for step in steps]
-        curve += run.train(batches, rates, first)
-        times.append((time.perf_counter() - begin) / len(steps))
+        curve += run.train(batches, rates, len(curve))
+        times.append((time.perf_counter() - begin) / len(rates))
     seconds = time.perf_counter() - start
     validation = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
     final = run.evaluate(validation)
     return Curve(name, config.seed, curve, final, seconds, 1e3 * statistics.median(times))
+
+
+def chunks(config: RunConfig, corpus: Corpus) -> Iterator[tuple[list[Batch], list[float]]]:
+    """Batches and learning rates of `CHUNK` steps at a time."""
+    for first in range(0, config.steps, CHUNK):
+        steps = range(first, min(first + CHUNK, config.steps))
+        batches = [corpus.batch(config.seed, step, config.batch, config.sequence) for step in steps]
+        yield batches, [learning_rate(step, config.steps, config.learning_rate) for step in steps]
 
 
 def cache_inputs(run: ModelRun) -> None:

@@ -35,18 +35,19 @@ from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from convergence import CHUNK, chunks
 from record import machine, write
 from torch import Tensor, nn
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
-from transformer_engine_tools.demo.config import RunConfig, learning_rate, make_recipe, resolve
+from transformer_engine_tools.demo.config import RunConfig, make_recipe, resolve
 from transformer_engine_tools.demo.data import SKIPPED, Batch, Corpus, load_corpus
 from transformer_engine_tools.demo.model import ByteGPT
 from transformer_engine_tools.demo.optimizer import OPTIMIZERS
+from transformer_engine_tools.demo.run import Run
 from transformer_engine_tools.demo.trainer import EVALUATION_BATCHES
 
 BATCH: dict[str, Any] = {"batch": 32, "sequence": 512}
@@ -59,7 +60,6 @@ SIZES: dict[str, dict[str, Any]] = {
 NATIVE_STEPS, EMULATED_STEPS = 3052, 916  # 50 and 15 million tokens
 PACKAGES = ("torch", "scipy", "sympy", "pandas", "scikit-learn", "statsmodels", "matplotlib", "jax")
 BASELINE = "bfloat16"
-CHUNK = 20  # steps between two synchronizations with a GPU
 LEAST_CHUNKS = 4  # chunks after which the end of a training is estimated: the first ones compile and capture
 RECOMPUTED = {"weight_columns": "recomputed", "norm_columns": "recomputed"}
 
@@ -163,7 +163,7 @@ class ArmModel(ByteGPT):
         return super().loss(tokens, targets)
 
 
-class ArmRun:
+class ArmRun(Run):
     """One model with its optimizer, whose steps are captured in a CUDA graph."""
 
     def __init__(self, arm: Arm, config: RunConfig) -> None:
@@ -171,15 +171,16 @@ class ArmRun:
         torch.manual_seed(config.seed)
         self.model = ArmModel(config, arm.option)
         self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters())
-        self._step: Any = te.graphed(self._update) if config.device == "cuda" else self._update
+        self.observation = None
+        self._update: Any = te.graphed(self._eager_update) if config.device == "cuda" else self._eager_update
 
     @property
     def eager_reason(self) -> str | None:
         """Reason why the last step did not replay a graph, or None."""
-        return self._step.reason if self.config.device == "cuda" else "the device is a CPU"
+        return self._update.reason if self.config.device == "cuda" else "the device is a CPU"
 
     @contextmanager
-    def precision(self) -> Iterator[None]:
+    def precision(self) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The recipe, and the backends of the option."""
         with ExitStack() as stack:
             if self.option in ("columns", "cached"):
@@ -187,40 +188,18 @@ class ArmRun:
             stack.enter_context(te.autocast(enabled=self.recipe is not None, recipe=self.recipe))
             yield
 
-    def _update(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self.precision():
-            loss = self.model.loss(inputs, targets)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def train(self, batches: list[Batch], rates: Iterable[float]) -> list[float]:
-        """Train one step per batch; a GPU is synchronized once."""
-        inputs, targets = self._transfer(batches)
-        losses: list[Tensor] = []
-        for index, rate in enumerate(rates):
-            self.optimizer.set_rate(rate)
-            losses.append(self._step(inputs[index], targets[index]))
-        return torch.stack(losses).tolist()
-
     @torch.no_grad()
-    def evaluate(self, batches: list[Batch]) -> tuple[float, float]:
+    def validate(self, batches: list[Batch]) -> tuple[float, float]:
         """Compute the mean loss, and the share of targets with the largest logit."""
         self.model.eval()
         found: list[Tensor] = []
-        for inputs, targets in zip(*self._transfer(batches), strict=True):
+        for inputs, targets in map(self._placed, batches):
             with self.precision():
                 logits = self.model.logits(inputs).float().flatten(0, 1)
             loss = F.cross_entropy(logits, targets.flatten())
             found.append(torch.stack((loss, (logits.argmax(-1) == targets.flatten()).float().mean())))
         loss, accuracy = torch.stack(found).mean(0).tolist()
         return loss, accuracy
-
-    def _transfer(self, batches: list[Batch]) -> list[Tensor]:
-        """Inputs and targets [batches, batch, sequence] on the device."""
-        return [
-            torch.as_tensor(np.stack(part), device=self.config.device) for part in zip(*batches, strict=True)
-        ]
 
 
 def train(job: Job, config: RunConfig, corpus: Corpus, seconds: float) -> dict[str, Any] | None:
@@ -229,18 +208,14 @@ def train(job: Job, config: RunConfig, corpus: Corpus, seconds: float) -> dict[s
     run = ArmRun(ARMS[job.arm], config)
     losses: list[float] = []
     times: list[float] = []
-    for first in range(0, config.steps, CHUNK):
+    for batches, rates in chunks(config, corpus):
         begin = time.perf_counter()
-        steps = range(first, min(first + CHUNK, config.steps))
-        batches = [corpus.batch(config.seed, step, config.batch, config.sequence) for step in steps]
-        losses += run.train(
-            batches, [learning_rate(step, config.steps, config.learning_rate) for step in steps]
-        )
-        times.append((time.perf_counter() - begin) / len(steps))
+        losses += run.train(batches, rates, len(losses))
+        times.append((time.perf_counter() - begin) / len(rates))
         remaining = times[-1] * (config.steps - len(losses))
         if len(times) == LEAST_CHUNKS and time.perf_counter() - start + remaining > seconds:
             return None
-    final, accuracy = run.evaluate(
+    final, accuracy = run.validate(
         corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
     )
     return {

@@ -167,12 +167,15 @@ def rotate_kernel(
     source = x + outer_index.to(tl.int64) * outer_stride + inner_index.to(tl.int64) * inner_stride
     source += head.to(tl.int64)[:, None] * head_stride
     target = y + token.to(tl.int64) * heads * features + head.to(tl.int64)[:, None] * features
+    # Loaded before the cosines, which contain branches that no load is moved across: 3 % of the time on an H200.
+    first, second = _load_pairs(source, head < heads, rotated, INTERLEAVED, BLOCK_HEADS, BLOCK_PAIRS)
     first_cosine, first_sine, second_cosine, second_sine = rotations(
         angle, valid, rotated, INTERLEAVED, BLOCK_PAIRS, EQUAL
     )
-    rotate_heads(
-        source, target, first_cosine, first_sine, second_cosine, second_sine, head < heads, features, rotated,
-        INTERLEAVED, TRANSPOSED, HAS_REST, BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
+    first, second = _turn(first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED)
+    _store_heads(
+        first, second, source, target, head < heads, features, rotated, INTERLEAVED, HAS_REST, BLOCK_HEADS,
+        BLOCK_PAIRS, BLOCK_REST,
     )  # fmt: skip
 
 
@@ -195,23 +198,64 @@ def rotate_heads(
     BLOCK_REST: tl.constexpr,
 ):
     """Write the heads at source [BLOCK_HEADS, 1] to target, rotated by the `rotations` of one token."""
-    element = target.dtype.element_ty
+    first, second = _load_pairs(source, real, rotated, INTERLEAVED, BLOCK_HEADS, BLOCK_PAIRS)
+    first, second = _turn(first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED)
+    _store_heads(
+        first, second, source, target, real, features, rotated, INTERLEAVED, HAS_REST, BLOCK_HEADS, BLOCK_PAIRS,
+        BLOCK_REST,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_pairs(
+    source,
+    real,
+    rotated,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+):
+    """Load both features of every pair in float32, [BLOCK_HEADS, BLOCK_PAIRS] each."""
     pair = tl.arange(0, BLOCK_PAIRS)
-    inside = pair < rotated // 2
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK_PAIRS)
         mask = real[:, None] & (column < rotated)[None, :]
         value = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(value, [BLOCK_HEADS, BLOCK_PAIRS, 2]))
-        first, second = _turn(first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED)
-        result = tl.reshape(tl.join(first, second), [BLOCK_HEADS, 2 * BLOCK_PAIRS])
-        tl.store(target + column[None, :], result.to(element), mask=mask)
+        return tl.split(tl.reshape(value, [BLOCK_HEADS, BLOCK_PAIRS, 2]))
     else:
-        mask = real[:, None] & inside[None, :]
+        mask = real[:, None] & (pair < rotated // 2)[None, :]
         far = rotated // 2 + pair
         first = tl.load(source + pair[None, :], mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + far[None, :], mask=mask, other=0.0).to(tl.float32)
-        first, second = _turn(first, second, first_cosine, first_sine, second_cosine, second_sine, TRANSPOSED)
+        return first, second
+
+
+@triton.jit
+def _store_heads(
+    first,
+    second,
+    source,
+    target,
+    real,
+    features,
+    rotated,
+    INTERLEAVED: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Store rotated pairs, and copy the features that are not rotated."""
+    element = target.dtype.element_ty
+    pair = tl.arange(0, BLOCK_PAIRS)
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK_PAIRS)
+        mask = real[:, None] & (column < rotated)[None, :]
+        result = tl.reshape(tl.join(first, second), [BLOCK_HEADS, 2 * BLOCK_PAIRS])
+        tl.store(target + column[None, :], result.to(element), mask=mask)
+    else:
+        mask = real[:, None] & (pair < rotated // 2)[None, :]
+        far = rotated // 2 + pair
         tl.store(target + pair[None, :], first.to(element), mask=mask)
         tl.store(target + far[None, :], second.to(element), mask=mask)
     if HAS_REST:
