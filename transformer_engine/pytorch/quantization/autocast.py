@@ -21,7 +21,7 @@ from ..constants import dist_group_type
 from ..runtime.checks import group_or_none
 from ..runtime.tracing import export_mode, hidden_from_selective_checkpoints, warn_deprecated
 from . import delayed_scaling
-from .support import check_block, check_recipe_support, default_recipe
+from .support import check_batch_invariance, check_block, check_recipe_support, default_recipe
 
 
 class AutocastState(NamedTuple):
@@ -197,6 +197,7 @@ class autocast(ContextDecorator):
             supported, reason = check_recipe_support(state.recipe)
             if not supported:
                 raise RuntimeError(f"{type(state.recipe).__name__} cannot run here: {reason}")
+            check_batch_invariance(state.recipe)
         traced = _is_compiling()
         holder = _thread.holder if traced else eager_thread_state()
         self._outer, blocks = holder.state, holder.enabled_blocks

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, overload
 
 from ...common import env
 from ...common.checks import described, suggests_keywords
+from ...common.dispatch import is_batch_invariant
 from ...common.hardware import Hardware, capability_limits, is_older
 from ...common.numbers import to_bool, with_article
 from ...common.recipe import Recipe, reject_recipe_as_enabled
@@ -152,6 +153,13 @@ def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
         return True, ""
     available, reason = _check(kind)
     return (available, reason) if available or not _multiplies_natively(kind) else (True, "")
+
+
+def check_batch_invariance(recipe: Recipe) -> None:
+    """Raise RuntimeError if results must not depend on the batch, and the recipe's scales do."""
+    reason = find_family(recipe).batch_dependence(recipe) if is_batch_invariant() else None
+    if reason is not None:
+        raise RuntimeError(f"{type(recipe).__name__} is unsupported under te.batch_invariant(): {reason}")
 
 
 @constant_while_tracing

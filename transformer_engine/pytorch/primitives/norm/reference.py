@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ...runtime.row_functions import mean_rows
 from ...runtime.tracing import result_as
 from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
 from ..quantize.fused_codes import cast_request
@@ -118,9 +119,9 @@ def layernorm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]."""
     x_wide = x.to(torch.float32)
-    mean = x_wide.mean(dim=-1)
+    mean = mean_rows(x_wide)
     centered = x_wide - mean[:, None]
-    rstdev = torch.rsqrt(centered.square().mean(dim=-1) + eps)
+    rstdev = torch.rsqrt(mean_rows(centered.square()) + eps)
     y = centered * rstdev[:, None] * _gamma(weight, zero_centered)
     if bias is not None:
         y = y + bias.to(torch.float32)
@@ -138,8 +139,8 @@ def layernorm_backward(
     dy_wide = dy.to(torch.float32)
     normalized = (x.to(torch.float32) - mean[:, None]) * rstdev[:, None]
     g = dy_wide * _gamma(weight, zero_centered)
-    projection = (g * normalized).mean(dim=-1, keepdim=True)
-    dx = rstdev[:, None] * (g - g.mean(dim=-1, keepdim=True) - normalized * projection)
+    projection = mean_rows(g * normalized)[:, None]
+    dx = rstdev[:, None] * (g - mean_rows(g)[:, None] - normalized * projection)
     dweight = (dy_wide * normalized).sum(dim=0)
     dbias = dy_wide.sum(dim=0)
     dx = dx.to(x.dtype)
@@ -151,7 +152,7 @@ def layernorm_backward(
 def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps)."""
     x_wide = x.to(torch.float32)
-    rstdev = torch.rsqrt(x_wide.square().mean(dim=-1) + eps)
+    rstdev = torch.rsqrt(mean_rows(x_wide.square()) + eps)
     y = x_wide * rstdev[:, None] * _gamma(weight, zero_centered)
     return result_as(y, x.dtype), rstdev
 
@@ -167,7 +168,7 @@ def rmsnorm_backward(
     dy_wide = dy.to(torch.float32)
     normalized = x.to(torch.float32) * rstdev[:, None]
     g = dy_wide * _gamma(weight, zero_centered)
-    projection = (g * normalized).mean(dim=-1, keepdim=True)
+    projection = mean_rows(g * normalized)[:, None]
     dx = rstdev[:, None] * (g - normalized * projection)
     if add is not None:
         if rounds_first:
