@@ -428,14 +428,13 @@ class Subjects:
 
 
 def count_differences(subjects: Subjects, count: int, seed: int, invariant: bool) -> Counts:
-    """Run `count` compositions with recipes and operations in turn."""
+    """Run `count` compositions: one recipe after another, with the operations in turn."""
     counts, draw = Counts(), random.Random(seed)
     names = list(RECIPES)
     with te.batch_invariant() if invariant else nullcontext():
         for number in range(count):
-            name = names[number % len(names)]
+            name, turn = names[number * len(names) // count], number
             recipe, key = RECIPES[name], (name, invariant)
-            turn = number // len(names)
             operations: list[Any] = [subjects.rows[turn % len(subjects.rows)]]
             operations.append(subjects.attention if turn % 2 and recipe is None else subjects.layer)
             for operation in operations:
@@ -520,7 +519,7 @@ class Decoding:
     def __init__(self, batch: int, length: int, invariant: bool):
         self.invariant, self.batch = invariant, batch
         self.layer = te.DotProductAttention(
-            32, 128, num_gqa_groups=8, attention_dropout=0.0, layer_number=1, attn_mask_type="padding_causal",
+            32, 128, num_gqa_groups=8, attention_dropout=0.0, layer_number=1, attn_mask_type="causal",
             qkv_format="bshd",
         ).eval()  # fmt: skip
         self.cache = te.InferenceParams(
