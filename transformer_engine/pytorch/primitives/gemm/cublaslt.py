@@ -25,7 +25,7 @@ from ..operand import Operand, plain
 from . import cublaslt_library as library
 from . import cublaslt_swizzled, tuning
 from .cublaslt_plan import CublasPlan, NoAlgorithm, build_plan
-from .cublaslt_problem import NO_BIAS, NO_SCALE, VEC16_UE4M3, VEC32_UE8M0, CublasProblem
+from .cublaslt_problem import NO_BIAS, NO_SCALE, REFERENCE_ROWS, VEC16_UE4M3, VEC32_UE8M0, CublasProblem
 from .request import EPILOGUES, Epilogue, GemmRequest, Key, MatrixLayout, described, request_key
 
 _ROWS = 16  # divisor of an extent of an FP8 operand
@@ -224,9 +224,8 @@ def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]
 def _bind_any_rows(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
     """Bind the algorithm that all row counts share; the rows are copied and padded if it requires that.
 
-    Raises:
-        Unsupported: The library does not run the shared algorithm for this row count. Another backend may have other
-            bits.
+    Another backend might have other bits, so the choice between backends depends on the algorithm for
+    `REFERENCE_ROWS`, which the library always runs for multiples of as many rows.
     """
     padded = _with_padded_rows(request)
     problem = make_problem(padded)
@@ -239,16 +238,18 @@ def _bind_any_rows(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue
             return _run(build_plan(problem))
         except NoAlgorithm:
             pass  # for these strides
-    rows = round_up(request.m, _ROWS)
     layout, out = MatrixLayout(True, request.k), MatrixLayout(True, request.n)
-    copied = dataclasses.replace(request, m=rows, a_layout=layout, out_layout=out)
-    try:
-        return functools.partial(_run_padded, _run(build_plan(make_problem(copied))), rows)
-    except NoAlgorithm as error:
-        raise Unsupported(
-            f"te.batch_invariant() requires one algorithm for all row counts, and with M={request.m}, N={request.n}, "
-            f"K={request.k}: {error}; pad the rows, or leave the block"
-        ) from None
+    for multiple in (_ROWS, _BLOCK, REFERENCE_ROWS):
+        rows = round_up(request.m, multiple)
+        copied = dataclasses.replace(request, m=rows, a_layout=layout, out_layout=out)
+        try:
+            return functools.partial(_run_padded, _run(build_plan(make_problem(copied))), rows)
+        except NoAlgorithm as error:
+            reason = error
+    raise Unsupported(
+        f"te.batch_invariant() requires one algorithm for all row counts, and with M={request.m}, N={request.n}, "
+        f"K={request.k}: {reason}; contact the developers"
+    )
 
 
 def _with_padded_rows(request: GemmRequest) -> GemmRequest:
