@@ -72,14 +72,15 @@ class Difference(NamedTuple):
     compared: int
     differing: int
     largest: float
+    gradient: bool
 
 
-def difference(actual: Tensor, expected: Tensor) -> Difference:
+def difference(actual: Tensor, expected: Tensor, gradient: bool = False) -> Difference:
     """Compare two tensors bit for bit; zeros with different signs count as different."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.element_size()]
     unequal = int((actual.contiguous().view(bits) != expected.contiguous().view(bits)).sum())
     largest = float((actual.float() - expected.float()).abs().max()) if unequal else 0.0
-    return Difference(actual.numel(), unequal, largest)
+    return Difference(actual.numel(), unequal, largest, gradient)
 
 
 class Counts:
@@ -110,6 +111,7 @@ class Counts:
         for part in differences:
             entry["compared"] += part.compared
             entry["differing"] += part.differing
+            entry["differing_gradients"] += part.differing * part.gradient
             entry["largest"] = max(entry["largest"], part.largest)
 
 
@@ -161,7 +163,7 @@ class RowOperation:
         expected, expected_dx = self.expected[key]
         found = [difference(y, expected[index])]
         if dx is not None:
-            found.append(difference(dx, expected_dx[index]))
+            found.append(difference(dx, expected_dx[index], gradient=True))
         return found
 
 
@@ -205,7 +207,7 @@ class GroupedOperation(RowOperation):
         expected, expected_dx = self.expected[key]
         found = [difference(y, expected[index])]
         if dx is not None:
-            found.append(difference(dx, expected_dx[index]))
+            found.append(difference(dx, expected_dx[index], gradient=True))
         return found
 
 
@@ -290,7 +292,7 @@ class SequenceOperation:
         ):
             found.append(difference(y, self.expected[key][i][0]))
             if dx is not None:
-                found.append(difference(dx, self.expected[key][i][1]))
+                found.append(difference(dx, self.expected[key][i][1], gradient=True))
         return found
 
 
