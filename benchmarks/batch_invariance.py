@@ -102,6 +102,7 @@ class Counts:
             "compositions": 0,
             "compared": 0,
             "differing": 0,
+            "differing_gradients": 0,
             "largest": 0.0,
             "compositions_differing": 0,
         }
