@@ -414,6 +414,12 @@ class Subjects:
         def entropy(x: Tensor, index: Tensor) -> Tensor:
             return te.parallel_cross_entropy(x[:, None], targets[index][:, None])[:, 0]
 
+        chain = te.ops.Sequential(
+            te.ops.RMSNorm(hidden, dtype=dtype, device=device),
+            te.ops.Linear(hidden, 2 * inner, dtype=dtype, device=device),
+            te.ops.SwiGLU(),
+            te.ops.Linear(inner, hidden, dtype=dtype, device=device),
+        )
         self.rows: list[RowOperation] = [
             rows("Linear", te.Linear(hidden, inner, **made), hidden),
             rows(
@@ -422,6 +428,7 @@ class Subjects:
             rows("LayerNormMLP swiglu", te.LayerNormMLP(hidden, inner, activation="swiglu", **made), hidden),
             rows("LayerNormMLP gelu", te.LayerNormMLP(hidden, inner, activation="gelu", **made), hidden),
             GroupedOperation(te.GroupedLinear(4, hidden, inner, **made), 4, sizes, device, dtype),
+            rows("te.ops chain", chain, hidden),
             rows("LayerNorm", te.LayerNorm(hidden, dtype=dtype, device=device), hidden),
         ]
         if device == "cuda" or sizes.rows <= 256:

@@ -215,7 +215,7 @@ def _log_sum(logits: Tensor, sink: Tensor | None, blocks: bool = False) -> Tenso
     if sink is None:
         return lse if blind is None else lse.masked_fill(blind, -torch.inf)
     sink = sink.to(lse.dtype)[None, :, None]
-    total = torch.logaddexp(lse, sink)
+    total = _add_exponentials(lse, sink) if blocks else torch.logaddexp(lse, sink)
     return total if blind is None else torch.where(blind, sink, total)
 
 
@@ -224,6 +224,12 @@ def _block_log_sum(logits: Tensor) -> Tensor:
     top = logits.amax(dim=-1)
     base = torch.where(top.abs() == torch.inf, 0.0, top)
     return torch.log(fixed_blocks.row_sums(torch.exp(logits - base[..., None]))) + base
+
+
+def _add_exponentials(lse: Tensor, sink: Tensor) -> Tensor:
+    """Compute torch.logaddexp, which rounds the last elements of a tensor otherwise on a CPU."""
+    top = torch.maximum(lse, sink)
+    return torch.log(torch.exp(lse - top) + torch.exp(sink - top)) + top
 
 
 def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:
