@@ -16,7 +16,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import llama_layers
 import torch
@@ -40,6 +40,8 @@ RECIPES: dict[str, Recipe | None] = {
     "block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
 }
+Layout = Literal["bshd", "sbhd", "thd"]
+LAYOUTS: tuple[Layout, ...] = ("bshd", "sbhd", "thd")
 ROWS = 32  # divisor of the row counts that MXFP8 quantizes along the tokens, for weight gradients
 
 
@@ -279,7 +281,7 @@ class SequenceOperation:
             alone = [Composition([i], "bshd", -n % multiple) for i, n in enumerate(self.lengths)]
             self.expected[key] = [self.run(one, recipe, True)[0] for one in alone]  # pyright: ignore
         chosen = draw.sample(range(len(self.lengths)), draw.randint(1, len(self.lengths)))
-        layout = draw.choice(("bshd", "sbhd", "thd"))
+        layout = draw.choice(LAYOUTS)
         lengths = [self.lengths[i] for i in chosen]
         extra = draw.choice((0, 0, 1, 7, 40))
         if layout == "thd":
@@ -331,12 +333,12 @@ class LayerOperation(SequenceOperation):
     def __init__(self, sizes: Sizes, lengths: list[int], device: str, dtype: torch.dtype):
         super().__init__("TransformerLayer", sizes.hidden, lengths, device, dtype)
         self.sizes, self.device, self.dtype = sizes, device, dtype
-        self.layers = {layout: self._layer(layout) for layout in ("bshd", "sbhd", "thd")}
-        for layout in ("sbhd", "thd"):
+        self.layers: dict[str, te.TransformerLayer] = {layout: self._layer(layout) for layout in LAYOUTS}
+        for layout in LAYOUTS:
             self.layers[layout].load_state_dict(self.layers["bshd"].state_dict())
         self.angles = te.attention.RotaryPositionEmbedding(sizes.head)(4096).to(device)
 
-    def _layer(self, layout: str) -> te.TransformerLayer:
+    def _layer(self, layout: Layout) -> te.TransformerLayer:
         sizes = self.sizes
         return te.TransformerLayer(
             sizes.hidden, sizes.inner, sizes.heads, num_gqa_groups=sizes.groups, layer_number=1, bias=False,
@@ -414,6 +416,11 @@ class Subjects:
         def entropy(x: Tensor, index: Tensor) -> Tensor:
             return te.parallel_cross_entropy(x[:, None], targets[index][:, None])[:, 0]
 
+        head = torch.randn(2000, hidden, device=device).to(dtype).requires_grad_()
+
+        def linear_entropy(x: Tensor, index: Tensor) -> Tensor:
+            return te.fused_linear_cross_entropy(x, head, targets[index] % 2000, reduce_loss=False)
+
         chain = te.ops.Sequential(
             te.ops.RMSNorm(hidden, dtype=dtype, device=device),
             te.ops.Linear(hidden, 2 * inner, dtype=dtype, device=device),
@@ -429,6 +436,7 @@ class Subjects:
             rows("LayerNormMLP gelu", te.LayerNormMLP(hidden, inner, activation="gelu", **made), hidden),
             GroupedOperation(te.GroupedLinear(4, hidden, inner, **made), 4, sizes, device, dtype),
             rows("te.ops chain", chain, hidden),
+            rows("linear cross entropy", linear_entropy, hidden, takes_index=True),
             rows("LayerNorm", te.LayerNorm(hidden, dtype=dtype, device=device), hidden),
         ]
         if device == "cuda" or sizes.rows <= 256:

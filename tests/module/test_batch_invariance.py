@@ -50,7 +50,7 @@ def count_differing(compare, recipe, seed):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(9))
 @pytest.mark.sampled
 def test_rows_do_not_depend_on_their_batch(subjects, number, recipe):
     operation = subjects.rows[number]

@@ -49,6 +49,13 @@ def always_depends(reason: str) -> Callable[[Any], str]:
     return lambda request: reason
 
 
+def depends_on_gpu(request: Any) -> str | None:
+    """`Backend.batch_dependent` of a reference in torch operations, whose sums follow a row's length on a CPU only."""
+    if request.device.type != "cuda":
+        return None
+    return "by reductions that the framework divides by their number"
+
+
 @dataclass(frozen=True)
 class Backend(Generic[Request]):
     """One implementation of an operation.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, is_batch_invariant
+from ....common.dispatch import Backend, depends_on_gpu, is_batch_invariant
 from ....common.formats import ceil_div
 from ....common.operation_settings import Labels
 from ...runtime.row_functions import sum_rows
@@ -108,4 +108,4 @@ def gradient(
     return x.copy_(result) if in_place else result.to(x.dtype)
 
 
-BACKEND: Backend[CrossEntropyRequest] = Backend("reference", bind=bind)
+BACKEND: Backend[CrossEntropyRequest] = Backend("reference", bind=bind, batch_dependent=depends_on_gpu)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, depends_on_gpu
 from ...runtime.row_functions import mean_rows
 from ...runtime.tracing import result_as
 from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
@@ -183,4 +183,4 @@ def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     return gamma + 1.0 if zero_centered else gamma
 
 
-BACKEND: Backend[NormRequest] = Backend("reference", bind=bind)
+BACKEND: Backend[NormRequest] = Backend("reference", bind=bind, batch_dependent=depends_on_gpu)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, depends_on_gpu
 from ...runtime.row_functions import sigmoid
 from ...runtime.tracing import result_as
 
@@ -210,4 +210,4 @@ def _choice_mask(map: Tensor | None, scores: Tensor, choice: Choice) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, map.long(), True)
 
 
-BACKEND: Backend[RouterRequest] = Backend("reference", bind=bind)
+BACKEND: Backend[RouterRequest] = Backend("reference", bind=bind, batch_dependent=depends_on_gpu)

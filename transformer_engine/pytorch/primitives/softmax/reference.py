@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, depends_on_gpu
 from ...runtime.row_functions import sum_rows
 from ...runtime.tracing import result_as
 
@@ -76,4 +76,4 @@ def _hidden(x: Tensor, causal: str) -> Tensor:
     return key[None, :] > query[:, None] + shift
 
 
-BACKEND: Backend[SoftmaxRequest] = Backend("reference", bind=bind)
+BACKEND: Backend[SoftmaxRequest] = Backend("reference", bind=bind, batch_dependent=depends_on_gpu)
