@@ -47,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no":  # otherwise the workers of pytest-xdist collect
         gc.disable()
     torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
+    # The deletion of an earlier test's CUDA graph during a capture would end the capture with an error.
+    if hasattr(torch.compiler.config, "force_cudagraph_gc"):
+        torch.compiler.config.force_cudagraph_gc = True
     for module in (torch.cuda, torch.xpu, torch.mtia):
         if not module.is_available():
             module.manual_seed_all = lambda seed: None  # pyright: ignore[reportAttributeAccessIssue]

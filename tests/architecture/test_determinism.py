@@ -10,10 +10,7 @@ from transformer_engine.common import dispatch
 # Atomics whose result does not depend on the arrival order.
 IN_ANY_ORDER = {"atomic_max", "atomic_min", "atomic_or", "atomic_and"}
 # Kernels that add whole numbers alone, which are the same in any order.
-COUNTING = {
-    "transformer_engine.common.kernels.grouped_measured_cast",
-    "transformer_engine.common.kernels.router_margins",
-}
+COUNTING = {"transformer_engine.common.kernels.router_margins"}
 # {kernel file: (operation, backend) in the row that declares `varies`}
 VARYING: dict[str, tuple[str, str]] = {}
 KERNELS = [name for name in modules() if name.startswith("transformer_engine.common.kernels.")]

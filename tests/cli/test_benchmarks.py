@@ -16,7 +16,18 @@ import transformer_engine.pytorch as te
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 ON_A_GPU = sorted(
-    {"cast_plans", "decode", "epilogues", "expert_step", "fused", "kv_cache", "norms", "products", "quantize"}
+    {
+        "cast_plans",
+        "decode",
+        "epilogues",
+        "expert_step",
+        "fused",
+        "grouped_linear",
+        "kv_cache",
+        "norms",
+        "products",
+        "quantize",
+    }
 )
 
 
@@ -59,7 +70,7 @@ def test_no_script_times_by_itself():
     """Only transformer_engine_tools.bench.measure and `shortest` take times; `shortest` takes those of any checkout."""
     folder = Path(record.__file__).parent
     timing = {
-        *("convergence", "convert", "model_step", "train_switches"),  # training runs
+        *("convergence", "convert", "model_step", "recipe_table", "train_switches"),  # training runs
         *("context_parallel", "jax_two_gpus", "sharded_models"),  # steps on several devices at once
         "jax_memory",  # tracing, lowering and compiling one program
         "shortest",

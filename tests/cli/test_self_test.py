@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 import torch
@@ -273,7 +274,8 @@ import dataclasses, json, os, sys
 from transformer_engine.common.self_test import SelfTestResult
 print("testing jax fp8 casts", file=sys.stderr)
 memory = os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]
-results = [SelfTestResult(" ".join(sys.argv[1:]), memory, "triton", "failed", "wrong bits")]
+words = [*sys.argv[1:], sys.stdin.readline().strip()]
+results = [SelfTestResult(" ".join(words), memory, "triton", "failed", "wrong bits")]
 print(json.dumps({"machine": {"JAX": "0.10.2"}, "results": list(map(dataclasses.asdict, results))}))
 """
 
@@ -284,12 +286,56 @@ def test_results_of_jax_are_rows_of_the_same_table(tmp_path, monkeypatch, pytorc
     test = self_tests.run_all(lines.append, SelfTestSizes(8, 4, 2), 10.0)
     assert lines == ["testing jax fp8 casts"]
     # PyTorch has taken 3 of 10 seconds, and JAX allocates no more of the GPU's memory than it needs.
-    assert (test.results[1].path, test.results[1].case) == ("7.0 8 4 2", "false")
+    assert (test.results[1].path, test.results[1].case) == ("10.0 8 4 2 --wait 7.0", "false")
     assert test.failed == test.results[1:] and test.machine["JAX"] == "0.10.2"
     assert [line.split("  ")[0] for line in test.report().splitlines() if "triton  " in line] == [
         "fp8 casts",
-        "7.0 8 4 2",
+        "10.0 8 4 2 --wait 7.0",
     ]
+
+
+WAITING = """
+import json, pathlib, sys
+pathlib.Path(__file__).with_name("compiled").touch()
+sys.stderr.write("x" * 200000 + "\\n")
+left = sys.stdin.readline()
+print(json.dumps({"machine": {"JAX": left.strip()}, "results": []}))
+"""
+
+
+def test_jax_compiles_during_the_test_of_pytorch_and_runs_after_it(tmp_path, monkeypatch):
+    jax_process(tmp_path, monkeypatch, WAITING)
+    lines = []
+
+    def self_test(sizes, seconds, progress):
+        end = time.monotonic() + 60
+        while not (tmp_path / "compiled").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        progress("testing fp8 casts")
+        return SelfTest({}, (), 4.0)
+
+    monkeypatch.setattr(testing, "self_test", self_test)
+    test = self_tests.run_all(lines.append, None, 10.0)
+    assert (tmp_path / "compiled").exists()
+    assert lines == ["testing fp8 casts", "x" * 200000]
+    assert test.machine == {"JAX": "6.0"} and test.seconds >= 4.0
+
+
+def test_the_process_of_jax_ends_with_a_failed_test_of_pytorch(tmp_path, monkeypatch):
+    jax_process(tmp_path, monkeypatch, "import time; time.sleep(600)")
+    started = []
+    real = self_tests.subprocess.Popen
+    monkeypatch.setattr(
+        self_tests.subprocess, "Popen", lambda *args, **kw: started.append(real(*args, **kw)) or started[-1]
+    )
+
+    def self_test(sizes, seconds, progress):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(testing, "self_test", self_test)
+    with pytest.raises(KeyboardInterrupt):
+        self_tests.run_all(lambda line: None)
+    assert started[0].poll() is not None
 
 
 @pytest.mark.parametrize(
@@ -305,7 +351,8 @@ def test_a_process_without_results_is_a_failure_unless_jax_cannot_be_imported(
 ):
     jax_process(tmp_path, monkeypatch, program)
     monkeypatch.setattr(self_tests, "START_SECONDS", 5.0)
-    test = self_tests.jax_self_test(lambda line: None, None, 0.0)
+    with self_tests.JaxSelfTest(None, 10.0) as jax_test:
+        test = jax_test.run(lambda line: None, 0.0)
     assert test.machine["JAX"] == machine
     assert [reason in result.reason for result in test.failed] == ([] if reason is None else [True])
 

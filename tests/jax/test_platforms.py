@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 import jax
@@ -184,3 +185,31 @@ def test_a_gradient_lowered_for_another_platform_recomputes_its_branch(monkeypat
 def test_branches_that_return_other_shapes_are_an_error():
     with pytest.raises(AssertionError, match="the other platform's branch"):
         lower_for_cuda(lambda x: call_by_platform(x, cuda=jnp.transpose, default=jnp.abs), X)
+
+
+@pytest.mark.parametrize(
+    ("driver", "plugin", "platforms", "expected"),
+    [
+        (True, True, "", True),
+        (True, True, "cuda,cpu", True),
+        (True, True, "cpu", False),
+        (True, False, "", False),
+        (False, True, "", False),
+    ],
+)
+def test_a_gpu_is_expected_with_a_driver_and_a_plugin(
+    monkeypatch, tmp_path, driver, plugin, platforms, expected
+):
+    from transformer_engine.jax.runtime import platform
+
+    version, package = tmp_path / "version", tmp_path / "jax_plugins"
+    if driver:
+        version.write_text("NVRM version")
+    (package / ("xla_cuda13" if plugin else "xla_tpu")).mkdir(parents=True)
+    (package / ("xla_cuda13" if plugin else "xla_tpu") / "__init__.py").touch()
+    monkeypatch.setattr(platform, "_DRIVER", version)
+    monkeypatch.setattr(platform, "entry_points", lambda group: ())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert platform.expects_gpu() is expected

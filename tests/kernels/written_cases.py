@@ -39,7 +39,6 @@ from transformer_engine.common.kernels import (
     grouped_cast,
     grouped_gemm,
     grouped_layout,
-    grouped_measured_cast,
     grouped_product,
     grouped_scaled,
     kv_cache,
@@ -256,10 +255,6 @@ def grouped() -> Iterator[Case]:
     yield "grouped maximum", measured, (HALF, ADDRESS, None)
     yield "grouped maximum of rows", grouped_cast.maximum(SHAPE, 4, True), (HALF, None, INDEX)
     steps = (E4M3, 3, 1, False, 0.0)
-    both = (E4M3, False, 0.0, True, True)
-    for by_rows, tables in ((False, (ADDRESS, None)), (True, (None, INDEX))):
-        launch = grouped_measured_cast.measured_cast(SHAPE, 4, by_rows, *both)
-        yield f"grouped measured cast by_rows={by_rows}", launch, (HALF, *tables)
     rows = grouped_cast.cast(SHAPE, 4, True, *steps, True, True, records=True)
     yield "grouped cast of rows", rows, (HALF, None, INDEX, FLOAT, FLOAT)
     rows = grouped_cast.cast(SHAPE, 4, True, *steps, True, True, records=True, tiled=True)

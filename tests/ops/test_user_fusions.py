@@ -107,3 +107,62 @@ def test_backward_passes_without_saved_state_name_the_remedy():
     y = ops.Sequential(ops.Linear(64, 32, **PLACE))(torch.randn(4, 64, requires_grad=True))
     with pytest.raises(RuntimeError, match=r"call fuser_forward of the basic operations with their contexts"):
         y.sum().backward()
+
+
+class Tripled:
+    """An operation whose methods triple the output and all gradients."""
+
+    def op_forward(self, *args: Any, **options: Any) -> Any:
+        return super().op_forward(*args, **options) * 3  # pyright: ignore
+
+    def op_backward(self, *args: Any, **options: Any) -> Any:
+        grad_input, parameters = super().op_backward(*args, **options)  # pyright: ignore
+        return grad_input * 3, [grad * 3 for grad in parameters]
+
+
+def tripled(kind: type) -> Any:
+    return type(f"Tripled{kind.__name__}", (Tripled, kind), {})
+
+
+# Operations that this package fuses in a forward or a backward pass, with the index of the one that a user derives.
+FUSED_CHAINS: dict[str, tuple[int, list[tuple[Any, tuple[Any, ...], bool]]]] = {
+    "product of linear and bias": (0, [(ops.BasicLinear, (64, 64), True), (ops.Bias, (64,), True)]),
+    "bias of linear and bias": (1, [(ops.BasicLinear, (64, 64), True), (ops.Bias, (64,), True)]),
+    "scale of linear and scale": (1, [(ops.BasicLinear, (64, 64), True), (ops.ConstantScale, (2.0,), False)]),
+    "norm of extra output and norm": (1, [(ops.MakeExtraOutput, (), False), (ops.RMSNorm, (64,), True)]),
+    "bias of bias and activation": (
+        1, [(ops.BasicLinear, (64, 64), True), (ops.Bias, (64,), True), (ops.GELU, (), False)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUSED_CHAINS)
+def test_fusions_do_not_skip_methods_of_derived_operations(name, emulated):
+    index, members = FUSED_CHAINS[name]
+    recipe = Float8CurrentScaling() if "activation" in name else None
+    gradients: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+    for factor in (1, 3):
+        torch.manual_seed(0)
+        chain = ops.Sequential(
+            *[
+                (tripled(kind) if factor == 3 and i == index else kind)(
+                    *args, **({**PLACE, "dtype": torch.bfloat16} if allocates else {})
+                )
+                for i, (kind, args, allocates) in enumerate(members)
+            ]
+        )
+        x = torch.randn(32, 64, dtype=torch.bfloat16).requires_grad_()
+        with autocast(enabled=recipe is not None, recipe=recipe):
+            y, *_ = results if isinstance(results := chain(x), tuple) else (results,)
+        y.sum().backward()
+        outputs.append(y)
+        gradients.append(x.grad)  # pyright: ignore
+    if (
+        index == len(members) - 1
+    ):  # the output gradient is the same, and the product of the factors arrives at x
+        assert relative_error(outputs[1].double(), 3 * outputs[0].double()) < 1e-2
+        assert relative_error(gradients[1].double(), 3 * gradients[0].double()) < 1e-2
+    else:
+        assert relative_error(outputs[1].double(), outputs[0].double()) > 0.1
+        assert relative_error(gradients[1].double(), gradients[0].double()) > 0.1

@@ -19,7 +19,6 @@ from transformer_engine.common.kernels import (
     grouped_block_cast,
     grouped_cast,
     grouped_gemm,
-    grouped_measured_cast,
 )
 from transformer_engine.common.kernels.launch import Launch
 
@@ -29,7 +28,7 @@ HALF, CODES, GRADIENTS, SCALES = "*bf16", "*fp8e4nv", "*fp8e5", "*fp32"
 INDICES, ADDRESSES = "*i32", "*i64"
 LEFT_OUT = {
     89: ("columns-plain",),
-    100: ("columns-plain", "cast-rows", "cast-matrices", "cast-squares", "cast-maximum", "cast-measured"),
+    100: ("columns-plain", "cast-rows", "cast-matrices", "cast-squares", "cast-maximum"),
 }
 
 
@@ -66,12 +65,6 @@ def casts() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
     squares = blocks | {"table": ADDRESSES, "layout": None}
     yield "cast-squares", grouped_block_cast.square_blocks((N, K), *scales), squares
     measured = {"x": HALF, "table": None, "layout": INDICES, "amax": SCALES}
-    stack = grouped_measured_cast.measured_cast((N, K), GROUPS, False, E4M3, *steps)
-    pointers = squares | {"state": SCALES}
-    pointers = {
-        name: pointers[name] for name in ("x", "table", "layout", "codes", "codes_t", "scale", "state")
-    }
-    yield "cast-measured", stack, pointers
     yield "cast-maximum", grouped_cast.maximum((TOTAL, K), GROUPS, True), measured
 
 

@@ -15,10 +15,9 @@ import torch
 from tests.kernels import interpreter
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8, MXFP8
 from transformer_engine.common.kernels import grouped_gemm as kernels
-from transformer_engine.common.kernels import grouped_layout, grouped_measured_cast, launch
+from transformer_engine.common.kernels import grouped_layout, launch
 from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, make_groups
 from transformer_engine.pytorch.primitives.grouped_quantize import (
-    GroupedQuantized,
     GroupedQuantizeRequest,
     ScaleSlots,
     reference,
@@ -85,36 +84,6 @@ def quantizations() -> dict[str, bool]:
     return results
 
 
-def check_measured_casts() -> dict[str, bool]:
-    """One launch that measures and casts, with every distance between a tile's two visits."""
-    cpu, spec, results = torch.device("cpu"), QuantizeSpec(FLOAT8, E4M3, True, True), {}
-    steps = (E4M3, False, 0.0, True, True)
-    for splits in ((3, 131, 0, 70, 1), (0, 0, 300, 0, 5)):
-        x, count = torch.randn(sum(splits), 80).bfloat16(), len(splits)
-        groups = make_groups(splits, len(x), cpu)
-        request = GroupedQuantizeRequest(spec, False, count, (len(x), 80), torch.bfloat16, cpu, None)
-        expected = reference.BACKEND.bind(request)(x, groups, None)
-        for window in (1, 2 * x.numel() // count * 2, 1 << 30):
-            record = grouped_measured_cast.measured_cast((len(x), 80), count, True, *steps, window=window)
-            results[f"lag rows {splits} {window}"] = _runs(record, (x, None, groups.layout), expected)
-    matrices = matrix_table([torch.randn(144, 80).bfloat16() for _ in range(5)])
-    request = GroupedQuantizeRequest(spec, True, 5, (144, 80), torch.bfloat16, cpu, None)
-    expected = reference.BACKEND.bind(request)(matrices, None, None)
-    for lag in (1, 2, 3, 5):
-        record = grouped_measured_cast.measured_cast((144, 80), 5, False, *steps, window=lag * 144 * 160)
-        inputs = (matrices.tensors[0], matrices.table, None)
-        results[f"lag matrices {lag}"] = _runs(record, inputs, expected)
-    return results
-
-
-def _runs(record: launch.Launch, inputs: tuple[torch.Tensor | None, ...], expected: GroupedQuantized) -> bool:
-    codes, codes_t = torch.zeros_like(expected.codes), torch.zeros_like(expected.codes_t)
-    scale, state = torch.zeros_like(expected.scale), torch.zeros(2 * len(expected.scale) + 1)
-    launch.start(record, (*inputs, codes, codes_t, scale, state), -1)
-    equal = interpreter.same_bits(codes, expected.codes) and interpreter.same_bits(codes_t, expected.codes_t)
-    return equal and torch.equal(scale[:, 0], expected.scale[:, 0])
-
-
 def layouts() -> dict[str, bool]:
     results = {}
     for splits in (SPLITS, (128, 0, 256, 1), (5,)):
@@ -160,7 +129,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     triton.is_current_device = lambda index: True
-    print(json.dumps(quantizations() | check_measured_casts() | layouts() | products()))
+    print(json.dumps(quantizations() | layouts() | products()))
 
 
 if __name__ == "__main__":

@@ -219,7 +219,9 @@ def test_registered_operators_pass_schema_and_fake_tensor_checks():
         operators.layernorm_backward, (dy, x, mean, rstdev, weight, x, False), test_utils=checks
     )
     torch.library.opcheck(operators.rmsnorm_forward, (x, weight, EPS, False), test_utils=checks)
-    torch.library.opcheck(operators.rmsnorm_backward, (dy, x, rstdev, weight, x, False), test_utils=checks)
+    torch.library.opcheck(
+        operators.rmsnorm_backward, (dy, x, rstdev, weight, x, False, False), test_utils=checks
+    )
 
 
 def _request(device="cuda", dtype=torch.bfloat16):

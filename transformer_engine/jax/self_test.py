@@ -1,9 +1,10 @@
 """Self-test of JAX on this machine: backends of casts, products, fused producers and attention against references.
 
-    python -m transformer_engine.jax.self_test SECONDS [LARGE SMALL TOKENS]
+    python -m transformer_engine.jax.self_test SECONDS [LARGE SMALL TOKENS] [--wait]
 
-Prints a JSON object with "machine" and "results" (`common.self_test`). The command line starts this module in a
-separate process, because JAX otherwise allocates most of the memory of a GPU that PyTorch uses too.
+With --wait the programs run when a line of the standard input gives the seconds for them. Prints a JSON object with
+"machine" and "results" (`common.self_test`). The command line starts this module in a separate process, because JAX
+otherwise allocates most of the memory of a GPU that PyTorch uses too.
 """
 
 from __future__ import annotations
@@ -449,7 +450,10 @@ def machine_facts() -> dict[str, str]:
 
 
 def self_test(
-    sizes: SelfTestSizes | None, seconds: float, progress: Callable[[str], None]
+    sizes: SelfTestSizes | None,
+    seconds: float,
+    progress: Callable[[str], None],
+    wait: Callable[[], float] | None = None,
 ) -> list[SelfTestResult]:
     """Compare every backend that supports the cases on this machine with a reference.
 
@@ -457,6 +461,7 @@ def self_test(
         sizes: Case extents; by default large ones on a GPU and a sample on a CPU.
         seconds: Time after which the remaining cases are reported as not run.
         progress: Called with a line per path, before and after its cases.
+        wait: Called between the compilation and the first run; returns the seconds for the runs.
     """
     if sizes is None:
         sizes = SelfTestSizes() if has_gpu() else SAMPLE
@@ -469,6 +474,9 @@ def self_test(
                 pending.append(CasePrograms(case, [_not_run(case)]))
             else:
                 pending.append(compile_case(case, threads))
+        if wait is not None:
+            runs = wait()
+            seconds = time.perf_counter() - start + runs
         for path, group in itertools.groupby(pending, lambda compilation: compilation.case.path):
             progress(f"testing {path}")
             found: list[SelfTestResult] = []
@@ -485,15 +493,18 @@ def _not_run(case: JaxCase) -> SelfTestResult:
     return SelfTestResult(case.path, case.name, "all", "not run")
 
 
-def main(seconds: float, *extents: int) -> None:
-    """Print the results as JSON; extents: `SelfTestSizes`, or none."""
+def main(seconds: str, *extents: str) -> None:
+    """Print the results as JSON; extents: `SelfTestSizes`, or none, and perhaps "--wait"."""
+    waits = "--wait" in extents
+    numbers = [int(extent) for extent in extents if extent != "--wait"]
     results = self_test(
-        SelfTestSizes(*extents) if extents else None,
-        seconds,
+        SelfTestSizes(*numbers) if numbers else None,
+        float(seconds),
         lambda line: print(line, file=sys.stderr, flush=True),
+        (lambda: float(sys.stdin.readline() or 0.0)) if waits else None,
     )
     print(json.dumps({"machine": machine_facts(), "results": [asdict(result) for result in results]}))
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(*sys.argv[1:])

@@ -1,9 +1,10 @@
-"""Self-test of the command line: PyTorch in this process, then JAX in another process, as one report."""
+"""Self-test of the command line: PyTorch in this process, and JAX in another process, as one report."""
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from transformer_engine.common import optional
 from transformer_engine.common.self_test import SECONDS, SelfTest, SelfTestResult, SelfTestSizes
@@ -28,62 +30,100 @@ def run_all(
 ) -> SelfTest:
     """Run the self-tests of PyTorch and JAX; a framework that is not installed is a line of the report.
 
+    The programs of JAX are compiled during the test of PyTorch and run after it, since both measure times on the GPU.
+
     Args:
         progress: Called with a line per path, before and after its cases.
         sizes: Case extents; by default large ones on a GPU and a sample on a CPU.
         seconds: Time of both, after which the remaining cases are reported as not run.
     """
-    if (reason := optional.failure("torch")) is None:
-        from transformer_engine.pytorch.inspect.self_test import self_test
+    with JaxSelfTest(sizes, seconds) as jax_test:
+        if (reason := optional.failure("torch")) is None:
+            from transformer_engine.pytorch.inspect.self_test import self_test
 
-        test = self_test(sizes, seconds, progress)
-    else:
-        missing = reason if optional.installed("torch") else "not installed"
-        test = SelfTest({"torch": missing}, (), 0.0)
-    return test + jax_self_test(progress, sizes, max(seconds - test.seconds, 0.0))
+            test = self_test(sizes, seconds, progress)
+        else:
+            missing = reason if optional.installed("torch") else "not installed"
+            test = SelfTest({"torch": missing}, (), 0.0)
+        return test + jax_test.run(progress, max(seconds - test.seconds, 0.0))
 
 
-def jax_self_test(progress: Callable[[str], None], sizes: SelfTestSizes | None, seconds: float) -> SelfTest:
-    """Run the self-test of JAX in another process."""
-    start = time.perf_counter()
-    if not optional.installed("jax"):
-        return SelfTest({"JAX": "not installed"}, (), 0.0)
-    extents = () if sizes is None else (sizes.large, sizes.small, sizes.tokens)
-    command = [sys.executable, "-W", "ignore", "-m", JAX_MODULE, *map(str, (seconds, *extents))]
-    path = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": path, **ENVIRONMENT}
-    lines: deque[str] = deque(maxlen=KEPT_LINES)
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=output,
+class JaxSelfTest:
+    """The self-test of JAX in another process, which compiles its programs at once and runs them on demand.
+
+    Args:
+        sizes: Case extents; by default large ones on a GPU and a sample on a CPU.
+        seconds: Time of this test and of the test that runs meanwhile; it limits the compilation.
+    """
+
+    def __init__(self, sizes: SelfTestSizes | None, seconds: float) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        if not optional.installed("jax"):
+            return
+        extents = () if sizes is None else (sizes.large, sizes.small, sizes.tokens)
+        arguments = *map(str, (seconds, *extents)), "--wait"
+        path = os.pathsep.join(path for path in sys.path if path)
+        self._output = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # closed in __exit__
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", JAX_MODULE, *arguments],
+            env={**os.environ, "PYTHONPATH": path, **ENVIRONMENT},
+            stdin=subprocess.PIPE,
+            stdout=self._output,
             stderr=subprocess.PIPE,
             text=True,
             encoding="utf-8",
             errors="replace",
         )
+        # A full pipe would stop the process during the test of PyTorch.
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read_lines, daemon=True).start()
+
+    def __enter__(self) -> JaxSelfTest:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process is not None:
+            self._process.kill()  # no effect after its end
+            self._process.wait()
+            self._output.close()
+
+    def _read_lines(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        for line in self._process.stderr:
+            self._lines.put(line.rstrip())
+        self._lines.put(None)
+
+    def run(self, progress: Callable[[str], None], seconds: float) -> SelfTest:
+        """Run the programs, and return the results with the time that this call takes."""
+        process = self._process
+        if process is None:
+            return SelfTest({"JAX": "not installed"}, (), 0.0)
+        start = time.perf_counter()
+        assert process.stdin is not None
+        with suppress(OSError), process.stdin as pipe:  # the process may have ended
+            pipe.write(f"{seconds}\n")
         timer = threading.Timer(seconds + START_SECONDS, process.kill)
         timer.daemon = True
         timer.start()
-        assert process.stderr is not None
+        last: deque[str] = deque(maxlen=KEPT_LINES)
         try:
-            for line in process.stderr:
-                lines.append(line.rstrip())
-                progress(lines[-1])
+            while (line := self._lines.get()) is not None:
+                last.append(line)
+                progress(line)
             code = process.wait()
         finally:
             timer.cancel()
-            process.kill()  # no effect after its end
-        output.seek(0)
-        printed = output.read()
-    elapsed = time.perf_counter() - start
-    if code != 0:
-        if elapsed >= seconds + START_SECONDS:
-            lines.append(f"it was stopped after {elapsed:.0f} s")
-        return _exit_result(code, list(lines), elapsed)
-    found = json.loads(printed.splitlines()[-1])
-    return SelfTest(found["machine"], tuple(SelfTestResult(**result) for result in found["results"]), elapsed)
+        self._output.seek(0)
+        printed = self._output.read()
+        elapsed = time.perf_counter() - start
+        if code != 0:
+            if elapsed >= seconds + START_SECONDS:
+                last.append(f"it was stopped after {elapsed:.0f} s")
+            return _exit_result(code, list(last), elapsed)
+        found = json.loads(printed.splitlines()[-1])
+        return SelfTest(
+            found["machine"], tuple(SelfTestResult(**result) for result in found["results"]), elapsed
+        )
 
 
 def _exit_result(code: int, lines: list[str], elapsed: float) -> SelfTest:

@@ -304,6 +304,18 @@ def forward_wide(
 
 
 @triton.jit
+def _round_product(product, dtype: tl.constexpr, positive):
+    """Round a product to a dtype before a sum: a fused multiply-add would not round it.
+
+    The factor is 1 for every positive number. The compiler, which does not know this, fuses the second product with the
+    sum, so that the first one is rounded to float32.
+    """
+    if dtype == tl.float32:
+        return product * (positive > 0).to(tl.float32)
+    return product.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def backward_rows(
     dy,
     x,
@@ -363,7 +375,7 @@ def backward_rows(
         result *= inverse[:, None]
         if add is not None:
             if ROUNDS_FIRST:
-                result = result.to(dx.dtype.element_ty).to(tl.float32)
+                result = _round_product(result, dx.dtype.element_ty, rows)
             result += tl.load(add + offset * add_stride + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + offset * width + column, result.to(dx.dtype.element_ty), mask=mask)
     _store_sums(dgamma, dbeta, mean, workspace, tl.program_id(0), tl.num_programs(0), 0, width, BLOCK_WIDTH)
@@ -438,7 +450,7 @@ def backward_wide(
         result = (gradient * scale - balance - (value - average) * inverse * projection) * inverse
         if add is not None:
             if ROUNDS_FIRST:
-                result = result.to(dx.dtype.element_ty).to(tl.float32)
+                result = _round_product(result, dx.dtype.element_ty, rows)
             result += tl.load(add + offset * add_stride + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + offset * width + column, result.to(dx.dtype.element_ty), mask=inside)
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
+import pkgutil
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,23 @@ def _gpus() -> tuple[Any, ...]:
 
 
 def expects_gpu() -> bool:
-    """Whether JAX will probably compute on an NVIDIA GPU: a driver is loaded, and JAX_PLATFORMS does not exclude it.
+    """Whether JAX will probably compute on an NVIDIA GPU, without initializing JAX's backends as `has_gpu` does.
 
-    Unlike `has_gpu`, this does not initialize JAX's backends.
+    A driver is loaded, JAX's CUDA plugin is installed, and JAX_PLATFORMS does not exclude it.
     """
     platforms = os.environ.get("JAX_PLATFORMS") or "cuda"
-    return _DRIVER.exists() and any(name in platforms for name in ("cuda", "gpu"))
+    if not any(name in platforms for name in ("cuda", "gpu")):
+        return False
+    return _DRIVER.exists() and _has_cuda_plugin()
+
+
+def _has_cuda_plugin() -> bool:
+    """Whether a CUDA plugin is installed where JAX looks for plugins: the package `jax_plugins`, and entry points."""
+    package = importlib.util.find_spec("jax_plugins")
+    folders = () if package is None else package.submodule_search_locations or ()
+    names = {module.name for module in pkgutil.iter_modules(folders)}
+    names.update(point.name for point in entry_points(group="jax_plugins"))
+    return any("cuda" in name for name in names)
 
 
 def has_gpu() -> bool:

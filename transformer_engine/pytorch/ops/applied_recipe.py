@@ -7,11 +7,12 @@ functions that create it. Such functions take strings only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...common.recipe import Recipe, recipe_described_as, recipe_description, recipe_revision
+from ..distributed.recompute import state_without_gradients
 from ..functions.scale_update import ScaleUpdate, is_first_call_in_trace, update_at_end_of_pass
 from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState
@@ -32,36 +33,67 @@ def apply_recipe(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
             _apply_recipe_while_tracing(op._traced_name, None, None)
 
 
-class AppliedRecipe(NamedTuple):
-    """The recipe that operations use, by which a later call sees whether they still do.
+class AppliedRecipe:
+    """The recipe that a chain's operations use from one call to the next.
+
+    Args:
+        ops: The chain's operations.
 
     Attributes:
-        recipe, revision, group: The recipe in the autocast state, its revision, and the group.
-        applied: `_applied` per operation.
         stateful: An operation has scales that change between calls.
-        pools: The states that are updated together; another object after any has been registered.
     """
 
-    recipe: Any
-    revision: Any
-    group: Any
-    applied: list[Any]
-    stateful: bool
-    pools: Any
+    def __init__(self, ops: Sequence[RecipeSlots]) -> None:
+        self._ops = ops
+        self.stateful = False
+        # The recipe in the autocast state of the last call, its revision, and the group.
+        self._recipe: Recipe | None = None
+        self._revision: Any = None
+        self._group: Any = None
+        # `_applied` per operation; None before the first call.
+        self._applied: list[Any] | None = None
+        # The states that are updated together; another object after any has been registered.
+        self._pools: Any = None
+        # Autocast state in the last call without gradients; see `_check_second_run`.
+        self._state_without_gradients: AutocastState | None = None
 
-    def is_current(self, recipe: Recipe | None, group: Any, ops: Sequence[RecipeSlots]) -> bool:
-        """Return whether operations use a recipe and group already."""
-        if recipe is not self.recipe or recipe_revision(recipe) is not self.revision:
-            return False
-        if recipe is not None and group is not self.group:
-            return False
-        if self.stateful and self.pools is not delayed_scaling.registry.pools:
-            return False
-        return [op._applied for op in ops] == self.applied
+    def update(self, state: AutocastState) -> None:
+        """Apply the recipe of an autocast state, unless the operations use it already.
 
+        Raises:
+            RuntimeError: A reentrant checkpoint of another library runs the chain a second time, under
+                another autocast state than the first time.
+        """
+        self._check_second_run(state)
+        recipe = state.recipe if state.enabled or state.calibrating else None
+        if self._is_current(recipe, state.group):
+            return
+        apply_recipe(self._ops, state)
+        self._recipe, self._revision, self._group = recipe, recipe_revision(recipe), state.group
+        self._applied = [op._applied for op in self._ops]
+        self.stateful = any(op.has_scaling_state() for op in self._ops)
+        self._pools = delayed_scaling.registry.pools
 
-# No recipe has been applied; the recipe of this record is an object that no call has.
-NOT_APPLIED = AppliedRecipe(object(), None, None, [], False, None)
+    def _check_second_run(self, state: AutocastState) -> None:
+        """Raise RuntimeError if a reentrant checkpoint repeats the chain under another autocast state.
+
+        A reentrant checkpoint runs the chain twice: without gradients, then in the backward pass. A call without
+        gradients may be the first run, so its state is stored. A later call with another state may be the second
+        run; `state_without_gradients` recognizes it and raises the error.
+        """
+        previous = self._state_without_gradients
+        if previous is not state and (previous is not None or not torch.is_grad_enabled()):
+            self._state_without_gradients = state_without_gradients("te.ops", previous, state)
+
+    def _is_current(self, recipe: Recipe | None, group: Any) -> bool:
+        """Whether the operations use a recipe and group already."""
+        if recipe is not self._recipe or recipe_revision(recipe) is not self._revision:
+            return False
+        if recipe is not None and group is not self._group:
+            return False
+        if self.stateful and self._pools is not delayed_scaling.registry.pools:
+            return False
+        return [op._applied for op in self._ops] == self._applied
 
 
 @constant_while_tracing

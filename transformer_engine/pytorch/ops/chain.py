@@ -107,7 +107,7 @@ def build_passes(
         ctx._input_shapes = (facts.shape, *[extra.shape for extra in call.extra])
         op_passes, facts = op.passes(facts, call)
         passes.append(op_passes)
-        parameters.append(list(op.pass_parameters().values()))
+        parameters.append(op.pass_parameters())
     return passes, parameters
 
 

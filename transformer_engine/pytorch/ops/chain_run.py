@@ -17,32 +17,32 @@ from torch.torch_version import TorchVersion
 from ..functions.saving import keep, take_saved
 from ..functions.scale_update import ScaleUpdate
 from ..quantization.autocast import AutocastState
-from ..runtime.autograd import Function
+from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from .applied_recipe import scale_update
+from .applied_recipe import distinct_while_tracing, scale_update
 from .chain import copy_in_traces, run_backward, run_forward
+from .fusions import FusionResults, IndexedOperations
 from .links import Links, share_memory
 from .operation import BasicOperation, FusibleOperation, OperationContext
-from .pass_operation import PassOperation, has_backward_pass, has_forward_pass
+from .pass_operation import PassOperation, has_pass
 from .shard_places import places_of_shards
 from .user_results import backward_results, check_gradients, forward_results
 
-# Operations in order, each with the indices that its basic operations have in the chain.
-IndexedOperations = list[tuple[FusibleOperation, list[int]]]
 
-
-def create_contexts(count: int, first: int, x: Tensor) -> list[OperationContext]:
+def create_contexts(count: int, first_with_backward: int, x: Tensor) -> list[OperationContext]:
     """Create the contexts for a call.
 
     Args:
         count: Operation count.
-        first: Index of the first operation that the backward pass reaches.
+        first_with_backward: Index of the first operation that the backward pass reaches.
         x: The main input.
     """
     return [
         OperationContext(
-            requires_grad=i >= first, input_requires_grad=i > first or (i == first == 0 and x.requires_grad)
+            requires_grad=i >= first_with_backward,
+            input_requires_grad=i > first_with_backward
+            or (i == first_with_backward == 0 and x.requires_grad),
         )
         for i in range(count)
     ]
@@ -54,9 +54,8 @@ class ChainRun:
     Args:
         basic_ops: The chain's operations.
         links: Their extra inputs and outputs.
-        fused: The operations in the forward and in the backward pass, after the registered fusion functions.
-        first: Index of the first operation that the backward pass reaches.
-        parameter_shapes: Parameter shapes by operation.
+        fusions: The operations after the registered fusion functions.
+        parameters: Parameters by operation.
         options: Keyword arguments by operation.
         state: The autocast state.
 
@@ -68,9 +67,8 @@ class ChainRun:
         self,
         basic_ops: Sequence[BasicOperation],
         links: Links,
-        fused: tuple[IndexedOperations, IndexedOperations],
-        first: int,
-        parameter_shapes: list[list[torch.Size]],
+        fusions: FusionResults,
+        parameters: Sequence[Sequence[Any]],
         options: Sequence[dict[str, Any]],
         state: AutocastState,
     ) -> None:
@@ -80,15 +78,18 @@ class ChainRun:
                 "operations of a user, or in a checkpoint with delayed scaling; use layers such as te.Linear"
             )
         self.basic_ops, self.links = basic_ops, links
-        self.forward_ops, self.backward_ops = fused
-        self.first, self.parameter_shapes = first, parameter_shapes
+        self.forward_ops, self.backward_ops = fusions.forward, fusions.backward
+        self.first_with_backward = fusions.first_with_backward
+        self.parameter_shapes: list[list[torch.Size]] = [
+            [tensor.shape for tensor in group] for group in parameters
+        ]
         self.options, self.state = options, state
         self.contexts: list[OperationContext] = []
         # {operation index: user's fused operation that replaces it in the backward pass}
         self._own_backward = {
             i: op
             for op, indices in self.backward_ops
-            if op.is_fused_op and not has_backward_pass(op)
+            if op.is_fused_op and not has_pass(op, "backward")
             for i in indices
         }
         self.override = getattr(state.recipe, "backward_override", None) if state.enabled else None
@@ -96,12 +97,12 @@ class ChainRun:
     def forward(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Any]]:
         """Return (main output, extra outputs for the caller..), and the tensors to save."""
         count = len(self.basic_ops)
-        self.contexts = create_contexts(count, self.first, x)
-        records = torch.is_grad_enabled() or self.first < count
+        self.contexts = create_contexts(count, self.first_with_backward, x)
+        records = torch.is_grad_enabled() or self.first_with_backward < count
         extras = self.links.by_operation(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
-        ops_of_passes = _with_basic_operations(self.forward_ops, has_forward_pass)
-        with_passes = {i for op, indices in ops_of_passes if has_forward_pass(op) for i in indices}
+        ops_of_passes = _with_basic_operations(self.forward_ops, lambda op: has_pass(op, "forward"))
+        with_passes = {i for op, indices in ops_of_passes if has_pass(op, "forward") for i in indices}
 
         def joins(before: Sequence[int], after: Sequence[int]) -> bool:
             return with_passes.issuperset((before[-1], after[0])) and not self.links.connects(before, after)
@@ -206,7 +207,7 @@ class ChainRun:
         call `fuser_backward` on its basic operations.
         """
         ctx = self.contexts[i]
-        if not ctx.requires_grad or hasattr(ctx, "pass_state") or not has_backward_pass(self.basic_ops[i]):
+        if not ctx.requires_grad or hasattr(ctx, "pass_state") or not has_pass(self.basic_ops[i], "backward"):
             return False
         reader = self._own_backward.get(i)
         return reader is None or (reader is not op and ctx.to_save is None)
@@ -223,7 +224,7 @@ class ChainRun:
         by_slot = dict(zip(self.links.public_outputs, grad_extra, strict=True))
         dy: Any = grad_output
         parts = _with_basic_operations(self.backward_ops, self._backward_of_passes)
-        reached = [entry for entry in parts if entry[1][-1] >= self.first]
+        reached = [entry for entry in parts if entry[1][-1] >= self.first_with_backward]
 
         def joins(before: Sequence[int], after: Sequence[int]) -> bool:
             runs_passes = self._runs_passes(before) and self._runs_passes(after)
@@ -239,7 +240,9 @@ class ChainRun:
                 op = segment[0][0]
                 returned = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=grads)
                 members = [self.basic_ops[i] for i in indices]
-                dy, parameter_grads, extra = backward_results(op, members, returned, indices[0] > self.first)
+                dy, parameter_grads, extra = backward_results(
+                    op, members, returned, indices[0] > self.first_with_backward
+                )
                 check_gradients(
                     op,
                     (dy, parameter_grads, extra),
@@ -257,7 +260,7 @@ class ChainRun:
                         "where there is none"
                     )
                 contexts[i].saved_tensors = None
-        if count and self.first > 0:
+        if count and self.first_with_backward > 0:
             dy = None
         flat = [grad for group in parameters for grad in group]
         of_inputs = [extra_inputs[slot.op][slot.index] for slot in self.links.public_inputs]
@@ -266,26 +269,28 @@ class ChainRun:
     def _backward_of_passes(self, op: FusibleOperation) -> bool:
         """Whether an operation's backward pass and the forward passes before it are this package's."""
         members = [
-            i for i, basic in enumerate(self.basic_ops) if basic in op.basic_operations() and i >= self.first
+            i
+            for i, basic in enumerate(self.basic_ops)
+            if basic in op.basic_operations() and i >= self.first_with_backward
         ]
-        return has_backward_pass(op) and self._have_states(members)
+        return has_pass(op, "backward") and self._have_states(members)
 
     def _have_states(self, indices: Sequence[int]) -> bool:
         return all(hasattr(self.contexts[i], "pass_state") for i in indices)
 
     def _runs_passes(self, indices: Sequence[int]) -> bool:
         """Whether single operations run by their passes in the backward pass."""
-        has_passes = all(has_backward_pass(self.basic_ops[i]) for i in indices)
-        return has_passes and self._have_states(indices) and not self._own_backward.keys() & set(indices)
+        have_passes = all(has_pass(self.basic_ops[i], "backward") for i in indices)
+        return have_passes and self._have_states(indices) and not self._own_backward.keys() & set(indices)
 
 
 def _with_basic_operations(
-    ops: IndexedOperations, of_passes: Callable[[FusibleOperation], bool]
+    ops: IndexedOperations, runs_passes: Callable[[FusibleOperation], bool]
 ) -> IndexedOperations:
     """Replace fused operations with passes by their basic operations, which kernels compute together."""
     results: IndexedOperations = []
     for op, indices in ops:
-        if op.is_fused_op and of_passes(op):
+        if op.is_fused_op and runs_passes(op):
             results += [(basic, [i]) for basic, i in zip(op.basic_operations(), indices, strict=True)]
         else:
             results.append((op, indices))
@@ -353,7 +358,7 @@ class SegmentedChain(Function):
         ctx.call = call
         ctx.scale_update = scale_update(call.basic_ops, call.state)
         outputs = distinct(results, (x, *tensors))
-        constant = sum(slot.op < call.first for slot in call.links.public_outputs)
+        constant = sum(slot.op < call.first_with_backward for slot in call.links.public_outputs)
         ctx.mark_non_differentiable(
             *[y for i, y in enumerate(outputs) if 0 < i <= constant or not y.is_floating_point()]
         )
@@ -375,6 +380,30 @@ class SegmentedChain(Function):
             update.run()
         grad_input, *extra = clone_shared_quantized([grad_input, *extra], gradients)
         return grad_input, None, *parameters, *extra
+
+
+def run_segments(
+    call: ChainRun, x: Tensor, parameters: Sequence[Sequence[Any]], extra_inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Run a chain in segments, as an autograd function if a backward pass reaches it.
+
+    Args:
+        call: The call.
+        x: The main input.
+        parameters: Parameters by operation.
+        extra_inputs: The caller's extra inputs.
+
+    Returns:
+        (main output, *extra outputs for the caller).
+    """
+    for op, indices in call.forward_ops:
+        op.pre_fuser_forward(requires_grad=indices[-1] >= call.first_with_backward)
+    flat = [parameter for group in parameters for parameter in group]
+    if call.first_with_backward == len(call.basic_ops):
+        check_transforms(SegmentedChain.OPERATION, x, flat, extra_inputs)
+        return call.forward(x, extra_inputs)[0]
+    x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
+    return SegmentedChain.apply(x, call, *tensors)  # pyright: ignore[reportReturnType]
 
 
 def clone_shared_quantized(results: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:

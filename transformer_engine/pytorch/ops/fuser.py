@@ -1,47 +1,50 @@
-"""OperationFuser: runs an operation chain as one autograd function.
+"""OperationFuser: runs a chain of operations as one differentiable function.
 
 A chain is a list of consecutive operations in a `Sequential`, or a single operation that is called by itself.
-The fuser replaces each fused operation, such as `Linear`, by its basic operations. There are two ways to run
-a chain:
+These steps, in order, decide what a call computes:
 
-- **Prepared** (`_find_chain`): one forward and one backward pass, in which a kernel may compute several operations or
-  quantize its result for the next one. The passes are built once per key, which describes the shapes, dtypes and
-  settings of a call (`call_key.py`); later calls with the same key reuse them (`prepared_chain.py`).
-- **In segments** (`_run_segments`): the chain is divided into segments anew in each call. Consecutive
-  operations of this package form a segment. An operation whose methods a user wrote is a segment that runs
-  these methods (`chain_run.py`).
+1. `Sequential._find_parts` (`sequential.py`) finds the runs of consecutive operations that may fuse. Each run is the
+   chain of one `OperationFuser`.
+2. The fuser replaces each fused operation, such as `Linear`, by its basic operations.
+3. The recipe of the autocast state is applied to the basic operations (`applied_recipe.py`).
+4. The registered fusion functions replace consecutive basic operations by `FusedOperation`s (`fusions.py`).
+5. The chain runs in one of two ways:
 
-A call runs in segments if one of these conditions holds:
+   - Prepared (`_find_prepared`): one forward and one backward pass. The passes are built once per key, which
+     describes the shapes, dtypes and settings of a call (`call_key.py`); later calls with the same key reuse them
+     (`prepared_chain.py`).
+   - In segments (`_run_segments`): the chain is divided into segments anew in each call. Consecutive operations of
+     this package form a segment. An operation whose methods a user wrote is a segment that runs these methods
+     (`chain_run.py`).
 
-- A user wrote the methods of an operation in the chain, or of a `FusedOperation` that a fusion function
-  inserted.
+6. Within a pass or segment, `chain.py` computes two neighboring operations together if the pair is in a table
+   (`passes/patterns.py`). Otherwise a kernel may quantize its result for the next operation.
+
+All calls of a chain run in segments if one of these conditions holds:
+
+- A user wrote the methods of an operation in the chain, or of a `FusedOperation` that a fusion function inserted.
 - A channel connects two operations of the chain (`Links.has_channels`).
 - The passes of an operation read other parameters than its `own_tensors` returns.
+
+Other chains run in segments in these calls:
+
 - The call has keyword arguments.
 - `torch.compile` traces the call.
-- An operation has delayed-scaling state, and the call is part of a checkpointed function (in either of its
-  two runs) or of a backward pass.
+- An operation has delayed-scaling state, and the call is part of a checkpointed function (in either of its two runs)
+  or of a backward pass.
 - A backend is forced (`te.use_backend`), or an observer reads the choices (`te.explain`).
 
-While torch.compile traces, this file assigns no attributes of existing objects. Higher-order operators, such
-as checkpoints, raise an error for such side effects.
+While torch.compile traces, this file assigns no attributes of existing objects. Higher-order operators, such as
+checkpoints, raise an error for such side effects.
 
-Other files decide which operations a kernel computes together: `passes/patterns.py` lists pairs of
-operations, and `chain.py` chooses the kernel that quantizes a result for the next operation.
-
-Registered fusion functions replace operations by `FusedOperation`s. A `FusedOperation` that a user wrote runs
-by its own methods. The `FusedOperation`s of this package (`fused/operations.py`) do not change the
-computation. They name the fused operations for tests and other libraries, which read `_forward_ops` and
-`_backward_ops`.
-
-`first`, in this file and others, is the index of the first basic operation that the backward pass reaches:
-the first operation with an input or a parameter that requires a gradient. If there is none, or if gradients
-are disabled, `first` is the number of basic operations.
+`first_with_backward`, in this file and others, is the index of the first basic operation that the backward pass
+reaches: the first operation with an input or a parameter that requires a gradient. If there is none, or if gradients
+are disabled, the index is the number of basic operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,30 +52,38 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from ...common.dispatch import interventions
-from ...common.recipe import DelayedScaling, Recipe, recipe_revision
-from ..distributed.recompute import state_without_gradients
+from ...common.recipe import Recipe
 from ..functions.scale_update import is_backward_pass
-from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, eager_thread_state
-from ..runtime.autograd import check_transforms
-from ..runtime.tracing import constant_while_tracing
-from .applied_recipe import NOT_APPLIED, AppliedRecipe, apply_recipe, distinct_while_tracing
+from .applied_recipe import AppliedRecipe, apply_recipe
 from .call_key import CallKeys
-from .chain_run import ChainRun, IndexedOperations, SegmentedChain
+from .chain_run import ChainRun, run_segments
+from .fusions import (
+    FusionFunction,
+    FusionLists,
+    FusionResults,
+    fuse_operations,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
 from .lent_parameters import are_parametrized
 from .links import Links, check_tensor, extra_inputs_error
-from .operation import BasicOperation, FusedOperation, FusibleOperation
+from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS
-from .pass_operation import PassOperation, check_parameters, has_backward_pass, has_forward_pass
-from .prepared_chain import FusionResults, PreparedChain, build_chain
-from .recipe_slots import operations_by_name
-from .user_results import apply_fusions
+from .pass_operation import check_parameters, has_passes, initialize_operations
+from .prepared_chain import PreparedChain, build_chain
+
+# Beside the fuser, original names that other libraries import from here.
+__all__ = [
+    "OperationFuser",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+]
 
 # Prepared chains per fuser. A full cache is cleared; it fills if the shapes vary from call to call.
 _MAX_PREPARED = 64
-
-# Fusion function: function(ops, recipe=recipe) -> ops.
-FusionFunction = Callable[..., list[FusibleOperation]]
 
 
 class OperationFuser:
@@ -109,21 +120,17 @@ class OperationFuser:
                 object.__setattr__(op, "_captured_by_fuser", True)
         # Operations whose `pre_first_fuser_forward` has not run yet.
         self._uninitialized: Sequence[FusibleOperation] = list(ops)
+        self._recipe = AppliedRecipe(self._basic_ops)
         # Results of the fusion functions in the last call: a cache of one entry, and the value of
         # `_forward_ops`.
         self._fusions = FusionResults([], [], 0, None, None)
         # Whether calls may be prepared: no channel within the chain, and no methods of a user.
-        self._can_prepare = not self._links.has_channels and all(
-            has_forward_pass(op) and has_backward_pass(op) for op in self._basic_ops
-        )
+        self._can_prepare = not self._links.has_channels and all(map(has_passes, self._basic_ops))
         self._keys = CallKeys(self._basic_ops)
         # Prepared chains by key; None for a key whose calls must run in segments.
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
-        # The registered fusion functions for which `_prepared` is valid.
-        self._fusion_functions = self._copy_fusion_functions()
-        self._applied_recipe = NOT_APPLIED
-        # Autocast state in the last call without gradients; see `_use_recipe`.
-        self._state_without_gradients: AutocastState | None = None
+        # Copies of the fusion functions for which `_prepared` is valid.
+        self._functions_of_prepared = _copy_lists(self._fusion_lists)
 
     def __call__(
         self,
@@ -154,15 +161,13 @@ class OperationFuser:
         if extra_inputs:  # check and convert the values; clone a tensor that must not be written in place
             extra_inputs = self._links.check_inputs(input, extra_inputs)
         if self._uninitialized:
-            _initialize(self._uninitialized)
+            initialize_operations(self._uninitialized)
             if not torch.compiler.is_compiling():
                 self._uninitialized = ()
         if self._can_prepare and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
-            chain, inputs = self._find_chain(input, extra_inputs)
+            chain, inputs = self._find_prepared(input, extra_inputs)
             if chain is not None:
                 self._fusions = chain.fusions
-                for check in chain.checks:  # `pre_fuser_forward` for operations that override it
-                    check()
                 return chain(inputs)
         return self._run_segments(input, extra_inputs, basic_op_kwargs)
 
@@ -185,118 +190,82 @@ class OperationFuser:
                 "one dict for each"
             )
 
-    def _find_chain(
+    def _find_prepared(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> tuple[PreparedChain | None, list[Any]]:
-        """Look up the prepared chain for this call; the first call with a key builds the chain.
+        """Look up the prepared chain for a call; the first call with a key builds the chain.
 
         Returns:
             The chain, or None if the call must run in segments; and the chain's inputs, in the order of
             `CallKeys.key_and_inputs`.
         """
         thread = eager_thread_state()
-        self._use_recipe(thread.state)
-        recomputes = self._applied_recipe.stateful and (thread.recomputes or is_backward_pass())
+        self._recipe.update(thread.state)
+        repeats_scales = self._recipe.stateful and (thread.recomputes or is_backward_pass())
         # `interventions` is not empty while a backend is forced or the choices are observed. A prepared chain
         # would keep a forced backend, and would skip the choices that an observer reads.
-        if recomputes or interventions:
+        if repeats_scales or interventions:
             return None, []
-        fusion_functions = (  # the lists themselves, because a copy in each call would take time
-            self.forward_backward_fusion_functions,
-            self.forward_fusion_functions,
-            self.backward_fusion_functions,
-        )
-        if fusion_functions != self._fusion_functions:
+        if self._fusion_lists != self._functions_of_prepared:
             self._prepared.clear()
-            self._fusion_functions = self._copy_fusion_functions()
+            self._functions_of_prepared = _copy_lists(self._fusion_lists)
         key, inputs = self._keys.key_and_inputs(thread.state, x, extra_inputs)
         chain = self._prepared.get(key)
         if chain is None and key not in self._prepared:
-            chain = self._build_chain(key, thread.state, x, extra_inputs)
+            chain = self._build_prepared(thread.state, x, extra_inputs)
+            if len(self._prepared) >= _MAX_PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = chain
         return chain, inputs
 
-    def _use_recipe(self, state: AutocastState) -> None:
-        """Apply the recipe of an autocast state, unless the operations use it already (`_applied_recipe`).
-
-        Raises:
-            RuntimeError: A reentrant checkpoint of another library runs the chain a second time, under
-                another autocast state than the first time.
-        """
-        # A reentrant checkpoint runs the chain twice: without gradients, then in the backward pass. A call without
-        # gradients may be the first run, so its state is stored. A later call with another state may be the second run;
-        # `state_without_gradients` recognizes it and raises the error.
-        previous = self._state_without_gradients
-        if previous is not state and (previous is not None or not torch.is_grad_enabled()):
-            self._state_without_gradients = state_without_gradients("te.ops", previous, state)
-        recipe = state.recipe if state.enabled or state.calibrating else None
-        if self._applied_recipe.is_current(recipe, state.group, self._basic_ops):
-            return
-        apply_recipe(self._basic_ops, state)
-        self._applied_recipe = AppliedRecipe(
-            recipe=recipe,
-            revision=recipe_revision(recipe),
-            group=state.group,
-            applied=[op._applied for op in self._basic_ops],
-            stateful=any(op.has_scaling_state() for op in self._basic_ops),
-            pools=delayed_scaling.registry.pools,
-        )
-
-    def _build_chain(
-        self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
+    def _build_prepared(
+        self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
     ) -> PreparedChain | None:
-        """Prepare a chain and cache it under a key; None, also cached, if calls must run in segments."""
-        check_parameters(self._basic_ops)
-        parameters = self._basic_op_params
-        first = self._first_requiring_backward(x, parameters, extra_inputs)
-        chain = build_chain(
+        """Build the passes for calls like this one; None if such calls must run in segments."""
+        parameters, fusions = self._analyze_call(state, x, extra_inputs)
+        return build_chain(
             self._basic_ops,
-            self._find_fusions(first, state),
-            first,
+            fusions,
             x,
             self._links.by_operation(extra_inputs),
             parameters,
-            updates_scales=state.enabled and self._applied_recipe.stateful,
+            updates_scales=state.enabled and self._recipe.stateful,
         )
-        if len(self._prepared) >= _MAX_PREPARED:
-            self._prepared.clear()
-        self._prepared[key] = chain
-        return chain
 
     def _run_segments(
         self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
     ) -> Any:
         """Run a call in segments; the module docstring lists the reasons."""
-        options = [{} for _ in self._basic_ops] if basic_op_kwargs is None else basic_op_kwargs
-        check_parameters(self._basic_ops)
         state = current()
         apply_recipe(self._basic_ops, state)
-        parameters = self._basic_op_params
-        first = self._first_requiring_backward(x, parameters, extra_inputs)
-        fusions = self._find_fusions(first, state)
-        for op, indices in fusions.forward:
-            op.pre_fuser_forward(requires_grad=indices[-1] >= first)
-        flat = [parameter for group in parameters for parameter in group]
-        call = ChainRun(
-            basic_ops=self._basic_ops,
-            links=self._links,
-            fused=(fusions.forward, fusions.backward),
-            first=first,
-            parameter_shapes=[[tensor.shape for tensor in group] for group in parameters],
-            options=options,
-            state=state,
-        )
-        if first < self._num_basic_ops:
-            x, *tensors = distinct_while_tracing((x, *flat, *extra_inputs))
-            results: Any = SegmentedChain.apply(x, call, *tensors)
-        else:
-            check_transforms(SegmentedChain.OPERATION, x, flat, extra_inputs)
-            results = call.forward(x, extra_inputs)[0]
-        return results if len(results) > 1 else results[0]
+        parameters, fusions = self._analyze_call(state, x, extra_inputs)
+        options = [{} for _ in self._basic_ops] if basic_op_kwargs is None else basic_op_kwargs
+        call = ChainRun(self._basic_ops, self._links, fusions, parameters, options, state)
+        outputs: Any = run_segments(call, x, parameters, extra_inputs)
+        return outputs if len(outputs) > 1 else outputs[0]
 
-    def _first_requiring_backward(
+    def _analyze_call(
+        self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
+    ) -> tuple[list[list[Any]], FusionResults]:
+        """Parameters by basic operation, and the operations after the registered fusion functions.
+
+        Raises:
+            RuntimeError: A required parameter is None, or a fusion function drops or reorders operations.
+        """
+        check_parameters(self._basic_ops)
+        parameters = self._basic_op_params
+        first_with_backward = self._find_first_with_backward(x, parameters, extra_inputs)
+        recipe = state.recipe if state.enabled else None
+        functions = _copy_lists(self._fusion_lists)
+        fusions = fuse_operations(self._basic_ops, functions, first_with_backward, recipe, self._fusions)
+        if not torch.compiler.is_compiling():  # no side effects while tracing
+            self._fusions = fusions
+        return parameters, fusions
+
+    def _find_first_with_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
     ) -> int:
-        """Index of the first operation that the backward pass reaches (`first` in the module docstring)."""
+        """Index of the first operation that the backward pass reaches (see the module docstring)."""
         if not torch.is_grad_enabled():
             return self._num_basic_ops
         if x.requires_grad:
@@ -308,44 +277,16 @@ class OperationFuser:
                 return index
         return self._num_basic_ops
 
-    def _find_fusions(self, first: int, state: AutocastState) -> FusionResults:
-        """Apply the registered fusion functions, or reuse the results of the last call.
-
-        Results are reused if the functions, `first`, and three properties of the recipe are equal: its class,
-        `amax_history_len` and `backward_override`. A change of another recipe field does not call the
-        functions again.
-        """
-        recipe = state.recipe if state.enabled else None
-        length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
-        override = getattr(recipe, "backward_override", None)
-        fusion_functions = self._copy_fusion_functions()
-        recipe_type = None if recipe is None else type(recipe)
-        key = (length, override, first, *fusion_functions)
-        # torch 2.11 can trace `is` between classes, but not == on tuples that contain classes.
-        if recipe_type is self.recipe_type and key == self._fusions.key:
-            return self._fusions
-        both_functions, forward_functions, backward_functions = fusion_functions
-        both = apply_fusions(both_functions, self._basic_ops, self._basic_ops, recipe)
-        fusions = FusionResults(
-            forward=_with_indices(apply_fusions(forward_functions, both, self._basic_ops, recipe)),
-            backward=_with_indices(apply_fusions(backward_functions, both, self._basic_ops, recipe)),
-            first=first,
-            recipe_type=recipe_type,
-            key=key,
-        )
-        if not torch.compiler.is_compiling():  # no side effects while tracing
-            self._fusions = fusions
-        return fusions
-
-    def _copy_fusion_functions(
-        self,
-    ) -> tuple[list[FusionFunction], list[FusionFunction], list[FusionFunction]]:
-        """Copies of the fusion function lists: for both passes, for forward and for backward passes."""
+    @property
+    def _fusion_lists(self) -> FusionLists:
+        """The registered fusion functions: for both passes, for forward and for backward passes."""
         return (
-            list(self.forward_backward_fusion_functions),
-            list(self.forward_fusion_functions),
-            list(self.backward_fusion_functions),
+            self.forward_backward_fusion_functions,
+            self.forward_fusion_functions,
+            self.backward_fusion_functions,
         )
+
+    # The following names are part of NVIDIA's interface. Tests and other libraries read them.
 
     # Operations in the forward and in the backward pass of the last call, after the registered fusion
     # functions. Each is paired with the indices of its basic operations.
@@ -355,7 +296,7 @@ class OperationFuser:
     @property
     def first_op_requiring_backward(self) -> int:
         """Index of the first operation that the backward pass of the last call reaches."""
-        return self._fusions.first
+        return self._fusions.first_with_backward
 
     @property
     def recipe_type(self) -> type[Recipe] | None:
@@ -373,87 +314,9 @@ class OperationFuser:
         return [parameter for parameters in self._basic_op_params for parameter in parameters]
 
 
-def _initialize(ops: Sequence[FusibleOperation]) -> None:
-    """Run `pre_first_fuser_forward` for each operation.
-
-    The base-class methods can be traced. An override, such as a user's, may assign attributes, which is an
-    error in a traced checkpoint. While torch.compile traces, an override is therefore executed instead of
-    traced, and `_initialized_while_tracing` keeps later fusers from running it again.
-    """
-    for op in ops:
-        method = type(op).pre_first_fuser_forward
-        if method is FusedOperation.pre_first_fuser_forward:
-            _initialize(op.basic_operations())
-        elif method in (FusibleOperation.pre_first_fuser_forward, PassOperation.pre_first_fuser_forward):
-            op.pre_first_fuser_forward()
-        elif torch.compiler.is_compiling() and isinstance(op, BasicOperation):
-            _initialize_while_tracing(op._traced_name)
-        elif not getattr(op, "_initialized_while_tracing", False):
-            op.pre_first_fuser_forward()
-
-
-@constant_while_tracing
-def _initialize_while_tracing(name: str) -> bool:
-    op: Any = operations_by_name[name]
-    if not op._initialized_while_tracing:
-        op.pre_first_fuser_forward()
-        object.__setattr__(op, "_initialized_while_tracing", True)  # keeps `_revision`
-    return True
-
-
-def _with_indices(ops: Sequence[FusibleOperation]) -> IndexedOperations:
-    """Pair each operation with the indices that its basic operations have in the chain."""
-    fused: IndexedOperations = []
-    offset = 0
-    for op in ops:
-        count = len(op.basic_operations())
-        fused.append((op, list(range(offset, offset + count))))
-        offset += count
-    return fused
-
-
-def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
-    """Register a function that replaces operations by fused ones in forward passes.
-
-    Args:
-        op_fusion_func: function(ops, recipe=recipe) -> ops. It receives and returns a list of operations in
-            order. A new `FusedOperation` must consist of exactly the basic operations that it replaces.
-        prepend: Apply the function before those registered earlier.
-
-    Raises:
-        TypeError: The function is not callable.
-    """
-    _register(OperationFuser.forward_fusion_functions, op_fusion_func, prepend)
-
-
-def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
-    """Register a function that replaces operations by fused ones in backward passes.
-
-    Args:
-        op_fusion_func: See `register_forward_fusion`.
-        prepend: Apply the function before those registered earlier.
-    """
-    _register(OperationFuser.backward_fusion_functions, op_fusion_func, prepend)
-
-
-def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
-    """Register a function that replaces operations by fused ones in both passes.
-
-    Functions for both passes are applied before functions for one pass.
-
-    Args:
-        op_fusion_func: See `register_forward_fusion`.
-        prepend: Apply the function before those registered earlier.
-    """
-    _register(OperationFuser.forward_backward_fusion_functions, op_fusion_func, prepend)
-
-
-def _register(functions: list[FusionFunction], function: FusionFunction, prepend: bool) -> None:
-    if not callable(function):
-        raise TypeError(
-            f"{function!r} is not callable; give a function(ops, recipe=recipe) that returns operations"
-        )
-    functions.insert(0 if prepend else len(functions), function)
+def _copy_lists(functions: FusionLists) -> FusionLists:
+    both, forward, backward = functions
+    return list(both), list(forward), list(backward)
 
 
 # `FusibleOperation.forward` runs a single operation as a chain. operation.py cannot import this file, which

@@ -25,17 +25,13 @@ def with_basic_operations(operations: Sequence[Any]) -> list[Any]:
 
 
 def are_unintercepted(operations: Sequence[Any]) -> bool:
-    """Whether operation calls run no hook, no `compile()` graph and no replaced method, in any part.
+    """Whether calls of operations run no hook, no `compile()` graph and no replaced method.
 
-    A module that replaces a basic operation of a fused one, such as a wrapper around it, intercepts its calls.
-    """
-    return calls_are_unintercepted(with_basic_operations(operations))
+    A module that replaces a basic operation of a fused one, such as a wrapper around it, intercepts its calls. The
+    function runs in each chain call: a loop, because a generator would enter a function for each operation.
 
-
-def calls_are_unintercepted(parts: Sequence[Any]) -> bool:
-    """`are_unintercepted` for operations with their basic operations (`with_basic_operations`).
-
-    It runs in each chain call: a loop, because a generator would enter a function for each operation.
+    Args:
+        operations: Operations, with the basic operations of fused ones (`with_basic_operations`).
     """
     if (
         every_module._global_forward_hooks
@@ -45,15 +41,15 @@ def calls_are_unintercepted(parts: Sequence[Any]) -> bool:
         or torch.nn.Module.__call__ is not _MODULE_CALL
     ):
         return False
-    for part in parts:
+    for operation in operations:
         if (
-            part._forward_hooks
-            or part._forward_pre_hooks
-            or part._backward_hooks
-            or part._backward_pre_hooks
-            or part._compiled_call_impl is not None
-            or "forward" in part.__dict__
-            or type(part).forward is not getattr(type(part), "_own_forward", None)
+            operation._forward_hooks
+            or operation._forward_pre_hooks
+            or operation._backward_hooks
+            or operation._backward_pre_hooks
+            or operation._compiled_call_impl is not None
+            or "forward" in operation.__dict__
+            or type(operation).forward is not getattr(type(operation), "_own_forward", None)
         ):
             return False
     return True
@@ -61,9 +57,9 @@ def calls_are_unintercepted(parts: Sequence[Any]) -> bool:
 
 def unfused_reason(operation: Any) -> str | None:
     """Reason why an operation is called as a module, for `te.explain`; None if it fuses."""
-    if are_unintercepted([operation]):
+    parts = with_basic_operations([operation])
+    if are_unintercepted(parts):
         return None
-    parts = [operation, *(operation.basic_operations() if operation.is_fused_op else ())]
     for part in parts:
         name = "it" if part is operation else f"its {type(part).__name__}"
         if not hasattr(type(part), "_own_forward"):

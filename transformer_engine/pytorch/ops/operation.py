@@ -23,7 +23,7 @@ from ...common.numbers import with_article
 from ..quantization.resizable_state import CheckedLoading
 from ..tensor.quantizer import Quantizer
 from .channels import Channels
-from .intercepted_calls import are_unintercepted
+from .intercepted_calls import are_unintercepted, with_basic_operations
 from .lent_parameters import LentParameters
 from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 from .recipe_slots import RecipeSlots
@@ -65,8 +65,8 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
         kwargs: `torch.nn.Module` keyword arguments.
     """
 
-    # Creates the `OperationFuser` for a chain; set by `fuser.py`, which is built on operations.
-    _fuser: ClassVar[Callable[[list[Any], frozenset[str]], Callable[..., Any]]]
+    # `OperationFuser`; set by `fuser.py`, which is built on operations.
+    _fuser: ClassVar[Any]
     # Channel names that connect the operation with others in its container, where it is called by itself.
     _channels: frozenset[str] = NO_CHANNELS
 
@@ -170,7 +170,7 @@ class FusibleOperation(CheckedLoading, metaclass=ABCMeta):
                 f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but "
                 f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
-        if self.is_fused_op and not are_unintercepted(members):
+        if self.is_fused_op and not are_unintercepted(with_basic_operations(members)):
             # A module that replaces a basic operation has no extra tensors.
             groups = [[member] if isinstance(member, BasicOperation) else [] for member in members]
             parts = [

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from ..runtime.device import canonical_device
+from ..runtime.tracing import constant_while_tracing
 from ..tensor.quantizer import Quantizer
 from .chain import run_backward, run_forward
 from .operation import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from .passes.contract import InputFacts, OperationCall, OperationPasses
+from .recipe_slots import operations_by_name
 
 
 class PassOperation(BasicOperation, metaclass=ABCMeta):
@@ -42,10 +44,9 @@ class PassOperation(BasicOperation, metaclass=ABCMeta):
             The passes, and the output metadata.
         """
 
-    def pass_parameters(self) -> dict[str, Tensor]:
-        """The parameters that the passes read, by name."""
-        parameters = {name: getattr(self, name) for name in self.parameter_names}
-        return {name: parameter for name, parameter in parameters.items() if parameter is not None}
+    def pass_parameters(self) -> list[Tensor]:
+        """The parameters that the passes read: the tensors in `own_tensors`, or views of their memory."""
+        return self.own_tensors()
 
     def own_tensors(self) -> list[Tensor]:
         tensors = [getattr(self, name) for name in self.parameter_names]
@@ -100,16 +101,16 @@ class PassOperation(BasicOperation, metaclass=ABCMeta):
         next_op_input_quantizer: Quantizer | None = None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
-        if type(self).op_forward is not PassOperation.op_forward:
-            return super().fuser_forward(
-                basic_op_ctxs,
-                input_,
-                basic_op_extra_inputs=basic_op_extra_inputs,
-                prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
-                next_op_input_quantizer=next_op_input_quantizer,
-                basic_op_kwargs=basic_op_kwargs,
-            )
-        return run_forward([self], basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+        if type(self).op_forward is PassOperation.op_forward:
+            return run_forward([self], basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+        return super().fuser_forward(
+            basic_op_ctxs,
+            input_,
+            basic_op_extra_inputs=basic_op_extra_inputs,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            basic_op_kwargs=basic_op_kwargs,
+        )
 
     def fuser_backward(
         self,
@@ -118,11 +119,11 @@ class PassOperation(BasicOperation, metaclass=ABCMeta):
         *,
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
-        if type(self).op_backward is not PassOperation.op_backward:
-            return super().fuser_backward(
-                basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
-            )
-        return run_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
+        if type(self).op_backward is PassOperation.op_backward:
+            return run_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
+        return super().fuser_backward(
+            basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
+        )
 
 
 def _reject_extra_tensors(op: BasicOperation, method: str, instead: str) -> None:
@@ -144,6 +145,34 @@ def check_parameters(ops: Iterable[BasicOperation]) -> None:
                 )
 
 
+def initialize_operations(ops: Iterable[FusibleOperation]) -> None:
+    """Run `pre_first_fuser_forward` for each operation.
+
+    The base-class methods can be traced. An override, such as a user's, may assign attributes, which is an
+    error in a traced checkpoint. While torch.compile traces, an override is therefore executed instead of
+    traced, and `_initialized_while_tracing` keeps later fusers from running it again.
+    """
+    for op in ops:
+        method = type(op).pre_first_fuser_forward
+        if method is FusedOperation.pre_first_fuser_forward:
+            initialize_operations(op.basic_operations())
+        elif method in (FusibleOperation.pre_first_fuser_forward, PassOperation.pre_first_fuser_forward):
+            op.pre_first_fuser_forward()
+        elif torch.compiler.is_compiling() and isinstance(op, BasicOperation):
+            _initialize_while_tracing(op._traced_name)
+        elif not getattr(op, "_initialized_while_tracing", False):
+            op.pre_first_fuser_forward()
+
+
+@constant_while_tracing
+def _initialize_while_tracing(name: str) -> bool:
+    op: Any = operations_by_name[name]
+    if not op._initialized_while_tracing:
+        op.pre_first_fuser_forward()
+        object.__setattr__(op, "_initialized_while_tracing", True)  # keeps `_revision`
+    return True
+
+
 class PassFusedOperation(FusedOperation):
     """A fused operation of operations of this package; `chain.py` finds out what kernels compute together."""
 
@@ -153,9 +182,8 @@ class PassFusedOperation(FusedOperation):
         input_: Tensor,
         *,
         basic_op_extra_inputs: list[tuple[Tensor, ...]],
-        prev_op_grad_output_quantizer: Quantizer | None = None,
-        next_op_input_quantizer: Quantizer | None = None,
         basic_op_kwargs: list[dict[str, Any]],
+        **quantizers: Any,
     ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
         ops = self.basic_operations()
         return run_forward(ops, basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
@@ -170,25 +198,20 @@ class PassFusedOperation(FusedOperation):
         return run_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
 
 
-def has_forward_pass(op: FusibleOperation) -> bool:
-    """Whether the forward pass of an operation is an `OperationPasses`."""
-    if isinstance(op, PassFusedOperation):
-        uses_passes = type(op).fuser_forward is PassFusedOperation.fuser_forward
-        return uses_passes and all(has_forward_pass(member) for member in op.basic_operations())
-    if not isinstance(op, PassOperation):
-        return False
-    kind = type(op)
-    return kind.op_forward is PassOperation.op_forward and kind.fuser_forward is PassOperation.fuser_forward
+def has_pass(op: FusibleOperation, direction: str) -> bool:
+    """Whether the "forward" or "backward" pass of an operation is an `OperationPasses`.
 
-
-def has_backward_pass(op: FusibleOperation) -> bool:
-    """Whether the backward pass of an operation is an `OperationPasses`."""
+    It is not if a user's class overrides a method that computes the pass.
+    """
+    fuser_method, op_method = f"fuser_{direction}", f"op_{direction}"
     if isinstance(op, PassFusedOperation):
-        uses_passes = type(op).fuser_backward is PassFusedOperation.fuser_backward
-        return uses_passes and all(has_backward_pass(member) for member in op.basic_operations())
-    if not isinstance(op, PassOperation):
-        return False
-    kind = type(op)
-    return (
-        kind.op_backward is PassOperation.op_backward and kind.fuser_backward is PassOperation.fuser_backward
+        is_inherited = getattr(type(op), fuser_method) is getattr(PassFusedOperation, fuser_method)
+        return is_inherited and all(has_pass(member, direction) for member in op.basic_operations())
+    return isinstance(op, PassOperation) and all(
+        getattr(type(op), name) is getattr(PassOperation, name) for name in (fuser_method, op_method)
     )
+
+
+def has_passes(op: FusibleOperation) -> bool:
+    """Whether both passes of an operation are `OperationPasses`."""
+    return has_pass(op, "forward") and has_pass(op, "backward")

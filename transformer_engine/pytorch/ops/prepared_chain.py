@@ -1,7 +1,7 @@
 """PreparedChain: the passes of a whole chain for one call kind, and their autograd function.
 
 A chain of operations of this package runs as one forward and one backward pass. Everything about these passes that
-does not depend on tensor values is prepared once per call key (`OperationFuser`): specs, quantizers, dtypes. On a
+does not depend on tensor values is prepared once per call key (`call_key.py`): specs, quantizers, dtypes. On a
 GPU warm calls run the compiled passes in `fast/compiled.py`. Other chains go through `chain_run.py`.
 """
 
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.recipe import Recipe
 from ..distributed_weight import whole_weights
 from ..fast.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
@@ -25,29 +24,12 @@ from ..runtime.autograd import Function, check_transforms
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import backward, build_passes, forward, fusion_enabled, pack_values, unpack_values
-from .chain_run import IndexedOperations, clone_shared_quantized, create_contexts, distinct
+from .chain_run import clone_shared_quantized, create_contexts, distinct
+from .fusions import FusionResults
 from .operation import BasicOperation, FusibleOperation
-from .pass_operation import has_backward_pass, has_forward_pass
+from .pass_operation import has_pass
 from .passes.contract import OperationPasses, OpTensors
 from .shard_places import ShardPlaces, places_of_shards
-
-
-class FusionResults(NamedTuple):
-    """Results from the registered fusion functions.
-
-    Attributes:
-        forward: Operations in the forward pass.
-        backward: Operations in the backward pass.
-        first: Index of the first basic operation that the backward pass reaches.
-        recipe_type: Recipe class; None without a recipe.
-        key: Everything else that the fusion functions depend on.
-    """
-
-    forward: IndexedOperations
-    backward: IndexedOperations
-    first: int
-    recipe_type: type[Recipe] | None
-    key: Any
 
 
 class TensorCounts(NamedTuple):
@@ -64,12 +46,12 @@ class PreparedChain:
     Args:
         passes: Passes per operation.
         counts: Tensor counts per operation.
-        first: Index of the first operation that the backward pass reaches.
+        first_with_backward: Index of the first operation that the backward pass reaches.
         updates_scales: The backward pass ends with an update to delayed-scaling states.
         device: Tensor device.
         fuses: Kernels may compute several operations.
         fusions: The operations that the fuser shows after a call.
-        checks: Functions that check parameters before every call.
+        checks: Functions that check parameters in each call: `pre_fuser_forward` of operations that override it.
         shards: Places of distributed weights among the tensors of a call.
     """
 
@@ -79,7 +61,7 @@ class PreparedChain:
         "compiled",
         "constant_outputs",
         "counts",
-        "first",
+        "first_with_backward",
         "fuses",
         "fusions",
         "outputs",
@@ -92,7 +74,7 @@ class PreparedChain:
         self,
         passes: list[OperationPasses],
         counts: tuple[TensorCounts, ...],
-        first: int,
+        first_with_backward: int,
         updates_scales: bool,
         device: torch.device,
         fuses: bool,
@@ -100,12 +82,12 @@ class PreparedChain:
         checks: tuple[Callable[[], None], ...],
         shards: ShardPlaces,
     ) -> None:
-        self.passes, self.counts, self.first = passes, counts, first
+        self.passes, self.counts, self.first_with_backward = passes, counts, first_with_backward
         self.updates_scales, self.fuses = updates_scales, fuses
         self.fusions, self.checks, self.shards = fusions, checks, shards
         self.outputs = 1 + sum([count.extra_outputs for count in counts])
         # Number of extra outputs that the backward pass does not reach; they precede the others.
-        self.constant_outputs = sum([count.extra_outputs for count in counts[:first]])
+        self.constant_outputs = sum([count.extra_outputs for count in counts[:first_with_backward]])
         self.compiled = self._compiled(device) if compiles_on(device) else None
         self._binds = any(type(entry).bound is not OperationPasses.bound for entry in passes)
 
@@ -136,13 +118,16 @@ class PreparedChain:
         Returns:
             The main output, or a tuple with the main output and the extra outputs.
         """
-        if self.shards.groups and not gathered:
-            return self._with_gathered_weights(list(inputs))
+        if not gathered:
+            for check in self.checks:
+                check()
+            if self.shards.groups:
+                return self._with_gathered_weights(list(inputs))
         passes = self.passes
         if self._binds:
             tensors = self.tensors_by_operation(inputs)
             passes = [operation.bound(read.extra) for operation, read in zip(passes, tensors, strict=True)]
-        if self.first < len(passes):
+        if self.first_with_backward < len(passes):
             results = _PreparedChain.apply(self, passes, *inputs)
             return results if self.outputs > 1 else results[0]
         check_transforms(_PreparedChain.OPERATION, inputs)
@@ -164,7 +149,6 @@ class PreparedChain:
 def build_chain(
     basic_ops: Sequence[BasicOperation],
     fusions: FusionResults,
-    first: int,
     x: Tensor,
     extra_inputs: Sequence[Sequence[Any]],
     parameters: Sequence[Sequence[Any]],
@@ -175,7 +159,6 @@ def build_chain(
     Args:
         basic_ops: The basic operations.
         fusions: The operations after the registered fusion functions.
-        first: Index of the first operation that the backward pass reaches.
         x: The main input.
         extra_inputs: Extra inputs by operation.
         parameters: Parameters by operation.
@@ -184,13 +167,14 @@ def build_chain(
     Returns:
         The chain; None if a user's fused operation must run by its own methods.
     """
-    if not all(has_forward_pass(op) for op, _ in fusions.forward):
+    first_with_backward = fusions.first_with_backward
+    if not all(has_pass(op, "forward") for op, _ in fusions.forward):
         return None
-    if not all(has_backward_pass(op) for op, _ in fusions.backward):
+    if not all(has_pass(op, "backward") for op, _ in fusions.backward):
         return None
     for op, indices in fusions.forward:
-        op.pre_fuser_forward(requires_grad=indices[-1] >= first)
-    contexts = create_contexts(len(basic_ops), first, x)
+        op.pre_fuser_forward(requires_grad=indices[-1] >= first_with_backward)
+    contexts = create_contexts(len(basic_ops), first_with_backward, x)
     options: list[dict[str, Any]] = [{} for _ in basic_ops]
     records = torch.is_grad_enabled()
     passes, read_parameters = build_passes(basic_ops, contexts, x, records, extra_inputs, options)
@@ -198,7 +182,7 @@ def build_chain(
         return None  # gradients are returned in parameter order
     # Checks that every call repeats, because they depend on more than the key (main_grad).
     checks = [
-        partial(op.pre_fuser_forward, requires_grad=i >= first)
+        partial(op.pre_fuser_forward, requires_grad=i >= first_with_backward)
         for i, op in enumerate(basic_ops)
         if type(op).pre_fuser_forward is not FusibleOperation.pre_fuser_forward
         and getattr(op, "_accumulate_into_main_grad", True)
@@ -210,7 +194,7 @@ def build_chain(
     return PreparedChain(
         passes,
         tuple(counts),
-        first,
+        first_with_backward,
         updates_scales=updates_scales,
         device=x.device,
         fuses=fusion_enabled(),
@@ -232,9 +216,10 @@ def _forward_pass(
     inputs.clear()
     y, extra, saved = forward(chain.passes if passes is None else passes, x, tensors, chain.fuses)
     outputs = (y, *itertools.chain(*extra))
-    if chain.first == len(chain.passes):
+    start = chain.first_with_backward
+    if start == len(chain.passes):
         return outputs, ([], {}, ())
-    saved[: chain.first] = [()] * chain.first
+    saved[:start] = [()] * start
     parts, forms, shapes = pack_values(list(itertools.chain(*saved)))
     return (*outputs, *parts), (forms, shapes, tuple(map(len, saved)))
 
@@ -245,21 +230,20 @@ def _backward_pass(tensors: list[Any], chain: PreparedChain, ctx: Any) -> tuple[
     gradients = tensors[: chain.outputs]
     values = iter(unpack_values(tensors[chain.outputs :], forms, shapes))
     tensors.clear()
-    saved: list[Sequence[Any]] = [[next(values) for _ in range(length)] for length in lengths[chain.first :]]
+    start = chain.first_with_backward
+    saved: list[Sequence[Any]] = [[next(values) for _ in range(length)] for length in lengths[start:]]
     extra_gradients = iter(gradients[1:])
     grads = [tuple([next(extra_gradients) for _ in range(count.extra_outputs)]) for count in chain.counts]
     quantized = [grad for grad in gradients if isinstance(grad, QuantizedTensorStorage)]
     dy = [gradients[0]]
     del gradients, values, extra_gradients
-    grad_input, parameters, extra = backward(
-        ctx.passes[chain.first :], dy, saved, grads[chain.first :], chain.fuses
-    )
-    results: list[Any] = [None if chain.first else grad_input]
+    grad_input, parameters, extra = backward(ctx.passes[start:], dy, saved, grads[start:], chain.fuses)
+    results: list[Any] = [None if start else grad_input]
     for i, count in enumerate(chain.counts):
-        if i < chain.first:
+        if i < start:
             results += [None] * (count.parameters + count.extra_inputs)
             continue
-        parameter_gradients, input_gradients = parameters[i - chain.first], extra[i - chain.first]
+        parameter_gradients, input_gradients = parameters[i - start], extra[i - start]
         results += [
             *parameter_gradients,
             *input_gradients,

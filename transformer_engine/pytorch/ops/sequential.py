@@ -28,12 +28,7 @@ from ...common.explanation import is_explaining, note
 from ...common.numbers import to_int, with_article
 from ..quantization.resizable_state import CheckedLoading
 from .fuser import OperationFuser
-from .intercepted_calls import (
-    are_unintercepted,
-    calls_are_unintercepted,
-    unfused_reason,
-    with_basic_operations,
-)
+from .intercepted_calls import are_unintercepted, unfused_reason, with_basic_operations
 from .operation import BasicOperation, FusibleOperation
 from .parts import NO_CHANNELS, ChainPart, call_parts, connecting_channels
 
@@ -44,19 +39,19 @@ class _Parts(NamedTuple):
     `_find_parts` divides again if any attribute other than `parts` has changed.
 
     Attributes:
-        parts: Fused chains and single modules, in order.
         modules: All modules of the container, in order (the values of `_modules`).
         operations: The modules that are operations.
-        fusible: The operations whose calls nothing intercepts (`are_unintercepted`), which may therefore fuse.
         with_basic_operations: The operations, followed by the basic operations of fused operations. A user
             may replace a basic operation by another module.
+        fusible: The operations whose calls nothing intercepts (`are_unintercepted`), which may therefore fuse.
+        parts: Fused chains and single modules, in order.
     """
 
-    parts: list[ChainPart]
     modules: list[torch.nn.Module | None]
     operations: list[FusibleOperation]
-    fusible: list[FusibleOperation]
     with_basic_operations: list[FusibleOperation]
+    fusible: list[FusibleOperation]
+    parts: list[ChainPart]
 
 
 class Sequential(CheckedLoading, torch.nn.Sequential):
@@ -126,24 +121,21 @@ class Sequential(CheckedLoading, torch.nn.Sequential):
         """
         modules: list[torch.nn.Module | None] = list(self._modules.values())
         cached = self._cached_parts
-        if cached is not None:
-            called = with_basic_operations(cached.operations)
-            if cached.modules != modules or cached.with_basic_operations != called:
-                cached = None
-            # Fast path for nearly every call: no module has changed, and all operations were and are fusible.
-            elif len(cached.fusible) == len(cached.operations) and calls_are_unintercepted(called):
-                return cached.parts
-        operations = [module for module in modules if isinstance(module, FusibleOperation)]
-        fusible = [operation for operation in operations if are_unintercepted([operation])]
+        if cached is not None and cached.modules == modules:
+            operations = cached.operations  # isinstance with an abstract class takes time in each call
+        else:
+            operations = [module for module in modules if isinstance(module, FusibleOperation)]
+        called = with_basic_operations(operations)
+        fusible = operations
+        if not are_unintercepted(called):
+            fusible = [op for op in operations if are_unintercepted(with_basic_operations([op]))]
         if is_explaining():
             self._note_unfused()
-        if cached is not None and cached.fusible == fusible:
+        if cached is not None and cached[:-1] == (modules, operations, called, fusible):
             return cached.parts
         parts = self._build_parts(fusible)
         if not torch.compiler.is_compiling():  # no side effects while tracing
-            self._cached_parts = _Parts(
-                parts, modules, operations, fusible, with_basic_operations(operations)
-            )
+            self._cached_parts = _Parts(modules, operations, called, fusible, parts)
         return parts
 
     def _build_parts(self, fusible: list[FusibleOperation]) -> list[ChainPart]:

@@ -1,4 +1,4 @@
-"""Checks for tensors that user operations and fusions return."""
+"""Checks for the results of operations that a user wrote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import with_article
-from ...common.recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .operation import BasicOperation, FusibleOperation
 
@@ -166,57 +165,3 @@ def _groups(op: Any, method: str, value: Any, count: int, expected: str) -> list
                 f"{type(op).__name__}.{method} returned {found} in place of a sequence; return {expected}"
             )
     return [tuple(group) for group in groups]
-
-
-def apply_fusions(
-    functions: Sequence[Any],
-    ops: Sequence[FusibleOperation],
-    basic_ops: Sequence[BasicOperation],
-    recipe: Recipe | None,
-) -> list[FusibleOperation]:
-    """Apply registered fusion functions, one after another.
-
-    Args:
-        functions: The functions.
-        ops: The operations that the first function receives.
-        basic_ops: The basic operations that every result must cover once each, in this order.
-        recipe: The active recipe; None without one.
-
-    Raises:
-        TypeError: A function did not return an operation sequence.
-        RuntimeError: The operations do not cover the basic operations.
-    """
-    ops = list(ops)
-    for function in functions:
-        ops = fused_operations(function, function(ops, recipe=recipe))
-    covered = [basic for op in ops for basic in op.basic_operations()]
-    covers_all = len(covered) == len(basic_ops) and all(
-        op is basic for op, basic in zip(covered, basic_ops, strict=True)
-    )
-    if not covers_all:
-        raise RuntimeError(
-            f"mismatch after fusing: the operations {[type(op).__name__ for op in ops]} do not cover the basic "
-            f"operations {[type(op).__name__ for op in basic_ops]} once each in their order; a fusion function must "
-            "replace operations by FusedOperations of exactly these operations"
-        )
-    return ops
-
-
-def fused_operations(function: Any, returned: Any) -> list[FusibleOperation]:
-    """Operations that a registered fusion function returned.
-
-    Raises:
-        TypeError: The return value is not an operation sequence.
-    """
-    name = getattr(function, "__name__", type(function).__name__)
-    if not isinstance(returned, Iterable):
-        raise TypeError(
-            f"the fusion function {name} returned {with_article(type(returned))}; return the list of operations"
-        )
-    ops = list(returned)
-    for op in ops:
-        if not isinstance(op, FusibleOperation):
-            raise TypeError(
-                f"the fusion function {name} returned {with_article(type(op))} in its list; return FusibleOperations"
-            )
-    return ops

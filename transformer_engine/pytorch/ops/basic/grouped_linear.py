@@ -159,8 +159,8 @@ class GroupedLinear(PassOperation):
                 self.get_parameter(name).skip_backward_post_hook = True  # pyright: ignore
         self.parameter_names = tuple(shapes)
 
-    def pass_parameters(self) -> dict[str, Tensor]:
-        return {name: plain_stack(parameter) for name, parameter in super().pass_parameters().items()}
+    def pass_parameters(self) -> list[Tensor]:
+        return [plain_stack(parameter) for parameter in self.own_tensors()]
 
     def reset_parameters(self) -> None:
         """Allocate parameters on the meta device; fill weights with uniform random values and biases with zeros."""

@@ -28,7 +28,7 @@ from ..basic import (
 )
 from ..fuser import register_backward_fusion, register_forward_fusion
 from ..operation import BasicOperation, FusibleOperation
-from ..pass_operation import PassFusedOperation
+from ..pass_operation import PassFusedOperation, has_passes
 
 Ops = list[FusibleOperation]
 
@@ -179,6 +179,9 @@ class FusionRule(NamedTuple):
         candidates: list[Any] = ops[: len(self.kinds)]
         if len(candidates) < len(self.kinds) or not all(map(isinstance, candidates, self.kinds)):
             return None
+        # A fused operation would skip methods that a user overrides.
+        if not all(map(has_passes, candidates)):
+            return None
         for op in candidates:
             if isinstance(op, BasicLinear):
                 fits = (
@@ -270,7 +273,8 @@ def fuse_backward_activation_bias(ops: Ops, *, recipe: Recipe | None) -> Ops:
         bias = ops[position]
         activation = ops[position + 1] if position + 1 < len(ops) else None
         quantizes = len(result) > 0 and result[-1].get_grad_output_quantizer() is not None
-        if quantizes and isinstance(bias, Bias) and isinstance(activation, (GELU, ReLU)):
+        fits = has_passes(bias) and activation is not None and has_passes(activation)
+        if quantizes and fits and isinstance(bias, Bias) and isinstance(activation, (GELU, ReLU)):
             result.append(BackwardActivationBias(bias=bias, activation=activation))
             position += 2
         else:
