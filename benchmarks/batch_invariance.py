@@ -1,6 +1,6 @@
 """Count differing bits in random compositions of batches under te.batch_invariant(), and time a layer with and without.
 
-    python benchmarks/batch_invariance.py [--compositions N] [--device DEVICE] [--seed SEED] [--json FILE]
+    python benchmarks/batch_invariance.py [--compositions N] [--device DEVICE] [--seconds S] [--json FILE]
 
 A composition chooses rows or sequences of a pool, their order, a layout (padded or packed), and for cached steps the
 chunks of a prefill and the decoded tokens. Every output and input gradient is compared with that of another
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
@@ -91,6 +92,11 @@ class Counts:
     def __init__(self) -> None:
         self.found: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
+        self.compositions = 0
+
+    @property
+    def differing(self) -> int:
+        return sum(entry["differing"] for entry in self.found.values())
 
     def compare(self, name: str, compare: Callable[..., list[Difference]], *args: Any) -> None:
         """Add the differences that a comparison finds, or the error that it raises."""
@@ -289,13 +295,14 @@ class SequenceOperation:
         else:
             extra += -(max(lengths) + extra) % multiple
         trains = draw.random() < 0.6
-        found = []
-        for i, (y, dx) in zip(
-            chosen, self.run(Composition(chosen, layout, extra), recipe, trains), strict=True
-        ):
-            found.append(difference(y, self.expected[key][i][0]))
-            if dx is not None:
-                found.append(difference(dx, self.expected[key][i][1], gradient=True))
+        results = self.run(Composition(chosen, layout, extra), recipe, trains)
+        expected = [self.expected[key][i] for i in chosen]
+        found = [difference(torch.cat([y for y, _ in results]), torch.cat([y for y, _ in expected]))]
+        if trains:
+            dx, expected_dx = (
+                torch.cat([dx for _, dx in pairs if dx is not None]) for pairs in (results, expected)
+            )
+            found.append(difference(dx, expected_dx, gradient=True))
         return found
 
 
@@ -369,7 +376,7 @@ class LayerOperation(SequenceOperation):
             dtype=self.dtype, is_paged=paged, page_size=64 if paged else None,
         )  # fmt: skip
         running: dict[int, int] = {}
-        found = []
+        found: list[tuple[Tensor, Tensor]] = []
         for _ in range(10):
             while waiting and len(running) < places:
                 running[waiting.pop()] = 0
@@ -388,13 +395,13 @@ class LayerOperation(SequenceOperation):
             with under(recipe):
                 y = layer(x, rotary_pos_emb=self.angles, inference_params=cache)
             for row, (i, count) in enumerate(step.items()):
-                expected = self.expected[key][i][0][running[i] : running[i] + count]
-                found.append(difference(y[row, :count], expected))
+                found.append((y[row, :count], self.expected[key][i][0][running[i] : running[i] + count]))
                 running[i] += count
             order = [i for i, done in running.items() if done < self.lengths[i]]
             draw.shuffle(order)
             running = {i: running[i] for i in order}
-        return found
+        actual, expected = (torch.cat([pair[side] for pair in found]) for side in (0, 1))
+        return [difference(actual, expected)]
 
 
 class Subjects:
@@ -445,20 +452,27 @@ class Subjects:
         self.layer = LayerOperation(sizes, lengths, device, dtype)
 
 
-def count_differences(subjects: Subjects, count: int, seed: int, invariant: bool) -> Counts:
-    """Run `count` compositions: one recipe after another, with the operations in turn."""
+def count_differences(
+    subjects: Subjects, count: int, seed: int, invariant: bool, deadline: float = float("inf")
+) -> Counts:
+    """Run `count` compositions: one recipe after another, with the operations in turn, each until its share of time."""
     counts, draw = Counts(), random.Random(seed)
     names = list(RECIPES)
     with te.batch_invariant() if invariant else nullcontext():
-        for number in range(count):
-            name, turn = names[number * len(names) // count], number
+        for place, name in enumerate(names):
             recipe, key = RECIPES[name], (name, invariant)
-            operations: list[Any] = [subjects.rows[turn % len(subjects.rows)]]
-            operations.append(subjects.attention if turn % 2 and recipe is None else subjects.layer)
-            for operation in operations:
-                counts.compare(f"{name}: {operation.name}", operation.compare, draw, recipe, key)
-            if turn % 3 == 0 and key in subjects.layer.expected:
-                counts.compare(f"{name}: cached steps", subjects.layer.compare_cached, draw, recipe, key)
+            left = deadline - time.monotonic()
+            end = time.monotonic() + left / (len(names) - place)
+            for turn in range(count * place // len(names), count * (place + 1) // len(names)):
+                operations: list[Any] = [subjects.rows[turn % len(subjects.rows)]]
+                operations.append(subjects.attention if turn % 2 and recipe is None else subjects.layer)
+                for operation in operations:
+                    counts.compare(f"{name}: {operation.name}", operation.compare, draw, recipe, key)
+                if turn % 3 == 0 and key in subjects.layer.expected:
+                    counts.compare(f"{name}: cached steps", subjects.layer.compare_cached, draw, recipe, key)
+                counts.compositions += 1
+                if time.monotonic() > end:
+                    break
     return counts
 
 
@@ -490,25 +504,21 @@ class Pass:
             y.backward(self.dy)
 
 
-def measure_layers(runs: int) -> dict[str, dict[str, float]]:
-    """Milliseconds without and with te.batch_invariant(), in turns."""
-    figures = {}
+def measure_layers(runs: int) -> Iterator[dict[str, dict[str, float]]]:
+    """Yield milliseconds without and with te.batch_invariant(), in turns, case by case."""
     layer = llama_layers.MODELS["layer llama8b"].make("cuda")
     for sequence, batch in ((8192, 1), (2048, 4)):
         x = torch.randn(sequence, batch, llama_layers.HIDDEN, dtype=torch.bfloat16, device="cuda")
         x.requires_grad_()
         for name in ("none", "delayed", "block"):
             recipe = DelayedScaling() if name == "delayed" else RECIPES[name]
-            without, within = measure_in_turns(
-                [Pass(layer, x, recipe, False), Pass(layer, x, recipe, True)], runs
-            )
-            figures[f"{name} b{batch} s{sequence}"] = {
-                "without_ms": round(without, 3),
-                "with_ms": round(within, 3),
-                "ratio": round(within / without, 4),
-            }
-            print(json.dumps({f"{name} b{batch} s{sequence}": figures[f"{name} b{batch} s{sequence}"]}))
-    return figures
+            pair = [Pass(layer, x, recipe, invariant) for invariant in (False, True)]
+            yield {f"{name} b{batch} s{sequence}": _ratio(*measure_in_turns(pair, runs))}
+
+
+def _ratio(without: float, within: float) -> dict[str, float]:
+    times = {"without_ms": round(without, 4), "with_ms": round(within, 4)}
+    return {**times, "ratio": round(within / without, 4)}
 
 
 class Attention:
@@ -558,65 +568,60 @@ class Decoding:
             self.layer(*self.qkv, inference_params=self.cache)
 
 
-def measure_attention(runs: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of attention alone, and of decoding steps."""
-    figures = {}
-    pairs: dict[str, list[Any]] = {}
+def measure_attention(runs: int) -> Iterator[dict[str, dict[str, float]]]:
+    """Yield milliseconds of attention alone, and of decoding steps."""
     for sequence, batch in ((8192, 1), (2048, 4)):
         for trains in (False, True):
             kind = "forward and backward" if trains else "forward"
-            pairs[f"attention {kind} b{batch} s{sequence}"] = [
-                Attention(sequence, batch, trains, invariant) for invariant in (False, True)
-            ]
+            pair = [Attention(sequence, batch, trains, invariant) for invariant in (False, True)]
+            yield {f"{kind} b{batch} s{sequence}": _ratio(*measure_in_turns(pair, runs))}
     for batch, length in ((64, 8000), (8, 8000), (64, 1000)):
-        pairs[f"decode b{batch} s{length}"] = [
-            Decoding(batch, length, invariant) for invariant in (False, True)
-        ]
-    for name, pair in pairs.items():
-        without, within = measure_in_turns(pair, runs)
-        figures[name] = {
-            "without_ms": round(without, 4),
-            "with_ms": round(within, 4),
-            "ratio": round(within / without, 4),
-        }
-        print(json.dumps({name: figures[name]}))
-    return figures
+        decoding = [Decoding(batch, length, invariant) for invariant in (False, True)]
+        yield {f"decode b{batch} s{length}": _ratio(*measure_in_turns(decoding, runs))}
 
 
 def main() -> None:
     made: argparse.ArgumentParser = parser(__doc__)
     made.add_argument("--compositions", type=int, default=1000, help="random compositions")
     made.add_argument(
-        "--control", type=int, default=100, help="compositions without the requirement, for comparison"
+        "--control", type=int, default=40, help="compositions without the requirement, for comparison"
     )
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--runs", type=int, default=10, help="runs per time")
+    made.add_argument("--seconds", type=float, default=float("inf"), help="limit; compositions come last")
     made.add_argument("--skip-times", action="store_true", help="count differences only")
     chosen = made.parse_args()
+    deadline = time.monotonic() + chosen.seconds
+    on_gpu = chosen.device == "cuda"
     te.emulate()  # MXFP8 on a GPU without its products
+    figures: dict[str, Any] = {"dtype": chosen.dtype}
+
+    def record(**part: Any) -> None:
+        """Print and write what has been measured so far."""
+        figures.update(part)
+        print(json.dumps(part), flush=True)
+        write(chosen.json, **figures)
+
+    if on_gpu and not chosen.skip_times:
+        for name, cases in (("layers", measure_layers), ("attention", measure_attention)):
+            figures[name] = {}
+            for case in cases(chosen.runs):
+                record(**{name: figures[name] | case})
     subjects = Subjects(chosen.device, getattr(torch, chosen.dtype), chosen.seed)
-    invariant = count_differences(subjects, chosen.compositions, chosen.seed, True)
-    differing = sum(entry["differing"] for entry in invariant.found.values())
-    print(f"{chosen.compositions} compositions: {differing} differing elements", flush=True)
-    control = count_differences(subjects, chosen.control, chosen.seed, False)
-    figures: dict[str, Any] = {
-        "compositions": chosen.compositions,
-        "dtype": chosen.dtype,
-        "differing": differing,
-        "invariant": invariant.found,
-        "errors": invariant.errors,
-        "control": control.found,
-        "control_errors": control.errors,
-    }
-    if chosen.device == "cuda":
-        probed = probe_backends(subjects, 40, chosen.seed)
-        figures |= {"backends": probed.found, "backend_errors": probed.errors}
-    print(json.dumps(figures, indent=1), flush=True)
-    if chosen.device == "cuda" and not chosen.skip_times:
-        figures["layers"] = measure_layers(runs=15)
-        figures["attention"] = measure_attention(runs=15)
-    write(chosen.json, **figures)
+    if on_gpu:
+        probed = probe_backends(subjects, 20, chosen.seed)
+        record(backends=probed.found, backend_errors=probed.errors)
+    counts = count_differences(subjects, chosen.compositions, chosen.seed, True, deadline)
+    record(
+        compositions=counts.compositions,
+        differing=counts.differing,
+        errors=counts.errors,
+        invariant=counts.found,
+    )
+    counts = count_differences(subjects, chosen.control, chosen.seed, False)
+    record(control_compositions=counts.compositions, control_errors=counts.errors, control=counts.found)
 
 
 if __name__ == "__main__":
