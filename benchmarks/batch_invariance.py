@@ -47,25 +47,30 @@ ROWS = 32  # divisor of the row counts that MXFP8 quantizes along the tokens, fo
 
 
 class Sizes(NamedTuple):
-    """Extents of the layers and the pools."""
+    """Extents of the layers and the pools.
 
-    hidden: int
-    inner: int
-    heads: int
-    groups: int
+    Attributes:
+        rows: Rows of a pool.
+        lengths: Sequences of a pool, and the tokens of the longest one.
+        classes: Classes of a loss.
+        attention: Query heads, and key and value heads.
+        widths: Hidden and inner features.
+    """
+
     rows: int
-    sequences: int
-    longest: int
+    lengths: tuple[int, int]
     classes: int
+    attention: tuple[int, int]
+    widths: tuple[int, int]
 
     @property
     def head(self) -> int:
-        return self.hidden // self.heads
+        return self.widths[0] // self.attention[0]
 
 
 SIZES = {
-    "cuda": Sizes(1024, 2048, 8, 2, 4096, 24, 700, 32000),
-    "cpu": Sizes(64, 128, 4, 2, 256, 10, 150, 40000),
+    "cuda": Sizes(4096, (24, 700), 32000, (8, 2), (1024, 2048)),
+    "cpu": Sizes(256, (10, 150), 40000, (4, 2), (64, 128)),
 }
 
 
@@ -168,6 +173,10 @@ class RowOperation:
         if trains and isinstance(recipe, MXFP8BlockScaling):
             count = -(-count // ROWS) * ROWS
         index = torch.tensor(draw.sample(range(rows), count), device=self.x.device)
+        return self.differences(index, recipe, trains, key)
+
+    def differences(self, index: Tensor, recipe: Recipe | None, trains: bool, key: Any) -> list[Difference]:
+        """Compare the chosen rows with the batch of all rows."""
         y, dx = self.run(index, recipe, trains)
         expected, expected_dx = self.expected[key]
         found = [difference(y, expected[index])]
@@ -190,7 +199,7 @@ class GroupedOperation(RowOperation):
     """GroupedLinear: rows of each group in any number."""
 
     def __init__(self, layer: te.GroupedLinear, count: int, sizes: Sizes, device: str, dtype: torch.dtype):
-        super().__init__("GroupedLinear", layer, sizes.hidden, sizes, device, dtype)
+        super().__init__("GroupedLinear", layer, sizes.widths[0], sizes, device, dtype)
         self.layer, self.count = layer, count
 
     def compare(self, draw: random.Random, recipe: Recipe | None, key: Any) -> list[Difference]:
@@ -212,12 +221,7 @@ class GroupedOperation(RowOperation):
         ]
         index = torch.tensor(chosen, device=self.x.device)
         self.call = lambda x: self.layer(x, splits)
-        y, dx = self.run(index, recipe, trains)
-        expected, expected_dx = self.expected[key]
-        found = [difference(y, expected[index])]
-        if dx is not None:
-            found.append(difference(dx, expected_dx[index], gradient=True))
-        return found
+        return self.differences(index, recipe, trains, key)
 
 
 class Composition(NamedTuple):
@@ -311,16 +315,16 @@ class AttentionOperation(SequenceOperation):
 
     def __init__(self, sizes: Sizes, lengths: list[int], device: str, dtype: torch.dtype):
         self.sizes = sizes
-        width = (sizes.heads + 2 * sizes.groups) * sizes.head
+        width = (sizes.attention[0] + 2 * sizes.attention[1]) * sizes.head
         super().__init__("DotProductAttention", width, lengths, device, dtype)
         self.layer = te.DotProductAttention(
-            sizes.heads, sizes.head, num_gqa_groups=sizes.groups, attention_dropout=0.0
+            sizes.attention[0], sizes.head, num_gqa_groups=sizes.attention[1], attention_dropout=0.0
         )
 
     def call(self, x: Tensor, layout: str, lengths: list[int]) -> Tensor:
         sizes = self.sizes
         heads = x.unflatten(-1, (-1, sizes.head))
-        q, k, v = heads.split([sizes.heads, sizes.groups, sizes.groups], dim=-2)
+        q, k, v = heads.split([sizes.attention[0], sizes.attention[1], sizes.attention[1]], dim=-2)
         if layout != "thd":
             return self.layer(q, k, v, qkv_format=layout, attn_mask_type="causal")
         starts, longest = _starts(lengths, x.device), max(lengths)
@@ -338,7 +342,7 @@ class LayerOperation(SequenceOperation):
     """TransformerLayer with rotary positions, as in Llama; also in cached steps."""
 
     def __init__(self, sizes: Sizes, lengths: list[int], device: str, dtype: torch.dtype):
-        super().__init__("TransformerLayer", sizes.hidden, lengths, device, dtype)
+        super().__init__("TransformerLayer", sizes.widths[0], lengths, device, dtype)
         self.sizes, self.device, self.dtype = sizes, device, dtype
         self.layers: dict[str, te.TransformerLayer] = {layout: self._layer(layout) for layout in LAYOUTS}
         for layout in LAYOUTS:
@@ -348,7 +352,7 @@ class LayerOperation(SequenceOperation):
     def _layer(self, layout: Layout) -> te.TransformerLayer:
         sizes = self.sizes
         return te.TransformerLayer(
-            sizes.hidden, sizes.inner, sizes.heads, num_gqa_groups=sizes.groups, layer_number=1, bias=False,
+            *sizes.widths, sizes.attention[0], num_gqa_groups=sizes.attention[1], layer_number=1, bias=False,
             hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", activation="swiglu",
             fuse_qkv_params=True, self_attn_mask_type="padding_causal" if layout == "thd" else "causal",
             attn_input_format=layout, params_dtype=self.dtype, device=self.device,
@@ -372,7 +376,7 @@ class LayerOperation(SequenceOperation):
         paged = draw.random() < 0.5
         longest = -(-max(self.lengths) // 64) * 64
         cache = te.InferenceParams(
-            max_batch_size=places, max_sequence_length=longest, num_heads_kv=sizes.groups, head_dim_k=sizes.head,
+            max_batch_size=places, max_sequence_length=longest, num_heads_kv=sizes.attention[1], head_dim_k=sizes.head,
             dtype=self.dtype, is_paged=paged, page_size=64 if paged else None,
         )  # fmt: skip
         running: dict[int, int] = {}
@@ -388,7 +392,7 @@ class LayerOperation(SequenceOperation):
             for i, done in running.items():
                 left = self.lengths[i] - done
                 step[i] = 1 if decodes or (done and draw.random() < 0.3) else draw.randint(1, left)
-            x = self.x[0].new_ones(len(step), max(step.values()), sizes.hidden)
+            x = self.x[0].new_ones(len(step), max(step.values()), sizes.widths[0])
             for row, (i, count) in enumerate(step.items()):
                 x[row, :count] = self.x[i][running[i] : running[i] + count]
             cache.pre_step(step)
@@ -410,13 +414,13 @@ class Subjects:
     def __init__(self, device: str, dtype: torch.dtype, seed: int):
         torch.manual_seed(seed)
         sizes = SIZES[device]
-        lengths = [random.Random(seed + i).randint(1, sizes.longest) for i in range(sizes.sequences)]
+        lengths = [random.Random(seed + i).randint(1, sizes.lengths[1]) for i in range(sizes.lengths[0])]
         lengths[:4] = [1, 64, 129, 33]
 
         def rows(name: str, call: Any, width: int, **more: Any) -> RowOperation:
             return RowOperation(name, call, width, sizes, device, dtype, **more)
 
-        hidden, inner = sizes.hidden, sizes.inner
+        hidden, inner = sizes.widths[0], sizes.widths[1]
         made: dict[str, Any] = {"params_dtype": dtype, "device": device}
         targets = torch.randint(sizes.classes, (sizes.rows,), device=device)
 

@@ -172,8 +172,8 @@ def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tu
     """Launch for `attend_stretch`, and the number of splits.
 
     Inputs: q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, slopes, pages. Outputs: partial float32 [b, g, splits,
-    rows, size_v] and level. splits = 0: enough ranges to fill the processors. A batch-invariant problem has one range and
-    the tile of the forward pass, so that a row has the bits that it has there.
+    rows, size_v] and level. splits = 0: enough ranges to fill the processors. A batch-invariant problem has one range,
+    and the tile of the forward pass, so that a row has the bits that it has there.
     """
     rows = problem.heads // problem.groups * problem.seqlen_q
     tile = forward_tile(problem) if problem.batch_invariant else decode_tile(problem, rows)

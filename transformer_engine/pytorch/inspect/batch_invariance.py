@@ -14,19 +14,19 @@ from ..runtime.tracing import run_eagerly
 __all__ = ["batch_invariant", "is_batch_invariant"]
 
 
-class _State:
+class _Blocks:
     """The requirement of the process: that of the innermost open block, or `default` outside of all blocks."""
 
     def __init__(self) -> None:
         self.default = False
-        self.blocks: list[tuple[object, bool]] = []
+        self.open: list[tuple[object, bool]] = []
         self.lock = threading.Lock()
 
     def apply(self) -> None:
-        require_batch_invariance(self.blocks[-1][1] if self.blocks else self.default)
+        require_batch_invariance(self.open[-1][1] if self.open else self.default)
 
 
-_state = _State()
+_blocks = _Blocks()
 
 
 class batch_invariant(ContextDecorator):
@@ -60,7 +60,7 @@ class batch_invariant(ContextDecorator):
     def __init__(self, enabled: bool = True):
         switch("enabled", enabled)
         self._enabled = enabled
-        self._default_before: bool | None = _state.default
+        self._default_before: bool | None = _blocks.default
         self._keys: list[object] = []
         self._set_default(enabled)
 
@@ -72,11 +72,11 @@ class batch_invariant(ContextDecorator):
     def __enter__(self) -> batch_invariant:
         """Enter the block; the first entry restores the process's requirement from before the construction."""
         if self._default_before is not None:
-            _state.default, self._default_before = self._default_before, None
+            _blocks.default, self._default_before = self._default_before, None
         key = object()
-        with _state.lock:
-            _state.blocks.append((key, self._enabled))
-            _state.apply()
+        with _blocks.lock:
+            _blocks.open.append((key, self._enabled))
+            _blocks.apply()
         self._keys.append(key)
         try:
             _check_recipe()
@@ -91,21 +91,21 @@ class batch_invariant(ContextDecorator):
 
     def _leave(self) -> None:
         key = self._keys.pop()
-        with _state.lock:
-            _state.blocks = [block for block in _state.blocks if block[0] is not key]
-            _state.apply()
+        with _blocks.lock:
+            _blocks.open = [block for block in _blocks.open if block[0] is not key]
+            _blocks.apply()
 
     @run_eagerly("te.batch_invariant() changes the choice of backends for all threads")
     def _set_default(self, enabled: bool) -> None:
-        with _state.lock:
-            _state.default = enabled
-            _state.apply()
+        with _blocks.lock:
+            _blocks.default = enabled
+            _blocks.apply()
         try:
             _check_recipe()
         except RuntimeError:
-            with _state.lock:
-                _state.default = bool(self._default_before)
-                _state.apply()
+            with _blocks.lock:
+                _blocks.default = bool(self._default_before)
+                _blocks.apply()
             raise
 
 

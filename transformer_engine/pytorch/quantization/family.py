@@ -40,7 +40,9 @@ class FormatSample(NamedTuple):
 
 
 def _shares_scales(recipe: Recipe) -> str | None:
-    return "its quantizers may share scales among rows; use DelayedScaling, Float8BlockScaling or MXFP8BlockScaling"
+    return (
+        "its quantizers may share scales among rows; use DelayedScaling, whose scales come from earlier steps"
+    )
 
 
 def rows_are_independent(recipe: Recipe) -> None:
