@@ -508,16 +508,18 @@ class Pass:
             y.backward(self.dy)
 
 
-def measure_layers(runs: int) -> Iterator[dict[str, dict[str, float]]]:
+def measure_layers(runs: int, only: str) -> Iterator[dict[str, dict[str, float]]]:
     """Yield milliseconds without and with te.batch_invariant(), in turns, case by case."""
     layer = llama_layers.MODELS["layer llama8b"].make("cuda")
     for sequence, batch in ((8192, 1), (2048, 4)):
         x = torch.randn(sequence, batch, llama_layers.HIDDEN, dtype=torch.bfloat16, device="cuda")
         x.requires_grad_()
         for name in ("none", "delayed", "block"):
+            if only not in (case := f"{name} b{batch} s{sequence}"):
+                continue
             recipe = DelayedScaling() if name == "delayed" else RECIPES[name]
             pair = [Pass(layer, x, recipe, invariant) for invariant in (False, True)]
-            yield {f"{name} b{batch} s{sequence}": _ratio(*measure_in_turns(pair, runs))}
+            yield {case: _ratio(*measure_in_turns(pair, runs))}
 
 
 def _ratio(without: float, within: float) -> dict[str, float]:
@@ -572,20 +574,23 @@ class Decoding:
             self.layer(*self.qkv, inference_params=self.cache)
 
 
-def measure_attention(runs: int) -> Iterator[dict[str, dict[str, float]]]:
+def measure_attention(runs: int, only: str) -> Iterator[dict[str, dict[str, float]]]:
     """Yield milliseconds of attention alone, and of decoding steps."""
     for sequence, batch in ((8192, 1), (2048, 4)):
         for trains in (False, True):
             kind = "forward and backward" if trains else "forward"
+            if only not in (case := f"{kind} b{batch} s{sequence}"):
+                continue
             pair = [Attention(sequence, batch, trains, invariant) for invariant in (False, True)]
-            yield {f"{kind} b{batch} s{sequence}": _ratio(*measure_in_turns(pair, runs))}
+            yield {case: _ratio(*measure_in_turns(pair, runs))}
     for batch, length in ((64, 8000), (8, 8000), (64, 1000)):
-        decoding = [Decoding(batch, length, invariant) for invariant in (False, True)]
-        yield {f"decode b{batch} s{length}": _ratio(*measure_in_turns(decoding, runs))}
+        if only in (case := f"decode b{batch} s{length}"):
+            decoding = [Decoding(batch, length, invariant) for invariant in (False, True)]
+            yield {case: _ratio(*measure_in_turns(decoding, runs))}
 
 
 def main() -> None:
-    made: argparse.ArgumentParser = parser(__doc__)
+    made: argparse.ArgumentParser = parser(__doc__, only="time the cases whose name contains this")
     made.add_argument("--compositions", type=int, default=1000, help="random compositions")
     made.add_argument(
         "--control", type=int, default=40, help="compositions without the requirement, for comparison"
@@ -595,6 +600,7 @@ def main() -> None:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--runs", type=int, default=10, help="runs per time")
     made.add_argument("--seconds", type=float, default=float("inf"), help="limit; compositions come last")
+    made.add_argument("--probe", action="store_true", help="also compare single attention backends")
     made.add_argument("--skip-times", action="store_true", help="count differences only")
     chosen = made.parse_args()
     deadline = time.monotonic() + chosen.seconds
@@ -611,10 +617,10 @@ def main() -> None:
     if on_gpu and not chosen.skip_times:
         for name, cases in (("layers", measure_layers), ("attention", measure_attention)):
             figures[name] = {}
-            for case in cases(chosen.runs):
+            for case in cases(chosen.runs, chosen.only):
                 record(**{name: figures[name] | case})
     subjects = Subjects(chosen.device, getattr(torch, chosen.dtype), chosen.seed)
-    if on_gpu:
+    if chosen.probe:
         probed = probe_backends(subjects, 20, chosen.seed)
         record(backends=probed.found, backend_errors=probed.errors)
     counts = count_differences(subjects, chosen.compositions, chosen.seed, True, deadline)

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ..formats import ceil_div
 from .attention import LOG2_E, at, extent, take_keys
-from .attention_problem import AttentionProblem, decode_tile, forward_tile
+from .attention_problem import AttentionProblem, decode_tile
 from .launch import Launch, Output
 
 
@@ -172,16 +172,12 @@ def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tu
     """Launch for `attend_stretch`, and the number of splits.
 
     Inputs: q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, slopes, pages. Outputs: partial float32 [b, g, splits,
-    rows, size_v] and level. splits = 0: enough ranges to fill the processors. A batch-invariant problem has one range,
-    and the tile of the forward pass, so that a row has the bits that it has there.
+    rows, size_v] and level. splits = 0: enough ranges to fill the processors.
     """
     rows = problem.heads // problem.groups * problem.seqlen_q
-    tile = forward_tile(problem) if problem.batch_invariant else decode_tile(problem, rows)
-    block_rows, keys, warps, stages = tile
+    block_rows, keys, warps, stages = decode_tile(problem, rows)
     blocks = ceil_div(rows, block_rows)
-    if problem.batch_invariant:
-        splits = 1
-    elif splits == 0:
+    if splits == 0:
         # Two programs per processor, or 4096 keys per program if that is more ranges.
         # One sequence with 65536 keys, H200: 3.3 to 3.4 TB/s with 16 or 33 ranges, 2.9 with 66.
         filling = 2 * processors // (problem.batch * problem.groups * blocks)
@@ -201,8 +197,7 @@ def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tu
     grid = (splits, problem.groups * blocks, problem.batch)
     level = (problem.batch, problem.groups, splits, rows)
     outputs = (Output((*level, problem.size_v), "float32"), Output(level, "float32"))
-    fuses = not problem.batch_invariant
-    return Launch(attend_stretch, grid, outputs, scalars, constants, warps, fuses=fuses), splits
+    return Launch(attend_stretch, grid, outputs, scalars, constants, warps), splits
 
 
 def merging(problem: AttentionProblem, splits: int, follows: bool, packed: bool = False) -> Launch:
@@ -216,5 +211,4 @@ def merging(problem: AttentionProblem, splits: int, follows: bool, packed: bool 
     constants = (problem.size_v, block, min(triton.next_power_of_2(splits), max(1, 4096 // block)), follows)
     grid = (problem.seqlen_q, problem.heads, problem.batch)
     outputs = (Output(None, problem.dtype, begins=0.0 if packed else None),)
-    fuses = not problem.batch_invariant
-    return Launch(merge, grid, outputs, scalars, constants, warps=4, dependent=follows, fuses=fuses)
+    return Launch(merge, grid, outputs, scalars, constants, warps=4, dependent=follows)

@@ -20,9 +20,9 @@ LONGEST_QUERY = 16
 def takes(call: AttentionCall) -> bool:
     """Return whether a call is a decoding step without gradients and without a bias or mask tensor.
 
-    A batch-invariant call is computed in one range of keys, which has the bits of the forward pass except with a sink.
+    The ranges of keys depend on the batch, and the tile on the number of queries: such a call is not batch-invariant.
     """
-    if call.batch_invariant and call.softmax != "vanilla":
+    if call.batch_invariant:
         return False
     if call.needs_gradient or call.max_logit or call.dropout > 0.0 or call.seqlen_q > LONGEST_QUERY:
         return False
